@@ -1,0 +1,179 @@
+"""One engine and one model's chat format behind a small interface: messages in, text out. It knows no screen.
+
+The screen and `floe-chat ask` both talk to this class; they never see a token id.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..engine.events import (
+    Cancel,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    Sampling,
+    SetPreset,
+    Shutdown,
+    Tokens,
+)
+from ..engine.session import Session
+from ..models.errors import FloeError, TryAgainError, UsageError
+
+if TYPE_CHECKING:
+    from ..models.chat_format import ChatFormat, Detokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written."""
+
+    role: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of the answer to `request`, safe to show: control characters are already replaced."""
+
+    request: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A question accepted by the engine.
+
+    `prompt_tokens` is its whole length; `dropped` counts the oldest messages that no longer fit the window.
+    """
+
+    request: int
+    prompt_tokens: int
+    dropped: int
+
+
+Update = Event | TextDelta
+
+
+class ChatClient:
+    """Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`."""
+
+    def __init__(self, pack: Path, preset: str | None = None, device: str = "auto") -> None:
+        self._pack = pack
+        self._load = Load(str(pack), preset, device)
+        self._session = Session()
+        self._format: ChatFormat | FloeError | None = None
+        self._format_ready = threading.Event()
+        self._held: Loaded | None = None
+        self._window = 0
+        self._last_request = 0
+        self._running: tuple[int, Detokenizer] | None = None
+
+    def start(self) -> None:
+        """Begin loading in the background; returns at once."""
+        threading.Thread(target=self._read_format, name="floe-tokenizer", daemon=True).start()
+        self._session.send(self._load)
+        self._session.start()
+
+    def poll(self, timeout: float = 0.0) -> list[Update]:
+        """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
+        updates: list[Update] = []
+        events: list[Event] = self._session.poll(timeout)
+        if self._held is not None and self._format_ready.is_set():
+            events.insert(0, self._held)
+            self._held = None
+        for event in events:
+            match event:
+                case Tokens():
+                    if self._running and self._running[0] == event.request:
+                        updates.append(TextDelta(event.request, self._running[1].push(event.ids)))
+                case Loaded():
+                    updates += self._model_ready(event)
+                case Finished() | Failed():
+                    if self._running and event.request == self._running[0]:
+                        self._running = None
+                    updates.append(event)
+                case _:
+                    updates.append(event)
+        return updates
+
+    def submit(self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int) -> Submitted:
+        """Ask for an answer to `messages` (the last one is the user's).
+
+        Raises:
+            FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
+                template refuses the turns; a sampling value is out of range.
+        """
+        if self._window == 0 or self._format is None or isinstance(self._format, FloeError):
+            raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
+        if self._running is not None:
+            raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
+        prompt, dropped, room = self._fit(self._format, messages, max_new_tokens)
+        self._last_request += 1
+        self._running = (self._last_request, self._format.decoder())
+        self._session.send(Generate(self._last_request, tuple(prompt), sampling, room, self._format.stop_ids))
+        return Submitted(self._last_request, len(prompt), dropped)
+
+    def cancel(self) -> None:
+        """Stop the running answer, if there is one."""
+        if self._running is not None:
+            self._session.send(Cancel(self._running[0]))
+
+    def set_preset(self, preset: str) -> None:
+        """Change the quality preset from the next token on."""
+        self._session.send(SetPreset(preset))
+
+    def close(self) -> None:
+        """End the engine; never hangs: the thread is a daemon and is given half a second to leave by itself."""
+        self._session.send(Shutdown())
+        self._session.join(0.5)
+
+    def _model_ready(self, event: Loaded) -> list[Update]:
+        """Pass `event` on when the chat format is there too; the two load side by side."""
+        if not self._format_ready.is_set():
+            self._held = event
+            return []
+        if isinstance(self._format, FloeError):
+            error = self._format
+            return [Failed(error.title, error.cause, error.hint, None, error.exit_code)]
+        self._window = event.context_window
+        return [event]
+
+    def _read_format(self) -> None:
+        try:
+            from ..models.chat_format import ChatFormat
+
+            self._format = ChatFormat(self._pack)
+        except FloeError as error:
+            self._format = error
+        finally:
+            self._format_ready.set()
+
+    def _fit(
+        self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int
+    ) -> tuple[list[int], int, int]:
+        """The prompt, how many of the oldest messages it leaves out, and tokens left for the answer."""
+        from ..engine import context
+
+        system = [message for message in messages[:1] if message.role == "system"]
+        turns = list(messages[len(system) :])
+        limit = self._window - context.room_for_answer(self._window, max_new_tokens)
+        shortest: list[int] = []
+        for dropped in range(0, len(turns), 2):  # a question leaves together with its answer
+            kept = [{"role": m.role, "content": m.text} for m in (*system, *turns[dropped:])]
+            shortest = chat.encode(kept)
+            if len(shortest) <= limit:
+                return shortest, dropped, min(max_new_tokens, self._window - len(shortest))
+        raise UsageError(
+            "The message is too long for the model's window",
+            f"It takes {len(shortest):,} tokens with the model's own marks; the window holds {self._window:,}"
+            f" and {self._window - limit:,} of them are kept for the answer.",
+            "Shorten it, or ask for a shorter answer (--max-tokens).",
+        )

@@ -1,0 +1,1 @@
+"""Data files only: the demo model and the calibration text."""

@@ -1,0 +1,238 @@
+"""Everything that crosses the engine thread's border: commands in, events out.
+
+All are small frozen dataclasses of plain values, so that `encode` and `decode` could carry them to another
+process without touching a screen (DESIGN section 7). The engine never waits for whoever reads the events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn. `temperature` 0 is greedy; the other values then do not matter.
+
+    `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch that filter off. `seed` None draws a fresh one.
+    """
+
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+
+# Commands -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Open the packed model in folder `pack` on `device` ("auto", "cpu", "cuda", "cuda:1")."""
+
+    pack: str
+    preset: str | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Continue `prompt` (token ids) by at most `max_new_tokens`, until one of `stop_ids` is drawn."""
+
+    request: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop answering `request`; seen within one layer. A request that waits in the queue is cancelled too."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetPreset:
+    """Change the quality preset; takes effect with the next token, also in the middle of an answer."""
+
+    preset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    """Let the model go and free its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the engine thread."""
+
+
+Command = Load | Generate | Cancel | SetPreset | Unload | Shutdown
+
+
+# Events -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """One step of loading began; `fraction` of the whole is done, in 0..1."""
+
+    step: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model answers from now on.
+
+    Attributes:
+        model: the pack's name. source: where its weights came from.
+        context_window: tokens that prompt and answer may take together.
+        presets: the presets this pack can run, best first. preset: the one in force.
+        widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit".
+        device: where it computes. backend: which kernels run there. reason: why these and no others.
+        seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
+    """
+
+    model: str
+    source: str
+    context_window: int
+    presets: tuple[str, ...]
+    preset: str
+    widths: str
+    device: str
+    backend: str
+    reason: str
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`done` of `total` prompt tokens are in the KV cache."""
+
+    request: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Newly drawn token ids of an answer, in order; the stop token is never among them."""
+
+    request: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters of the answer that runs or of the last one (DESIGN section 8 has the words).
+
+    What was not measured is None: a screen says so and never shows a zero in its place.
+
+    Attributes:
+        prompt_tokens, new_tokens: so far in this answer.
+        decode_tps: decode tokens/s over the last second; decode_tps_mean: over the whole answer.
+        prefill_tps: prompt tokens/s. first_token_s: from the request to the first token.
+        active_neurons: share of the selected experts' neurons that were active in decode, 0..1.
+        bytes_per_token: weight bytes that decode's experts touched per token: up, and rows of active neurons.
+        layer_activity: `active_neurons` layer by layer.
+        expert_use: share of decode's expert calls that went to each expert, (L, E) row-major in one tuple per layer.
+        ram_bytes: resident memory of this process. vram_bytes: device memory in use; None without a GPU.
+        kv_bytes: bytes in the KV cache.
+        context_used, context_window: tokens.
+    """
+
+    request: int
+    prompt_tokens: int
+    new_tokens: int
+    decode_tps: float | None
+    decode_tps_mean: float | None
+    prefill_tps: float | None
+    first_token_s: float | None
+    active_neurons: float | None
+    bytes_per_token: float | None
+    layer_activity: tuple[float, ...]
+    expert_use: tuple[tuple[float, ...], ...]
+    ram_bytes: int
+    vram_bytes: int | None
+    kv_bytes: int
+    context_used: int
+    context_window: int
+
+
+@dataclass(frozen=True, slots=True)
+class PresetChanged:
+    """`preset` is in force from the next token on."""
+
+    preset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """An answer ended. `reason`: "stop" (end of turn), "length" (max_new_tokens), "context" (window full), "cancelled"."""
+
+    request: int
+    reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """No model is loaded any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Something went wrong; `request` is None when it was not an answer. The engine itself goes on."""
+
+    title: str
+    cause: str
+    hint: str
+    request: int | None = None
+    exit_code: int = 1
+
+
+Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | Finished | Unloaded | Failed
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        *(Load, Generate, Cancel, SetPreset, Unload, Shutdown),
+        *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Finished, Unloaded, Failed),
+        Sampling,
+    )
+}
+
+
+def encode(message: Command | Event | Sampling) -> dict[str, Any]:
+    """A JSON-ready dict of a command or event; `decode` gives an equal object back."""
+    fields: dict[str, Any] = {"kind": type(message).__name__}
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        fields[field.name] = encode(value) if dataclasses.is_dataclass(value) else value
+    return fields
+
+
+def decode(fields: dict[str, Any]) -> Any:
+    """The command or event that `encode` wrote, also after a trip through JSON.
+
+    Raises:
+        ValueError: `kind` names no command or event.
+    """
+    kind = _KINDS.get(fields.get("kind", ""))
+    if kind is None:
+        raise ValueError(f"no such command or event: {fields.get('kind')!r}")
+    return kind(**{name: _plain(value) for name, value in fields.items() if name != "kind"})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return decode(value)
+    return tuple(_plain(item) for item in value) if isinstance(value, list) else value

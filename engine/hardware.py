@@ -1,0 +1,123 @@
+"""What this machine has. A probe that fails is a gap in the answer, never a crash."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One CUDA device. Bytes of memory; `capability` such as "8.6"."""
+
+    name: str
+    capability: str
+    vram_total: int
+    vram_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What was found. `cpu_isa` is the widest instruction set that torch uses, `gpu_reason` why there is no GPU."""
+
+    system: str
+    cpu: str
+    cores_physical: int | None
+    cores_usable: int
+    cpu_isa: str
+    ram_total: int
+    ram_available: int
+    gpus: tuple[Gpu, ...]
+    gpu_reason: str
+    disk_folder: str
+    disk_free: int
+    torch_version: str
+    torch_threads: int
+
+
+def probe(folder: Path) -> Hardware:
+    """Look at this machine; `folder` is where models lie or would lie."""
+    import torch
+
+    memory = psutil.virtual_memory()
+    gpus, gpu_reason = _gpus()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return Hardware(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
+        cpu=_cpu_name(),
+        cores_physical=psutil.cpu_count(logical=False),
+        cores_usable=_usable_cores(),
+        cpu_isa=torch.backends.cpu.get_cpu_capability(),
+        ram_total=memory.total,
+        ram_available=memory.available,
+        gpus=gpus,
+        gpu_reason=gpu_reason,
+        disk_folder=str(folder),
+        disk_free=shutil.disk_usage(existing).free,
+        torch_version=torch.__version__,
+        torch_threads=torch.get_num_threads(),
+    )
+
+
+def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
+    """The device that will compute, and why.
+
+    Args:
+        wanted: "auto", "cpu", "cuda" or "cuda:N". pack_bytes: the whole pack; in this version a GPU must hold it all.
+
+    Raises:
+        ValueError: a device that does not exist here.
+    """
+    import torch
+
+    if wanted == "cpu":
+        return "cpu", "asked for"
+    gpus, reason = _gpus()
+    if wanted == "auto":
+        if not gpus:
+            return "cpu", reason
+        if gpus[0].vram_free < pack_bytes * 1.2:
+            return "cpu", f"{gpus[0].name} has {gpus[0].vram_free / 1e9:.1f} GB free, the pack needs all of its bytes there"
+        return "cuda:0", f"{gpus[0].name} holds the whole pack"
+    device = torch.device(wanted)
+    if device.type != "cuda":
+        raise ValueError(f"floe-chat computes on cpu or cuda, not on {device.type}")
+    if (device.index or 0) >= len(gpus):
+        raise ValueError(reason or f"there are {len(gpus)} GPUs")
+    return f"cuda:{device.index or 0}", "asked for"
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str]:
+    import torch
+
+    if torch.version.cuda is None:
+        return (), "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return (), "torch sees no CUDA device"
+    found: list[Gpu] = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append(Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}", total, free))
+    return tuple(found), ""
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,92 @@
+"""One MoE layer, start to end: the module that stands where transformers' experts stand (DESIGN section 5).
+
+This version reads rows where they lie, in RAM or in the mapped file: route (the model's own), find the active
+neurons, compute. Locating, placing and looking ahead slot in between.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from .. import kernels
+from ..kernels.types import Calls
+from ..models.calibration import threshold_at
+from ..models.packed import PackedLayer
+from .telemetry import Telemetry
+
+DECODE_TOKENS = 8  # up to this many tokens go neuron by neuron; more share dequantized experts
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
+    """The answer was stopped; raised at the next layer."""
+
+
+class Control:
+    """What a running answer can be told from another thread.
+
+    Attributes:
+        sparsity: 0..1, read by each layer at each step. cancelled: set to stop within one layer.
+        counting: whether layers add to the telemetry (decode does, prefill does not).
+    """
+
+    def __init__(self, sparsity: float) -> None:
+        self.sparsity = sparsity
+        self.cancelled = threading.Event()
+        self.counting = False
+
+
+class MoELayer(nn.Module):
+    """The experts of one layer from the packed layout."""
+
+    def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
+        super().__init__()
+        self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
+        self._sparsity: float | None = None
+        self._thresholds = torch.empty(0)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        if self.control.cancelled.is_set():
+            raise Cancelled
+        if self._sparsity != self.control.sparsity:
+            self._sparsity = self.control.sparsity
+            self._thresholds = threshold_at(self.packed.thresholds, self._sparsity)
+        compute = self._decode if hidden.shape[0] <= DECODE_TOKENS else self._prefill
+        return compute(hidden, top_k_index, top_k_weights)
+
+    def _decode(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(top_k_index.shape[1])
+        calls = Calls(tokens, top_k_index.flatten(), top_k_weights.flatten())
+        thresholds = self._thresholds[calls.experts]
+        active = kernels.up_gemv(hidden, self.packed.up, calls, thresholds)
+        if self.control.counting:
+            self._count(calls, active.neurons.numel())
+        return kernels.sparse_swiglu(hidden, self.packed.rows, calls, active)
+
+    def _prefill(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in top_k_index.unique().tolist():
+            if self.control.cancelled.is_set():
+                raise Cancelled
+            token, slot = (top_k_index == expert).nonzero(as_tuple=True)
+            y, _ = kernels.expert_swiglu(
+                hidden[token], self.packed.up, self.packed.rows, expert, float(self._thresholds[expert])
+            )
+            out.index_add_(0, token, y * top_k_weights[token, slot, None].to(y.dtype))
+        return out
+
+    def _count(self, calls: Calls, active: int) -> None:
+        counts = self.telemetry.layers[self.index]
+        rows = self.packed.rows
+        counts.neurons += calls.experts.numel() * rows.data.shape[1]
+        counts.active += active
+        counts.bytes += calls.experts.numel() * self.packed.up.bytes_per_expert() + active * rows.layout.nbytes
+        for expert in calls.experts.tolist():
+            counts.calls[expert] += 1

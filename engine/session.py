@@ -1,0 +1,230 @@
+"""The engine thread: commands in, events out. Importing this file is cheap; torch is loaded by the thread itself."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..models.errors import FloeError
+from .events import (
+    Cancel,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loading,
+    PrefillProgress,
+    PresetChanged,
+    SetPreset,
+    Shutdown,
+    Stats,
+    Tokens,
+    Unload,
+    Unloaded,
+)
+
+if TYPE_CHECKING:
+    from .generate import KVCache
+    from .loader import LoadedModel
+
+STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
+_log = logging.getLogger("floe_chat.engine")
+
+
+class Session:
+    """One engine on a daemon thread of its own.
+
+    `send` never blocks and `poll` takes what has happened since; both may be called from any thread. A cancel is seen
+    within one layer, since it does not queue behind the running answer.
+    """
+
+    def __init__(self) -> None:
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._waiting: deque[Command] = deque()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._cancelled: set[int] = set()
+        self._running: int | None = None
+        self._loaded: LoadedModel | None = None
+        self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; commands sent before are kept."""
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Hand over a command."""
+        if isinstance(command, Cancel):
+            self._cancel(command.request)
+        else:
+            if isinstance(command, Shutdown):
+                self._cancel(self._running)
+            self._commands.put(command)
+
+    def poll(self, timeout: float = 0.0) -> list[Event]:
+        """Events since the last call, in order; waits at most `timeout` seconds for the first."""
+        events: list[Event] = []
+        try:
+            if timeout > 0:
+                events.append(self._events.get(timeout=timeout))
+            while True:
+                events.append(self._events.get_nowait())
+        except queue.Empty:
+            return events
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the thread to end; False if it still runs after `timeout` seconds."""
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _cancel(self, request: int | None) -> None:
+        with self._lock:
+            if request is None:
+                return
+            self._cancelled.add(request)
+            if request == self._running and self._loaded is not None:
+                self._loaded.control.cancelled.set()
+
+    def _run(self) -> None:
+        while True:
+            command = self._waiting.popleft() if self._waiting else self._commands.get()
+            if isinstance(command, Shutdown):
+                return
+            try:
+                self._obey(command)
+            except FloeError as error:
+                self._fail(error.title, error.cause, error.hint, command, error.exit_code)
+            # The thread's border: whatever goes wrong below must reach the user, and the engine must live on.
+            except Exception as error:
+                _log.exception("%s failed", type(command).__name__)
+                title = "The answer broke off" if isinstance(command, Generate) else "The engine failed"
+                hint = "This is a fault of floe-chat; the log has the details. Try again, or load the model anew."
+                self._fail(title, f"{type(error).__name__}: {error}", hint, command, 1)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Load():
+                self._load(command)
+            case Generate():
+                self._generate(command)
+            case SetPreset():
+                self._set_preset(command)
+            case Unload():
+                self._loaded = None
+                self._events.put(Unloaded())
+            case Cancel() | Shutdown():  # dealt with where they arrive
+                pass
+
+    def _fail(self, title: str, cause: str, hint: str, command: Command, exit_code: int) -> None:
+        request = command.request if isinstance(command, Generate) else None
+        self._events.put(Failed(title, cause, hint, request, exit_code))
+
+    def _load(self, command: Load) -> None:
+        self._events.put(Loading("Starting torch", 0.0))
+        from .loader import load
+
+        self._loaded = None  # the old model's memory goes before the new one's comes
+        loaded, event = load(
+            Path(command.pack),
+            command.preset,
+            command.device,
+            lambda step, share: self._events.put(Loading(step, share)),
+        )
+        self._loaded = loaded
+        self._events.put(event)
+
+    def _set_preset(self, command: SetPreset) -> None:
+        from . import quality
+
+        loaded = self._need_model()
+        preset = quality.get(command.preset, loaded.packed.manifest)
+        loaded.control.sparsity = preset.sparsity
+        self._events.put(PresetChanged(preset.name))
+
+    def _need_model(self) -> LoadedModel:
+        if self._loaded is None:
+            raise FloeError("No model is loaded", "", "Load one first.")
+        return self._loaded
+
+    def _generate(self, command: Generate) -> None:
+        from .generate import KVCache
+        from .moe import Cancelled
+
+        loaded = self._need_model()
+        loaded.telemetry.begin(command.request, len(command.prompt), time.perf_counter())
+        kv = KVCache()
+        with self._lock:
+            loaded.control.cancelled.clear()
+            self._running = command.request
+            if command.request in self._cancelled:
+                loaded.control.cancelled.set()
+        try:
+            reason = self._answer(command, loaded, kv)
+        except Cancelled:
+            reason = "cancelled"
+        finally:
+            with self._lock:
+                self._running = None
+                self._cancelled.discard(command.request)
+        self._events.put(Finished(command.request, reason, self._stats(loaded, kv, command)))
+
+    def _answer(self, command: Generate, loaded: LoadedModel, kv: KVCache) -> str:
+        from .generate import generate
+
+        steps = generate(
+            loaded.model,
+            kv,
+            command.prompt,
+            command.sampling,
+            max_new_tokens=command.max_new_tokens,
+            stop_ids=command.stop_ids,
+            window=loaded.window,
+            control=loaded.control,
+            telemetry=loaded.telemetry,
+        )
+        told = time.perf_counter()
+        while True:
+            try:
+                step = next(steps)
+            except StopIteration as end:
+                return str(end.value)
+            if step.token is None:
+                self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
+            else:
+                self._events.put(Tokens(command.request, (step.token,)))
+            self._obey_between_tokens()
+            if time.perf_counter() - told > STATS_EVERY_S:
+                told = time.perf_counter()
+                self._events.put(self._stats(loaded, kv, command))
+
+    def _obey_between_tokens(self) -> None:
+        """Take a preset change at once; everything else waits for the answer to end."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(command, SetPreset):
+                try:
+                    self._set_preset(command)
+                except FloeError as error:
+                    self._fail(error.title, error.cause, error.hint, command, error.exit_code)
+            else:
+                self._waiting.append(command)
+
+    def _stats(self, loaded: LoadedModel, kv: KVCache, command: Generate) -> Stats:
+        length = kv.cache.get_seq_length()
+        return loaded.telemetry.stats(
+            kv_bytes=kv.nbytes(),
+            vram_bytes=loaded.vram_bytes(),
+            context_used=max(length, len(command.prompt)),
+            context_window=loaded.window,
+        )

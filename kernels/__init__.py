@@ -1,0 +1,146 @@
+"""The numerical operations, one function each: arguments are checked here, the device's backend computes.
+
+`reference.py` defines what each computes. Bad shapes, dtypes and indices raise before any memory is touched.
+Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons per expert, N active neurons.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backend import Backend, choose
+from .layouts import ExpertRows, UpWeights
+from .types import Active, Calls
+
+__all__ = [
+    "Active",
+    "Backend",
+    "Calls",
+    "choose",
+    "expert_swiglu",
+    "gather_rows",
+    "pool_scatter",
+    "sparse_swiglu",
+    "up_gemv",
+]
+
+
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Active:
+    """The active neurons of every call: v = up_e · x, kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
+
+    Args:
+        x: (B, H) floating point. up: the layer's up projections. thresholds: (P,) one per call, 0 keeps all.
+
+    Raises:
+        ValueError: shapes that do not fit, or a token or expert out of range.
+    """
+    _check_x(x, up.layout.vector.n)
+    _check_calls(x, calls, up.q.shape[0])
+    if thresholds.shape != calls.experts.shape:
+        raise ValueError(f"{calls.experts.numel()} calls but thresholds of shape {tuple(thresholds.shape)}")
+    return choose(x.device.type).up_gemv(x, up, calls, thresholds)
+
+
+def sparse_swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: Active) -> Tensor:
+    """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
+
+    Args:
+        x: (B, H). rows: the layer's neuron records. active: what `up_gemv` found for the same calls.
+
+    Returns:
+        y (B, H) of x's dtype; zero for tokens without a call.
+
+    Raises:
+        ValueError: shapes that do not fit, an index out of range, or a neuron twice within one call.
+    """
+    _check_x(x, rows.layout.gate.n)
+    _check_calls(x, calls, rows.data.shape[0])
+    _check_active(calls, active, rows.data.shape[1])
+    return choose(x.device.type).sparse_swiglu(x, rows, calls, active)
+
+
+def expert_swiglu(
+    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float
+) -> tuple[Tensor, int]:
+    """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
+
+    Args:
+        x: (B, H). expert: its index in 0..E-1. threshold: |up · x| below it is masked, token by token.
+
+    Returns:
+        y (B, H), not yet weighted by the router, and how many neurons were active over all tokens.
+
+    Raises:
+        ValueError: shapes that do not fit, or no such expert.
+    """
+    _check_x(x, up.layout.vector.n)
+    _check_x(x, rows.layout.gate.n)
+    _check_range("expert", torch.tensor([expert]), min(up.q.shape[0], rows.data.shape[0]))
+    return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold)
+
+
+def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
+    """Copy the records of `neurons` (N,) of one expert, in that order, into out (N, layout.nbytes) uint8.
+
+    Raises:
+        ValueError: an index out of range, or a buffer that does not fit.
+    """
+    _check_range("expert", torch.tensor([expert]), rows.data.shape[0])
+    _check_range("neuron", neurons, rows.data.shape[1])
+    if out.dtype != torch.uint8 or out.shape != (neurons.numel(), rows.layout.nbytes):
+        raise ValueError(
+            f"out must be uint8 of {(neurons.numel(), rows.layout.nbytes)}, not {out.dtype} of {tuple(out.shape)}"
+        )
+    choose(rows.data.device.type).gather_rows(rows, expert, neurons, out)
+
+
+def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
+    """Copy records (N, nbytes) into pool[slots], pool (S, nbytes), both uint8.
+
+    Raises:
+        ValueError: a slot out of range or given twice, or records that do not fit the pool.
+    """
+    if pool.dtype != torch.uint8 or records.dtype != torch.uint8:
+        raise ValueError("pool and records must be uint8")
+    if records.shape != (slots.numel(), pool.shape[1]):
+        raise ValueError(f"records of {tuple(records.shape)} for {slots.numel()} slots of {pool.shape[1]} bytes")
+    _check_range("slot", slots, pool.shape[0])
+    if slots.unique().numel() != slots.numel():
+        raise ValueError("a slot is written twice")
+    choose(pool.device.type).pool_scatter(pool, slots, records)
+
+
+def _check_x(x: Tensor, hidden: int) -> None:
+    if x.ndim != 2 or x.shape[1] != hidden or not x.is_floating_point():
+        raise ValueError(f"x must be (B, {hidden}) floating point, not {tuple(x.shape)} {x.dtype}")
+
+
+def _check_range(what: str, index: Tensor, end: int) -> None:
+    if index.dtype != torch.int64 or index.ndim != 1:
+        raise ValueError(f"{what} indices must be 1-D int64, not {index.ndim}-D {index.dtype}")
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= end):
+        raise ValueError(f"{what} index out of range 0..{end - 1}")
+
+
+def _check_calls(x: Tensor, calls: Calls, experts: int) -> None:
+    if not calls.tokens.shape == calls.experts.shape == calls.weights.shape:
+        raise ValueError("calls need as many tokens as experts and weights")
+    _check_range("token", calls.tokens, x.shape[0])
+    _check_range("expert", calls.experts, experts)
+
+
+def _check_active(calls: Calls, active: Active, neurons: int) -> None:
+    _check_range("neuron", active.neurons, neurons)
+    offsets = active.offsets.tolist()
+    if (
+        len(offsets) != calls.experts.numel() + 1
+        or offsets[0] != 0
+        or offsets[-1] != active.neurons.numel()
+        or sorted(offsets) != offsets
+        or active.values.shape != active.neurons.shape
+    ):
+        raise ValueError("offsets must rise from 0 to the number of neurons, one interval per call")
+    owner = torch.repeat_interleave(active.offsets.diff().to(active.neurons.device))
+    if (owner * neurons + active.neurons).unique().numel() != active.neurons.numel():
+        raise ValueError("a neuron is listed twice in one call")

@@ -1,0 +1,46 @@
+"""The one family of errors that a person may see: what happened, why, and what to do."""
+
+from __future__ import annotations
+
+
+class FloeError(Exception):
+    """A failure explained to the user.
+
+    Args:
+        title: what happened, a short sentence without a full stop.
+        cause: why, in the terms of the thing that failed.
+        hint: what the person can do about it.
+
+    `exit_code` follows the command line's convention: 1 failure, 2 usage, 3 try again.
+    """
+
+    exit_code = 1
+
+    def __init__(self, title: str, cause: str = "", hint: str = "") -> None:
+        super().__init__(title)
+        self.title = title
+        self.cause = cause
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.title, self.cause, self.hint) if part)
+
+
+class UsageError(FloeError):
+    """The person asked for something that does not exist or cannot be combined."""
+
+    exit_code = 2
+
+
+class TryAgainError(FloeError):
+    """Nothing is wrong with the request; the same call may work later."""
+
+    exit_code = 3
+
+
+class PackError(FloeError):
+    """A packed model that cannot be used: incomplete, of another version, or damaged."""
+
+
+class CheckpointError(FloeError):
+    """A source checkpoint that cannot be read or is not a Mixture-of-Experts model we know."""

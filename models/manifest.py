@@ -1,0 +1,203 @@
+"""manifest.json: what a packed folder holds. It is written last, so a folder without one is an unfinished pack."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
+from .errors import PackError
+
+FORMAT = "floe-chat packed model"
+VERSION = 1
+FILE_NAME = "manifest.json"
+UNFINISHED = "packing.txt"  # lies in the folder from the first byte until the manifest is written
+_FLOAT16 = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes that the packed tensors follow (DESIGN section 1: words and shapes)."""
+
+    model_type: str
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bits per weight of the three expert matrices, and what 16-bit values are: "bfloat16" or "float16"."""
+
+    up: int
+    gate: int
+    down: int
+    float16: str
+    group: int
+
+    def describe(self) -> str:
+        """In words, for a screen: "up 2 bit, rows 4 bit"."""
+        rows = f"rows {self.gate} bit" if self.gate == self.down else f"gate {self.gate} bit, down {self.down} bit"
+        return f"up {self.up} bit, {rows}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights came from. `exact` is False when a wider source was rounded to 16 bit."""
+
+    name: str
+    commit: str | None
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and sha256 of one file of the folder."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The text that the threshold tables were measured on: its tokens, and how many entries each table has."""
+
+    tokens: int
+    quantiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a packed model that is not a tensor."""
+
+    name: str
+    source: Source
+    architecture: Architecture
+    widths: Widths
+    calibration: Calibration
+    files: dict[str, FileEntry]
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the experts are the source's own 16-bit weights, so that preset Exact means what it says."""
+        return self.source.exact and self.widths.up == self.widths.gate == self.widths.down == 16
+
+    @property
+    def up_layout(self) -> UpLayout:
+        a, w = self.architecture, self.widths
+        return UpLayout(VectorLayout(a.hidden, w.up, w.group), _FLOAT16[w.float16])
+
+    @property
+    def row_layout(self) -> RowLayout:
+        a, w = self.architecture, self.widths
+        return RowLayout(
+            VectorLayout(a.hidden, w.gate, w.group), VectorLayout(a.hidden, w.down, w.group), _FLOAT16[w.float16]
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json so that it is there whole or not at all, also after a power cut."""
+        text = json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=2)
+        partial = folder / (FILE_NAME + ".part")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / FILE_NAME)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of a packed folder.
+
+        Raises:
+            PackError: no folder, no manifest, another format or version, or a manifest that does not make sense.
+        """
+        if not folder.is_dir():
+            raise PackError(
+                f"There is no packed model at {folder}", "The folder does not exist.", "Check the path, or pack one."
+            )
+        try:
+            fields = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise _unfinished(folder) from None
+        except (OSError, ValueError) as error:
+            raise damaged(folder, f"{FILE_NAME} cannot be read: {error}") from error
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise damaged(folder, f"{FILE_NAME} is not the manifest of a packed model.")
+        if fields.get("version") != VERSION:
+            raise PackError(
+                f"The packed model at {folder} has another format version",
+                f"It is version {fields.get('version')!r}; this program reads version {VERSION}.",
+                "Update floe-chat, or pack the source checkpoint again with this version.",
+            )
+        try:
+            return _parse(fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(folder, f"{FILE_NAME} lacks or garbles {error}.") from error
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and sha256 of a file."""
+    with path.open("rb") as file:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _unfinished(folder: Path) -> PackError:
+    if (folder / UNFINISHED).exists():
+        return PackError(
+            f"The packed model at {folder} is incomplete",
+            "Its manifest, written last, is missing: packing was interrupted.",
+            "Pack it again into the same folder: floe-chat pack SRC DST.",
+        )
+    if (folder / "config.json").exists():
+        return PackError(
+            f"{folder} is not packed",
+            "It looks like a checkpoint as published: it has a config.json but no manifest.json.",
+            f"Pack it first: floe-chat pack {folder} DST, then use DST.",
+        )
+    return PackError(
+        f"{folder} holds no packed model", "It has no manifest.json.", "Check the path, or pack a checkpoint into it."
+    )
+
+
+def damaged(folder: Path, cause: str) -> PackError:
+    """The error for a packed folder whose content cannot be trusted."""
+    return PackError(
+        f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."
+    )
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    manifest = Manifest(
+        name=str(fields["name"]),
+        source=Source(**fields["source"]),
+        architecture=Architecture(**fields["architecture"]),
+        widths=Widths(**fields["widths"]),
+        calibration=Calibration(**fields["calibration"]),
+        files={str(name): FileEntry(**entry) for name, entry in fields["files"].items()},
+    )
+    a, w = manifest.architecture, manifest.widths
+    if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
+        raise ValueError("its sizes")
+    if {w.up, w.gate, w.down} - set(WIDTHS) or w.float16 not in _FLOAT16:
+        raise ValueError("its bit widths")
+    for name in manifest.files:
+        if PurePosixPath(name).name != name or "\\" in name or name in (".", ".."):
+            raise ValueError(f"the file name {name!r}")
+    needed = {"dense.safetensors", "profile.safetensors", "config.json", *map(layer_file, range(a.layers))}
+    if missing := sorted(needed - manifest.files.keys()):
+        raise ValueError(f"the entry of {missing[0]}")
+    return manifest
+
+
+def layer_file(layer: int) -> str:
+    """The file name of one layer's experts."""
+    return f"layer_{layer:02d}.safetensors"

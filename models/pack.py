@@ -1,0 +1,251 @@
+"""Packing: one forward pass over calibration text in which every layer packs itself when its turn comes.
+
+The model is transformers' own, with a module in the place of each layer's experts that reads one expert at a time
+out of the checkpoint, measures it, orders its neurons, quantizes, writes and lets it go (DESIGN section 4). So the
+hidden states that a layer is calibrated on are those that the packed layers before it produce, and memory holds one
+expert of the source at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.layouts import WIDTHS, UpWeights, group_size
+from . import calibration, skeleton
+from .checkpoint import Checkpoint
+from .errors import CheckpointError, FloeError, UsageError
+from .manifest import (
+    FILE_NAME,
+    UNFINISHED,
+    Architecture,
+    Calibration,
+    Manifest,
+    Source,
+    Widths,
+    file_entry,
+    layer_file,
+)
+from .quantize import store_up, store_vectors
+from .tensorfile import Plan, TensorFile
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True, slots=True)
+class PackSpec:
+    """Bits per weight: 2, 3, 4, 8 or 16 (the source's own). `group` values share a scale, fewer where H needs it."""
+
+    up: int = 2
+    gate: int = 4
+    down: int = 4
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        for part, bits in (("up", self.up), ("gate", self.gate), ("down", self.down)):
+            if bits not in WIDTHS:
+                valid = ", ".join(map(str, WIDTHS))
+                raise UsageError(f"{part} cannot be {bits} bit", "", f"Choose one of {valid}.")
+
+
+EXACT = PackSpec(up=16, gate=16, down=16)
+Progress = Callable[[str, float], None]
+
+
+def pack(
+    source: Checkpoint, folder: Path, spec: PackSpec, tokens: Tensor, name: str, progress: Progress | None = None
+) -> Manifest:
+    """Write the packed layout of `source` into `folder`; the manifest comes last.
+
+    Args:
+        tokens: (N, T) int64 calibration text. name: what the model will be called.
+        progress: called with a sentence and the share that is done, 0..1.
+
+    Raises:
+        UsageError: the folder holds something else, or a finished pack. CheckpointError: the source is unreadable.
+        FloeError: the disk is too small or fails.
+    """
+    report = progress or (lambda _step, _share: None)
+    manifest = _plan(source, spec, tokens, name)
+    try:
+        _claim(folder, source, manifest)
+        dense = {name: source.tensor(name) for name in source.dense_names()}
+        dense = {name: t if source.exact else t.to(torch.bfloat16) for name, t in dense.items()}
+        _write(folder / "dense.safetensors", dense)
+        layers: list[_PackingExperts] = []
+
+        def experts(layer: int) -> nn.Module:
+            layers.append(_PackingExperts(source, manifest, folder, layer, report))
+            return layers[-1]
+
+        model = skeleton.build(source.config, source.family, dense, experts, torch.float32, "cpu")
+        with torch.inference_mode():
+            model.model(input_ids=tokens, use_cache=False)  # pyright: ignore[reportCallIssue]
+        report("Writing the profile", 0.99)
+        _write(
+            folder / "profile.safetensors",
+            {
+                "popularity": torch.stack([layer.popularity for layer in layers]),
+                "importance": torch.stack([layer.importance for layer in layers]),
+                "router_score": torch.stack([layer.router_score for layer in layers]),
+            },
+        )
+        for file in _COPIED:
+            if (source.folder / file).is_file():
+                shutil.copyfile(source.folder / file, folder / file)
+        for path in sorted(folder.iterdir()):
+            if path.name not in (UNFINISHED, FILE_NAME + ".part"):
+                manifest.files[path.name] = file_entry(path)
+        manifest.write(folder)
+        (folder / UNFINISHED).unlink()
+    except OSError as error:
+        raise FloeError(
+            f"Packing into {folder} failed",
+            f"{error.strerror or error}.",
+            "Free some space or choose another disk, then run the same command again: it starts over.",
+        ) from error
+    report("Done", 1.0)
+    return manifest
+
+
+class _PackingExperts(nn.Module):
+    """Stands where a layer's experts stand; when called, packs them, and answers as the packed experts will."""
+
+    def __init__(
+        self, source: Checkpoint, manifest: Manifest, folder: Path, layer: int, report: Progress
+    ) -> None:
+        super().__init__()
+        a = manifest.architecture
+        self.source, self.manifest, self.folder, self.layer, self.report = source, manifest, folder, layer, report
+        self.popularity = torch.zeros(a.experts)
+        self.importance = torch.zeros(a.experts, a.intermediate, len(calibration.MEASURES))
+        self.router_score = torch.zeros(calibration.QUANTILES)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
+        a = self.manifest.architecture
+        out = torch.zeros_like(hidden)
+        self.router_score = calibration.quantile_table(top_k_weights)
+        with TensorFile(self.folder / layer_file(self.layer), _layer_plan(self.manifest)) as file:
+            for expert in range(a.experts):
+                share = (self.layer + expert / a.experts) / a.layers
+                self.report(f"Packing layer {self.layer + 1} of {a.layers}", 0.98 * share)
+                token, slot = (top_k_index == expert).nonzero(as_tuple=True)
+                self.popularity[expert] = token.numel() / max(1, top_k_index.numel())
+                # An expert that the text never reaches is measured on all of it: a rough table beats none.
+                x = hidden[token] if token.numel() else hidden
+                y = self._pack_expert(file, expert, x)
+                if token.numel():
+                    out.index_add_(0, token, y * top_k_weights[token, slot, None].to(y.dtype))
+        return out
+
+    def _pack_expert(self, file: TensorFile, expert: int, x: Tensor) -> Tensor:
+        """Write one expert, neurons by falling importance; x (T, H) -> what the packed expert makes of it."""
+        up_layout, row_layout = self.manifest.up_layout, self.manifest.row_layout
+        gate, up, down = self.source.expert(self.layer, expert)
+        measures = calibration.importance(x, gate.to(x.dtype), up.to(x.dtype))
+        order = measures[:, calibration.ORDER_BY].argsort(descending=True)
+        self.importance[expert] = measures[order]
+        try:
+            q, scale, zero = store_up(up[order], up_layout.vector, up_layout.float16)
+            records = row_layout.join(
+                store_vectors(gate[order], row_layout.gate, row_layout.float16),
+                store_vectors(down.T[order], row_layout.down, row_layout.float16),
+            )
+        except ValueError as error:
+            raise CheckpointError(
+                f"Expert {expert} of layer {self.layer} cannot be packed", str(error), "Download the checkpoint again."
+            ) from error
+        file["up.q"][expert], file["up.scale"][expert], file["up.zero"][expert] = q, scale, zero
+        file["rows"][expert] = records
+        packed_up = UpWeights(up_layout, q[None], scale[None], zero[None])
+        v = F.linear(x, packed_up.dense(0, x.dtype))
+        file["threshold"][expert] = calibration.quantile_table(v)
+        packed_gate, packed_down = row_layout.read(records, x.dtype)
+        return (F.silu(F.linear(x, packed_gate)) * v) @ packed_down
+
+
+def _plan(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str) -> Manifest:
+    config: Any = source.config
+    group = group_size(config.hidden_size, spec.group)
+    return Manifest(
+        name=name,
+        source=Source(name=source.folder.resolve().name, commit=None, exact=source.exact),
+        architecture=Architecture(
+            model_type=config.model_type,
+            layers=config.num_hidden_layers,
+            experts=source.experts,
+            top_k=config.num_experts_per_tok,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+        ),
+        widths=Widths(spec.up, spec.gate, spec.down, str(source.float16).removeprefix("torch."), group),
+        calibration=Calibration(tokens=tokens.numel(), quantiles=calibration.QUANTILES),
+        files={},
+    )
+
+
+def _layer_plan(manifest: Manifest) -> Plan:
+    a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
+    groups = up.vector.groups
+    return {
+        "rows": (torch.uint8, (a.experts, a.intermediate, rows.nbytes)),
+        "up.q": (torch.uint8, (a.experts, a.intermediate, up.row_bytes)),
+        "up.scale": (torch.float16, (a.experts, a.intermediate, groups)),
+        "up.zero": (torch.float16, (a.experts, a.intermediate, groups)),
+        "threshold": (torch.float32, (a.experts, calibration.QUANTILES)),
+    }
+
+
+def expected_bytes(manifest: Manifest, dense_bytes: int) -> int:
+    """Disk that the pack will take, to within its small files."""
+    a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
+    neuron = rows.nbytes + up.row_bytes + 4 * up.vector.groups + 4 * len(calibration.MEASURES)
+    return dense_bytes + a.layers * a.experts * a.intermediate * neuron
+
+
+def _claim(folder: Path, source: Checkpoint, manifest: Manifest) -> None:
+    """Make sure that `folder` is empty or an unfinished pack, and that the disk can hold the result."""
+    if folder.resolve() == source.folder.resolve():
+        raise UsageError("The pack cannot be written over its source", "", "Choose another folder.")
+    if (folder / FILE_NAME).exists():
+        raise UsageError(
+            f"{folder} already holds a packed model", "", "Choose another folder, or delete that one first."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", "", "Choose a folder that is empty or does not exist.")
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / UNFINISHED
+    if not marker.exists():
+        if strangers := sorted(path.name for path in folder.iterdir()):
+            raise UsageError(
+                f"{folder} holds other files",
+                f"For example {strangers[0]}.",
+                "Choose an empty folder: nothing was changed.",
+            )
+        marker.write_text(f"A pack of {source.folder.name} is being written here.\n", encoding="utf-8")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    dense_bytes = sum(source.tensor(name).nbytes for name in source.dense_names())
+    needed, free = expected_bytes(manifest, dense_bytes), shutil.disk_usage(folder).free
+    if needed > free:
+        raise FloeError(
+            f"The disk of {folder} is too small",
+            f"The pack takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free.",
+            "Free some space or choose another disk.",
+        )
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    plan: Plan = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with TensorFile(path, plan) as file:
+        for name, tensor in tensors.items():
+            file[name].copy_(tensor)

@@ -1,0 +1,117 @@
+"""Reading a packed model (DESIGN section 4): checks first, then tensors that are views of the mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..kernels.layouts import ExpertRows, UpWeights
+from .manifest import FILE_NAME, Manifest, damaged, file_entry, layer_file
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """The experts of one layer. thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1."""
+
+    up: UpWeights
+    rows: ExpertRows
+    thresholds: Tensor
+
+
+class PackedModel:
+    """A packed folder that passed its checks. Tensors are memory-mapped: opening costs no RAM."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, folder: Path, *, recheck: bool = False) -> PackedModel:
+        """Open a packed folder after checking it against its manifest.
+
+        Every file's size is compared each time. Every file's sha256 is compared the first time, and again whenever
+        a file's size or modification time changed since it last passed, or if `recheck` is set.
+
+        Raises:
+            PackError: the folder is incomplete, of another version, or damaged.
+        """
+        manifest = Manifest.read(folder)
+        for name, entry in manifest.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise damaged(folder, f"{name} is missing.")
+            if (size := path.stat().st_size) != entry.size:
+                raise damaged(folder, f"{name} has {size:,} bytes instead of {entry.size:,}.")
+        stamp = _Stamp(folder, manifest)
+        if recheck or not stamp.valid():
+            for name, entry in manifest.files.items():
+                if file_entry(folder / name).sha256 != entry.sha256:
+                    raise damaged(folder, f"The content of {name} changed: its sha256 differs from the manifest's.")
+            stamp.write()
+        return cls(folder, manifest)
+
+    def layer(self, layer: int) -> PackedLayer:
+        """The experts of one layer, as views of the mapped file."""
+        tensors = self._tensors(layer_file(layer))
+        m = self.manifest
+        a = m.architecture
+        self._expect(layer_file(layer), tensors["rows"], (a.experts, a.intermediate, m.row_layout.nbytes))
+        self._expect(layer_file(layer), tensors["up.q"], (a.experts, a.intermediate, m.up_layout.row_bytes))
+        return PackedLayer(
+            up=UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"]),
+            rows=ExpertRows(m.row_layout, tensors["rows"]),
+            thresholds=tensors["threshold"],
+        )
+
+    def dense(self) -> dict[str, Tensor]:
+        """Embeddings, attention, norms, routers and head, by their published names."""
+        return self._tensors("dense.safetensors")
+
+    def profile(self) -> dict[str, Tensor]:
+        """popularity (L, E) · importance (L, E, F, 4) · router_score (L, Q): measured on the calibration text."""
+        return self._tensors("profile.safetensors")
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        try:
+            with safe_open(self.folder / name, "pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys() if not key.startswith("_pad.")}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise damaged(self.folder, f"{name} cannot be read: {error}") from error
+
+    def _expect(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            raise damaged(self.folder, f"{name} holds a tensor of {tuple(tensor.shape)} instead of {shape}.")
+
+
+class _Stamp:
+    """A note in the user's cache that these very files passed their sha256, so that 30 GB are not read each start."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._files = [folder / FILE_NAME, *(folder / name for name in manifest.files)]
+        key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+        self._path = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "verified" / f"{key}.json"
+
+    def _seen(self) -> list[list[object]]:
+        stats = [(path.name, path.stat()) for path in self._files]
+        return [[name, stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats]
+
+    def valid(self) -> bool:
+        try:
+            return json.loads(self._path.read_text(encoding="utf-8")) == self._seen()
+        except (OSError, ValueError):
+            return False
+
+    def write(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = self._path.with_suffix(".part")
+            partial.write_text(json.dumps(self._seen()), encoding="utf-8")
+            partial.replace(self._path)
+        except OSError:
+            return  # a read-only cache only means that the next start checks again

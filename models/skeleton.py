@@ -1,0 +1,61 @@
+"""transformers' own model with the experts replaced (DESIGN section 3): built without memory, then filled.
+
+Attention, norms, rope, routers and the KV cache stay the library's. Every family whose block calls
+`experts(hidden, top_k_index, top_k_weights)` works with a name map in checkpoint.py and nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import Family
+from .errors import PackError
+
+Experts = Callable[[int], nn.Module]
+
+
+def build(
+    config: Any, family: Family, dense: Mapping[str, Tensor], experts: Experts, dtype: torch.dtype, device: str
+) -> nn.Module:
+    """The causal language model, ready to call.
+
+    Args:
+        config: transformers' configuration. dense: the dense tensors by published names.
+        experts: layer -> module with forward(hidden (B, H), top_k_index (B, K), top_k_weights (B, K)) -> (B, H).
+        dtype: of the dense part and of all activations.
+
+    Raises:
+        PackError: dense tensors that are missing, or of a shape that the configuration does not ask for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.experts = experts(index)
+    weights = {family.module_name(name): tensor for name, tensor in dense.items()}
+    if config.tie_word_embeddings:
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    own = dict(model.named_parameters())
+    for name, parameter in own.items():
+        tensor = weights.get(name)
+        if tensor is None or tensor.shape != parameter.shape:
+            have = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            raise PackError(
+                "The dense part of the model does not fit its configuration",
+                f"{name} is {have}; {tuple(parameter.shape)} is needed.",
+                "Pack the source checkpoint again.",
+            )
+        owner, _, leaf = name.rpartition(".")
+        value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), leaf, value)
+    # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=config).to(device)
+    if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
+        raise PackError("The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat.")
+    return model.eval()

@@ -1,0 +1,80 @@
+"""Safetensors files written in place: space for every tensor is laid out first, values arrive in any order.
+
+Any safetensors reader opens them. Beyond the format, each tensor starts at a multiple of `ALIGN` bytes: the header
+is padded with spaces, and gaps are filled by byte tensors named `_pad.N`, since the format allows no holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.layouts import ALIGN, align
+
+Plan = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+_CODES = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
+
+
+class TensorFile:
+    """A safetensors file being written. Use as a context manager: leaving it flushes the bytes to the disk.
+
+    Args:
+        path: replaced if it exists. plan: dtype and shape of every tensor by name.
+
+    Raises:
+        OSError: the disk cannot hold the file; space is claimed at once, so this is known before any work is done.
+    """
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        header: dict[str, dict[str, object]] = {}
+        places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (dtype, shape) in plan.items():
+            nbytes = math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [end, end + nbytes]}
+            places[name] = (end, nbytes)
+            end += nbytes
+            if gap := align(end) - end:
+                header[f"_pad.{len(places)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [end, end + gap]}
+                end += gap
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (align(8 + len(encoded)) - 8 - len(encoded))
+        start = 8 + len(encoded)
+        with path.open("wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, start + end)
+            else:
+                file.truncate(start + end)
+        self.path = path
+        self._plan = plan
+        self._places = {name: (start + offset, nbytes) for name, (offset, nbytes) in places.items()}
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r+")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor `name` as it lies in the file; what is written to it is written to the file."""
+        dtype, shape = self._plan[name]
+        offset, nbytes = self._places[name]
+        return torch.from_numpy(self._bytes[offset : offset + nbytes]).view(dtype).view(shape)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bytes.flush()
+        fd = os.open(self.path, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+__all__ = ["ALIGN", "Plan", "TensorFile"]

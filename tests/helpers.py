@@ -1,0 +1,108 @@
+"""Small real models for tests: random weights, published names, a byte-level tokenizer, packed by our packer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.manifest import Manifest
+from floe_chat.models.pack import PackSpec, pack
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ m['content'] + '\n' }}"
+    "{% elif m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('no such role') }}{% endif %}{% endfor %}"
+)
+
+
+def write_tokenizer(folder: Path, *, template: str | None = TEMPLATE) -> int:
+    """One token per byte, and <s>, </s>; returns the vocabulary's size."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {char: 3 + i for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 1 << 40,
+    }
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return len(vocab)
+
+
+def make_checkpoint(
+    folder: Path,
+    *,
+    family: str = "mixtral",
+    hidden: int = 64,
+    intermediate: int = 96,
+    experts: int = 4,
+    top_k: int = 2,
+    layers: int = 2,
+    window: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    shards: bool = True,
+    seed: int = 0,
+) -> Path:
+    """A random model as transformers publishes it; weights are wide enough that logits differ from token to token."""
+    from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = write_tokenizer(folder)
+    heads = next(h for h in (4, 3, 2, 1) if hidden % (2 * h) == 0)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": window,
+        "initializer_range": 0.15,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "sliding_window": None,
+    }
+    torch.manual_seed(seed)
+    if family == "mixtral":
+        model: Any = MixtralForCausalLM(MixtralConfig(num_local_experts=experts, **sizes))
+    else:
+        model = OlmoeForCausalLM(OlmoeConfig(num_experts=experts, **sizes))
+        # OLMoE's router starts at zero, which would leave every choice of experts to ties.
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                torch.nn.init.normal_(parameter, std=0.3)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB" if shards else "10GB")
+    return folder
+
+
+def calibration_tokens(rows: int = 4, length: int = 32) -> Tensor:
+    """Random token ids of the tests' tokenizer."""
+    return torch.randint(3, 250, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def make_pack(checkpoint: Path, folder: Path, spec: PackSpec, name: str = "tiny") -> Manifest:
+    """Pack a test checkpoint on random tokens."""
+    return pack(Checkpoint(checkpoint), folder, spec, calibration_tokens(), name)
+
+
+def relative_rms(got: Tensor, expected: Tensor) -> float:
+    """Root of the mean squared error over the root of the mean square of `expected`."""
+    error = (got.double() - expected.double()).pow(2).mean().sqrt()
+    return float(error / expected.double().pow(2).mean().sqrt().clamp_min(1e-30))
