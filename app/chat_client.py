@@ -156,9 +156,7 @@ class ChatClient:
         finally:
             self._format_ready.set()
 
-    def _fit(
-        self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int
-    ) -> tuple[list[int], int, int]:
+    def _fit(self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int, int]:
         """The prompt, how many of the oldest messages it leaves out, and tokens left for the answer."""
         from ..engine import context
 

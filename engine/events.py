@@ -176,7 +176,7 @@ class PresetChanged:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """An answer ended. `reason`: "stop" (end of turn), "length" (max_new_tokens), "context" (window full), "cancelled"."""
+    """An answer ended. `reason`: "stop" (end of turn), "length", "context" (window full) or "cancelled"."""
 
     request: int
     reason: str
@@ -216,7 +216,7 @@ def encode(message: Command | Event | Sampling) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": type(message).__name__}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        fields[field.name] = encode(value) if dataclasses.is_dataclass(value) else value
+        fields[field.name] = encode(value) if isinstance(value, Sampling | Stats) else value
     return fields
 
 

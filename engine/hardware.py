@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
+
+from .. import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +43,27 @@ class Hardware:
     torch_threads: int
 
 
+@dataclass(frozen=True, slots=True)
+class ComputePath:
+    """Which kernels a kind of device would run, and why; `backend` is None where the device is not there."""
+
+    device: str
+    backend: str | None
+    reason: str
+
+
+def compute_paths() -> tuple[ComputePath, ...]:
+    """The path that each kind of device would take on this machine."""
+    cpu = kernels.choose("cpu")
+    gpus, reason = _gpus()
+    if not gpus:
+        return ComputePath("cpu", cpu.name, cpu.reason), ComputePath("cuda", None, reason)
+    cuda = kernels.choose("cuda")
+    return ComputePath("cpu", cpu.name, cpu.reason), ComputePath("cuda", cuda.name, cuda.reason)
+
+
 def probe(folder: Path) -> Hardware:
     """Look at this machine; `folder` is where models lie or would lie."""
-    import torch
-
     memory = psutil.virtual_memory()
     gpus, gpu_reason = _gpus()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -73,8 +93,6 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
     Raises:
         ValueError: a device that does not exist here.
     """
-    import torch
-
     if wanted == "cpu":
         return "cpu", "asked for"
     gpus, reason = _gpus()
@@ -82,7 +100,10 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
         if not gpus:
             return "cpu", reason
         if gpus[0].vram_free < pack_bytes * 1.2:
-            return "cpu", f"{gpus[0].name} has {gpus[0].vram_free / 1e9:.1f} GB free, the pack needs all of its bytes there"
+            return (
+                "cpu",
+                f"{gpus[0].name} has {gpus[0].vram_free / 1e9:.1f} GB free, the pack needs all of its bytes there",
+            )
         return "cuda:0", f"{gpus[0].name} holds the whole pack"
     device = torch.device(wanted)
     if device.type != "cuda":
@@ -93,8 +114,6 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    import torch
-
     if torch.version.cuda is None:
         return (), "this torch is built without CUDA"
     if not torch.cuda.is_available():

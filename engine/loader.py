@@ -15,6 +15,7 @@ from ..kernels.layouts import ExpertRows, UpWeights
 from ..models import skeleton
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.errors import UsageError
+from ..models.lean import import_model_code
 from ..models.packed import PackedLayer, PackedModel
 from . import context, hardware, quality
 from .events import Loaded
@@ -52,7 +53,9 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         UsageError: a preset that this pack cannot run, or a device that does not exist.
     """
     started = time.perf_counter()
-    report("Checking the packed model", 0.1)
+    report("Starting transformers", 0.05)
+    import_model_code()
+    report("Checking the packed model", 0.3)
     packed = PackedModel.open(folder)
     manifest = packed.manifest
     chosen = quality.get(preset or quality.DEFAULT, manifest)
@@ -62,13 +65,16 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"The device {device!r} cannot be used", str(error), "Use --device cpu.") from error
     backend = kernels.choose(torch.device(place).type)
-    control, telemetry = Control(chosen.sparsity), Telemetry(manifest.architecture.layers, manifest.architecture.experts)
-    report("Reading the dense part", 0.3)
+    control, telemetry = (
+        Control(chosen.sparsity),
+        Telemetry(manifest.architecture.layers, manifest.architecture.experts),
+    )
+    report("Reading the dense part", 0.5)
     up_bytes = 0
 
     def experts(index: int) -> MoELayer:
         nonlocal up_bytes
-        report(f"Mapping layer {index + 1} of {manifest.architecture.layers}", 0.5)
+        report(f"Mapping layer {index + 1} of {manifest.architecture.layers}", 0.5 + 0.5 * index / manifest.architecture.layers)
         layer = _to(packed.layer(index), place)
         up_bytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
         return MoELayer(index, layer, control, telemetry)

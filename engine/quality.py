@@ -39,9 +39,7 @@ def get(name: str, manifest: Manifest) -> Preset:
     """
     preset = next((preset for preset in PRESETS if preset.name.lower() == name.lower()), None)
     if preset is None:
-        raise UsageError(
-            f"There is no preset {name!r}", "", f"Choose one of {', '.join(p.name for p in PRESETS)}."
-        )
+        raise UsageError(f"There is no preset {name!r}", "", f"Choose one of {', '.join(p.name for p in PRESETS)}.")
     if preset.lossless and not manifest.lossless:
         raise UsageError(
             f"This pack cannot run {preset.name}",

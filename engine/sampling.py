@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,12 @@ def check(sampling: Sampling) -> None:
         ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 up to 1 (off)"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 (off) to 1"),
-        ("repetition_penalty", sampling.repetition_penalty, 0 < sampling.repetition_penalty <= 10, "above 0 to 10"),
+        (
+            "repetition_penalty",
+            sampling.repetition_penalty,
+            0 < sampling.repetition_penalty <= 10,
+            "above 0 to 10",
+        ),
         ("seed", sampling.seed, sampling.seed is None or 0 <= sampling.seed < 1 << 63, "0 to 2^63 - 1"),
     ):
         if not good:
@@ -57,7 +64,7 @@ class Sampler:
 
     def draw(self, ids: Tensor, logits: Tensor) -> int:
         """The next token. ids: (1, T) int64 so far, the prompt included. logits: (1, V)."""
-        scores = self._processors(ids, logits.float().cpu())
+        scores = self._processors(cast("torch.LongTensor", ids), cast("torch.FloatTensor", logits.float().cpu()))
         if self._greedy:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))

@@ -103,7 +103,7 @@ class Session:
             except FloeError as error:
                 self._fail(error.title, error.cause, error.hint, command, error.exit_code)
             # The thread's border: whatever goes wrong below must reach the user, and the engine must live on.
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 _log.exception("%s failed", type(command).__name__)
                 title = "The answer broke off" if isinstance(command, Generate) else "The engine failed"
                 hint = "This is a fault of floe-chat; the log has the details. Try again, or load the model anew."

@@ -60,9 +60,7 @@ def sparse_swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: Active) -> 
     return choose(x.device.type).sparse_swiglu(x, rows, calls, active)
 
 
-def expert_swiglu(
-    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float
-) -> tuple[Tensor, int]:
+def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
     """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
 
     Args:

@@ -45,9 +45,7 @@ def sparse_swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: Active) -> 
     return y
 
 
-def expert_swiglu(
-    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float
-) -> tuple[Tensor, int]:
+def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
     """One expert over many tokens (prefill): x (B, H) -> y (B, H) and the number of active neurons over all tokens.
 
     Dequantizes the whole expert once and lets the library multiply; inactive neurons are masked per token, so the

@@ -1,1 +1,1 @@
-"""What lies on disk: checkpoints, the packed layout, tokenizers. Of the kernels it knows the quantized layouts alone."""
+"""What lies on disk: checkpoints, packed models, tokenizers. Of the kernels it knows the layouts alone."""

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .errors import CheckpointError
 
 QUANTILES = 101  # entries of a threshold table: the percentiles 0, 1 ... 100
 MEASURES = ("gate", "abs_gate", "gate_up", "abs_gate_up")
 ORDER_BY = MEASURES.index("abs_gate")  # best on Mixtral and OLMoE (DualSparse-MoE section 5.3.4)
 _SAMPLE = 1 << 22  # values that a quantile table looks at, at the most: sorting more gains no digits
+
+TEXT_SHAPE = (
+    16,
+    256,
+)  # passages and tokens of each: every expert of a balanced Mixtral layer sees about 1,000
+
+
+def read_tokens(folder: Path, text: str) -> Tensor:
+    """Calibration tokens: passages spread evenly over `text`, by the tokenizer in `folder`.
+
+    Returns:
+        (N, T) int64, TEXT_SHAPE or as much of it as the text has.
+
+    Raises:
+        CheckpointError: no tokenizer.json, or one that cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"The checkpoint at {folder} has no tokenizer.json",
+            "Without it no text can be turned into tokens.",
+            "Download the model's tokenizer files into that folder.",
+        )
+    try:
+        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read", str(error), "Download that file again.") from error
+    rows, length = TEXT_SHAPE
+    length = min(length, len(ids))
+    rows = min(rows, len(ids) // length)
+    starts = [index * (len(ids) - length) // max(1, rows - 1) for index in range(rows)]
+    return torch.tensor([ids[start : start + length] for start in starts])
 
 
 def importance(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:

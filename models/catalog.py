@@ -1,4 +1,7 @@
-"""Which models there are on this machine, and where: the built-in demo, the user's models folder, any path."""
+"""Which models there are on this machine, and where: the built-in demo, the user's models folder, any path.
+
+The command line asks here before it draws anything, so torch is not imported to say where a model lies.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from pathlib import Path
 import platformdirs
 
 from .errors import FloeError, UsageError
-from .manifest import FILE_NAME, Manifest
 
 DEMO = "demo"
 
@@ -38,14 +40,14 @@ def find(name: str) -> Path:
     """The packed folder that `name` means: "demo", a name in the models folder, or a path.
 
     Raises:
-        UsageError: there is no such model.
+        UsageError: there is no such model. PackError: the folder is there but holds no finished pack.
     """
     if name == DEMO:
-        return asset("demo", "packed")
-    if name and not any(sign in name for sign in "/\\") and (models_folder() / name / FILE_NAME).exists():
-        return models_folder() / name
+        return _checked(asset("demo", "packed"))
+    if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
+        return _checked(models_folder() / name)
     if Path(name).expanduser().is_dir():
-        return Path(name).expanduser()
+        return _checked(Path(name).expanduser())
     known = ", ".join(model.name for model in installed())
     raise UsageError(
         f"There is no model {name!r}",
@@ -62,7 +64,17 @@ def installed() -> list[Installed]:
     return found
 
 
+def _checked(folder: Path) -> Path:
+    if not (folder / "manifest.json").exists():
+        from .manifest import Manifest
+
+        Manifest.read(folder)  # raises, and knows what to say
+    return folder
+
+
 def _look(name: str, folder: Path) -> Installed:
+    from .manifest import Manifest
+
     try:
         manifest = Manifest.read(folder)
     except FloeError as error:

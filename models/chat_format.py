@@ -30,7 +30,7 @@ class ChatFormat:
             )
             self._raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
         # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             raise PackError(
                 f"The tokenizer at {folder} cannot be read",
                 str(error).splitlines()[0] if str(error) else type(error).__name__,
@@ -100,16 +100,19 @@ class Detokenizer:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters (other than newline and tab) as their Unicode pictures, so none reaches a terminal.
+    """`text` with control characters, newline and tab apart, as their Unicode pictures, so none reaches a terminal.
 
     C0 controls become U+2400..., DEL U+2421, C1 controls and Unicode's direction overrides U+FFFD; carriage returns go.
     """
     return text.translate(_VISIBLE)
 
 
-_VISIBLE: dict[int, int | None] = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE |= {ord("\r"): None, 0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-_VISIBLE |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
+_VISIBLE: dict[int, int | None] = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
+    ord("\r"): None,
+    0x7F: 0x2421,
+}
 
 
 def _stop_ids(folder: Path, eos: int | None) -> tuple[int, ...]:

@@ -144,7 +144,9 @@ class Checkpoint:
                 return shard.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{self._where[name].name} of the checkpoint cannot be read", str(error), "Download that file again."
+                f"{self._where[name].name} of the checkpoint cannot be read",
+                str(error),
+                "Download that file again.",
             ) from error
 
     def _expert_names(self, layer: int, expert: int) -> list[str]:

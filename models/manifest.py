@@ -100,7 +100,9 @@ class Manifest:
     def row_layout(self) -> RowLayout:
         a, w = self.architecture, self.widths
         return RowLayout(
-            VectorLayout(a.hidden, w.gate, w.group), VectorLayout(a.hidden, w.down, w.group), _FLOAT16[w.float16]
+            VectorLayout(a.hidden, w.gate, w.group),
+            VectorLayout(a.hidden, w.down, w.group),
+            _FLOAT16[w.float16],
         )
 
     def write(self, folder: Path) -> None:
@@ -122,7 +124,9 @@ class Manifest:
         """
         if not folder.is_dir():
             raise PackError(
-                f"There is no packed model at {folder}", "The folder does not exist.", "Check the path, or pack one."
+                f"There is no packed model at {folder}",
+                "The folder does not exist.",
+                "Check the path, or pack one.",
             )
         try:
             fields = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
@@ -164,14 +168,18 @@ def _unfinished(folder: Path) -> PackError:
             f"Pack it first: floe-chat pack {folder} DST, then use DST.",
         )
     return PackError(
-        f"{folder} holds no packed model", "It has no manifest.json.", "Check the path, or pack a checkpoint into it."
+        f"{folder} holds no packed model",
+        "It has no manifest.json.",
+        "Check the path, or pack a checkpoint into it.",
     )
 
 
 def damaged(folder: Path, cause: str) -> PackError:
     """The error for a packed folder whose content cannot be trusted."""
     return PackError(
-        f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."
+        f"The packed model at {folder} is damaged",
+        cause,
+        "Pack the source checkpoint again, or restore a copy.",
     )
 
 

@@ -36,7 +36,12 @@ from .manifest import (
 from .quantize import store_up, store_vectors
 from .tensorfile import Plan, TensorFile
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 _COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -61,7 +66,12 @@ Progress = Callable[[str, float], None]
 
 
 def pack(
-    source: Checkpoint, folder: Path, spec: PackSpec, tokens: Tensor, name: str, progress: Progress | None = None
+    source: Checkpoint,
+    folder: Path,
+    spec: PackSpec,
+    tokens: Tensor,
+    name: str,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Write the packed layout of `source` into `folder`; the manifest comes last.
 
@@ -73,7 +83,7 @@ def pack(
         UsageError: the folder holds something else, or a finished pack. CheckpointError: the source is unreadable.
         FloeError: the disk is too small or fails.
     """
-    report = progress or (lambda _step, _share: None)
+    report = progress or _silent
     manifest = _plan(source, spec, tokens, name)
     try:
         _claim(folder, source, manifest)
@@ -116,15 +126,23 @@ def pack(
     return manifest
 
 
+def _silent(step: str, share: float) -> None:
+    pass
+
+
 class _PackingExperts(nn.Module):
     """Stands where a layer's experts stand; when called, packs them, and answers as the packed experts will."""
 
-    def __init__(
-        self, source: Checkpoint, manifest: Manifest, folder: Path, layer: int, report: Progress
-    ) -> None:
+    def __init__(self, source: Checkpoint, manifest: Manifest, folder: Path, layer: int, report: Progress) -> None:
         super().__init__()
         a = manifest.architecture
-        self.source, self.manifest, self.folder, self.layer, self.report = source, manifest, folder, layer, report
+        self.source, self.manifest, self.folder, self.layer, self.report = (
+            source,
+            manifest,
+            folder,
+            layer,
+            report,
+        )
         self.popularity = torch.zeros(a.experts)
         self.importance = torch.zeros(a.experts, a.intermediate, len(calibration.MEASURES))
         self.router_score = torch.zeros(calibration.QUANTILES)
@@ -162,7 +180,9 @@ class _PackingExperts(nn.Module):
             )
         except ValueError as error:
             raise CheckpointError(
-                f"Expert {expert} of layer {self.layer} cannot be packed", str(error), "Download the checkpoint again."
+                f"Expert {expert} of layer {self.layer} cannot be packed",
+                str(error),
+                "Download the checkpoint again.",
             ) from error
         file["up.q"][expert], file["up.scale"][expert], file["up.zero"][expert] = q, scale, zero
         file["rows"][expert] = records

@@ -19,7 +19,12 @@ Experts = Callable[[int], nn.Module]
 
 
 def build(
-    config: Any, family: Family, dense: Mapping[str, Tensor], experts: Experts, dtype: torch.dtype, device: str
+    config: Any,
+    family: Family,
+    dense: Mapping[str, Tensor],
+    experts: Experts,
+    dtype: torch.dtype,
+    device: str,
 ) -> nn.Module:
     """The causal language model, ready to call.
 
@@ -57,5 +62,7 @@ def build(
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(device)
     if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
-        raise PackError("The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat.")
+        raise PackError(
+            "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
+        )
     return model.eval()

@@ -20,7 +20,13 @@ from ..kernels.layouts import ALIGN, align
 
 Plan = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
-_CODES = {torch.uint8: "U8", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
+_CODES = {
+    torch.uint8: "U8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.int64: "I64",
+}
 
 
 class TensorFile:
@@ -43,7 +49,11 @@ class TensorFile:
             places[name] = (end, nbytes)
             end += nbytes
             if gap := align(end) - end:
-                header[f"_pad.{len(places)}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [end, end + gap]}
+                header[f"_pad.{len(places)}"] = {
+                    "dtype": "U8",
+                    "shape": [gap],
+                    "data_offsets": [end, end + gap],
+                }
                 end += gap
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (align(8 + len(encoded)) - 8 - len(encoded))

@@ -1,0 +1,43 @@
+# Everything runs in .venv, which the first command makes and later ones reuse.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+STAMP_DEV := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: chat test check demo clean
+
+chat: $(STAMP)  ## talk to the built-in demo model
+	@$(BIN)/floe-chat
+
+test: $(STAMP_DEV)  ## every test
+	@$(BIN)/pytest
+
+check: $(STAMP_DEV)  ## lint, format, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports --no-cache
+
+demo: $(STAMP)  ## train and pack the demo model anew
+	$(BIN)/python -m floe_chat.models.demo assets/demo/checkpoint
+	rm -rf assets/demo/packed
+	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --rows 8
+
+# torch comes first, so that whatever needs it finds the pinned version there.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (once; it downloads torch and a few libraries)"
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "floe-chat needs Python 3.11, 3.12 or 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
+
+$(STAMP_DEV): $(STAMP)
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,52 @@
+"""What a command was given: sampling values, the question, a terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..engine.events import Sampling
+from ..models.errors import UsageError
+
+
+def need_terminal() -> None:
+    """Raises UsageError: the screen was asked for where there is no terminal."""
+    if not (sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty()):
+        raise UsageError(
+            "The chat screen needs a terminal",
+            "Standard input or output is a file or a pipe.",
+            'Run floe-chat in a terminal, or use: floe-chat ask "your question"',
+        )
+
+
+def sampling_from(options: dict[str, Any]) -> tuple[Sampling, int, str | None]:
+    """The command line's sampling options: how to draw, the longest answer, the system prompt."""
+    given = {name: value for name, value in options.items() if value is not None}
+    max_tokens, system = int(given.pop("max_tokens")), given.pop("system", None)
+    return Sampling(**given), max_tokens, system
+
+
+def question(words: tuple[str, ...], file: Path | None) -> str:
+    """What to ask: the words, the file's text and what is piped in, with empty lines between.
+
+    Raises:
+        UsageError: nothing to ask, or a file that cannot be read as text.
+    """
+    parts = [" ".join(words)]
+    if file is not None:
+        try:
+            parts.append(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error
+    if sys.stdin and not sys.stdin.isatty():
+        try:
+            parts.append(sys.stdin.buffer.read().decode())
+        except UnicodeDecodeError as error:
+            raise UsageError("What was piped in is not text", "It is not UTF-8.", "Pipe text.") from error
+    text = "\n\n".join(part.strip() for part in parts if part.strip())
+    if not text:
+        raise UsageError("There is no question", "", 'Ask one: floe-chat ask "What is an expert?"')
+    return text
