@@ -113,6 +113,17 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
     return f"cuda:{device.index or 0}", "asked for"
 
 
+_SMALL_EXPERT = 1 << 20  # weights of one expert matrix; sharing out less costs more than computing it
+
+
+def choose_threads(hidden: int, intermediate: int) -> tuple[int, str]:
+    """How many CPU threads torch should use for experts of this size, and why."""
+    cores = min(_usable_cores(), psutil.cpu_count(logical=False) or _usable_cores())
+    if hidden * intermediate < _SMALL_EXPERT:
+        return 1, "1 thread, since experts this small are slower when shared out"
+    return cores, f"{cores} threads, one per usable core"
+
+
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
     if torch.version.cuda is None:
         return (), "this torch is built without CUDA"

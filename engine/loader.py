@@ -74,7 +74,10 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
 
     def experts(index: int) -> MoELayer:
         nonlocal up_bytes
-        report(f"Mapping layer {index + 1} of {manifest.architecture.layers}", 0.5 + 0.5 * index / manifest.architecture.layers)
+        report(
+            f"Mapping layer {index + 1} of {manifest.architecture.layers}",
+            0.5 + 0.5 * index / manifest.architecture.layers,
+        )
         layer = _to(packed.layer(index), place)
         up_bytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
         return MoELayer(index, layer, control, telemetry)

@@ -50,24 +50,30 @@ def packed_bytes(n: int, bits: int) -> int:
     return _plane_bytes(n, bits)
 
 
-def _pack_block(codes: Tensor, bits: int) -> Tensor:
-    """(N, n) uint8 codes, n at most one block -> (N, s) bytes."""
+def _spans(n: int, bits: int) -> list[tuple[int, int]]:
+    """How n values are cut: (number of blocks, values in each), the full blocks first, then the shorter last one."""
+    block = 256 if bits == 3 else ALIGN * 8 // bits
+    return [(count, size) for count, size in ((n // block, block), (1, n % block)) if count and size]
+
+
+def _pack_plane(codes: Tensor, bits: int) -> Tensor:
+    """(N, blocks, n) codes below 2**bits -> (N, blocks, s) bytes."""
     per_byte = 8 // bits
-    size = -(-codes.shape[1] * bits // 8)
-    padded = torch.zeros(codes.shape[0], size * per_byte, dtype=torch.uint8)
-    padded[:, : codes.shape[1]] = codes
-    planes = padded.view(-1, per_byte, size)
-    packed = torch.zeros(codes.shape[0], size, dtype=torch.uint8)
-    for plane in range(per_byte):
-        packed |= planes[:, plane] << (bits * plane)
+    size = -(-codes.shape[2] // per_byte)
+    padded = codes.new_zeros(*codes.shape[:2], per_byte * size)
+    padded[:, :, : codes.shape[2]] = codes
+    planes = padded.view(*codes.shape[:2], per_byte, size)
+    packed = planes[:, :, 0].clone()
+    for plane in range(1, per_byte):
+        packed |= planes[:, :, plane] << (bits * plane)
     return packed
 
 
-def _unpack_block(packed: Tensor, n: int, bits: int) -> Tensor:
-    """(N, s) bytes of one block -> (N, n) uint8 codes."""
-    mask = (1 << bits) - 1
-    planes = [(packed >> (bits * plane)) & mask for plane in range(8 // bits)]
-    return torch.cat(planes, dim=1)[:, :n]
+def _unpack_plane(packed: Tensor, n: int, bits: int) -> Tensor:
+    """(N, blocks, s) bytes -> (N, blocks, n) codes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
+    planes = (packed.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    return planes.flatten(2)[:, :, :n]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -90,14 +96,15 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         raise ValueError("16-bit values are stored as they are, not as codes")
     if codes.numel() and int(codes.max()) >= 1 << bits:
         raise ValueError(f"code {int(codes.max())} does not fit {bits} bit")
+    if bits == 8:
+        return codes.clone()
     parts: list[Tensor] = []
-    block = 256 if bits == 3 else ALIGN * 8 // bits
-    for start in range(0, codes.shape[1], block):
-        part = codes[:, start : start + block]
-        if bits == 3:
-            parts += [_pack_block(part & 3, 2), _pack_block(part >> 2, 1)]
-        else:
-            parts.append(_pack_block(part, bits))
+    start = 0
+    for blocks, size in _spans(codes.shape[1], bits):
+        part = codes[:, start : start + blocks * size].reshape(-1, blocks, size)
+        start += blocks * size
+        planes = [_pack_plane(part & 3, 2), _pack_plane(part >> 2, 1)] if bits == 3 else [_pack_plane(part, bits)]
+        parts.append(torch.cat(planes, dim=2).flatten(1))
     return torch.cat(parts, dim=1) if parts else codes.clone()
 
 
@@ -109,21 +116,21 @@ def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
     """
     if packed.ndim != 2 or packed.shape[1] != packed_bytes(n, bits):
         raise ValueError(f"expected (N, {packed_bytes(n, bits)}) bytes, not {tuple(packed.shape)}")
+    if bits == 8:
+        return packed
     parts: list[Tensor] = []
-    block = 256 if bits == 3 else ALIGN * 8 // bits
-    offset = 0
-    for start in range(0, n, block):
-        count = min(block, n - start)
-        planes = ((2, 0), (1, 2)) if bits == 3 else ((bits, 0),)
-        codes: Tensor | None = None
-        for width, shift in planes:
-            size = -(-count * width // 8)
-            plane = _unpack_block(packed[:, offset : offset + size], count, width) << shift
-            codes = plane if codes is None else codes | plane
-            offset += size
-        assert codes is not None
-        parts.append(codes)
-    return torch.cat(parts, dim=1) if parts else packed.clone()
+    start = 0
+    for blocks, size in _spans(n, bits):
+        nbytes = packed_bytes(size, bits)
+        part = packed[:, start : start + blocks * nbytes].reshape(-1, blocks, nbytes)
+        start += blocks * nbytes
+        if bits == 3:
+            split = -(-size // 4)
+            codes = _unpack_plane(part[:, :, :split], size, 2) | (_unpack_plane(part[:, :, split:], size, 1) << 2)
+        else:
+            codes = _unpack_plane(part, size, bits)
+        parts.append(codes.flatten(1))
+    return torch.cat(parts, dim=1) if len(parts) != 1 else parts[0]
 
 
 def group_size(n: int, wanted: int = 64) -> int:
