@@ -65,10 +65,10 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"The device {device!r} cannot be used", str(error), "Use --device cpu.") from error
     backend = kernels.choose(torch.device(place).type)
-    control, telemetry = (
-        Control(chosen.sparsity),
-        Telemetry(manifest.architecture.layers, manifest.architecture.experts),
-    )
+    threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
+    torch.set_num_threads(threads)
+    control = Control(chosen.sparsity)
+    telemetry = Telemetry(manifest.architecture.layers, manifest.architecture.experts)
     report("Reading the dense part", 0.5)
     up_bytes = 0
 
@@ -99,7 +99,7 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         widths=manifest.widths.describe(),
         device=place,
         backend=backend.name,
-        reason=f"{place}: {why}; {backend.name}: {backend.reason}",
+        reason=f"{place}: {why}; {backend.name}: {backend.reason}; {why_threads}",
         seconds=time.perf_counter() - started,
         memory_bytes=dense_bytes + up_bytes,
     )
