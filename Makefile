@@ -37,6 +37,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(STAMP_DEV): $(STAMP)
 	@$(PIP) -e '.[dev]'
+	@mkdir -p $(VENV)/types/floe_chat
+	@for folder in app engine kernels models assets; do ln -sfn ../../../$$folder $(VENV)/types/floe_chat/$$folder; done
 	@touch $@
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,25 @@ def need_terminal() -> None:
         )
 
 
-def sampling_from(options: dict[str, Any]) -> tuple[Sampling, int, str | None]:
-    """The command line's sampling options: how to draw, the longest answer, the system prompt."""
+def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, str | None]:
+    """The command line's sampling options: how to draw, the longest answer, the system prompt.
+
+    What was not given comes from the model's own generation_config.json, then from our defaults.
+    """
     given = {name: value for name, value in options.items() if value is not None}
     max_tokens, system = int(given.pop("max_tokens")), given.pop("system", None)
-    return Sampling(**given), max_tokens, system
+    return Sampling(**{**_published(pack), **given}), max_tokens, system
+
+
+def _published(pack: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads((pack / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # most models publish no sampling values
+    if not isinstance(fields, dict) or not fields.get("do_sample"):
+        return {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: fields[name] for name in names if isinstance(fields.get(name), int | float)}
 
 
 def question(words: tuple[str, ...], file: Path | None) -> str:

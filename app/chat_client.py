@@ -115,10 +115,10 @@ class ChatClient:
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        prompt, dropped, room = self._fit(self._format, messages, max_new_tokens)
+        prompt, dropped = self._fit(self._format, messages, max_new_tokens)
         self._last_request += 1
         self._running = (self._last_request, self._format.decoder())
-        self._session.send(Generate(self._last_request, tuple(prompt), sampling, room, self._format.stop_ids))
+        self._session.send(Generate(self._last_request, tuple(prompt), sampling, max_new_tokens, self._format.stop_ids))
         return Submitted(self._last_request, len(prompt), dropped)
 
     def cancel(self) -> None:
@@ -156,8 +156,8 @@ class ChatClient:
         finally:
             self._format_ready.set()
 
-    def _fit(self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int, int]:
-        """The prompt, how many of the oldest messages it leaves out, and tokens left for the answer."""
+    def _fit(self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int]:
+        """The prompt, and how many of the oldest messages it leaves out."""
         from ..engine import context
 
         system = [message for message in messages[:1] if message.role == "system"]
@@ -168,7 +168,7 @@ class ChatClient:
             kept = [{"role": m.role, "content": m.text} for m in (*system, *turns[dropped:])]
             shortest = chat.encode(kept)
             if len(shortest) <= limit:
-                return shortest, dropped, min(max_new_tokens, self._window - len(shortest))
+                return shortest, dropped
         raise UsageError(
             "The message is too long for the model's window",
             f"It takes {len(shortest):,} tokens with the model's own marks; the window holds {self._window:,}"

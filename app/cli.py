@@ -31,7 +31,7 @@ _MODEL = (
     click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
 )
 _SAMPLING = (
-    click.option("--temperature", type=float, help="0 always takes the likeliest token.  [default: 0.7]"),
+    click.option("--temperature", type=float, help="0 always takes the likeliest token.  [default: the model's own, or 0.7]"),
     click.option("--top-k", type=int, help="Draw among the K likeliest tokens; 0 is off.  [default: 0]"),
     click.option("--top-p", type=float, help="Draw among the likeliest up to this sum; 1 is off.  [default: 1]"),
     click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest.  [default: 0.05]"),
@@ -75,8 +75,9 @@ def cli(ctx: click.Context, model: str, preset: str | None, device: str, **sampl
     from .chat_client import ChatClient
     from .tui import run_app
 
-    chosen, max_tokens, system = sampling_from(sampling)
-    ctx.exit(run_app(ChatClient(find(model), preset, device), chosen, max_tokens, system))
+    pack = find(model)
+    chosen, max_tokens, system = sampling_from(sampling, pack)
+    ctx.exit(run_app(ChatClient(pack, preset, device), chosen, max_tokens, system))
 
 
 @cli.command()
@@ -105,8 +106,9 @@ def ask(
     from .chat_client import ChatClient
 
     text = question(prompt, file)
-    chosen, max_tokens, system = sampling_from(sampling)
-    ctx.exit(answer(ChatClient(find(model), preset, device), text, chosen, max_tokens, system, as_json=as_json))
+    pack = find(model)
+    chosen, max_tokens, system = sampling_from(sampling, pack)
+    ctx.exit(answer(ChatClient(pack, preset, device), text, chosen, max_tokens, system, as_json=as_json))
 
 
 @cli.command()

@@ -52,6 +52,7 @@ class Session:
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._running: int | None = None
+        self._closing = False
         self._loaded: LoadedModel | None = None
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
@@ -61,11 +62,15 @@ class Session:
 
     def send(self, command: Command) -> None:
         """Hand over a command."""
-        if isinstance(command, Cancel):
-            self._cancel(command.request)
-        else:
-            if isinstance(command, Shutdown):
-                self._cancel(self._running)
+        if isinstance(command, Cancel | Shutdown):
+            with self._lock:
+                if isinstance(command, Cancel):
+                    self._cancelled.add(command.request)
+                else:
+                    self._closing = True
+                if self._loaded is not None and self._must_stop(self._running):
+                    self._loaded.control.cancelled.set()
+        if not isinstance(command, Cancel):
             self._commands.put(command)
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
@@ -85,18 +90,13 @@ class Session:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _cancel(self, request: int | None) -> None:
-        with self._lock:
-            if request is None:
-                return
-            self._cancelled.add(request)
-            if request == self._running and self._loaded is not None:
-                self._loaded.control.cancelled.set()
+    def _must_stop(self, request: int | None) -> bool:
+        return request is not None and (self._closing or request in self._cancelled)
 
     def _run(self) -> None:
         while True:
             command = self._waiting.popleft() if self._waiting else self._commands.get()
-            if isinstance(command, Shutdown):
+            if self._closing:
                 return
             try:
                 self._obey(command)
@@ -164,7 +164,7 @@ class Session:
         with self._lock:
             loaded.control.cancelled.clear()
             self._running = command.request
-            if command.request in self._cancelled:
+            if self._must_stop(command.request):
                 loaded.control.cancelled.set()
         try:
             reason = self._answer(command, loaded, kv)

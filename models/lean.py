@@ -18,8 +18,12 @@ def import_model_code() -> None:
     import transformers.utils
 
     original = transformers.utils.is_hqq_available
-    transformers.utils.is_hqq_available = lambda *_args, **_kwargs: False
+    transformers.utils.is_hqq_available = _absent
     try:
         importlib.import_module("transformers.cache_utils")
     finally:
         transformers.utils.is_hqq_available = original
+
+
+def _absent(min_version: str = "") -> bool:
+    return False
