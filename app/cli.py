@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -31,7 +32,7 @@ _MODEL = (
     click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
 )
 _SAMPLING = (
-    click.option("--temperature", type=float, help="0 always takes the likeliest token.  [default: the model's own, or 0.7]"),
+    click.option("--temperature", type=float, help="0 always takes the likeliest.  [default: the model's, or 0.7]"),
     click.option("--top-k", type=int, help="Draw among the K likeliest tokens; 0 is off.  [default: 0]"),
     click.option("--top-p", type=float, help="Draw among the likeliest up to this sum; 1 is off.  [default: 1]"),
     click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest.  [default: 0.05]"),
@@ -168,6 +169,10 @@ def completion(shell: str) -> None:
 
 def main() -> None:
     """Entry point of the command: every failure ends in a sentence and an exit code, never in a traceback."""
+    # Read by huggingface_hub and transformers when they are imported: nothing here needs a network, and their advice
+    # to programmers would land between the person's lines.
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     start_log()
     sys.exit(_run())
 

@@ -18,7 +18,7 @@ from .errors import PackError
 FORMAT = "floe-chat packed model"
 VERSION = 1
 FILE_NAME = "manifest.json"
-UNFINISHED = "packing.txt"  # lies in the folder from the first byte until the manifest is written
+UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
 _FLOAT16 = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

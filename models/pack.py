@@ -23,8 +23,6 @@ from . import calibration, skeleton
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FloeError, UsageError
 from .manifest import (
-    FILE_NAME,
-    UNFINISHED,
     Architecture,
     Calibration,
     Manifest,
@@ -35,6 +33,7 @@ from .manifest import (
 )
 from .quantize import store_up, store_vectors
 from .tensorfile import Plan, TensorFile
+from .workplace import claim, release
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -86,8 +85,8 @@ def pack(
     report = progress or _silent
     manifest = _plan(source, spec, tokens, name)
     try:
-        _claim(folder, source, manifest)
         dense = {name: source.tensor(name) for name in source.dense_names()}
+        claim(folder, source.folder, expected_bytes(manifest, sum(tensor.nbytes for tensor in dense.values())))
         dense = {name: t if source.exact else t.to(torch.bfloat16) for name, t in dense.items()}
         _write(folder / "dense.safetensors", dense)
         layers: list[_PackingExperts] = []
@@ -111,11 +110,12 @@ def pack(
         for file in _COPIED:
             if (source.folder / file).is_file():
                 shutil.copyfile(source.folder / file, folder / file)
-        for path in sorted(folder.iterdir()):
-            if path.name not in (UNFINISHED, FILE_NAME + ".part"):
-                manifest.files[path.name] = file_entry(path)
+        layer_files = [layer_file(layer) for layer in range(manifest.architecture.layers)]
+        for file in ("dense.safetensors", "profile.safetensors", *layer_files, *_COPIED):
+            if (folder / file).is_file():
+                manifest.files[file] = file_entry(folder / file)
         manifest.write(folder)
-        (folder / UNFINISHED).unlink()
+        release(folder)
     except OSError as error:
         raise FloeError(
             f"Packing into {folder} failed",
@@ -230,38 +230,6 @@ def expected_bytes(manifest: Manifest, dense_bytes: int) -> int:
     a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
     neuron = rows.nbytes + up.row_bytes + 4 * up.vector.groups + 4 * len(calibration.MEASURES)
     return dense_bytes + a.layers * a.experts * a.intermediate * neuron
-
-
-def _claim(folder: Path, source: Checkpoint, manifest: Manifest) -> None:
-    """Make sure that `folder` is empty or an unfinished pack, and that the disk can hold the result."""
-    if folder.resolve() == source.folder.resolve():
-        raise UsageError("The pack cannot be written over its source", "", "Choose another folder.")
-    if (folder / FILE_NAME).exists():
-        raise UsageError(
-            f"{folder} already holds a packed model", "", "Choose another folder, or delete that one first."
-        )
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file", "", "Choose a folder that is empty or does not exist.")
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / UNFINISHED
-    if not marker.exists():
-        if strangers := sorted(path.name for path in folder.iterdir()):
-            raise UsageError(
-                f"{folder} holds other files",
-                f"For example {strangers[0]}.",
-                "Choose an empty folder: nothing was changed.",
-            )
-        marker.write_text(f"A pack of {source.folder.name} is being written here.\n", encoding="utf-8")
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    dense_bytes = sum(source.tensor(name).nbytes for name in source.dense_names())
-    needed, free = expected_bytes(manifest, dense_bytes), shutil.disk_usage(folder).free
-    if needed > free:
-        raise FloeError(
-            f"The disk of {folder} is too small",
-            f"The pack takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free.",
-            "Free some space or choose another disk.",
-        )
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:

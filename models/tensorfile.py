@@ -1,11 +1,12 @@
 """Safetensors files written in place: space for every tensor is laid out first, values arrive in any order.
 
-Any safetensors reader opens them. Beyond the format, each tensor starts at a multiple of `ALIGN` bytes: the header
+Any safetensors reader opens them. Beyond the format, each tensor starts at a multiple of 64 bytes: the header
 is padded with spaces, and gaps are filled by byte tensors named `_pad.N`, since the format allows no holes.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.layouts import ALIGN, align
+from ..kernels.layouts import align
 
 Plan = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -60,10 +61,7 @@ class TensorFile:
         start = 8 + len(encoded)
         with path.open("wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, start + end)
-            else:
-                file.truncate(start + end)
+            _claim(file.fileno(), start + end)
         self.path = path
         self._plan = plan
         self._places = {name: (start + offset, nbytes) for name, (offset, nbytes) in places.items()}
@@ -87,4 +85,14 @@ class TensorFile:
             os.close(fd)
 
 
-__all__ = ["ALIGN", "Plan", "TensorFile"]
+def _claim(fd: int, nbytes: int) -> None:
+    """Make the file `nbytes` long with its space taken, where the system can; elsewhere only long."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some file systems cannot
+                raise
+        else:
+            return
+    os.ftruncate(fd, nbytes)
