@@ -33,7 +33,7 @@ from .manifest import (
 )
 from .quantize import store_up, store_vectors
 from .tensorfile import Plan, TensorFile
-from .workplace import claim, release
+from .workplace import claimed
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -84,38 +84,11 @@ def pack(
     """
     report = progress or _silent
     manifest = _plan(source, spec, tokens, name)
+    dense = {name: source.tensor(name) for name in source.dense_names()}
+    needed = expected_bytes(manifest, sum(tensor.nbytes for tensor in dense.values()))
     try:
-        dense = {name: source.tensor(name) for name in source.dense_names()}
-        claim(folder, source.folder, expected_bytes(manifest, sum(tensor.nbytes for tensor in dense.values())))
-        dense = {name: t if source.exact else t.to(torch.bfloat16) for name, t in dense.items()}
-        _write(folder / "dense.safetensors", dense)
-        layers: list[_PackingExperts] = []
-
-        def experts(layer: int) -> nn.Module:
-            layers.append(_PackingExperts(source, manifest, folder, layer, report))
-            return layers[-1]
-
-        model = skeleton.build(source.config, source.family, dense, experts, torch.float32, "cpu")
-        with torch.inference_mode():
-            model.model(input_ids=tokens, use_cache=False)  # pyright: ignore[reportCallIssue]
-        report("Writing the profile", 0.99)
-        _write(
-            folder / "profile.safetensors",
-            {
-                "popularity": torch.stack([layer.popularity for layer in layers]),
-                "importance": torch.stack([layer.importance for layer in layers]),
-                "router_score": torch.stack([layer.router_score for layer in layers]),
-            },
-        )
-        for file in _COPIED:
-            if (source.folder / file).is_file():
-                shutil.copyfile(source.folder / file, folder / file)
-        layer_files = [layer_file(layer) for layer in range(manifest.architecture.layers)]
-        for file in ("dense.safetensors", "profile.safetensors", *layer_files, *_COPIED):
-            if (folder / file).is_file():
-                manifest.files[file] = file_entry(folder / file)
-        manifest.write(folder)
-        release(folder)
+        with claimed(folder, source.folder, needed):
+            _fill(folder, source, manifest, dense, tokens, report)
     except OSError as error:
         raise FloeError(
             f"Packing into {folder} failed",
@@ -124,6 +97,39 @@ def pack(
         ) from error
     report("Done", 1.0)
     return manifest
+
+
+def _fill(
+    folder: Path, source: Checkpoint, manifest: Manifest, dense: dict[str, Tensor], tokens: Tensor, report: Progress
+) -> None:
+    dense = {name: t if source.exact else t.to(torch.bfloat16) for name, t in dense.items()}
+    _write(folder / "dense.safetensors", dense)
+    layers: list[_PackingExperts] = []
+
+    def experts(layer: int) -> nn.Module:
+        layers.append(_PackingExperts(source, manifest, folder, layer, report))
+        return layers[-1]
+
+    model = skeleton.build(source.config, source.family, dense, experts, torch.float32, "cpu")
+    with torch.inference_mode():
+        model.model(input_ids=tokens, use_cache=False)  # pyright: ignore[reportCallIssue]
+    report("Writing the profile", 0.99)
+    _write(
+        folder / "profile.safetensors",
+        {
+            "popularity": torch.stack([layer.popularity for layer in layers]),
+            "importance": torch.stack([layer.importance for layer in layers]),
+            "router_score": torch.stack([layer.router_score for layer in layers]),
+        },
+    )
+    for file in _COPIED:
+        if (source.folder / file).is_file():
+            shutil.copyfile(source.folder / file, folder / file)
+    layer_files = [layer_file(layer) for layer in range(manifest.architecture.layers)]
+    for file in ("dense.safetensors", "profile.safetensors", *layer_files, *_COPIED):
+        if (folder / file).is_file():
+            manifest.files[file] = file_entry(folder / file)
+    manifest.write(folder)
 
 
 def _silent(step: str, share: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,8 +15,11 @@ from .errors import FloeError, TryAgainError, UsageError
 from .manifest import FILE_NAME, UNFINISHED
 
 
-def claim(folder: Path, source: Path, needed: int) -> None:
-    """Make `folder` ready for a pack of `needed` bytes, removing what an interrupted one left there.
+@contextmanager
+def claimed(folder: Path, source: Path, needed: int) -> Generator[None]:
+    """Hold `folder` for a pack of `needed` bytes, emptied of what an interrupted one left there.
+
+    Leaving it after an exception keeps the mark of an unfinished pack, which the next one may take over.
 
     Raises:
         UsageError: it is the source, a file, a finished pack, or holds files that are not ours.
@@ -32,18 +37,20 @@ def claim(folder: Path, source: Path, needed: int) -> None:
     _take_marker(folder)
     for path in folder.glob("*.safetensors"):
         path.unlink()
+    marker = folder / UNFINISHED
     if needed > (free := shutil.disk_usage(folder).free):
-        release(folder)
+        marker.unlink()
         raise FloeError(
             f"The disk of {folder} is too small",
             f"The pack takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free.",
             "Free some space or choose another disk.",
         )
-
-
-def release(folder: Path) -> None:
-    """The pack is finished, or was never begun."""
-    (folder / UNFINISHED).unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        marker.write_text("{}", encoding="utf-8")
+        raise
+    marker.unlink()
 
 
 def _take_marker(folder: Path) -> None:
