@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.manifest import Manifest
+from floe_chat.models.manifest import FILE_NAME, Manifest, file_entry
 from floe_chat.models.pack import PackSpec, pack
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -106,3 +108,41 @@ def relative_rms(got: Tensor, expected: Tensor) -> float:
     """Root of the mean squared error over the root of the mean square of `expected`."""
     error = (got.double() - expected.double()).pow(2).mean().sqrt()
     return float(error / expected.double().pow(2).mean().sqrt().clamp_min(1e-30))
+
+
+def reference_model(checkpoint: Path) -> Any:
+    """transformers' own model of a checkpoint in float32, its experts computed one by one."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, experts_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+def edit_json(path: Path, change: Callable[[Any], None]) -> None:
+    """Change a JSON file's content in place."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    change(fields)
+    path.write_text(json.dumps(fields), encoding="utf-8")
+
+
+def edit_tensors(folder: Path, change: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Write every safetensors file of `folder` anew with what `change` makes of each tensor; None leaves it out."""
+    touched = False
+    for path in sorted(folder.glob("*.safetensors")):
+        before = load_file(path)
+        after = {name: change(name, tensor) for name, tensor in before.items()}
+        touched = touched or any(after[name] is not tensor for name, tensor in before.items())
+        save_file({name: tensor for name, tensor in after.items() if tensor is not None}, path, {"format": "pt"})
+    assert touched, "the edit changed nothing"
+
+
+def reseal(folder: Path) -> None:
+    """Make a pack's manifest agree with its files again, as somebody who crafts one would."""
+    entries = {path.name: file_entry(path) for path in folder.iterdir() if path.name != FILE_NAME}
+
+    def change(fields: Any) -> None:
+        fields["files"] = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in entries.items()}
+
+    edit_json(folder / FILE_NAME, change)

@@ -1,0 +1,180 @@
+"""Between the engine and the screen: the only file that turns the engine's events into Textual's messages.
+
+Nothing here waits: a UI timer drains what the engine left, and posts it to the screen as messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from textual.message import Message
+from textual.message_pump import MessagePump
+
+from ..engine.events import (
+    Failed,
+    Finished,
+    Loaded,
+    Loading,
+    PrefillProgress,
+    PresetChanged,
+    Sampling,
+    Stats,
+)
+from .chat_client import ChatClient, Submitted, TextDelta, Update
+from .chat_client import Message as ChatMessage
+
+IDLE_PERIOD = 0.1
+WRITING_PERIOD = 0.05
+
+
+class ModelLoading(Message):
+    """One step of loading began; `fraction` of the whole is done."""
+
+    def __init__(self, step: str, fraction: float) -> None:
+        super().__init__()
+        self.step = step
+        self.fraction = fraction
+
+
+class ModelReady(Message):
+    """The model answers from now on."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__()
+        self.loaded = loaded
+
+
+class PromptRead(Message):
+    """`done` of `total` prompt tokens were read."""
+
+    def __init__(self, request: int, done: int, total: int) -> None:
+        super().__init__()
+        self.request = request
+        self.done = done
+        self.total = total
+
+
+class AnswerText(Message):
+    """More text of an answer: all that came since the last one."""
+
+    def __init__(self, request: int, text: str) -> None:
+        super().__init__()
+        self.request = request
+        self.text = text
+
+
+class AnswerFinished(Message):
+    """An answer ended; `reason` is the engine's."""
+
+    def __init__(self, request: int, reason: str, stats: Stats) -> None:
+        super().__init__()
+        self.request = request
+        self.reason = reason
+        self.stats = stats
+
+
+class StatsArrived(Message):
+    """Newer figures."""
+
+    def __init__(self, stats: Stats) -> None:
+        super().__init__()
+        self.stats = stats
+
+
+class PresetInForce(Message):
+    """The engine changed the quality preset."""
+
+    def __init__(self, preset: str) -> None:
+        super().__init__()
+        self.preset = preset
+
+
+class EngineFailed(Message):
+    """Something went wrong; `request` is None when it was not an answer."""
+
+    def __init__(self, failure: Failed) -> None:
+        super().__init__()
+        self.title = failure.title
+        self.cause = failure.cause
+        self.hint = failure.hint
+        self.request = failure.request
+        self.exit_code = failure.exit_code
+
+
+class EngineBridge:
+    """Starts a client, posts what it reports to `target`, and passes the screen's wishes on.
+
+    `writing` asks for more frequent looks while an answer runs.
+    """
+
+    def __init__(self, client: ChatClient) -> None:
+        self._client = client
+        self.writing = False
+
+    def start(self, target: MessagePump) -> None:
+        """Begin loading, and keep draining for as long as `target` lives."""
+        self._client.start()
+        self._drain_later(target)
+
+    def submit(self, messages: Sequence[ChatMessage], sampling: Sampling, max_new_tokens: int) -> Submitted:
+        """Ask for an answer.
+
+        Raises:
+            FloeError: as `ChatClient.submit`.
+        """
+        return self._client.submit(messages, sampling, max_new_tokens)
+
+    def cancel(self) -> None:
+        """Stop the running answer, if there is one."""
+        self._client.cancel()
+
+    def set_preset(self, preset: str) -> None:
+        """Ask for another quality preset."""
+        self._client.set_preset(preset)
+
+    def _drain_later(self, target: MessagePump) -> None:
+        # One timer after the other: looks cannot pile up behind a slow paint.
+        target.set_timer(WRITING_PERIOD if self.writing else IDLE_PERIOD, lambda: self._drain(target))
+
+    def _drain(self, target: MessagePump) -> None:
+        for message in as_messages(self._client.poll()):
+            target.post_message(message)
+        self._drain_later(target)
+
+
+def as_messages(updates: Iterable[Update]) -> list[Message]:
+    """One drain's updates in order, an answer's pieces of text joined and older figures left out."""
+    messages: list[Message] = []
+    for update in updates:
+        message = _as_message(update)
+        last = messages[-1] if messages else None
+        if isinstance(message, AnswerText) and isinstance(last, AnswerText) and last.request == message.request:
+            last.text += message.text
+        elif isinstance(message, StatsArrived) and isinstance(last, StatsArrived):
+            messages[-1] = message
+        elif message is not None:
+            messages.append(message)
+    return messages
+
+
+def _as_message(update: Update) -> Message | None:
+    match update:
+        case TextDelta(request, text):
+            return AnswerText(request, text)
+        case Stats():
+            return StatsArrived(update)
+        case Loading(step, fraction):
+            return ModelLoading(step, fraction)
+        case Loaded():
+            return ModelReady(update)
+        case PrefillProgress(request, done, total):
+            return PromptRead(request, done, total)
+        case Finished(request, reason, stats):
+            return AnswerFinished(request, reason, stats)
+        case PresetChanged(preset):
+            return PresetInForce(preset)
+        case Failed():
+            return EngineFailed(update)
+        case _:
+            # Token ids reach the screen as text, and nothing is shown of a model that was let go.
+            return None

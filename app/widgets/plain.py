@@ -1,0 +1,12 @@
+"""Text from outside made safe to put on a terminal."""
+
+from __future__ import annotations
+
+import re
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with one kind of newline, and U+FFFD for every control character but newline and tab."""
+    return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -1,0 +1,40 @@
+"""floe's own colours: ice on deep water, and the same by day."""
+
+from __future__ import annotations
+
+from textual.theme import Theme
+
+MUTED = "$foreground 60%"
+"""The style of what matters less. Textual's own $text-muted loses its alpha inside a styled text."""
+
+FLOE = Theme(
+    name="floe",
+    primary="#7cc4e4",
+    secondary="#5a86a6",
+    accent="#b4e3f2",
+    foreground="#d3dee6",
+    background="#0e151b",
+    surface="#131d25",
+    panel="#1b2832",
+    success="#8ed1b2",
+    warning="#e3c58a",
+    error="#e58b93",
+    dark=True,
+    variables={"border": "#35566a", "border-blurred": "#22323d", "footer-key-foreground": "#7cc4e4"},
+)
+
+FLOE_LIGHT = Theme(
+    name="floe-light",
+    primary="#1d6f96",
+    secondary="#4f86a3",
+    accent="#0f8ba0",
+    foreground="#1c2b35",
+    background="#f6fafc",
+    surface="#ebf2f6",
+    panel="#dde8ee",
+    success="#2c7d5b",
+    warning="#8a6414",
+    error="#b23a48",
+    dark=False,
+    variables={"border": "#9fc0d0", "border-blurred": "#c6d7e0", "footer-key-foreground": "#1d6f96"},
+)

@@ -1,0 +1,48 @@
+"""Figures in words, short enough for a narrow column. None is an em dash, never a zero."""
+
+from __future__ import annotations
+
+NOT_MEASURED = "—"
+
+_PREFIXES = ("B", "kB", "MB", "GB", "TB")
+
+
+def rate(per_second: float | None) -> str:
+    """Three significant digits: 6.13, 61.3, 613."""
+    if per_second is None:
+        return NOT_MEASURED
+    return _three_digits(per_second)
+
+
+def rate_of(per_second: float | None) -> str:
+    """`rate` with its unit."""
+    return NOT_MEASURED if per_second is None else f"{_three_digits(per_second)} tokens/s"
+
+
+def seconds(value: float | None) -> str:
+    """0.12 s, 12.3 s."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+
+
+def share(value: float | None) -> str:
+    """A part of a whole, given in 0..1, as a percentage."""
+    return NOT_MEASURED if value is None else f"{value * 100:.0f} %"
+
+
+def size(count: float | None) -> str:
+    """Bytes with a decimal prefix: 1.31 GB is 1.31e9 bytes."""
+    if count is None:
+        return NOT_MEASURED
+    step = 0
+    while count >= 999.5 and step + 1 < len(_PREFIXES):
+        count /= 1000
+        step += 1
+    return f"{count:.0f} {_PREFIXES[0]}" if step == 0 else f"{_three_digits(count)} {_PREFIXES[step]}"
+
+
+def _three_digits(value: float) -> str:
+    if value < 9.995:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -1,0 +1,165 @@
+"""A client that says exactly what a test tells it to, and ways to read the screen."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from floe_chat.app.chat_client import ChatClient, Message, Submitted, Update
+from floe_chat.app.tui import FloeChatApp
+from floe_chat.app.widgets.composer import Composer
+from floe_chat.app.widgets.status_line import StatusLine
+from floe_chat.engine.events import Finished, Loaded, Sampling, Stats
+from floe_chat.models.errors import FloeError
+from textual.pilot import Pilot
+from textual.widget import Widget
+
+LOADED = Loaded(
+    model="scripted",
+    source="a test",
+    context_window=1000,
+    presets=("Exact", "Balanced", "Fast"),
+    preset="Balanced",
+    widths="up 2 bit, rows 4 bit",
+    device="cpu",
+    backend="reference",
+    reason="there is nothing else in a test",
+    seconds=0.1,
+    memory_bytes=23_400_000,
+)
+
+
+def stats(request: int = 1, *, measured: bool = True, layers: int = 4, experts: int = 8) -> Stats:
+    """Figures of an answer: all of them, or (not `measured`) those that exist before the first token."""
+    use = tuple(tuple(1 / experts for _ in range(experts)) for _ in range(layers))
+    return Stats(
+        request=request,
+        prompt_tokens=20,
+        new_tokens=42 if measured else 0,
+        decode_tps=61.3 if measured else None,
+        decode_tps_mean=58.9 if measured else None,
+        prefill_tps=512.0 if measured else None,
+        first_token_s=0.12 if measured else None,
+        active_neurons=0.38 if measured else None,
+        bytes_per_token=3.2e6 if measured else None,
+        layer_activity=(0.3,) * layers if measured else (),
+        expert_use=use if measured else (),
+        ram_bytes=1_310_000_000,
+        vram_bytes=None,
+        kv_bytes=450_000,
+        context_used=62,
+        context_window=1000,
+    )
+
+
+class ScriptedClient(ChatClient):
+    """Reports what `say` was given; keeps what it was asked. `refuse` makes the next submission fail."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Message, ...]] = []
+        self.wanted: list[str] = []
+        self.cancelled = 0
+        self.started = False
+        self.dropped = 0
+        self.refuse: FloeError | None = None
+        self._updates: list[Update] = []
+
+    def say(self, *updates: Update) -> None:
+        """Report these at the next look."""
+        self._updates += updates
+
+    def start(self) -> None:
+        self.started = True
+
+    def poll(self, timeout: float = 0.0) -> list[Update]:
+        updates, self._updates = self._updates, []
+        return updates
+
+    def submit(self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int) -> Submitted:
+        if self.refuse is not None:
+            error, self.refuse = self.refuse, None
+            raise error
+        self.asked.append(tuple(messages))
+        return Submitted(len(self.asked), 20, self.dropped)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def set_preset(self, preset: str) -> None:
+        self.wanted.append(preset)
+
+    def close(self) -> None:
+        pass
+
+
+def app_for(client: ChatClient, max_new_tokens: int = 400, system_prompt: str | None = None) -> FloeChatApp:
+    """The application as the command line makes it, always drawing the likeliest token."""
+    return FloeChatApp(
+        client, sampling=Sampling(temperature=0), max_new_tokens=max_new_tokens, system_prompt=system_prompt
+    )
+
+
+async def until(pilot: Pilot[int], condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Let the application run until `condition` holds; fails with what the screen shows if it never does."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never came:\n{screen_text(pilot)}"
+        await pilot.pause(0.02)
+
+
+async def write(pilot: Pilot[int], text: str) -> None:
+    """Type `text` key by key."""
+    await pilot.press(*("space" if character == " " else character for character in text))
+
+
+def screen_text(pilot: Pilot[int]) -> str:
+    """What the terminal shows, without colours; parts of a line may have lost the spaces between them."""
+    svg = pilot.app.export_screenshot(simplify=True)
+    lines: dict[str, list[str]] = {}
+    for y, text in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>(.*?)</text>', svg):
+        lines.setdefault(y, []).append(html.unescape(text).replace("\xa0", " "))
+    return "\n".join("".join(parts) for parts in lines.values())
+
+
+def text_of(widget: Widget) -> str:
+    """A widget's own text."""
+    return str(widget.render())
+
+
+@asynccontextmanager
+async def ready(
+    client: ScriptedClient, size: tuple[int, int] = (120, 40), system_prompt: str | None = None
+) -> AsyncGenerator[Pilot[int]]:
+    """The screen with a loaded model."""
+    async with app_for(client, system_prompt=system_prompt).run_test(size=size) as pilot:
+        client.say(LOADED)
+        await until(pilot, lambda: status(pilot).state == "ready")
+        yield pilot
+
+
+def status(pilot: Pilot[int]) -> StatusLine:
+    """The bottom row."""
+    return pilot.app.screen_stack[0].query_one(StatusLine)
+
+
+def composer(pilot: Pilot[int]) -> Composer:
+    """The text field."""
+    return pilot.app.screen_stack[0].query_one(Composer)
+
+
+async def ask(pilot: Pilot[int], client: ScriptedClient, text: str = "hi") -> int:
+    """Send a question; returns its request's number."""
+    before = len(client.asked)
+    await write(pilot, text)
+    await pilot.press("enter")
+    await until(pilot, lambda: len(client.asked) > before and status(pilot).state.startswith("reading"))
+    return len(client.asked)
+
+
+async def finish(pilot: Pilot[int], client: ScriptedClient, request: int, reason: str = "stop") -> None:
+    """End an answer, and wait until the screen knows."""
+    client.say(Finished(request, reason, stats(request)))
+    await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))

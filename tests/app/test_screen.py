@@ -1,0 +1,182 @@
+"""The chat screen in front of a real engine with a tiny model, driven by keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from floe_chat.app.chat_client import ChatClient, Message, Submitted
+from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.blocks import UserTurn, Welcome
+from floe_chat.app.widgets.composer import Composer
+from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
+from floe_chat.app.widgets.status_line import StatusLine
+from floe_chat.engine.events import Sampling
+from textual.pilot import Pilot
+from textual.widgets import Markdown
+
+from .scripted import app_for, screen_text, text_of, until, write
+
+
+class HeldClient(ChatClient):
+    """A real client that begins to load when the test says so, and remembers what it was asked."""
+
+    def __init__(self, pack: Path, *, held: bool = False) -> None:
+        super().__init__(pack)
+        self._hold = held
+        self.asked: list[list[Message]] = []
+
+    def start(self) -> None:
+        if not self._hold:
+            super().start()
+
+    def let_go(self) -> None:
+        """Load now."""
+        super().start()
+
+    def submit(self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int) -> Submitted:
+        self.asked.append(list(messages))
+        return super().submit(messages, sampling, max_new_tokens)
+
+
+@asynccontextmanager
+async def running(
+    client: ChatClient, size: tuple[int, int] = (120, 40), max_new_tokens: int = 400
+) -> AsyncGenerator[Pilot[int]]:
+    app = app_for(client, max_new_tokens)
+    try:
+        async with app.run_test(size=size) as pilot:
+            yield pilot
+    finally:
+        client.close()
+
+
+def state(pilot: Pilot[int]) -> str:
+    return pilot.app.screen_stack[0].query_one(StatusLine).state
+
+
+def answers(pilot: Pilot[int]) -> list[AnswerTurn]:
+    return list(pilot.app.screen_stack[0].query(AnswerTurn))
+
+
+async def ask(pilot: Pilot[int], text: str) -> None:
+    await write(pilot, text)
+    await pilot.press("enter")
+    await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[-1].text != "")
+
+
+async def test_answer_streams_and_is_summed_up(tiny_pack: Path) -> None:
+    client = HeldClient(tiny_pack)
+    async with running(client, max_new_tokens=60) as pilot:
+        await until(pilot, lambda: state(pilot) == "ready")
+        assert pilot.app.query(Welcome)
+        for number in (1, 2):
+            await ask(pilot, f"question {number}")
+            await until(pilot, lambda: state(pilot) == "ready")
+        assert not pilot.app.query(Welcome)
+        answer = answers(pilot)[0]
+        await until(pilot, lambda: answer.query_one(Markdown).source == answer.text)
+        assert "tokens · " in screen_text(pilot)
+        assert "tokens/s · first token" in text_of(answer.query(".footer").first())
+        status = pilot.app.query_one(StatusLine)
+        assert (status.model, status.preset) == ("tiny", "Balanced")
+        assert status.context_used and status.context_window == 512
+        panel = screen_text(pilot)
+        assert "no GPU" in panel and "last answer" in panel and "reference" in panel
+    assert [message.role for message in client.asked[1]] == ["user", "assistant", "user"]
+    assert client.asked[1][1].text == answer.text
+
+
+async def test_escape_stops_and_the_chat_goes_on(tiny_pack: Path) -> None:
+    client = HeldClient(tiny_pack)
+    async with running(client) as pilot:
+        await until(pilot, lambda: state(pilot) == "ready")
+        await ask(pilot, "go on")
+        await pilot.press("escape")
+        await until(pilot, lambda: state(pilot) == "stopped")
+        assert "stopped by you" in text_of(answers(pilot)[0].query(".footer").first())
+        kept = answers(pilot)[0].text
+        await ask(pilot, "and now")
+        await pilot.press("escape")
+        await until(pilot, lambda: state(pilot) == "stopped")
+    assert client.asked[1][1] == Message("assistant", kept)
+
+
+async def test_a_question_waits_for_the_model(tiny_pack: Path) -> None:
+    client = HeldClient(tiny_pack, held=True)
+    async with running(client, max_new_tokens=8) as pilot:
+        await write(pilot, "early")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(pilot.app.query(UserTurn)))
+        await until(pilot, lambda: "waits until the model is loaded" in screen_text(pilot))
+        client.let_go()
+        await until(pilot, lambda: bool(answers(pilot)) and state(pilot) == "ready")
+        assert pilot.app.query_one(UserTurn).note == ""
+    assert client.asked == [[Message("user", "early")]]
+
+
+async def test_a_small_terminal_loses_nothing(tiny_pack: Path) -> None:
+    async with running(HeldClient(tiny_pack)) as pilot:
+        await until(pilot, lambda: state(pilot) == "ready")
+        await ask(pilot, "go on")
+        await write(pilot, "half a quest")
+        await pilot.resize_terminal(40, 12)
+        await until(pilot, lambda: "this terminal is 40x12" in " ".join(screen_text(pilot).split()))
+        before = len(answers(pilot)[0].text)
+        await until(pilot, lambda: state(pilot) == "ready" or len(answers(pilot)[0].text) > before + 20)
+        await pilot.press("f1", "ctrl+p", "x")
+        await pilot.resize_terminal(50, 14)
+        await until(pilot, lambda: "this terminal is 50x14" in " ".join(screen_text(pilot).split()))
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: "half a quest" in screen_text(pilot))
+        await write(pilot, "ion")
+        assert pilot.app.query_one(Composer).text == "half a question"
+        assert pilot.app.query_one(PanelStrip).display and not pilot.app.query_one(PerformancePanel).display
+
+
+async def test_presets_cycle_also_while_an_answer_runs(tiny_pack: Path) -> None:
+    async with running(HeldClient(tiny_pack)) as pilot:
+        status = pilot.app.query_one(StatusLine)
+        await until(pilot, lambda: state(pilot) == "ready")
+        await pilot.press("f3")
+        await until(pilot, lambda: status.preset == "Fast")
+        await ask(pilot, "go on")
+        await pilot.press("f3", "f3")
+        await until(pilot, lambda: status.preset == "Balanced")
+
+
+@pytest.mark.parametrize("while_answering", [False, True], ids=["idle", "answering"])
+async def test_quit_is_immediate(tiny_pack: Path, while_answering: bool) -> None:
+    client = HeldClient(tiny_pack)
+    async with running(client) as pilot:
+        await until(pilot, lambda: state(pilot) == "ready")
+        if while_answering:
+            await ask(pilot, "go on")
+        began = time.monotonic()
+        await pilot.press("ctrl+q")
+        # The screen may not wait for the engine; ten seconds are for a busy machine.
+        await until(pilot, lambda: not pilot.app.is_running, seconds=10)
+        assert pilot.app.return_value == 0
+        assert time.monotonic() - began < 10
+
+
+async def test_a_broken_pack_is_explained(tmp_path: Path) -> None:
+    async with running(ChatClient(tmp_path / "nothing")) as pilot:
+        await write(pilot, "hello")
+        await pilot.press("enter")
+        await until(pilot, lambda: state(pilot) == "no model")
+        await until(pilot, lambda: pilot.app.query_one(Composer).text == "hello")
+        assert "What to do" in screen_text(pilot)
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: pilot.app.return_value == 1)
+
+
+def test_first_paint_needs_no_torch() -> None:
+    code = "import sys, floe_chat.app.tui; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,212 @@
+"""What the screen does in cases that a real engine does not produce on demand."""
+
+from __future__ import annotations
+
+from floe_chat.app.chat_client import Message, TextDelta
+from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.blocks import ErrorBlock, Note, UserTurn, Welcome
+from floe_chat.app.widgets.transcript import Transcript
+from floe_chat.engine.events import Failed, Finished, Loading
+from floe_chat.models.errors import FloeError
+from textual import events
+from textual.pilot import Pilot
+from textual.widgets import Markdown, Static
+from textual.widgets.markdown import MarkdownFence
+
+from .scripted import (
+    LOADED,
+    ScriptedClient,
+    app_for,
+    ask,
+    composer,
+    finish,
+    ready,
+    screen_text,
+    stats,
+    status,
+    text_of,
+    until,
+    write,
+)
+
+
+def answer(pilot: Pilot[int]) -> AnswerTurn:
+    return pilot.app.screen_stack[0].query(AnswerTurn).last()
+
+
+async def test_keys_of_the_composer() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await pilot.press("enter", "space", "enter", "backspace")
+        assert client.asked == []
+        await pilot.press("a", "ctrl+j", "b", "shift+enter", "c")
+        assert composer(pilot).text == "a\nb\nc"
+        await pilot.press("enter", "d")
+        await until(pilot, lambda: len(client.asked) == 1)
+        assert client.asked[0] == (Message("user", "a\nb\nc"),)
+        assert composer(pilot).text == "d"
+        await pilot.press("up")
+        assert composer(pilot).text == "d"
+        await pilot.press("delete", "up")
+        assert composer(pilot).text == "a\nb\nc"
+
+
+async def test_what_is_written_is_shown_literally() -> None:
+    client = ScriptedClient()
+    text = "[red]no[/red] <b>tag</b> **stars** [link](x)"
+    async with ready(client) as pilot:
+        composer(pilot).post_message(events.Paste(f"{text}\x1b[31m\x07\r\nnext\x9b"))
+        await until(pilot, lambda: text in composer(pilot).text)
+        await pilot.press("enter")
+        await until(pilot, lambda: len(client.asked) == 1)
+        shown = f"{text}\ufffd[31m\ufffd\nnext\ufffd"
+        assert client.asked[0][0].text == shown
+        assert text_of(pilot.app.query_one(UserTurn)) == shown
+        assert text in screen_text(pilot)
+
+
+async def test_second_enter_keeps_the_text() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        await write(pilot, "more")
+        await pilot.press("enter")
+        await until(pilot, lambda: "Esc stops the running answer first" in screen_text(pilot))
+        assert composer(pilot).text == "more" and len(client.asked) == 1
+        await finish(pilot, client, request)
+        assert "Esc stops the running answer first" not in screen_text(pilot)
+
+
+async def test_question_while_loading_can_be_taken_back() -> None:
+    client = ScriptedClient()
+    async with app_for(client).run_test(size=(120, 40)) as pilot:
+        client.say(Loading("dense weights", 0.4))
+        await until(pilot, lambda: "loading 40 %" in status(pilot).state)
+        await write(pilot, "early")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(pilot.app.query(UserTurn)))
+        await write(pilot, "two")
+        await pilot.press("enter")
+        await until(pilot, lambda: "waits already" in screen_text(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: composer(pilot).text == "early\ntwo")
+        client.say(LOADED)
+        await until(pilot, lambda: status(pilot).state == "ready")
+        assert client.asked == [] and not pilot.app.query(UserTurn)
+
+
+async def test_failed_load_gives_the_text_back() -> None:
+    client = ScriptedClient()
+    async with app_for(client).run_test(size=(120, 40)) as pilot:
+        await write(pilot, "early")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(pilot.app.query(UserTurn)))
+        client.say(Failed("The pack is damaged", "sha256 differs", "Pack it again", None, 3))
+        await until(pilot, lambda: composer(pilot).text == "early")
+        block = text_of(pilot.app.query_one(ErrorBlock))
+        assert block == "The pack is damaged\nsha256 differs\nWhat to do: Pack it again"
+        await pilot.press("enter")
+        await until(pilot, lambda: "No model is loaded" in screen_text(pilot))
+        await pilot.press("ctrl+n", "ctrl+q")
+        await until(pilot, lambda: pilot.app.return_value == 3)
+
+
+async def test_refused_question_comes_back() -> None:
+    client = ScriptedClient()
+    async with ready(client, system_prompt="Be brief.") as pilot:
+        client.refuse = FloeError("It does not fit", "too long", "Shorten it")
+        await write(pilot, "long")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(pilot.app.query(ErrorBlock)))
+        assert composer(pilot).text == "long" and not pilot.app.query(UserTurn)
+        await pilot.press("enter")
+        await until(pilot, lambda: len(client.asked) == 1)
+        assert client.asked[0] == (Message("system", "Be brief."), Message("user", "long"))
+
+
+async def test_error_in_an_answer_keeps_what_came() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "half"), Failed("Out of memory", "layer 3", "Choose Fast", request))
+        await until(pilot, lambda: status(pilot).state == "ready")
+        assert "ended by an error" in screen_text(pilot) and "Choose Fast" in screen_text(pilot)
+        await ask(pilot, client, "again")
+        assert client.asked[1][1] == Message("assistant", "half")
+
+
+async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client, "lost")
+        await pilot.press("escape")
+        assert client.cancelled == 1 and status(pilot).state == "stopping"
+        await finish(pilot, client, request, "cancelled")
+        assert "No answer came" in screen_text(pilot)
+        await ask(pilot, client, "next")
+        assert client.asked[1] == (Message("user", "next"),)
+
+
+async def test_dropped_messages_are_marked_once() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        for dropped in (0, 2, 2):
+            client.dropped = dropped
+            request = await ask(pilot, client)
+            client.say(TextDelta(request, "yes"))
+            await finish(pilot, client, request)
+        notes = [text_of(note) for note in pilot.app.query(Note)]
+        assert notes == ["The oldest 2 messages left the context window: the model no longer sees them"]
+
+
+async def test_new_chat_ignores_the_old_answer() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        old = await ask(pilot, client, "old")
+        client.say(TextDelta(old, "old text"))
+        await until(pilot, lambda: answer(pilot).text == "old text")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: bool(pilot.app.query(Welcome)))
+        await write(pilot, "new")
+        await pilot.press("enter")
+        await until(pilot, lambda: "waits until the last answer has stopped" in screen_text(pilot))
+        client.say(TextDelta(old, "late"), Finished(old, "cancelled", stats(old)))
+        await until(pilot, lambda: len(client.asked) == 2)
+        assert client.asked[1] == (Message("user", "new"),)
+        client.say(TextDelta(2, "new text"))
+        await until(pilot, lambda: answer(pilot).text == "new text")
+
+
+async def test_open_code_fence_is_plain_until_it_closes() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "Look:\n\n```python\nx = 1\n"))
+        plain = answer(pilot).query_one(".open-fence", Static)
+        await until(pilot, lambda: plain.display and text_of(plain) == "x = 1")
+        assert not answer(pilot).query(MarkdownFence)
+        client.say(TextDelta(request, "```\nDone. <div>tag</div>\n"))
+        await until(pilot, lambda: bool(answer(pilot).query(MarkdownFence)) and not plain.display)
+        await finish(pilot, client, request)
+        await until(pilot, lambda: answer(pilot).query_one(Markdown).source == answer(pilot).text)
+        await until(pilot, lambda: "<div>tag</div>" in screen_text(pilot))
+
+
+async def test_transcript_follows_its_end_unless_scrolled_away() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(100, 24)) as pilot:
+        transcript = pilot.app.query_one(Transcript)
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "line\n\n" * 30))
+        await until(pilot, lambda: transcript.max_scroll_y > 20 and transcript.is_vertical_scroll_end)
+        await pilot.press("pageup")
+        place = transcript.scroll_y
+        assert place < transcript.max_scroll_y
+        height = transcript.max_scroll_y
+        client.say(TextDelta(request, "more\n\n" * 10))
+        await until(pilot, lambda: transcript.max_scroll_y > height)
+        await finish(pilot, client, request)
+        await until(pilot, lambda: "end of turn" in text_of(answer(pilot).query(".footer").first()))
+        assert transcript.scroll_y == place
+        await pilot.press(*["pagedown"] * 6)
+        await until(pilot, lambda: transcript.is_vertical_scroll_end)

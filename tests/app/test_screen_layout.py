@@ -1,0 +1,70 @@
+"""The panel, the layouts and the pages over the chat."""
+
+from __future__ import annotations
+
+import pytest
+from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.screens.help import HelpScreen
+from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
+from floe_chat.engine.events import PrefillProgress, PresetChanged
+
+from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until, write
+
+
+async def test_panel_invents_nothing() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        shown = screen_text(pilot)
+        assert "not measured yet" in shown and "no GPU" not in shown and " 0 " not in shown.split("Memory")[1]
+        request = await ask(pilot, client)
+        client.say(PrefillProgress(request, 5, 20), stats(request, measured=False))
+        await until(pilot, lambda: "reading prompt 5/20" in status(pilot).state and "no GPU" in screen_text(pilot))
+        assert "— not yet" in screen_text(pilot)
+        client.say(TextDelta(request, "text"), stats(request))
+        await until(pilot, lambda: "58.9" in screen_text(pilot))
+        for figure in ("this answer", "512", "0.12 s", "38 %", "3.20 MB", "1.31 GB", "450 kB", "23.4 MB"):
+            assert figure in screen_text(pilot)
+        await finish(pilot, client, request)
+        await until(pilot, lambda: "42 tokens · 58.9 tokens/s · first token 0.12 s · end of turn" in screen_text(pilot))
+
+
+@pytest.mark.parametrize(("layers", "experts"), [(32, 8), (16, 64), (64, 4)], ids=["mixtral", "olmoe", "deep"])
+async def test_panel_takes_any_shape_of_model(layers: int, experts: int) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(110, 36)) as pilot:
+        request = await ask(pilot, client)
+        client.say(stats(request, layers=layers, experts=experts))
+        await until(pilot, lambda: "busiest" in screen_text(pilot))
+
+
+async def test_layouts_and_the_panel_key() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        panel, strip = pilot.app.query_one(PerformancePanel), pilot.app.query_one(PanelStrip)
+        for width, height in ((120, 36), (100, 24), (99, 24), (60, 20)):
+            await pilot.resize_terminal(width, height)
+            await until(pilot, lambda w=width: (panel.display, strip.display) == (w >= 100, w < 100))
+            assert (composer(pilot).region.bottom < height and "Backend" in screen_text(pilot)) or width < 100
+            await pilot.press("f2")
+            assert not panel.display and not strip.display
+            client.say(stats(request), PresetChanged(f"at {width}"))
+            await until(pilot, lambda w=width: status(pilot).preset == f"at {w}")
+            await pilot.press("f2")
+            await until(pilot, lambda: "1.31 GB" in screen_text(pilot))
+            assert panel.display or strip.display
+
+
+async def test_help_and_palette() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
+        assert "time to first token" in screen_text(pilot)
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(pilot.app.screen, HelpScreen))
+        await pilot.press("ctrl+p")
+        await write(pilot, "exact")
+        await until(pilot, lambda: "Preset: Exact" in screen_text(pilot))
+        await pilot.press("enter")
+        await until(pilot, lambda: client.wanted == ["Exact"])

@@ -1,0 +1,91 @@
+"""The screen's parts that need no terminal."""
+
+from __future__ import annotations
+
+import pytest
+from floe_chat.app.bridge import AnswerFinished, AnswerText, StatsArrived, as_messages
+from floe_chat.app.chat_client import Message, TextDelta
+from floe_chat.app.screens.conversation import Conversation
+from floe_chat.app.widgets import units
+from floe_chat.app.widgets.fences import FenceSplitter
+from floe_chat.app.widgets.heat import bars, condense, stretch
+from floe_chat.app.widgets.plain import printable
+from floe_chat.engine.events import Finished, Tokens
+
+from .scripted import stats
+
+
+def test_one_drain_joins_text_and_keeps_order() -> None:
+    updates = [
+        Tokens(1, (5,)),
+        TextDelta(1, "a"),
+        TextDelta(1, "b"),
+        stats(1, measured=False),
+        stats(1),
+        TextDelta(1, "c"),
+        Finished(1, "stop", stats(1)),
+        TextDelta(2, "d"),
+    ]
+    messages = as_messages(updates)
+    assert [type(message) for message in messages] == [AnswerText, StatsArrived, AnswerText, AnswerFinished, AnswerText]
+    assert [message.text for message in messages if isinstance(message, AnswerText)] == ["ab", "c", "d"]
+    assert isinstance(messages[1], StatsArrived) and messages[1].stats == stats(1)
+
+
+def test_conversation_alternates() -> None:
+    conversation = Conversation("Be brief.")
+    conversation.ask("one")
+    assert not conversation.answer(" \n")
+    conversation.ask("two")
+    assert conversation.answer("yes")
+    conversation.ask("three")
+    assert [message.role for message in conversation.messages] == ["system", "user", "assistant", "user"]
+    conversation.clear()
+    assert conversation.messages == [Message("system", "Be brief.")]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        ("plain `code` and ``more``\n", ""),
+        ("a\n```py\nx = 1\n```\nb", ""),
+        ("a\n```py\nx = 1\n", "```py\nx = 1\n"),
+        ("~~~\n```\n~~~\nend", ""),
+        ("````\n```\n", "````\n```\n"),
+        ("- item\n- ```py\n  x\n  ```\nend", ""),
+        ("1. > ```\ncode", "```\ncode"),
+        ("```inline``` text\n", ""),
+        ("``", "``"),
+    ],
+)
+def test_fences_are_held_until_they_close(text: str, held: str, step: int) -> None:
+    splitter = FenceSplitter()
+    ready = "".join(splitter.feed(text[start : start + step]) for start in range(0, len(text), step))
+    assert ready + splitter.held == text
+    assert splitter.held.endswith(held) and bool(splitter.held) == bool(held)
+
+
+def test_figures_in_words() -> None:
+    assert [units.rate(value) for value in (None, 0.5, 6.128, 61.34, 613.4)] == ["—", "0.50", "6.13", "61.3", "613"]
+    assert [units.size(value) for value in (None, 0, 999, 1000, 1.31e9, 4.2e15)] == [
+        "—",
+        "0 B",
+        "999 B",
+        "1.00 kB",
+        "1.31 GB",
+        "4200 TB",
+    ]
+    assert (units.share(0.384), units.seconds(0.123), units.seconds(12.34)) == ("38 %", "0.12 s", "12.3 s")
+
+
+def test_small_pictures() -> None:
+    assert bars([0, 1, 8]) == [" ▁█"]
+    assert bars([0.001, 16], rows=2) == [" █", "▁█"]
+    assert bars([]) == [""] and bars([0, 0]) == ["  "]
+    assert condense(range(6), 3) == [0.5, 2.5, 4.5] and condense([1.0], 3) == [1.0] and condense([1.0, 2.0], 0) == []
+    assert stretch("ab", 7) == "aaabbb" and stretch("ab", 1) == "ab"
+
+
+def test_control_characters_become_visible() -> None:
+    assert printable("a\x1b[2J\tb\r\nc\rd\x9b\x7f\ud800é") == "a\ufffd[2J\tb\nc\nd\ufffd\ufffd\ufffdé"

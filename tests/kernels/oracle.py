@@ -1,0 +1,121 @@
+"""What the operations must compute, written down once more: float64, neuron by neuron, from codes and scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from floe_chat.kernels import Active, Calls
+from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout, pack_codes
+from torch import Tensor
+
+# (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.
+SIZES = [(1, 1, 1, 1), (3, 7, 40, 20), (6, 37, 96, 32), (2, 7, 130, 26), (4, 7, 320, 64), (5, 37, 40, 1)]
+# (up, gate, down)
+WIDTHS = [(2, 2, 2), (3, 3, 3), (4, 4, 4), (8, 8, 8), (16, 16, 16), (2, 4, 3), (3, 16, 2), (16, 3, 8), (4, 8, 16)]
+# float32 differs from float64 by summation order alone; bfloat16 rounds every product's result to 8 bits.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as stored, and the float64 weights that the bytes stand for: up, gate and down (E, F, H)."""
+
+    stored_up: UpWeights
+    rows: ExpertRows
+    up: Tensor
+    gate: Tensor
+    down: Tensor
+
+
+def make_layer(size: tuple[int, int, int, int], widths: tuple[int, int, int], *, seed: int = 0) -> Layer:
+    """Random codes, scales and zeros (or 16-bit values) of one layer."""
+    experts, neurons, hidden, group = size
+    generator = torch.Generator().manual_seed(seed)
+    layouts = [VectorLayout(hidden, bits, group) for bits in widths]
+    parts = [_random(experts * neurons, layout, generator) for layout in layouts]
+    up_layout, row_layout = UpLayout(layouts[0], torch.bfloat16), RowLayout(layouts[1], layouts[2], torch.bfloat16)
+    codes, scale, zero = parts[0].stored
+    q = codes.view(torch.uint8) if layouts[0].bits == 16 else pack_codes(codes, layouts[0].bits)
+    vectors = [
+        part.stored[0].view(torch.uint8) if layout.bits == 16 else layout.join(*part.stored)
+        for layout, part in zip(layouts[1:], parts[1:], strict=True)
+    ]
+    shape = (experts, neurons, -1)
+    return Layer(
+        UpWeights(
+            up_layout, q.view(shape), scale.view(*shape[:2], scale.shape[1]), zero.view(*shape[:2], zero.shape[1])
+        ),
+        ExpertRows(row_layout, row_layout.join(*vectors).view(shape)),
+        *(part.weights.view(experts, neurons, hidden) for part in parts),
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    stored: tuple[Tensor, Tensor, Tensor]
+    weights: Tensor
+
+
+def _random(count: int, layout: VectorLayout, generator: torch.Generator) -> _Part:
+    if layout.bits == 16:
+        values = torch.randn(count, layout.n, generator=generator).bfloat16()
+        empty = torch.empty(count, 0, dtype=torch.float16)
+        return _Part((values, empty, empty), values.double())
+    codes = torch.randint(0, 1 << layout.bits, (count, layout.n), generator=generator, dtype=torch.uint8)
+    scale = (torch.rand(count, layout.groups, generator=generator) * 0.2 + 0.05).half()
+    zero = (torch.rand(count, layout.groups, generator=generator) * (1 << layout.bits)).half()
+    wide_scale, wide_zero = (part.double().repeat_interleave(layout.group, dim=1) for part in (scale, zero))
+    return _Part((codes, scale, zero), (codes.double() - wide_zero) * wide_scale)
+
+
+def make_x(tokens: int, hidden: int, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    """Random activations (B, H)."""
+    return torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed + 100)).to(dtype)
+
+
+def make_calls(tokens: list[int], experts: list[int]) -> Calls:
+    """Calls with weights that differ from each other."""
+    weights = torch.linspace(0.1, 0.9, len(tokens))
+    return Calls(torch.tensor(tokens, dtype=torch.long), torch.tensor(experts, dtype=torch.long), weights)
+
+
+def up_values(layer: Layer, x: Tensor, calls: Calls) -> list[Tensor]:
+    """v = up_e · x of every call, all F of them, in float64 with weights as the operation's dtype sees them."""
+    pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
+    return [_seen(layer.up[expert], x) @ x[token].double() for token, expert in pairs]
+
+
+def swiglu(layer: Layer, x: Tensor, calls: Calls, chosen: list[Tensor], values: list[Tensor]) -> Tensor:
+    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n, (B, H) float64."""
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)
+    for call, (token, expert) in enumerate(pairs):
+        g = _seen(layer.gate[expert], x)[chosen[call]] @ x[token].double()
+        h = g / (1 + torch.exp(-g)) * values[call]
+        y[token] += calls.weights[call].double() * (h @ _seen(layer.down[expert], x)[chosen[call]])
+    return y
+
+
+def _seen(weights: Tensor, x: Tensor) -> Tensor:
+    return weights.to(x.dtype).double()
+
+
+def as_active(chosen: list[Tensor], values: list[Tensor], dtype: torch.dtype) -> Active:
+    """The neurons and values of every call in the form that operations exchange."""
+    counts = torch.tensor([0, *(neurons.numel() for neurons in chosen)])
+    return Active(counts.cumsum(0), torch.cat(chosen), torch.cat(values).to(dtype))
+
+
+def threshold_between(values: Tensor, keep: float) -> float:
+    """What about a share `keep` of |values| reaches, in the widest gap nearby, so that rounding decides nothing."""
+    ordered = values.abs().sort().values
+    if keep <= 0:
+        return float(ordered[-1]) * 2 + 1
+    middle = int((1 - keep) * (len(ordered) - 1))
+    low, high = max(0, middle - 2), min(len(ordered), middle + 4)
+    near = ordered[low:high]
+    if keep >= 1 or len(near) < 2:
+        return 0.0  # everything
+    gap = int(near.diff().argmax())
+    return float((near[gap] + near[gap + 1]) / 2)

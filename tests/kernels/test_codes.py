@@ -1,0 +1,156 @@
+"""Bit packing and group scales, against the description of the format and against hqq."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.kernels.layouts import (
+    WIDTHS,
+    RowLayout,
+    VectorLayout,
+    align,
+    dequantize,
+    group_size,
+    pack_codes,
+    packed_bytes,
+    unpack_codes,
+)
+from hqq.core.quantize import Quantizer
+
+LENGTHS = [1, 2, 3, 5, 37, 40, 64, 96, 127, 128, 130, 255, 256, 257, 320, 511, 512, 1025]
+CODE_WIDTHS = [bits for bits in WIDTHS if bits != 16]
+
+
+def random_codes(rows: int, length: int, bits: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length * 16 + bits)
+    return torch.randint(0, 1 << bits, (rows, length), generator=generator, dtype=torch.uint8)
+
+
+def described_bytes(codes: list[int], bits: int) -> bytes:
+    """One vector as the format describes it, one code at a time: in a block of s bytes, code i lies in byte i % s."""
+    if bits == 3:
+        blocks = [codes[start : start + 256] for start in range(0, len(codes), 256)]
+        low = [described_bytes([code & 3 for code in block], 2) for block in blocks]
+        high = [described_bytes([code >> 2 for code in block], 1) for block in blocks]
+        return b"".join(a + b for a, b in zip(low, high, strict=True))
+    out = bytearray()
+    span = 64 * 8 // bits
+    for start in range(0, len(codes), span):
+        block = codes[start : start + span]
+        size = -(-len(block) * bits // 8)
+        packed = [0] * size
+        for i, code in enumerate(block):
+            packed[i % size] |= code << (bits * (i // size))
+        out += bytes(packed)
+    return bytes(out)
+
+
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_codes_come_back(length: int, bits: int) -> None:
+    codes = random_codes(3, length, bits)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (3, packed_bytes(length, bits))
+    assert torch.equal(unpack_codes(packed, length, bits), codes)
+
+
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
+@pytest.mark.parametrize("length", [1, 5, 40, 130, 256, 320, 513])
+def test_bytes_are_those_that_the_format_describes(length: int, bits: int) -> None:
+    codes = random_codes(2, length, bits)
+    expected = [described_bytes(row, bits) for row in codes.tolist()]
+    assert [bytes(row.tolist()) for row in pack_codes(codes, bits)] == expected
+
+
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
+def test_extreme_codes_do_not_leak_into_neighbours(bits: int) -> None:
+    codes = torch.zeros(2, 300, dtype=torch.uint8)
+    codes[0, ::2] = (1 << bits) - 1
+    assert torch.equal(unpack_codes(pack_codes(codes, bits), 300, bits), codes)
+
+
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
+def test_no_rows_are_no_rows(bits: int) -> None:
+    packed = pack_codes(torch.empty(0, 40, dtype=torch.uint8), bits)
+    assert packed.shape == (0, packed_bytes(40, bits))
+    assert unpack_codes(packed, 40, bits).shape == (0, 40)
+
+
+def test_packing_leaves_its_argument_alone() -> None:
+    codes = random_codes(2, 40, 8)
+    before = codes.clone()
+    pack_codes(codes, 8).fill_(0)
+    assert torch.equal(codes, before)
+
+
+@pytest.mark.parametrize(
+    ("codes", "bits"),
+    [
+        pytest.param(torch.full((1, 4), 4, dtype=torch.uint8), 2, id="code-too-large"),
+        pytest.param(torch.full((1, 4), 8, dtype=torch.uint8), 3, id="code-too-large-3"),
+        pytest.param(torch.zeros(4, dtype=torch.uint8), 2, id="one-dimension"),
+        pytest.param(torch.zeros(1, 4, dtype=torch.int32), 2, id="int32"),
+        pytest.param(torch.zeros(1, 4, dtype=torch.uint8), 5, id="5-bit"),
+        pytest.param(torch.zeros(1, 4, dtype=torch.uint8), 16, id="16-bit"),
+    ],
+)
+def test_codes_that_cannot_be_packed_are_refused(codes: torch.Tensor, bits: int) -> None:
+    with pytest.raises(ValueError):
+        pack_codes(codes, bits)
+
+
+@pytest.mark.parametrize(
+    ("packed", "bits"),
+    [
+        pytest.param(torch.zeros(1, 9, dtype=torch.uint8), 2, id="too-short"),
+        pytest.param(torch.zeros(1, 11, dtype=torch.uint8), 2, id="too-long"),
+        pytest.param(torch.zeros(10, dtype=torch.uint8), 2, id="one-dimension"),
+        pytest.param(torch.zeros(1, 10), 2, id="float"),
+        pytest.param(torch.zeros(1, 80, dtype=torch.uint8), 16, id="16-bit"),
+    ],
+)
+def test_bytes_that_cannot_be_codes_are_refused(packed: torch.Tensor, bits: int) -> None:
+    with pytest.raises(ValueError):
+        unpack_codes(packed, 40, bits)
+
+
+@pytest.mark.parametrize(("n", "group"), [(1, 1), (40, 40), (64, 64), (96, 48), (130, 26), (127, 1), (320, 64)])
+def test_group_is_the_largest_divisor_up_to_64(n: int, group: int) -> None:
+    assert group_size(n) == group
+
+
+@pytest.mark.parametrize("bits", CODE_WIDTHS)
+@pytest.mark.parametrize(("hidden", "group"), [(40, 1), (40, 20), (96, 32), (320, 64)])
+def test_values_equal_hqq_bit_for_bit(hidden: int, group: int, bits: int) -> None:
+    matrix = torch.randn(8, hidden, generator=torch.Generator().manual_seed(bits))
+    quantized: tuple[Any, dict[str, Any]] = Quantizer.quantize(
+        matrix, nbits=bits, group_size=group, axis=1, bitpack=False, compute_dtype=torch.float32, device="cpu"
+    )
+    codes, meta = quantized
+    scale, zero = (meta[name].view(8, -1).half() for name in ("scale", "zero"))
+    meta |= {"scale": scale.float().view(-1, 1), "zero": zero.float().view(-1, 1)}
+    packed = pack_codes(codes.view(8, hidden).to(torch.uint8), bits)
+    assert torch.equal(dequantize(packed, scale, zero, hidden, bits, torch.float32), Quantizer.dequantize(codes, meta))
+
+
+@pytest.mark.parametrize("down", WIDTHS)
+@pytest.mark.parametrize("gate", WIDTHS)
+@pytest.mark.parametrize("hidden", [1, 40, 130])
+def test_record_holds_gate_then_down_then_padding(hidden: int, gate: int, down: int) -> None:
+    layout = RowLayout(VectorLayout(hidden, gate, 1), VectorLayout(hidden, down, 1), torch.float16)
+    assert layout.nbytes == align(layout.gate.nbytes + layout.down.nbytes) and layout.nbytes % 64 == 0
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        torch.randint(0, 255, (3, part.nbytes), generator=generator, dtype=torch.uint8)
+        for part in (layout.gate, layout.down)
+    ]
+    padding = torch.zeros(3, layout.nbytes - layout.gate.nbytes - layout.down.nbytes, dtype=torch.uint8)
+    assert torch.equal(layout.join(*parts), torch.cat([*parts, padding], dim=1))
+
+
+@pytest.mark.parametrize(("bits", "group"), [(5, 1), (4, 7), (4, 0), (4, -1)], ids=str)
+def test_layouts_that_cannot_be_are_refused(bits: int, group: int) -> None:
+    with pytest.raises(ValueError):
+        VectorLayout(40, bits, group)

@@ -1,0 +1,158 @@
+"""up_gemv, sparse_swiglu and expert_swiglu against the float64 formula, on odd sizes and every width."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from floe_chat import kernels
+from floe_chat.kernels.layouts import UpLayout, UpWeights, VectorLayout
+from torch import Tensor
+
+from ..helpers import relative_rms
+from .oracle import (
+    SIZES,
+    TOLERANCE,
+    WIDTHS,
+    as_active,
+    make_calls,
+    make_layer,
+    make_x,
+    swiglu,
+    threshold_between,
+    up_values,
+)
+
+TOKENS = 3
+every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "E{}-F{}-H{}-g{}".format(*size))
+every_width = pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "up{}-gate{}-down{}".format(*widths))
+every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
+Size = tuple[int, int, int, int]
+Widths = tuple[int, int, int]
+
+
+def some_calls(experts: int) -> kernels.Calls:
+    """Tokens out of order, one token with several experts, one expert twice for one token, one token without calls."""
+    return make_calls([2, 0, 0, 0], [experts - 1, 0, experts // 2, 0])
+
+
+@every_dtype
+@every_width
+@every_size
+def test_up_gemv_finds_the_active_neurons(size: Size, widths: Widths, dtype: torch.dtype) -> None:
+    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], dtype), some_calls(size[0])
+    truth = up_values(layer, x, calls)
+    thresholds = [threshold_between(v, keep) for v, keep in zip(truth, (0.5, 0.1, 1.0, 0.0), strict=True)]
+    active = kernels.up_gemv(x, layer.stored_up, calls, torch.tensor(thresholds))
+    assert active.offsets.dtype == torch.int64 and active.offsets.shape == (5,) and active.values.dtype == dtype
+    for call, (v, threshold) in enumerate(zip(truth, thresholds, strict=True)):
+        mine = slice(int(active.offsets[call]), int(active.offsets[call + 1]))
+        neurons = active.neurons[mine]
+        # In bfloat16 a neuron within rounding of the threshold may fall on either side.
+        unsure = (v.abs() - threshold).abs() <= TOLERANCE[dtype] * v.abs().max()
+        kept = torch.zeros_like(unsure).index_fill(0, neurons, True)
+        assert neurons.unique().numel() == neurons.numel()
+        assert torch.equal(kept & ~unsure, (v.abs() >= threshold) & ~unsure)
+        if neurons.numel():
+            error = (active.values[mine].double() - v[neurons]).abs().max()
+            assert error <= 2 * TOLERANCE[dtype] * v.abs().max()
+
+
+@every_dtype
+@every_width
+@every_size
+def test_sparse_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.dtype) -> None:
+    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], dtype), some_calls(size[0])
+    values = [v.to(dtype).double() for v in up_values(layer, x, calls)]
+    generator = torch.Generator().manual_seed(1)
+    chosen = [torch.randperm(size[1], generator=generator)[:count] for count in (size[1], 1, (size[1] + 1) // 2, 2)]
+    values = [v[neurons] for v, neurons in zip(values, chosen, strict=True)]
+    y = kernels.sparse_swiglu(x, layer.rows, calls, as_active(chosen, values, dtype))
+    assert y.dtype == dtype and y.shape == x.shape
+    assert not y[1].any()
+    assert relative_rms(y, swiglu(layer, x, calls, chosen, values)) <= TOLERANCE[dtype]
+
+
+@every_dtype
+@every_width
+def test_a_call_without_active_neurons_adds_nothing(widths: Widths, dtype: torch.dtype) -> None:
+    layer, x, calls = make_layer((3, 7, 96, 32), widths), make_x(2, 96, dtype), make_calls([0, 1], [1, 2])
+    nobody, everybody = torch.empty(0, dtype=torch.long), torch.arange(7)
+    values = [torch.empty(0, dtype=torch.float64), torch.ones(7, dtype=torch.float64)]
+    y = kernels.sparse_swiglu(x, layer.rows, calls, as_active([nobody, everybody], values, dtype))
+    assert not y[0].any()
+    truth = swiglu(layer, x, calls, [nobody, everybody], values)
+    assert relative_rms(y, truth) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("widths", WIDTHS[:3], ids=str)
+def test_no_calls_give_zeros(widths: Widths) -> None:
+    layer, x, calls = make_layer((3, 7, 40, 20), widths), make_x(2, 40, torch.float32), make_calls([], [])
+    active = kernels.up_gemv(x, layer.stored_up, calls, torch.empty(0))
+    assert active.offsets.tolist() == [0] and active.neurons.numel() == 0
+    y = kernels.sparse_swiglu(x, layer.rows, calls, active)
+    assert y.shape == x.shape and not y.any()
+
+
+def dense_expert(layer_x: Tensor, gate: Tensor, up: Tensor, down: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """(y, v) of one expert over all tokens in float64."""
+    v = layer_x @ up.T
+    g = layer_x @ gate.T
+    h = g / (1 + torch.exp(-g)) * torch.where(v.abs() >= threshold, v, 0.0)
+    return h @ down, v
+
+
+@every_dtype
+@every_width
+@every_size
+@pytest.mark.parametrize("keep", [0.0, 0.4, 1.0])
+def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.dtype, keep: float) -> None:
+    layer, x, expert = make_layer(size, widths), make_x(TOKENS, size[2], dtype), size[0] - 1
+    gate, up, down = (part[expert].to(dtype).double() for part in (layer.gate, layer.up, layer.down))
+    _, v = dense_expert(x.double(), gate, up, down, 0.0)
+    threshold = threshold_between(v.flatten(), keep)
+    if dtype == torch.bfloat16:
+        v = v.bfloat16().double()
+    truth, _ = dense_expert(x.double(), gate, up, down, threshold)
+    y, active = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
+    unsure = int(((v.abs() - threshold).abs() <= TOLERANCE[dtype] * v.abs().max()).sum())
+    assert abs(active - int((v.abs() >= threshold).sum())) <= (unsure if dtype == torch.bfloat16 else 0)
+    # A neuron at the threshold is worth at most a threshold's part of y: only exact sets are compared closely.
+    if not unsure or dtype == torch.float32:
+        assert relative_rms(y, truth) <= 2 * TOLERANCE[dtype]
+
+
+@every_width
+@every_size
+def test_expert_swiglu_equals_up_gemv_and_sparse_swiglu(size: Size, widths: Widths) -> None:
+    layer, x, expert = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), size[0] // 2
+    every_token = kernels.Calls(torch.arange(TOKENS), torch.full((TOKENS,), expert), torch.ones(TOKENS))
+    v = torch.cat(up_values(layer, x, every_token))
+    threshold = threshold_between(v, 0.6)
+    active = kernels.up_gemv(x, layer.stored_up, every_token, torch.full((TOKENS,), threshold))
+    one_by_one = kernels.sparse_swiglu(x, layer.rows, every_token, active)
+    together, count = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
+    assert count == active.neurons.numel()
+    assert relative_rms(together, one_by_one) <= TOLERANCE[torch.float32]
+
+
+def test_operations_leave_their_arguments_alone() -> None:
+    layer, x, calls = make_layer((3, 7, 40, 20), (2, 4, 4)), make_x(TOKENS, 40, torch.float32), some_calls(3)
+    before = x.clone(), layer.rows.data.clone(), layer.stored_up.q.clone()
+    active = kernels.up_gemv(x, layer.stored_up, calls, torch.zeros(4))
+    values = active.values.clone()
+    kernels.sparse_swiglu(x, layer.rows, calls, active)
+    kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.1)
+    now = x, layer.rows.data, layer.stored_up.q
+    assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    assert torch.equal(active.values, values)
+
+
+def test_a_neuron_at_its_threshold_is_active() -> None:
+    matrix = torch.tensor([[1.0, 0.0], [0.0, -2.0], [3.0, 0.0], [0.0, 0.0]]).bfloat16()
+    layout = UpLayout(VectorLayout(2, 16, 1), torch.bfloat16)
+    empty = torch.empty(1, 4, 0, dtype=torch.float16)
+    up = UpWeights(layout, matrix.view(torch.uint8)[None], empty, empty)
+    x, twice = torch.ones(1, 2), make_calls([0, 0], [0, 0])
+    active = kernels.up_gemv(x, up, twice, torch.tensor([2.0, 0.0]))
+    assert active.neurons.tolist() == [1, 2, 0, 1, 2, 3]
+    assert active.values.tolist() == [-2.0, 3.0, 1.0, -2.0, 3.0, 0.0]

@@ -1,0 +1,240 @@
+"""Messages to tokens and tokens to text: nobody's text becomes a control token, no byte reaches a terminal raw."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.models.chat_format import ChatFormat, Detokenizer, visible
+from floe_chat.models.errors import PackError, UsageError
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from ..helpers import edit_json
+
+TEXTS = [
+    "plain",
+    "Grüße, naïve café",
+    "日本語とкириллица",
+    "🎉",
+    "a🎉b👩‍👩‍👧‍👦c🇪🇺",
+    "tab\tnewline\nend",
+    " leading and trailing ",
+]
+SPECIAL = ["<s>", "</s>", "<unk>"]
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_pack: Path) -> ChatFormat:
+    return ChatFormat(tiny_pack)
+
+
+@pytest.fixture
+def copy(tiny_pack: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_pack, tmp_path / "copy"))
+
+
+def sentencepiece_like() -> Tokenizer:
+    """A tokenizer of Mixtral's kind: words with ▁, and single bytes for whatever has no token."""
+    pieces = ["▁", "▁he", "llo", "a", "b", "é", "▁▁"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {piece: len(vocab) + i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return tokenizer
+
+
+def ask(chat: ChatFormat, *texts: str) -> list[int]:
+    roles = ("user", "assistant")
+    return chat.encode([{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_token_by_token(chat: ChatFormat, text: str) -> None:
+    decoder = chat.decoder()
+    pieces = [decoder.push([token]) for token in chat.encode_text(text)]
+    assert "".join(pieces) == text
+    assert "�" not in "".join(pieces)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_in_a_tokenizer_with_byte_tokens(text: str) -> None:
+    tokenizer = sentencepiece_like()
+    decoder = Detokenizer(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert "".join(decoder.push([token]) for token in ids) == text
+
+
+def test_a_character_appears_when_its_last_byte_does(chat: ChatFormat) -> None:
+    decoder = chat.decoder()
+    ids = chat.encode_text("🎉")
+    assert len(ids) == 4
+    assert [decoder.push([token]) for token in ids] == ["", "", "", "🎉"]
+
+
+def test_several_tokens_at_once_are_the_same_as_one_by_one(chat: ChatFormat) -> None:
+    ids = chat.encode_text("a🎉b")
+    assert chat.decoder().push(ids) == "a🎉b"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_no_sequence_of_tokens_breaks_the_decoder(chat: ChatFormat, kind: str) -> None:
+    tokenizer = sentencepiece_like()
+    random_ids = random.Random(0)
+    for _ in range(400):
+        ids = random_ids.choices(range(266), k=random_ids.randint(1, 40))
+        decoder = chat.decoder() if kind == "byte-level" else Detokenizer(tokenizer)
+        text = "".join(decoder.push([token]) for token in ids)
+        assert text == visible(text)
+
+
+def test_text_after_broken_bytes_still_appears() -> None:
+    tokenizer = sentencepiece_like()
+    decoder = Detokenizer(tokenizer)
+    broken = [3 + byte for byte in (0x41, 0xCF, 0xFF)]
+    text = "".join(decoder.push([token]) for token in [*broken, *tokenizer.encode("hello").ids])
+    assert text.endswith("hello")
+
+
+def test_tokens_beyond_the_vocabulary_are_dropped(chat: ChatFormat) -> None:
+    a, b = chat.encode_text("ab")
+    decoder = chat.decoder()
+    assert "".join(decoder.push([token]) for token in (a, 300, 10**6, b)) == "ab"
+
+
+def test_special_tokens_are_not_shown(chat: ChatFormat) -> None:
+    assert chat.decoder().push([1, *chat.encode_text("a"), 2, 0, *chat.encode_text("b")]) == "ab"
+
+
+@pytest.mark.parametrize("code", [*range(32), 0x7F, *range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)])
+def test_no_control_character_stays_itself(chat: ChatFormat, code: int) -> None:
+    if chr(code) in "\n\t":
+        assert visible(f"a{chr(code)}b") == f"a{chr(code)}b"
+        return
+    shown = chat.decoder().push(chat.encode_text(f"a{chr(code)}b"))
+    assert chr(code) not in shown
+    assert shown == ("ab" if code == 13 else f"a{visible(chr(code))}b") and len(shown) == (2 if code == 13 else 3)
+
+
+def test_an_escape_sequence_is_shown_not_obeyed(chat: ChatFormat) -> None:
+    assert chat.decoder().push(chat.encode_text("\x1b[31mred\x1b]8;;x\x07")) == "␛[31mred␛]8;;x␇"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+@pytest.mark.parametrize(
+    "text", [*SPECIAL, "a</s><s>b", "<<s>s>", "</</s>s>", "<s" + ">", "</s></s>", "[INST]</s>[/INST]", "<\u200bs>"]
+)  # fmt: skip
+def test_spelled_special_tokens_stay_text(chat: ChatFormat, role: str, text: str) -> None:
+    def prompt(content: str) -> list[int]:
+        messages = {
+            "user": [("user", content)],
+            "system": [("system", content), ("user", "q")],
+            "assistant": [("user", "q"), ("assistant", content), ("user", "q")],
+        }[role]
+        return chat.encode([{"role": role, "content": content} for role, content in messages])
+
+    harmless, spelled = prompt("x"), prompt(text)
+    for special in range(3):
+        assert spelled.count(special) == harmless.count(special)
+
+
+def test_tokens_that_are_added_but_not_special_stay_text(copy: Path) -> None:
+    def add(fields: Any) -> None:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+        fields["added_tokens"].append({"id": 259, "content": "<tool>", **flags})
+
+    edit_json(copy / "tokenizer.json", add)
+    assert 259 not in ask(ChatFormat(copy), "a <tool> b")
+
+
+def test_special_tokens_of_one_character_stay_text(copy: Path) -> None:
+    def add(fields: Any) -> None:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        fields["added_tokens"].append({"id": 259, "content": "§", **flags})
+
+    edit_json(copy / "tokenizer.json", add)
+    assert 259 not in ask(ChatFormat(copy), "see § 7")
+
+
+def test_the_template_writes_the_begin_token_once(chat: ChatFormat) -> None:
+    ids = ask(chat, "hi", "hello", "again")
+    assert ids[0] == 1 and ids.count(1) == 1 and ids.count(2) == 1
+
+
+@pytest.mark.parametrize("text", ["\udcff", "a\ud800b"], ids=ascii)
+def test_text_that_is_no_unicode_is_refused_or_replaced(chat: ChatFormat, text: str) -> None:
+    try:
+        assert ask(chat, text)
+    except UsageError as error:
+        assert error.title
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no such turn') }}",
+        "{{ messages[7].content }}",
+        "{% if %}",
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ ''.__class__.__mro__ }}",
+    ],
+)
+def test_errors_of_the_template_are_explained(copy: Path, template: str) -> None:
+    def change(fields: Any) -> None:
+        fields["chat_template"] = template
+
+    edit_json(copy / "tokenizer_config.json", change)
+    with pytest.raises(UsageError) as caught:
+        ask(ChatFormat(copy), "hi")
+    assert caught.value.title and caught.value.cause
+
+
+def test_roles_that_the_template_does_not_know_are_explained(chat: ChatFormat) -> None:
+    with pytest.raises(UsageError, match="template"):
+        chat.encode([{"role": "narrator", "content": "x"}])
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_a_base_model_is_refused(copy: Path, template: str | None) -> None:
+    def change(fields: Any) -> None:
+        fields["chat_template"] = template
+
+    edit_json(copy / "tokenizer_config.json", change)
+    with pytest.raises(PackError, match="no chat template"):
+        ChatFormat(copy)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "null"], ids=repr)
+def test_damaged_tokenizers_are_explained(copy: Path, name: str, content: str | None) -> None:
+    (copy / name).unlink()
+    if content is not None:
+        (copy / name).write_text(content)
+    with pytest.raises(PackError) as caught:
+        ChatFormat(copy)
+    assert caught.value.title and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, (2,)), ({"eos_token_id": 5}, (2, 5)), ({"eos_token_id": [7, 5]}, (2, 5, 7)), ({"eos_token_id": None}, (2,))],
+)
+def test_stop_ids_come_from_every_source(copy: Path, fields: dict[str, Any], expected: tuple[int, ...]) -> None:
+    (copy / "generation_config.json").write_text(json.dumps(fields))
+    assert ChatFormat(copy).stop_ids == expected
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "null", "[" * 100_000, '{"eos_token_id": ["x", 2]}'], ids=lambda text: text[:5]
+)
+def test_a_garbage_generation_config_is_survived(copy: Path, content: str) -> None:
+    (copy / "generation_config.json").write_text(content)
+    assert ChatFormat(copy).stop_ids == (2,)

@@ -1,0 +1,227 @@
+"""Source checkpoints: what cannot be packed is refused with an explanation, before or while it is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.models.calibration import read_tokens
+from floe_chat.models.checkpoint import Checkpoint, read_config
+from floe_chat.models.errors import CheckpointError
+from floe_chat.models.pack import EXACT, PackSpec, pack
+from safetensors import safe_open
+from torch import Tensor
+
+from ..helpers import calibration_tokens, edit_json, edit_tensors, make_checkpoint, make_pack
+
+
+@pytest.fixture
+def source(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint of one's own to damage."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+
+
+def refused(source: Path, spec: PackSpec = EXACT) -> CheckpointError:
+    """The explanation that packing `source` ends with; no manifest is left behind."""
+    destination = source.parent / "packed"
+    with pytest.raises(CheckpointError) as caught:
+        make_pack(source, destination, spec)
+    assert caught.value.title and caught.value.hint
+    assert not (destination / "manifest.json").exists()
+    return caught.value
+
+
+def test_names_and_shapes_are_those_of_the_published_files(tiny_checkpoint: Path) -> None:
+    checkpoint = Checkpoint(tiny_checkpoint)
+    gate, up, down = checkpoint.expert(1, 3)
+    assert gate.shape == up.shape == (96, 64) and down.shape == (64, 96)
+    assert checkpoint.experts == 4 and checkpoint.exact and checkpoint.float16 == torch.bfloat16
+    assert not [name for name in checkpoint.dense_names() if ".experts." in name]
+
+
+def test_up_is_w3_and_gate_is_w1(tiny_checkpoint: Path) -> None:
+    found: dict[str, Tensor] = {}
+    for path in tiny_checkpoint.glob("*.safetensors"):
+        with safe_open(path, "pt") as shard:
+            found |= {name: shard.get_tensor(name) for name in shard.keys() if "layers.0" in name and ".2.w" in name}  # noqa: SIM118
+    gate, up, down = Checkpoint(tiny_checkpoint).expert(0, 2)
+    prefix = "model.layers.0.block_sparse_moe.experts.2"
+    for part, tensor in (("w1", gate), ("w3", up), ("w2", down)):
+        assert torch.equal(found[f"{prefix}.{part}.weight"], tensor)
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty"])
+def test_what_is_no_checkpoint_is_explained(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(tmp_path / kind)
+    assert str(tmp_path / kind) in caught.value.title and caught.value.cause and caught.value.hint
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "gpt_oss", "", None, 7, ["mixtral"], {}], ids=repr)
+def test_other_architectures_are_refused_by_name(source: Path, model_type: Any) -> None:
+    def change(fields: Any) -> None:
+        fields["model_type"] = model_type
+
+    edit_json(source / "config.json", change)
+    error = refused(source)
+    assert repr(model_type) in error.cause and "mixtral" in error.hint and "olmoe" in error.hint
+
+
+GARBAGE = {"empty": b"", "open": b"{", "list": b"[]", "null": b"null", "raw": b"\xff\xff", "deep": b"[" * 100_000}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_in_the_configuration_is_refused(source: Path, content: bytes) -> None:
+    (source / "config.json").write_bytes(content)
+    assert "config.json" in str(refused(source))
+
+
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "layers-as-text": {"num_hidden_layers": "two"},
+    "hidden-as-text": {"hidden_size": "big"},
+    "hidden-of-another-model": {"hidden_size": 128},
+    "intermediate-larger": {"intermediate_size": 128},
+    "intermediate-smaller": {"intermediate_size": 90},
+    "more-layers": {"num_hidden_layers": 3},
+    "more-experts": {"num_local_experts": 5},
+    "fewer-experts": {"num_local_experts": 3},
+    "no-experts": {"num_local_experts": 0},
+    "top-k-above-experts": {"num_experts_per_tok": 9},
+    "no-heads": {"num_attention_heads": 0},
+    "vocabulary-of-another-model": {"vocab_size": 100},
+    "activation-that-experts-do-not-use": {"hidden_act": "gelu"},
+    "activation-that-does-not-exist": {"hidden_act": "bogus"},
+    "rope-that-does-not-exist": {"rope_parameters": {"rope_type": "bogus"}},
+}
+
+
+@pytest.mark.parametrize("changes", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_a_configuration_that_does_not_fit_the_weights_is_refused(source: Path, changes: dict[str, Any]) -> None:
+    def change(fields: Any) -> None:
+        fields.update(changes)
+
+    edit_json(source / "config.json", change)
+    refused(source)
+
+
+def test_pickle_files_are_never_read(source: Path) -> None:
+    for path in source.glob("*.safetensors"):
+        path.unlink()
+    torch.save({"model.norm.weight": torch.ones(1)}, source / "pytorch_model.bin")
+    error = refused(source)
+    assert "pytorch_model.bin" in error.cause and "never read" in error.cause
+
+
+def test_consolidated_files_are_left_alone(source: Path) -> None:
+    (source / "consolidated.safetensors").write_bytes(b"not one at all")
+    assert Checkpoint(source).experts == 4
+
+
+def test_every_missing_shard_is_noticed(source: Path) -> None:
+    shards = sorted(source.glob("*.safetensors"))
+    assert len(shards) >= 3
+    for shard in shards:
+        shard.rename(source.parent / "kept")
+        refused(source)
+        (source.parent / "kept").rename(shard)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "zeros"])
+def test_every_damaged_shard_is_named(source: Path, damage: str) -> None:
+    for shard in sorted(source.glob("*.safetensors")):
+        whole = shard.read_bytes()
+        shard.write_bytes({"truncated": whole[:-7], "empty": b"", "zeros": b"\0" * len(whole)}[damage])
+        assert shard.name in refused(source).title
+        shard.write_bytes(whole)
+
+
+NOT_FINITE = [
+    pytest.param(part, value, spec, id=f"{part}-{value}-{spec.up}-bit")
+    for part in ("experts.1.w1", "experts.1.w2", "experts.1.w3", "q_proj", "moe.gate", "embed_tokens", "model.norm")
+    for value, spec in ((float("nan"), EXACT), (float("-inf"), PackSpec()))
+]
+
+
+@pytest.mark.parametrize(("part", "value", "spec"), NOT_FINITE)
+def test_weights_that_are_not_finite_are_refused(source: Path, part: str, value: float, spec: PackSpec) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if part not in name:
+            return tensor
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    edit_tensors(source, change)
+    refused(source, spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int32], ids=str)
+def test_expert_weights_of_other_kinds_are_refused(source: Path, dtype: torch.dtype) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if ".experts." in name else tensor
+
+    edit_tensors(source, change)
+    refused(source, PackSpec())
+
+
+def test_an_expert_of_another_shape_is_refused(source: Path) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        return tensor[:-1].clone() if "layers.1" in name and "experts.2.w1" in name else tensor
+
+    edit_tensors(source, change)
+    refused(source)
+
+
+def test_tied_embeddings_need_no_head_of_their_own(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1)
+
+    def tie(fields: Any) -> None:
+        fields["tie_word_embeddings"] = True
+
+    def drop_head(name: str, tensor: Tensor) -> Tensor | None:
+        return None if name == "lm_head.weight" else tensor
+
+    edit_json(source / "config.json", tie)
+    edit_tensors(source, drop_head)
+    assert make_pack(source, tmp_path / "packed", EXACT).lossless
+
+
+def test_code_in_a_checkpoint_is_never_run(source: Path) -> None:
+    def change(fields: Any) -> None:
+        fields["auto_map"] = {"AutoConfig": "evil.Evil"}
+
+    edit_json(source / "config.json", change)
+    (source / "evil.py").write_text("raise SystemExit('this code ran')\nclass Evil: ...\n")
+    assert read_config(source).model_type == "mixtral"
+
+
+@pytest.mark.parametrize("kind", ["missing", "garbage"])
+def test_a_tokenizer_is_needed_to_read_the_calibration_text(source: Path, kind: str) -> None:
+    (source / "tokenizer.json").unlink()
+    if kind == "garbage":
+        (source / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError) as caught:
+        read_tokens(source, "some text")
+    assert "tokenizer.json" in caught.value.title and caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "a", "a few words", "x" * 300, "x" * 10_000], ids=len)
+def test_calibration_tokens_are_passages_of_the_text(source: Path, text: str) -> None:
+    if not text:
+        with pytest.raises(CheckpointError):
+            read_tokens(source, text)
+        return
+    tokens = read_tokens(source, text)
+    assert tokens.ndim == 2 and tokens.dtype == torch.int64
+    assert tokens.shape[1] == min(256, len(text)) and 1 <= tokens.shape[0] <= 16
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(source: Path) -> None:
+    with pytest.raises(CheckpointError):
+        pack(Checkpoint(source), source.parent / "packed", EXACT, torch.full((1, 8), 10_000), "x")
+    assert calibration_tokens().max() < 259

@@ -1,0 +1,220 @@
+"""Damaged packs: whatever happened to the files, the reader answers with a PackError that says what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.loader import load
+from floe_chat.models.errors import PackError
+from floe_chat.models.manifest import FILE_NAME, Manifest
+from floe_chat.models.packed import PackedModel
+from torch import Tensor
+
+from ..helpers import edit_json, edit_tensors, reseal
+
+LAYER = "layer_01.safetensors"
+
+
+@pytest.fixture
+def copy(tiny_pack: Path, tmp_path: Path) -> Path:
+    """A pack of one's own to damage."""
+    return Path(shutil.copytree(tiny_pack, tmp_path / "copy"))
+
+
+def flip(path: Path, place: int) -> None:
+    """Flip one bit in place: size and inode stay."""
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+def refused(folder: Path, *, recheck: bool = False) -> PackError:
+    with pytest.raises(PackError) as caught:
+        PackedModel.open(folder, recheck=recheck)
+    assert caught.value.title and caught.value.cause and caught.value.hint
+    return caught.value
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(Manifest.read(folder).files)
+
+
+def test_an_untouched_copy_opens(copy: Path) -> None:
+    assert PackedModel.open(copy).manifest == Manifest.read(copy)
+
+
+def test_every_missing_file_is_named(copy: Path) -> None:
+    for name in files_of(copy):
+        (copy / name).rename(copy.parent / "kept")
+        assert name in refused(copy).cause
+        (copy.parent / "kept").rename(copy / name)
+
+
+def test_every_truncated_file_is_named(copy: Path) -> None:
+    for name in files_of(copy):
+        whole = (copy / name).read_bytes()
+        (copy / name).write_bytes(whole[:-1])
+        assert name in refused(copy).cause
+        (copy / name).write_bytes(whole)
+
+
+def test_every_flipped_bit_is_noticed_on_the_first_opening(copy: Path) -> None:
+    for name in files_of(copy):
+        place = (copy / name).stat().st_size // 2
+        flip(copy / name, place)
+        assert name in refused(copy).cause
+        flip(copy / name, place)
+
+
+def test_a_flipped_bit_is_noticed_after_a_good_opening(copy: Path) -> None:
+    PackedModel.open(copy)
+    flip(copy / LAYER, 20_000)
+    # A coarse clock could give the change the same time stamp as the copy.
+    os.utime(copy / LAYER, ns=(1, 1))
+    assert LAYER in refused(copy).cause
+
+
+def test_a_replaced_file_is_noticed_after_a_good_opening(copy: Path) -> None:
+    PackedModel.open(copy)
+    stat = (copy / LAYER).stat()
+    shutil.copyfile(copy / LAYER, copy / "new")
+    flip(copy / "new", 20_000)
+    os.utime(copy / "new", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (copy / "new").replace(copy / LAYER)
+    assert LAYER in refused(copy).cause
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows keeps no time of the last change of a file's state")
+def test_a_change_that_hides_its_time_is_noticed_after_a_good_opening(copy: Path) -> None:
+    PackedModel.open(copy)
+    stat = (copy / LAYER).stat()
+    flip(copy / LAYER, 20_000)
+    os.utime(copy / LAYER, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert LAYER in refused(copy).cause
+
+
+def test_a_recheck_notices_whatever_the_stamp_says(copy: Path) -> None:
+    PackedModel.open(copy)
+    stat = (copy / LAYER).stat()
+    flip(copy / LAYER, 20_000)
+    os.utime(copy / LAYER, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert LAYER in refused(copy, recheck=True).cause
+
+
+def test_a_damaged_pack_leaves_no_stamp(copy: Path) -> None:
+    flip(copy / LAYER, 20_000)
+    refused(copy)
+    refused(copy)
+    flip(copy / LAYER, 20_000)
+    assert PackedModel.open(copy)
+
+
+def test_a_second_opening_does_not_read_the_weights_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PackedModel.open(copy)
+
+    def read_again(path: Path) -> Any:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr("floe_chat.models.packed.file_entry", read_again)
+    assert PackedModel.open(copy)
+    with pytest.raises(AssertionError, match="again"):
+        PackedModel.open(copy, recheck=True)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"\xff\xfe\x00", b"[]", b'"x"', b"null", b"1"], ids=repr)
+def test_a_garbage_stamp_only_means_checking_again(copy: Path, own_folders: Path, garbage: bytes) -> None:
+    PackedModel.open(copy)
+    stamps = [path for path in own_folders.rglob("*.json") if "verified" in path.parts]
+    assert len(stamps) == 1
+    stamps[0].write_bytes(garbage)
+    flip(copy / LAYER, 20_000)
+    refused(copy)
+
+
+def test_a_cache_that_cannot_be_written_only_means_checking_again(
+    copy: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_folders / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_folders / "file"))
+    monkeypatch.setenv("LOCALAPPDATA", str(own_folders / "file"))
+    assert PackedModel.open(copy)
+
+
+def test_a_file_that_cannot_be_read_is_explained(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Path.open
+
+    def no_permission(self: Path, *arguments: Any, **named: Any) -> Any:
+        if self.name == LAYER:
+            raise PermissionError(13, "Permission denied")
+        return original(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", no_permission)
+    assert LAYER in refused(copy).cause
+
+
+@pytest.mark.parametrize("name", ["rows", "up.q", "up.scale", "up.zero", "threshold"])
+@pytest.mark.parametrize("lost", [True, False], ids=["missing", "wrong-shape"])
+def test_tensors_that_do_not_fit_the_manifest_are_refused(copy: Path, name: str, lost: bool) -> None:
+    def change(key: str, tensor: Tensor) -> Tensor | None:
+        if key != name:
+            return tensor
+        return None if lost else tensor[:, :1].clone()
+
+    edit_tensors(copy, change)
+    reseal(copy)
+    with pytest.raises(PackError):
+        PackedModel.open(copy).layer(0)
+
+
+@pytest.mark.parametrize("name", ["rows", "up.q", "up.scale", "threshold"])
+def test_tensors_of_another_dtype_are_refused(copy: Path, name: str) -> None:
+    def change(key: str, tensor: Tensor) -> Tensor:
+        return tensor.to(torch.int32) if key == name else tensor
+
+    edit_tensors(copy, change)
+    reseal(copy)
+    with pytest.raises(PackError):
+        PackedModel.open(copy).layer(0)
+
+
+def silent(_step: str, _share: float) -> None:
+    pass
+
+
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 1}, {"num_local_experts": 3}, {"hidden_size": 32}], ids=str)
+def test_a_configuration_that_contradicts_the_manifest_is_refused(copy: Path, sizes: dict[str, int]) -> None:
+    def change(fields: Any) -> None:
+        fields.update(sizes)
+
+    edit_json(copy / "config.json", change)
+    reseal(copy)
+    with pytest.raises(PackError):
+        load(copy, None, "cpu", silent)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 64, b"\xff" * 8 + b"{}", b"\x02\0\0\0\0\0\0\0{}"], ids=repr)
+def test_a_tensor_file_that_is_none_is_refused(copy: Path, content: bytes) -> None:
+    (copy / LAYER).write_bytes(content)
+    reseal(copy)
+    with pytest.raises(PackError):
+        PackedModel.open(copy).layer(1)
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "empty", "checkpoint"])
+def test_what_is_no_pack_is_explained(tmp_path: Path, tiny_checkpoint: Path, kind: str) -> None:
+    places = {"missing": tmp_path / "no", "file": tmp_path / "f", "empty": tmp_path, "checkpoint": tiny_checkpoint}
+    (tmp_path / "f").write_text("x")
+    assert str(places[kind]) in refused(places[kind]).title
+
+
+def test_a_folder_in_the_manifests_place_is_explained(copy: Path) -> None:
+    (copy / FILE_NAME).unlink()
+    (copy / FILE_NAME).mkdir()
+    refused(copy)

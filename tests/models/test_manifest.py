@@ -1,0 +1,192 @@
+"""manifest.json is the first thing read of a folder from anywhere: nothing in it may break the reader."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.engine.loader import load
+from floe_chat.models.errors import PackError
+from floe_chat.models.manifest import FILE_NAME, Manifest, layer_file
+from floe_chat.models.packed import PackedModel
+
+WRONG: list[Any] = [None, True, -1, 0, 2.0, 1 << 70, float("nan"), "", "x", "../x", [], [1], {}, {"a": 1}]
+# Free text or notes: the reader shows them and decides nothing by them.
+FREE = {("name",), ("source", "name"), ("source", "commit"), ("calibration", "tokens")}
+
+
+@pytest.fixture
+def pack(tiny_pack: Path, tmp_path: Path) -> Path:
+    """A pack whose manifest may be changed."""
+    return Path(shutil.copytree(tiny_pack, tmp_path / "copy"))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a reader that goes through an absurd number of layers, before it fills the memory."""
+    named: list[int] = []
+
+    def limited(layer: int) -> str:
+        named.append(layer)
+        assert len(named) < 200_000, "the reader believes in an absurd number of layers"
+        return layer_file(layer)
+
+    monkeypatch.setattr("floe_chat.models.manifest.layer_file", limited)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / FILE_NAME).read_text())
+
+
+def silent(_step: str, _share: float) -> None:
+    pass
+
+
+def use(folder: Path) -> None:
+    """Everything that a program does with a pack before it answers."""
+    packed = PackedModel.open(folder)
+    for layer in range(packed.manifest.architecture.layers):
+        packed.layer(layer)
+    packed.dense()
+    packed.profile()
+    packed.manifest.widths.describe()
+    load(folder, None, "cpu", silent)
+
+
+def paths(fields: dict[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every field and every object that holds fields; of the files, two stand for all."""
+    for name, value in fields.items():
+        if prefix == ("files",) and name not in ("config.json", "layer_01.safetensors"):
+            continue
+        yield (*prefix, name)
+        if isinstance(value, dict):
+            yield from paths(value, (*prefix, name))
+
+
+def changed(fields: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """A copy with another value at `path`, or without it (`value` is ...)."""
+    fields = copy.deepcopy(fields)
+    owner = fields
+    for name in path[:-1]:
+        owner = owner[name]
+    if value is ...:
+        del owner[path[-1]]
+    else:
+        owner[path[-1]] = value
+    return fields
+
+
+def test_wrong_values_never_raise_anything_but_a_pack_error(pack: Path) -> None:
+    fields = manifest_of(pack)
+    escaped: list[str] = []
+    accepted: list[str] = []
+    for path in paths(fields):
+        original = fields
+        for name in path:
+            original = original[name]
+        for value in [..., *(wrong for wrong in WRONG if wrong != original)]:
+            (pack / FILE_NAME).write_text(json.dumps(changed(fields, path, value)))
+            try:
+                use(pack)
+            except PackError as error:
+                if not (error.title and error.cause and error.hint):
+                    escaped.append(f"{'.'.join(path)} = {value!r}: a PackError without cause or hint")
+            except Exception as error:  # noqa: BLE001
+                escaped.append(f"{'.'.join(path)} = {value!r}: {type(error).__name__}: {error}")
+            else:
+                if path not in FREE:
+                    accepted.append(f"{'.'.join(path)} = {value!r}")
+    assert not escaped, "\n".join(escaped)
+    assert not accepted, "\n".join(accepted)
+
+
+ABSURD = [
+    pytest.param(("architecture", "layers"), 3_000_000, id="layers"),
+    pytest.param(("architecture", "experts"), 1 << 40, id="experts"),
+    pytest.param(("architecture", "hidden"), 1 << 60, id="hidden"),
+    pytest.param(("architecture", "intermediate"), 1 << 60, id="intermediate"),
+    pytest.param(("architecture", "top_k"), 1 << 60, id="top-k"),
+    pytest.param(("architecture", "top_k"), 3, id="top-k-of-another-model"),
+    pytest.param(("architecture", "layers"), 1, id="layers-of-another-model"),
+    pytest.param(("architecture", "experts"), 5, id="experts-of-another-model"),
+    pytest.param(("architecture", "model_type"), "olmoe", id="family-of-another-model"),
+    pytest.param(("widths", "group"), 7, id="group-that-does-not-divide"),
+    pytest.param(("widths", "group"), 32, id="group-of-another-pack"),
+    pytest.param(("widths", "up"), 3, id="up-of-another-pack"),
+    pytest.param(("calibration", "quantiles"), 100, id="quantiles-of-another-pack"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), ABSURD)
+def test_sizes_that_the_files_contradict_are_refused(pack: Path, path: tuple[str, ...], value: Any) -> None:
+    (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), path, value)))
+    with pytest.raises(PackError):
+        use(pack)
+
+
+BAD_NAMES = ["../outside", "/etc/passwd", "a/b", "a\\b", "..", ".", "", "C:evil", "a\0b", "\ud800"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*BAD_NAMES, "x" * 5000],
+    ids=ascii,
+)
+def test_file_names_that_leave_the_folder_are_refused(pack: Path, name: str) -> None:
+    fields = manifest_of(pack)
+    fields["files"][name] = fields["files"]["config.json"]
+    (pack.parent / "outside").write_bytes((pack / "config.json").read_bytes())
+    (pack / FILE_NAME).write_text(json.dumps(fields))
+    with pytest.raises(PackError):
+        PackedModel.open(pack)
+
+
+GARBAGE = {
+    "empty": b"",
+    "open": b"{",
+    "null": b"null",
+    "list": b"[]",
+    "object": b"{}",
+    "text": b'"x"',
+    "not-utf-8": b"\xff\xfe",
+    "zeros": b"\0" * 100,
+    "deep-list": b"[" * 100_000,
+    "deep-object": b'{"a":' * 50_000,
+    "long-number": b"9" * 10_000,
+}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_is_refused(pack: Path, content: bytes) -> None:
+    (pack / FILE_NAME).write_bytes(content)
+    with pytest.raises(PackError):
+        PackedModel.open(pack)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, 1.5, [1]], ids=repr)
+def test_other_versions_are_named(pack: Path, version: Any) -> None:
+    (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), version)))
+    with pytest.raises(PackError, match="version") as caught:
+        PackedModel.open(pack)
+    assert repr(version) in caught.value.cause and "pdate" in caught.value.hint
+
+
+def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(tiny_pack)
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+@pytest.mark.parametrize(
+    ("widths", "words"),
+    [((2, 4, 4), "up 2 bit, rows 4 bit"), ((4, 8, 3), "up 4 bit, gate 8 bit, down 3 bit")],
+)
+def test_widths_in_words(tiny_pack: Path, widths: tuple[int, int, int], words: str) -> None:
+    fields = manifest_of(tiny_pack)["widths"] | dict(zip(("up", "gate", "down"), widths, strict=True))
+    assert type(Manifest.read(tiny_pack).widths)(**fields).describe() == words

@@ -1,0 +1,194 @@
+"""What a pack holds, against the source checkpoint and against transformers' own pass over the calibration text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.models.calibration import MEASURES, threshold_at
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.pack import EXACT, PackSpec
+from floe_chat.models.packed import PackedModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, make_pack, reference_model, relative_rms
+
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "odd-mixtral": {"hidden": 40, "intermediate": 37, "experts": 5, "top_k": 3},
+    "top-1": {"hidden": 48, "intermediate": 7, "experts": 3, "top_k": 1, "dtype": torch.float16},
+    "olmoe": {"family": "olmoe", "hidden": 48, "intermediate": 40, "experts": 6, "top_k": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, its lossless pack, and for every layer what its experts were given: x, top-k and weights."""
+
+    source: Path
+    packed: PackedModel
+    given: list[tuple[Tensor, Tensor, Tensor]]
+
+
+def routed(case: Case, layer: int, expert: int) -> Tensor:
+    """The hidden states that `expert` gets, all of them if it gets none, (T, H) float64."""
+    x, index, _ = case.given[layer]
+    mine = (index == expert).any(dim=1)
+    return x[mine if bool(mine.any()) else slice(None)].double()
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("contents")
+    source = make_checkpoint(folder / "source", **MODELS[request.param])
+    make_pack(source, folder / "packed", EXACT)
+    return Case(source, PackedModel.open(folder / "packed"), what_experts_get(source))
+
+
+def what_experts_get(source: Path) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(x, top-k index, top-k weights) of every layer when transformers' model reads the calibration text."""
+    model = reference_model(source)
+    given: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def note(_module: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+        given.append(arguments)
+
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(note)
+    with torch.inference_mode():
+        model(input_ids=calibration_tokens())
+    return given
+
+
+def experts_of(case: Case) -> list[tuple[int, int]]:
+    a = case.packed.manifest.architecture
+    return [(layer, expert) for layer in range(a.layers) for expert in range(a.experts)]
+
+
+def permutation(case: Case, layer: int, expert: int) -> list[int]:
+    """Source index of every packed neuron, found by the bytes of its up row."""
+    _, up, _ = Checkpoint(case.source).expert(layer, expert)
+    index = {bytes(row.view(torch.uint8).tolist()): n for n, row in enumerate(up)}
+    assert len(index) == len(up)
+    return [index[bytes(row.tolist())] for row in case.packed.layer(layer).up.q[expert]]
+
+
+def test_sixteen_bit_rows_are_the_sources_bit_for_bit(case: Case) -> None:
+    for layer, expert in experts_of(case):
+        order = permutation(case, layer, expert)
+        assert sorted(order) == list(range(len(order)))
+        gate, _, down = Checkpoint(case.source).expert(layer, expert)
+        hidden = gate.shape[1]
+        records = case.packed.layer(layer).rows.data[expert]
+        assert torch.equal(records[:, : 2 * hidden].clone().view(gate.dtype), gate[order])
+        assert torch.equal(records[:, 2 * hidden : 4 * hidden].clone().view(gate.dtype), down.T[order])
+        assert not records[:, 4 * hidden :].any()
+
+
+def test_dense_tensors_are_the_sources(case: Case) -> None:
+    source = Checkpoint(case.source)
+    dense = case.packed.dense()
+    assert sorted(dense) == sorted(source.dense_names())
+    for name, tensor in dense.items():
+        assert tensor.dtype == source.tensor(name).dtype and torch.equal(tensor, source.tensor(name)), name
+
+
+def test_neurons_fall_in_importance(case: Case) -> None:
+    for layer, expert in experts_of(case):
+        order = permutation(case, layer, expert)
+        gate, _, _ = Checkpoint(case.source).expert(layer, expert)
+        g = routed(case, layer, expert) @ gate[order].double().T
+        importance = (g / (1 + torch.exp(-g))).abs().sum(0)
+        assert bool((importance.diff() <= 1e-4 * importance.max()).all())
+
+
+def test_profile_holds_all_four_measures(case: Case) -> None:
+    stored = case.packed.profile()["importance"]
+    for layer, expert in experts_of(case):
+        order = permutation(case, layer, expert)
+        gate, up, _ = (part.double() for part in Checkpoint(case.source).expert(layer, expert))
+        x = routed(case, layer, expert)
+        g = x @ gate[order].T
+        g = g / (1 + torch.exp(-g))
+        gu = g * (x @ up[order].T)
+        measures = {"gate": g.sum(0), "abs_gate": g.abs().sum(0), "gate_up": gu.sum(0), "abs_gate_up": gu.abs().sum(0)}
+        for column, name in enumerate(MEASURES):
+            assert relative_rms(stored[layer, expert, :, column], measures[name]) <= 1e-4, name
+
+
+def test_profile_holds_popularity(case: Case) -> None:
+    a = case.packed.manifest.architecture
+    for layer, (_, index, _) in enumerate(case.given):
+        counts = torch.bincount(index.flatten(), minlength=a.experts) / index.numel()
+        assert torch.allclose(case.packed.profile()["popularity"][layer], counts)
+
+
+def test_threshold_tables_rise_from_zero(case: Case) -> None:
+    a = case.packed.manifest.architecture
+    for layer in range(a.layers):
+        table = case.packed.layer(layer).thresholds
+        assert table.shape == (a.experts, 101) and table.dtype == torch.float32
+        assert not table[:, 0].any()
+        assert bool((table.diff(dim=1) >= 0).all())
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.25, 0.6, 0.8, 0.95])
+def test_sparsity_on_the_calibration_text_is_the_one_asked_for(case: Case, sparsity: float) -> None:
+    for layer, expert in experts_of(case):
+        threshold = float(threshold_at(case.packed.layer(layer).thresholds, sparsity)[expert])
+        up = case.packed.layer(layer).up.dense(expert, torch.float64)
+        v = (routed(case, layer, expert) @ up.T).abs().flatten()
+        skipped = float((v < threshold).double().mean())
+        assert skipped == 0 if sparsity == 0 else abs(skipped - sparsity) <= 0.012 + 2 / v.numel()
+
+
+def test_same_source_and_text_give_the_same_bytes(case: Case, tmp_path: Path) -> None:
+    again = make_pack(case.source, tmp_path / "again", EXACT)
+    assert again.files == case.packed.manifest.files
+
+
+def test_thresholds_are_measured_on_the_quantized_up(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=2, gate=4, down=4))
+    packed = PackedModel.open(tmp_path / "p")
+    x, index, _ = what_experts_get(tiny_checkpoint)[0]  # the first layer's input depends on no packed expert
+    layer = packed.layer(0)
+    for expert in range(4):
+        v = (x[(index == expert).any(dim=1)] @ layer.up.dense(expert, torch.float32).T).abs()
+        skipped = float((v < threshold_at(layer.thresholds, 0.7)[expert]).float().mean())
+        assert abs(skipped - 0.7) <= 0.012
+
+
+def test_widths_may_differ_and_make_the_files_smaller(tmp_path: Path, tiny_checkpoint: Path, exact_pack: Path) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=3, gate=2, down=8))
+    packed = PackedModel.open(tmp_path / "p")
+    assert packed.manifest.widths.describe() == "up 3 bit, gate 2 bit, down 8 bit"
+    gate, _, down = Checkpoint(tiny_checkpoint).expert(0, 0)
+    records = packed.layer(0).rows
+    stored_gate, stored_down = records.layout.read(records.data[0], torch.float32)
+    norms = gate.float().norm(dim=1).sort().values, down.float().norm(dim=0).sort().values
+    assert relative_rms(stored_down.norm(dim=1).sort().values, norms[1]) <= 0.02
+    assert relative_rms(stored_gate.norm(dim=1).sort().values, norms[0]) <= 0.3
+    small, large = (folder / "layer_00.safetensors" for folder in (tmp_path / "p", exact_pack))
+    assert small.stat().st_size < 0.6 * large.stat().st_size
+
+
+def test_wider_sources_are_rounded_and_say_so(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1, dtype=torch.float32)
+    manifest = make_pack(source, tmp_path / "packed", EXACT)
+    assert not manifest.source.exact and not manifest.lossless
+    dense = load_file(tmp_path / "packed" / "dense.safetensors")
+    assert {tensor.dtype for name, tensor in dense.items() if not name.startswith("_pad.")} == {torch.bfloat16}
+
+
+def test_mixed_widths_in_the_source_are_not_called_exact(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source", layers=1)
+
+    def widen(name: str, tensor: Tensor) -> Tensor:
+        return tensor.float() if ".experts.2.w2" in name else tensor
+
+    edit_tensors(source, widen)
+    assert not make_pack(source, tmp_path / "packed", EXACT).lossless

@@ -1,0 +1,93 @@
+"""Quantization of rows: hqq's own codes, packed into our layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from floe_chat.kernels.layouts import VectorLayout, dequantize, pack_codes, unpack_codes
+from floe_chat.models.quantize import BLOCK_ROWS, quantize, store_up, store_vectors
+from hqq.core.quantize import Quantizer
+
+from ..helpers import relative_rms
+
+GAUSSIAN = {2: 0.45, 3: 0.20, 4: 0.10, 8: 0.006}  # relative error on Gaussian rows, group 64, with a little room
+
+
+def gaussian(rows: int, length: int) -> torch.Tensor:
+    return torch.randn(rows, length, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("bits", GAUSSIAN)
+def test_codes_are_hqqs(bits: int) -> None:
+    matrix = gaussian(16, 128)
+    codes, scale, zero = quantize(matrix, bits, 64)
+    theirs, meta = Quantizer.quantize(
+        matrix, nbits=bits, group_size=64, axis=1, bitpack=False, compute_dtype=torch.float32, device="cpu"
+    )
+    assert torch.equal(codes, theirs.view(16, 128).to(torch.uint8))
+    assert torch.equal(scale, meta["scale"].view(16, 2).half())
+    assert torch.equal(zero, meta["zero"].view(16, 2).half())
+
+
+@pytest.mark.parametrize("bits", GAUSSIAN)
+def test_error_is_what_the_width_allows(bits: int) -> None:
+    matrix = gaussian(BLOCK_ROWS + 3, 128)  # more than one block, the last one short
+    codes, scale, zero = quantize(matrix, bits, 64)
+    back = dequantize(pack_codes(codes, bits), scale, zero, 128, bits, torch.float32)
+    assert relative_rms(back, matrix) <= GAUSSIAN[bits]
+
+
+def test_rows_do_not_depend_on_their_neighbours_block() -> None:
+    matrix = gaussian(2 * BLOCK_ROWS, 64)
+    whole = quantize(matrix, 4, 64)
+    halves = [quantize(half, 4, 64) for half in matrix.split(BLOCK_ROWS)]
+    assert all(torch.equal(a, torch.cat(b)) for a, b in zip(whole, zip(*halves, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "bits"),
+    [
+        pytest.param(torch.zeros(3, 64), 2, id="zeros"),
+        pytest.param(torch.full((3, 64), 0.3), 4, id="constant"),
+        pytest.param(10 + 1e-4 * gaussian(3, 64), 4, id="nearly-constant"),
+        pytest.param(10 + 1e-4 * gaussian(3, 64), 8, id="nearly-constant-8-bit"),
+    ],
+)
+def test_rows_of_little_spread_stay_near_their_values(matrix: torch.Tensor, bits: int) -> None:
+    codes, scale, zero = quantize(matrix, bits, 64)
+    back = dequantize(pack_codes(codes, bits), scale, zero, 64, bits, torch.float32)
+    spread = float(matrix.max() - matrix.min())
+    assert float((back - matrix).abs().max()) <= spread + 1e-3 * float(matrix.abs().max())
+
+
+def test_values_whose_scales_float16_cannot_hold_are_refused() -> None:
+    with pytest.raises(ValueError):
+        quantize(1e6 * gaussian(3, 64), 2, 64)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    matrix = gaussian(3, 64)
+    matrix[1, 5] = value
+    with pytest.raises(ValueError, match="not finite"):
+        quantize(matrix, 4, 64)
+
+
+@pytest.mark.parametrize("float16", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_keep_every_bit(float16: torch.dtype) -> None:
+    matrix = gaussian(5, 40).to(float16)
+    layout = VectorLayout(40, 16, 20)
+    q, scale, zero = store_up(matrix, layout, float16)
+    assert torch.equal(q.view(float16), matrix) and scale.shape == zero.shape == (5, 0)
+    assert torch.equal(store_vectors(matrix, layout, float16).view(float16), matrix)
+
+
+@pytest.mark.parametrize("bits", GAUSSIAN)
+def test_stored_vector_is_scales_zeros_codes(bits: int) -> None:
+    matrix, layout = gaussian(5, 130), VectorLayout(130, bits, 26)
+    codes, scale, zero = quantize(matrix, bits, 26)
+    stored = store_vectors(matrix, layout, torch.bfloat16)
+    assert stored.shape == (5, layout.nbytes)
+    assert torch.equal(stored[:, :10].clone().view(torch.float16), scale)
+    assert torch.equal(stored[:, 10:20].clone().view(torch.float16), zero)
+    assert torch.equal(unpack_codes(stored[:, 20:], 130, bits), codes)
