@@ -13,10 +13,11 @@ from ..models.errors import UsageError
 
 def need_terminal() -> None:
     """Raises UsageError: the screen was asked for where there is no terminal."""
-    if not (sys.stdin and sys.stdin.isatty() and sys.stdout and sys.stdout.isatty()):
+    # The screen reads keys from stdin and is painted on stderr.
+    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise UsageError(
             "The chat screen needs a terminal",
-            "Standard input or output is a file or a pipe.",
+            "Standard input, output or error is a file or a pipe.",
             'Run floe-chat in a terminal, or use: floe-chat ask "your question"',
         )
 

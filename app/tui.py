@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from ..engine.events import Sampling
-from .bridge import EngineBridge, EngineFailed, ModelReady
+from .bridge import EngineBridge, EngineFailed
 from .chat_client import ChatClient
 from .screens.chat import ChatScreen
 from .screens.help import HelpScreen
@@ -46,7 +46,7 @@ class FloeChatApp(App[int]):
         super().__init__()
         self._bridge = EngineBridge(client)
         self._chat = ChatScreen(self._bridge, sampling, max_new_tokens, system_prompt)
-        self._exit_code = 1
+        self._exit_code = 0
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
@@ -70,11 +70,8 @@ class FloeChatApp(App[int]):
         elif notice is not None:
             await self.pop_screen()
 
-    def on_model_ready(self, _event: ModelReady) -> None:
-        self._exit_code = 0
-
     def on_engine_failed(self, event: EngineFailed) -> None:
-        if self._exit_code:
+        if not self._chat.presets:
             self._exit_code = event.exit_code
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:

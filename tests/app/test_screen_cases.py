@@ -95,6 +95,14 @@ async def test_question_while_loading_can_be_taken_back() -> None:
         assert client.asked == [] and not pilot.app.query(UserTurn)
 
 
+async def test_quit_while_loading() -> None:
+    client = ScriptedClient()
+    async with app_for(client).run_test() as pilot:
+        await until(pilot, lambda: client.started)
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: pilot.app.return_value == 0)
+
+
 async def test_failed_load_gives_the_text_back() -> None:
     client = ScriptedClient()
     async with app_for(client).run_test(size=(120, 40)) as pilot:
