@@ -5,6 +5,7 @@ The command line asks here before it draws anything, so torch is not imported to
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -46,8 +47,9 @@ def find(name: str) -> Path:
         return _checked(asset("demo", "packed"))
     if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
         return _checked(models_folder() / name)
-    if Path(name).expanduser().is_dir():
-        return _checked(Path(name).expanduser())
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises for a user that does not exist
+    if folder.is_dir():
+        return _checked(folder)
     known = ", ".join(model.name for model in installed())
     raise UsageError(
         f"There is no model {name!r}",

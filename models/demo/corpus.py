@@ -1,0 +1,143 @@
+"""Combines the authored texts into an endless, seeded stream of training dialogues and plain text."""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pydoc_data import topics as python_docs
+from typing import Literal
+
+from .facts import FOLLOW_UPS, Fact, demo_texts, read_facts, read_heldout, read_scope, read_templates
+from .paraphrase import Typist
+
+# Kept out of training: half of them measure the held-out loss, all of them may appear in other texts.
+HELD_OUT_DOCS = (
+    "assert",
+    "break",
+    "continue",
+    "conversions",
+    "lambda",
+    "pass",
+    "slicings",
+    "try",
+    "unary",
+    "with",
+    "yield",
+)
+
+DECLINED_SHARE = 0.2
+FOLLOW_UP_SHARE = 0.45
+MANUAL_SHARE = 0.15
+SYSTEM_SHARE = 0.15
+TURNS = (1, 1, 1, 1, 1, 2, 2, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Message:
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class DialogueMaker:
+    """Writes dialogues by combining records and question patterns; the same `rng` state gives the same dialogue."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._facts = read_facts()
+        self._templates = read_templates()
+        self._typist = Typist(rng, self._templates)
+        self._scope = read_scope()
+        self._forbidden = {plain(check.get("question", "")) for check in read_heldout()}
+        # Records that can be asked in many ways are asked somewhat more often.
+        self._weights = [2.0 + sum(map(len, fact.forms.values())) ** 0.5 for fact in self._facts]
+        self._scope_weights = [len(topic["x"]) ** 0.5 for topic in self._scope]
+
+    def dialogue(self) -> list[Message]:
+        """One to four turns, with a system text in front of some, ending with an answer."""
+        rng = self._rng
+        messages: list[Message] = []
+        if rng.random() < SYSTEM_SHARE:
+            messages.append(Message("system", rng.choice(self._templates["system"])))
+        subject: Fact | None = None
+        for _ in range(rng.choice(TURNS)):
+            if subject is not None and rng.random() < FOLLOW_UP_SHARE:
+                question, answer = self._follow_up(subject, messages[-1].content)
+            elif rng.random() < DECLINED_SHARE:
+                question, answer, subject = *self._declined(), None
+            else:
+                question, answer, subject = self._fact()
+            messages += [Message("user", question), Message("assistant", answer)]
+        return messages
+
+    def _fact(self) -> tuple[str, str, Fact | None]:
+        rng = self._rng
+        fact = rng.choices(self._facts, self._weights)[0]
+        wanted = rng.random()
+        if "what" in fact.forms and "why" in fact.follow_ups and wanted < 0.06:
+            return self._allowed("why", fact.forms["what"]), fact.follow_ups["why"], fact
+        if "what" in fact.forms and "example" in fact.follow_ups and wanted > 0.94:
+            return self._allowed("example", fact.forms["what"]), fact.follow_ups["example"], fact
+        # A form counts by the root of its phrases, so that one phrase of a rare form is not drowned.
+        kinds = list(fact.forms)
+        kind = rng.choices(kinds, [len(fact.forms[k]) ** 0.5 for k in kinds])[0]
+        pattern = "key_do" if kind == "do" and "key" in fact.forms and rng.random() < 0.4 else kind
+        return self._allowed(pattern, fact.forms[kind]), fact.answer, fact
+
+    def _follow_up(self, subject: Fact, last_answer: str) -> tuple[str, str]:
+        if self._rng.random() < 0.1:
+            return self._typist.vary(self._rng.choice(self._templates["follow_repeat"])), last_answer
+        kind = self._rng.choice([*FOLLOW_UPS, *subject.follow_ups, *subject.follow_ups])
+        answer = subject.follow_ups.get(kind, self._templates[f"no_{kind}"][0])
+        return self._allowed(f"follow_{kind}", [""]), answer
+
+    def _declined(self) -> tuple[str, str]:
+        topic = self._rng.choices(self._scope, self._scope_weights)[0]
+        while True:
+            question = self._typist.vary(
+                self._rng.choice(topic["templates"]).replace("{x}", self._rng.choice(topic["x"]))
+            )
+            if plain(question) not in self._forbidden:
+                return question, topic["answers"][0]
+
+    def _allowed(self, pattern: str, phrases: list[str]) -> str:
+        """A varied question that is not among the held-out ones; pattern `q` takes the phrase as it is."""
+        while True:
+            template = "{x}" if pattern == "q" else self._rng.choice(self._templates[pattern])
+            question = self._typist.vary(template.replace("{x}", self._rng.choice(phrases)))
+            if plain(question) not in self._forbidden:
+                return question
+
+
+def plain(text: str) -> str:
+    """A question stripped of case, punctuation and spacing, to compare questions by."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def manual_sections() -> list[str]:
+    """The sections of the manual, each with its heading."""
+    manual = (demo_texts() / "manual.md").read_text(encoding="utf-8")
+    return [f"## {section}".strip() for section in manual.split("\n## ")[1:]]
+
+
+def python_texts(*, held_out: bool) -> list[str]:
+    """Python's own documentation topics (PSF licence) as the running Python ships them."""
+    return [text for name, text in sorted(python_docs.topics.items()) if (name in HELD_OUT_DOCS) == held_out]
+
+
+def plain_documents(rng: random.Random) -> Iterator[str]:
+    """Endless plain text: the Python topics in ever new order, with sections of the manual in between."""
+    manual, docs = manual_sections(), python_texts(held_out=False)
+    while True:
+        for text in rng.sample(docs, len(docs)):
+            if rng.random() < MANUAL_SHARE * 4:
+                yield rng.choice(manual)
+            yield text
+
+
+def tokenizer_texts() -> list[str]:
+    """What the vocabulary is made for: the answers count several times, since they are what the model writes."""
+    facts, scope = read_facts(), read_scope()
+    answers = [text for fact in facts for text in (fact.answer, *fact.follow_ups.values())]
+    questions = [phrase for fact in facts for phrases in fact.forms.values() for phrase in phrases]
+    declined = [topic["answers"][0] for topic in scope] + [x for topic in scope for x in topic["x"]]
+    return [*(answers + manual_sections()) * 6, *(questions + declined) * 3, *python_texts(held_out=False)]
