@@ -226,7 +226,8 @@ def decode(fields: dict[str, Any]) -> Any:
     Raises:
         ValueError: `kind` names no command or event.
     """
-    kind = _KINDS.get(fields.get("kind", ""))
+    name = fields.get("kind")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"no such command or event: {fields.get('kind')!r}")
     return kind(**{name: _plain(value) for name, value in fields.items() if name != "kind"})

@@ -80,9 +80,11 @@ def generate(
         if step:
             logits = _forward(model, kv, ids[:, -1:].to(device))
         token = sampler.draw(ids, logits)
+        if step:
+            telemetry.decoded(time.perf_counter() - began)
         if token in stop:
             return "stop"
-        telemetry.token(time.perf_counter() - began if step else None)
+        telemetry.token()
         ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
         yield Step(token, len(prompt))
         if ids.shape[1] >= window:

@@ -16,6 +16,7 @@ from ..models import skeleton
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.errors import UsageError
 from ..models.lean import import_model_code
+from ..models.manifest import Architecture, damaged
 from ..models.packed import PackedLayer, PackedModel
 from . import context, hardware, quality
 from .events import Loaded
@@ -82,7 +83,8 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         up_bytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
         return MoELayer(index, layer, control, telemetry)
 
-    config = read_config(folder)
+    config: Any = read_config(folder)
+    _compare(folder, config, manifest.architecture)
     # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
     dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
     model: Any = skeleton.build(
@@ -104,6 +106,20 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         memory_bytes=dense_bytes + up_bytes,
     )
     return LoadedModel(model, packed, control, telemetry, window, place), loaded
+
+
+def _compare(folder: Path, config: Any, a: Architecture) -> None:
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    for name, configured, packed in (
+        ("model type", config.model_type, a.model_type),
+        ("number of layers", config.num_hidden_layers, a.layers),
+        ("number of experts", experts, a.experts),
+        ("experts per token", config.num_experts_per_tok, a.top_k),
+        ("hidden size", config.hidden_size, a.hidden),
+        ("intermediate size", config.intermediate_size, a.intermediate),
+    ):
+        if configured != packed:
+            raise damaged(folder, f"Its {name} is {packed} by the manifest and {configured} by config.json.")
 
 
 def _to(layer: PackedLayer, device: str) -> PackedLayer:

@@ -44,7 +44,8 @@ class Sampler:
         )
 
         check(sampling)
-        self._greedy = sampling.temperature == 0
+        # Colder than this, float32 logits overflow and the likeliest token has all of the probability anyway.
+        self._greedy = sampling.temperature < 1e-6
         self._processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
             self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))

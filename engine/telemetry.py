@@ -58,16 +58,18 @@ class Telemetry:
         """The whole prompt is in the KV cache; it took `seconds` of computing."""
         self._prefill_s = seconds
 
-    def token(self, seconds: float | None) -> None:
-        """A token was drawn; `seconds` is what its decode step took, None for the first, which prefill paid for."""
+    def decoded(self, seconds: float) -> None:
+        """A decode step ended, whatever it drew; it took `seconds`."""
+        self._decode_s += seconds
+        self._decoded += 1
+
+    def token(self) -> None:
+        """A token of the answer was drawn."""
         now = time.perf_counter()
         self._new_tokens += 1
         self._recent.append(now)
         if self._first_token_s is None:
             self._first_token_s = now - self._asked_at
-        if seconds is not None:
-            self._decode_s += seconds
-            self._decoded += 1
 
     def stats(self, *, kv_bytes: int, vram_bytes: int | None, context_used: int, context_window: int) -> Stats:
         """The counters as they stand. What was not measured yet is None."""

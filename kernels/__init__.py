@@ -36,6 +36,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
         ValueError: shapes that do not fit, or a token or expert out of range.
     """
     _check_x(x, up.layout.vector.n)
+    _check_up(up)
     _check_calls(x, calls, up.q.shape[0])
     if thresholds.shape != calls.experts.shape:
         raise ValueError(f"{calls.experts.numel()} calls but thresholds of shape {tuple(thresholds.shape)}")
@@ -55,8 +56,11 @@ def sparse_swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: Active) -> 
         ValueError: shapes that do not fit, an index out of range, or a neuron twice within one call.
     """
     _check_x(x, rows.layout.gate.n)
+    _check_rows(rows)
     _check_calls(x, calls, rows.data.shape[0])
     _check_active(calls, active, rows.data.shape[1])
+    if active.values.dtype != x.dtype:
+        raise ValueError(f"values of {active.values.dtype} for x of {x.dtype}")
     return choose(x.device.type).sparse_swiglu(x, rows, calls, active)
 
 
@@ -74,7 +78,11 @@ def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, thres
     """
     _check_x(x, up.layout.vector.n)
     _check_x(x, rows.layout.gate.n)
-    _check_range("expert", torch.tensor([expert]), min(up.q.shape[0], rows.data.shape[0]))
+    _check_up(up)
+    _check_rows(rows)
+    if up.q.shape[:2] != rows.data.shape[:2]:
+        raise ValueError(f"up of {tuple(up.q.shape[:2])} and rows of {tuple(rows.data.shape[:2])} experts and neurons")
+    _check_range("expert", torch.tensor([expert]), rows.data.shape[0])
     return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold)
 
 
@@ -99,8 +107,8 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     Raises:
         ValueError: a slot out of range or given twice, or records that do not fit the pool.
     """
-    if pool.dtype != torch.uint8 or records.dtype != torch.uint8:
-        raise ValueError("pool and records must be uint8")
+    if pool.dtype != torch.uint8 or records.dtype != torch.uint8 or pool.ndim != 2:
+        raise ValueError("pool and records must be 2-D uint8")
     if records.shape != (slots.numel(), pool.shape[1]):
         raise ValueError(f"records of {tuple(records.shape)} for {slots.numel()} slots of {pool.shape[1]} bytes")
     _check_range("slot", slots, pool.shape[0])
@@ -112,6 +120,19 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
 def _check_x(x: Tensor, hidden: int) -> None:
     if x.ndim != 2 or x.shape[1] != hidden or not x.is_floating_point():
         raise ValueError(f"x must be (B, {hidden}) floating point, not {tuple(x.shape)} {x.dtype}")
+
+
+def _check_up(up: UpWeights) -> None:
+    vector = up.layout.vector
+    if up.q.ndim != 3 or up.q.shape[2] != up.layout.row_bytes:
+        raise ValueError(f"up.q must be (E, F, {up.layout.row_bytes}), not {tuple(up.q.shape)}")
+    if not up.scale.shape == up.zero.shape == (*up.q.shape[:2], vector.groups):
+        raise ValueError(f"up.scale and up.zero must be {(*up.q.shape[:2], vector.groups)}")
+
+
+def _check_rows(rows: ExpertRows) -> None:
+    if rows.data.ndim != 3 or rows.data.shape[2] != rows.layout.nbytes or rows.layout.gate.n != rows.layout.down.n:
+        raise ValueError(f"rows must be (E, F, {rows.layout.nbytes}), not {tuple(rows.data.shape)}")
 
 
 def _check_range(what: str, index: Tensor, end: int) -> None:
@@ -130,6 +151,8 @@ def _check_calls(x: Tensor, calls: Calls, experts: int) -> None:
 
 def _check_active(calls: Calls, active: Active, neurons: int) -> None:
     _check_range("neuron", active.neurons, neurons)
+    if active.offsets.dtype != torch.int64 or active.offsets.ndim != 1:
+        raise ValueError("offsets must be 1-D int64")
     offsets = active.offsets.tolist()
     if (
         len(offsets) != calls.experts.numel() + 1

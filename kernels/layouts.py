@@ -114,8 +114,10 @@ def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
     Raises:
         ValueError: the last dimension is not `packed_bytes(n, bits)`.
     """
-    if packed.ndim != 2 or packed.shape[1] != packed_bytes(n, bits):
-        raise ValueError(f"expected (N, {packed_bytes(n, bits)}) bytes, not {tuple(packed.shape)}")
+    if bits == 16:
+        raise ValueError("16-bit values are stored as they are, not as codes")
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != packed_bytes(n, bits):
+        raise ValueError(f"expected (N, {packed_bytes(n, bits)}) bytes, not {tuple(packed.shape)} {packed.dtype}")
     if bits == 8:
         return packed
     parts: list[Tensor] = []
@@ -145,7 +147,7 @@ def dequantize(packed: Tensor, scale: Tensor, zero: Tensor, n: int, bits: int, d
         packed: (N, packed_bytes(n, bits)) uint8. scale, zero: (N, n / group) float16. n: values in a vector.
     """
     codes = unpack_codes(packed, n, bits)
-    grouped = codes.view(codes.shape[0], scale.shape[1], -1).float()
+    grouped = codes.view(codes.shape[0], scale.shape[1], n // scale.shape[1]).float()
     return ((grouped - zero.float()[..., None]) * scale.float()[..., None]).view(-1, n).to(dtype)
 
 
@@ -182,8 +184,9 @@ class VectorLayout:
     def read(self, raw: Tensor, float16: torch.dtype, dtype: torch.dtype) -> Tensor:
         """(N, nbytes) uint8 -> (N, n) values of `dtype`; 16-bit vectors hold `float16` (float16 or bfloat16)."""
         if self.bits == 16:
-            return raw.contiguous().view(float16).to(dtype)
-        head = raw[:, : 4 * self.groups].contiguous().view(torch.float16)
+            return raw.clone(memory_format=torch.contiguous_format).view(float16).to(dtype)
+        # A copy, not contiguous(): one row of a record is contiguous already, but may start at an odd byte.
+        head = raw[:, : 4 * self.groups].clone(memory_format=torch.contiguous_format).view(torch.float16)
         scale, zero = head[:, : self.groups], head[:, self.groups :]
         return dequantize(raw[:, 4 * self.groups :], scale, zero, self.n, self.bits, dtype)
 

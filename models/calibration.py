@@ -44,6 +44,8 @@ def read_tokens(folder: Path, text: str) -> Tensor:
     # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read", str(error), "Download that file again.") from error
+    if not ids:
+        raise CheckpointError(f"{path} turns the calibration text into nothing", "", "Download that file again.")
     rows, length = TEXT_SHAPE
     length = min(length, len(ids))
     rows = min(rows, len(ids) // length)

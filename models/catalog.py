@@ -5,7 +5,6 @@ The command line asks here before it draws anything, so torch is not imported to
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -45,11 +44,13 @@ def find(name: str) -> Path:
     """
     if name == DEMO:
         return _checked(asset("demo", "packed"))
-    if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
-        return _checked(models_folder() / name)
-    folder = Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's raises for a user that does not exist
-    if folder.is_dir():
-        return _checked(folder)
+    try:
+        if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
+            return _checked(models_folder() / name)
+        if Path(name).expanduser().is_dir():
+            return _checked(Path(name).expanduser())
+    except (OSError, RuntimeError, ValueError):
+        pass  # a name too long for the system, or a home of nobody: there is no such model either
     known = ", ".join(model.name for model in installed())
     raise UsageError(
         f"There is no model {name!r}",

@@ -43,7 +43,7 @@ class ChatFormat:
                 "Use the model's instruction-tuned version.",
             )
         self.stop_ids = _stop_ids(folder, self._tokenizer.eos_token_id)
-        self._special = {token.content for token in self._raw.get_added_tokens_decoder().values() if token.special}
+        self._added = {token.content for token in self._raw.get_added_tokens_decoder().values()}
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt that asks for the next answer.
@@ -57,12 +57,11 @@ class ChatFormat:
         Raises:
             UsageError: the model's template does not accept these roles in this order.
         """
-        from jinja2 import TemplateError
-
         safe = [{"role": m["role"], "content": self._defuse(m["content"])} for m in messages]
         try:
             prompt = self._tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        # A template is a program: besides its own errors it can divide by zero or add a number to a list.
+        except Exception as error:
             raise UsageError(
                 "The model's chat template refuses this conversation",
                 str(error),
@@ -80,10 +79,10 @@ class ChatFormat:
         return Detokenizer(self._raw)
 
     def _defuse(self, text: str) -> str:
-        for token in self._special:
-            if len(token) > 1:
-                text = text.replace(token, token[0] + "\u200b" + token[1:])
-        return text
+        for token in self._added:
+            broken = token[0] + "\u200b" + token[1:] if len(token) > 1 else ""
+            text = text.replace(token, broken)
+        return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
 
 
 class Detokenizer:
@@ -95,8 +94,16 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became certain with `ids`; control characters that a terminal would obey are made visible."""
-        pieces = (self._stream.step(self._tokenizer, token) for token in ids)
-        return visible("".join(piece for piece in pieces if piece))
+        return visible("".join(map(self._step, ids)))
+
+    def _step(self, token: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        # Bytes that form no character change what was decoded before them; the library gives up on such a stream
+        # with a bare Exception.
+        except Exception:  # noqa: BLE001
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return "\ufffd" + (self._stream.step(self._tokenizer, token) or "")
 
 
 def visible(text: str) -> str:
@@ -119,8 +126,9 @@ def _stop_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
     ids = {eos} if eos is not None else set[int]()
     for name in ("generation_config.json", "config.json"):
         try:
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError):
+            fields = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             continue
-        ids |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+        value = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        ids |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
     return tuple(sorted(ids))

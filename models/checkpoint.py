@@ -78,9 +78,9 @@ def read_config(folder: Path) -> PretrainedConfig:
             "It has no config.json." if folder.is_dir() else "The folder does not exist.",
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",
         ) from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read", str(error), "Download the checkpoint again.") from error
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise CheckpointError(
             f"The checkpoint at {folder} cannot be packed",
@@ -90,9 +90,21 @@ def read_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        _check_config(config)
+    # Each of transformers' configurations raises what it likes, down to ZeroDivisionError.
+    except Exception as error:
         raise CheckpointError(f"{path} does not describe a model", str(error), "Download it again.") from error
+    return config
+
+
+def _check_config(config: Any) -> None:
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    sizes = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads)
+    if min(*sizes, experts, config.num_experts_per_tok) < 1 or config.num_experts_per_tok > experts:
+        raise ValueError("its sizes make no sense")
+    if config.hidden_act != "silu":
+        raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes silu")
 
 
 class Checkpoint:
@@ -107,11 +119,11 @@ class Checkpoint:
         self.folder = folder
         self.config: Any = read_config(folder)
         self.family = FAMILIES[self.config.model_type]
-        self._where = _index(folder)
+        self._where, self._stored = _index(folder)
         self._check()
-        dtype = self.expert(0, 0)[0].dtype
-        self.exact = dtype in (torch.bfloat16, torch.float16)
-        self.float16 = dtype if self.exact else torch.bfloat16
+        dtypes = {self._stored[name][0] for name in self._every_expert_name()}
+        self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"}
+        self.float16 = torch.float16 if self.exact and dtypes == {"F16"} else torch.bfloat16
 
     @property
     def experts(self) -> int:
@@ -153,19 +165,34 @@ class Checkpoint:
         f = self.family
         return [f.expert.format(layer=layer, expert=expert, part=part) for part in (f.gate, f.up, f.down)]
 
+    def _every_expert_name(self) -> list[str]:
+        layers, experts = range(self.config.num_hidden_layers), range(self.experts)
+        return [name for layer in layers for expert in experts for name in self._expert_names(layer, expert)]
+
     def _check(self) -> None:
-        layers = self.config.num_hidden_layers
-        needed = (n for la in range(layers) for e in range(self.experts) for n in self._expert_names(la, e))
-        if missing := next((name for name in needed if name not in self._where), None):
-            raise CheckpointError(
-                f"The checkpoint at {self.folder} lacks weights",
-                f"No shard holds {missing}.",
-                "Download the missing *.safetensors files.",
-            )
+        wide, narrow = self.config.intermediate_size, self.config.hidden_size
+        for index, name in enumerate(self._every_expert_name()):
+            if name not in self._where:
+                raise CheckpointError(
+                    f"The checkpoint at {self.folder} lacks weights",
+                    f"No shard holds {name}.",
+                    "Download the missing *.safetensors files.",
+                )
+            dtype, shape = self._stored[name]
+            needed = (narrow, wide) if index % 3 == 2 else (wide, narrow)
+            if dtype not in ("BF16", "F16", "F32") or shape != needed:
+                raise CheckpointError(
+                    f"The checkpoint at {self.folder} cannot be packed",
+                    f"{name} is {dtype} of {shape}; floating point of {needed} is needed.",
+                    "Use the model's original, unquantized checkpoint.",
+                )
 
 
-def _index(folder: Path) -> dict[str, Path]:
-    """Published tensor name -> shard. From the files' own headers: an index may name files that are not there."""
+def _index(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Published tensor name -> shard, and -> dtype and shape.
+
+    From the files' own headers: an index may name files that are not there.
+    """
     shards = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
     if not shards:
         pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
@@ -175,12 +202,15 @@ def _index(folder: Path) -> dict[str, Path]:
             "Download the *.safetensors files of the model.",
         )
     where: dict[str, Path] = {}
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in shards:
         try:
             with safe_open(path, "pt") as shard:
                 where |= dict.fromkeys(shard.keys(), path)
+                slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
+                stored |= {name: (str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{path.name} of the checkpoint cannot be read", str(error), "Download that file again."
             ) from error
-    return where
+    return where, stored

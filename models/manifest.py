@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,14 @@ FORMAT = "floe-chat packed model"
 VERSION = 1
 FILE_NAME = "manifest.json"
 UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
+COPIED = (  # as published, where the source has them
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 _FLOAT16 = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -132,7 +140,7 @@ class Manifest:
             fields = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise _unfinished(folder) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise damaged(folder, f"{FILE_NAME} cannot be read: {error}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise damaged(folder, f"{FILE_NAME} is not the manifest of a packed model.")
@@ -186,24 +194,39 @@ def damaged(folder: Path, cause: str) -> PackError:
 def _parse(fields: dict[str, Any]) -> Manifest:
     manifest = Manifest(
         name=str(fields["name"]),
-        source=Source(**fields["source"]),
-        architecture=Architecture(**fields["architecture"]),
-        widths=Widths(**fields["widths"]),
-        calibration=Calibration(**fields["calibration"]),
-        files={str(name): FileEntry(**entry) for name, entry in fields["files"].items()},
+        source=_typed(Source, fields["source"]),
+        architecture=_typed(Architecture, fields["architecture"]),
+        widths=_typed(Widths, fields["widths"]),
+        calibration=_typed(Calibration, fields["calibration"]),
+        files={name: _typed(FileEntry, entry) for name, entry in dict(fields["files"]).items()},
     )
     a, w = manifest.architecture, manifest.widths
     if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
         raise ValueError("its sizes")
-    if {w.up, w.gate, w.down} - set(WIDTHS) or w.float16 not in _FLOAT16:
+    if {w.up, w.gate, w.down} - set(WIDTHS) or w.float16 not in _FLOAT16 or a.hidden % w.group:
         raise ValueError("its bit widths")
     for name in manifest.files:
-        if PurePosixPath(name).name != name or "\\" in name or name in (".", ".."):
+        if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
             raise ValueError(f"the file name {name!r}")
+    layers = sum(name.startswith("layer_") for name in manifest.files)
+    if layers != a.layers:  # compared before any name is made: the number may be absurd
+        raise ValueError(f"the entries of {a.layers} layers")
     needed = {"dense.safetensors", "profile.safetensors", "config.json", *map(layer_file, range(a.layers))}
     if missing := sorted(needed - manifest.files.keys()):
         raise ValueError(f"the entry of {missing[0]}")
     return manifest
+
+
+_Part = TypeVar("_Part", Source, Architecture, Widths, Calibration, FileEntry)
+_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}
+
+
+def _typed(kind: type[_Part], fields: dict[str, Any]) -> _Part:
+    """A part of the manifest, each of its fields of the very type that it is declared with."""
+    for field in dataclasses.fields(kind):
+        if type(fields[field.name]) not in _TYPES[str(field.type)]:
+            raise TypeError(f"{field.name}")
+    return kind(**fields)
 
 
 def layer_file(layer: int) -> str:

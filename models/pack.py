@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ..kernels.layouts import WIDTHS, UpWeights, group_size
 from . import calibration, skeleton
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, FloeError, UsageError
+from .errors import CheckpointError, FloeError, PackError, UsageError
 from .manifest import (
+    COPIED,
     Architecture,
     Calibration,
     Manifest,
@@ -34,14 +35,6 @@ from .manifest import (
 from .quantize import store_up, store_vectors
 from .tensorfile import Plan, TensorFile
 from .workplace import claimed
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-_COPIED = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +78,19 @@ def pack(
     report = progress or _silent
     manifest = _plan(source, spec, tokens, name)
     dense = {name: source.tensor(name) for name in source.dense_names()}
+    for tensor_name, tensor in dense.items():
+        if tensor.dtype.is_floating_point and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{tensor_name} of the checkpoint holds values that are not finite",
+                "",
+                "Download the checkpoint again.",
+            )
+    if tokens.numel() and int(tokens.max()) >= source.config.vocab_size:
+        raise CheckpointError(
+            "The checkpoint's tokenizer is not its own",
+            f"It knows token {int(tokens.max())}; the weights have {source.config.vocab_size} tokens.",
+            "Download the model's own tokenizer files.",
+        )
     needed = expected_bytes(manifest, sum(tensor.nbytes for tensor in dense.values()))
     try:
         with claimed(folder, source.folder, needed):
@@ -110,7 +116,10 @@ def _fill(
         layers.append(_PackingExperts(source, manifest, folder, layer, report))
         return layers[-1]
 
-    model = skeleton.build(source.config, source.family, dense, experts, torch.float32, "cpu")
+    try:
+        model = skeleton.build(source.config, source.family, dense, experts, torch.float32, "cpu")
+    except PackError as error:
+        raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
     with torch.inference_mode():
         model.model(input_ids=tokens, use_cache=False)  # pyright: ignore[reportCallIssue]
     report("Writing the profile", 0.99)
@@ -122,11 +131,11 @@ def _fill(
             "router_score": torch.stack([layer.router_score for layer in layers]),
         },
     )
-    for file in _COPIED:
+    for file in COPIED:
         if (source.folder / file).is_file():
             shutil.copyfile(source.folder / file, folder / file)
     layer_files = [layer_file(layer) for layer in range(manifest.architecture.layers)]
-    for file in ("dense.safetensors", "profile.safetensors", *layer_files, *_COPIED):
+    for file in ("dense.safetensors", "profile.safetensors", *layer_files, *COPIED):
         if (folder / file).is_file():
             manifest.files[file] = file_entry(folder / file)
     manifest.write(folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -42,6 +43,14 @@ class PackedModel:
             PackError: the folder is incomplete, of another version, or damaged.
         """
         manifest = Manifest.read(folder)
+        try:
+            cls._check(folder, manifest, recheck)
+        except OSError as error:
+            raise damaged(folder, f"{error.filename or 'A file'} cannot be read: {error.strerror or error}.") from error
+        return cls(folder, manifest)
+
+    @staticmethod
+    def _check(folder: Path, manifest: Manifest, recheck: bool) -> None:
         for name, entry in manifest.files.items():
             path = folder / name
             if not path.is_file():
@@ -51,18 +60,30 @@ class PackedModel:
         stamp = _Stamp(folder, manifest)
         if recheck or not stamp.valid():
             for name, entry in manifest.files.items():
-                if file_entry(folder / name).sha256 != entry.sha256:
+                try:
+                    found = file_entry(folder / name)
+                except OSError as error:
+                    raise damaged(folder, f"{name} cannot be read: {error.strerror or error}.") from error
+                if found.sha256 != entry.sha256:
                     raise damaged(folder, f"The content of {name} changed: its sha256 differs from the manifest's.")
             stamp.write()
-        return cls(folder, manifest)
 
     def layer(self, layer: int) -> PackedLayer:
         """The experts of one layer, as views of the mapped file."""
-        tensors = self._tensors(layer_file(layer))
-        m = self.manifest
-        a = m.architecture
-        self._expect(layer_file(layer), tensors["rows"], (a.experts, a.intermediate, m.row_layout.nbytes))
-        self._expect(layer_file(layer), tensors["up.q"], (a.experts, a.intermediate, m.up_layout.row_bytes))
+        m, name = self.manifest, layer_file(layer)
+        a, groups = m.architecture, m.up_layout.vector.groups
+        tensors = self._tensors(name)
+        for tensor, dtype, shape in (
+            ("rows", torch.uint8, (a.experts, a.intermediate, m.row_layout.nbytes)),
+            ("up.q", torch.uint8, (a.experts, a.intermediate, m.up_layout.row_bytes)),
+            ("up.scale", torch.float16, (a.experts, a.intermediate, groups)),
+            ("up.zero", torch.float16, (a.experts, a.intermediate, groups)),
+            ("threshold", torch.float32, (a.experts, m.calibration.quantiles)),
+        ):
+            found = tensors.get(tensor)
+            if found is None or found.dtype != dtype or tuple(found.shape) != shape:
+                have = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+                raise damaged(self.folder, f"{name} holds {have} as {tensor} instead of {dtype} {shape}.")
         return PackedLayer(
             up=UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"]),
             rows=ExpertRows(m.row_layout, tensors["rows"]),
@@ -84,10 +105,6 @@ class PackedModel:
         except (OSError, SafetensorError) as error:
             raise damaged(self.folder, f"{name} cannot be read: {error}") from error
 
-    def _expect(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise damaged(self.folder, f"{name} holds a tensor of {tuple(tensor.shape)} instead of {shape}.")
-
 
 class _Stamp:
     """A note in the user's cache that these very files passed their sha256, so that 30 GB are not read each start."""
@@ -99,7 +116,7 @@ class _Stamp:
 
     def _seen(self) -> list[list[object]]:
         stats = [(path.name, path.stat()) for path in self._files]
-        return [[name, stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats]
+        return [[name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats]
 
     def valid(self) -> bool:
         try:

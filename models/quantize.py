@@ -49,6 +49,14 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
             )
         )
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("the weights are too large for float16 scales")
+    # hqq's zero of a group that is nearly constant and far from 0 overflows float16: such a group keeps its mean.
+    lost = ~torch.isfinite(zero)
+    if bool(lost.any()):
+        means = matrix.float().view(*scale.shape, group).mean(-1).cpu()
+        codes = codes.view(*scale.shape, group).masked_fill(lost[..., None], 0).view(codes.shape)
+        scale, zero = scale.masked_fill(lost, 1.0), torch.where(lost, -means.half(), zero)
     return codes, scale, zero
 
 
@@ -69,4 +77,6 @@ def store_vectors(matrix: Tensor, layout: VectorLayout, float16: torch.dtype) ->
 
 
 def _bytes(matrix: Tensor, float16: torch.dtype) -> Tensor:
+    if not bool(torch.isfinite(matrix).all()):
+        raise ValueError("the weights hold values that are not finite")
     return matrix.to(float16).contiguous().view(torch.uint8)

@@ -38,14 +38,20 @@ def build(
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    # transformers looks values of the configuration up in its tables and lets whatever that raises pass.
+    except Exception as error:
+        raise PackError(
+            "The model's configuration cannot be built", f"{type(error).__name__}: {error}", "Restore config.json."
+        ) from error
     for index, layer in enumerate(model.model.layers):
         layer.mlp.experts = experts(index)
     weights = {family.module_name(name): tensor for name, tensor in dense.items()}
     if config.tie_word_embeddings:
-        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    own = dict(model.named_parameters())
+        weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
+    own = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in own.items():
         tensor = weights.get(name)
         if tensor is None or tensor.shape != parameter.shape:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from .errors import FloeError, TryAgainError, UsageError
-from .manifest import FILE_NAME, UNFINISHED
+from .manifest import COPIED, FILE_NAME, UNFINISHED
 
 
 @contextmanager
@@ -35,8 +35,9 @@ def claimed(folder: Path, source: Path, needed: int) -> Generator[None]:
         raise UsageError(f"{folder} is a file", "", "Choose a folder that is empty or does not exist.")
     folder.mkdir(parents=True, exist_ok=True)
     _take_marker(folder)
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
+    for path in folder.iterdir():
+        if path.name in (*COPIED, FILE_NAME + ".part") or path.suffix == ".safetensors":
+            path.unlink()
     marker = folder / UNFINISHED
     if needed > (free := shutil.disk_usage(folder).free):
         marker.unlink()
@@ -56,7 +57,8 @@ def claimed(folder: Path, source: Path, needed: int) -> Generator[None]:
 def _take_marker(folder: Path) -> None:
     """Mark `folder` as being written by this process."""
     marker = folder / UNFINISHED
-    if not marker.exists() and (strangers := sorted(path.name for path in folder.iterdir())):
+    partial = marker.with_suffix(".part")
+    if not marker.exists() and (strangers := sorted({path.name for path in folder.iterdir()} - {partial.name})):
         raise UsageError(
             f"{folder} holds other files",
             f"For example {strangers[0]}.",
@@ -68,7 +70,6 @@ def _take_marker(folder: Path) -> None:
             f"It is process {writer}.",
             "Wait until it has finished, or choose another folder.",
         )
-    partial = marker.with_suffix(".part")
     partial.write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time()}), encoding="utf-8")
     partial.replace(marker)
 

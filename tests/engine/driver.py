@@ -1,0 +1,124 @@
+"""Driving the engine from a test: a session with deadlines, and `generate` without a thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from floe_chat.engine.events import Command, Event, Failed, Finished, Generate, Load, Loaded, Sampling, Shutdown, Tokens
+from floe_chat.engine.generate import KVCache, generate
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.session import Session
+
+DEADLINE_S = 120.0  # a machine busy with something else may take its time; nothing is asserted about speed
+GREEDY = Sampling(temperature=0)
+E = TypeVar("E")
+
+
+def silent(_step: str, _share: float) -> None:
+    """Progress that nobody looks at."""
+
+
+def open_model(pack: Path, preset: str | None = None) -> LoadedModel:
+    """A loaded model on the CPU, without a thread."""
+    return load(pack, preset, "cpu", silent)[0]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `generate` yielded: the new tokens, prompt tokens done after each step of prefill, why it ended."""
+
+    tokens: list[int]
+    progress: list[int]
+    reason: str
+
+
+def answer(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling = GREEDY,
+    max_new_tokens: int = 16,
+    stop_ids: Sequence[int] = (),
+) -> Answer:
+    """Run `generate` to its end, counting as the engine does."""
+    loaded.telemetry.begin(1, len(prompt), time.perf_counter())
+    steps = generate(
+        loaded.model,
+        KVCache(),
+        prompt,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        window=loaded.window,
+        control=loaded.control,
+        telemetry=loaded.telemetry,
+    )
+    tokens: list[int] = []
+    progress: list[int] = []
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return Answer(tokens, progress, end.value)
+        if step.token is None:
+            progress.append(step.done)
+        else:
+            tokens.append(step.token)
+
+
+class Engine:
+    """A session that a test waits on: `until` returns what happened up to an event, or fails at the deadline."""
+
+    def __init__(self) -> None:
+        self.session = Session()
+        self.seen: list[Event] = []
+        self._read = 0
+
+    def __enter__(self) -> Engine:
+        self.session.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.session.send(Shutdown())
+        assert self.session.join(DEADLINE_S), "the engine thread does not end"
+
+    def send(self, *commands: Command) -> None:
+        for command in commands:
+            self.session.send(command)
+
+    def until(self, kind: type[E] | tuple[type[E], ...], **fields: Any) -> E:
+        """The next event of a kind whose fields have these values; earlier ones are skipped but stay in `seen`."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            while self._read < len(self.seen):
+                event = self.seen[self._read]
+                self._read += 1
+                if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
+                    return event
+            assert time.monotonic() < deadline, f"no {kind} with {fields} among {self.seen}"
+            self.seen += self.session.poll(timeout=0.5)
+
+    def load(self, pack: Path, preset: str | None = None) -> Loaded:
+        """Load a pack that must load."""
+        self.send(Load(str(pack), preset, "cpu"))
+        event = self.until((Loaded, Failed))
+        assert isinstance(event, Loaded), event
+        return event
+
+    def end_of(self, request: int) -> Finished | Failed:
+        """How the answer to `request` ended."""
+        return self.until((Finished, Failed), request=request)
+
+    def tokens_of(self, request: int) -> list[int]:
+        """All tokens of an answer that were seen so far."""
+        events = (event for event in self.seen if isinstance(event, Tokens) and event.request == request)
+        return [token for event in events for token in event.ids]
+
+
+def asking(request: int, prompt: Sequence[int], *, tokens: int = 16, stop: Sequence[int] = ()) -> Generate:
+    """A greedy question."""
+    return Generate(request, tuple(prompt), GREEDY, tokens, tuple(stop))

@@ -1,0 +1,73 @@
+"""Commands and events survive a trip through JSON, so that the engine could live in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import string
+import types
+import typing
+from typing import Any
+
+import pytest
+from floe_chat.engine import events
+from floe_chat.engine.events import Command, Event, Sampling, decode, encode
+
+KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling]
+
+
+def some_value(kind: Any, chance: random.Random) -> Any:
+    """A random value of a type as the dataclasses write it."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return some_value(chance.choice(typing.get_args(kind)), chance)
+    if origin is tuple:
+        return tuple(some_value(typing.get_args(kind)[0], chance) for _ in range(chance.randrange(4)))
+    if dataclasses.is_dataclass(kind):
+        return some_message(typing.cast("type[Any]", kind), chance)
+    if kind is types.NoneType:
+        return None
+    return {
+        int: lambda: chance.randint(-(1 << 62), 1 << 62),
+        float: lambda: chance.choice([0.0, -1.5, 1e-300, 1e300, chance.random()]),
+        str: lambda: "".join(chance.choices([*string.printable, "é", "🎉", "\x1b", "\0", '"', "\\"], k=8)),
+        bool: lambda: chance.random() < 0.5,
+    }[kind]()
+
+
+def some_message(kind: type[Any], chance: random.Random) -> Any:
+    hints = typing.get_type_hints(kind)
+    return kind(**{field.name: some_value(hints[field.name], chance) for field in dataclasses.fields(kind)})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_comes_back_from_json(kind: type[Any]) -> None:
+    chance = random.Random(kind.__name__)
+    for _ in range(50):
+        message = some_message(kind, chance)
+        assert decode(json.loads(json.dumps(encode(message)))) == message
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_is_frozen_and_hashable(kind: type[Any]) -> None:
+    message = some_message(kind, random.Random(0))
+    assert isinstance(hash(message), int)
+    for field in dataclasses.fields(kind):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(message, field.name, None)
+
+
+def test_no_kind_is_forgotten() -> None:
+    defined = {
+        value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
+    }
+    assert {kind for kind in defined if dataclasses.is_dataclass(kind)} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"kind": "Nonsense"}, {"kind": ""}, {"kind": None}, {"kind": ["Load"]}], ids=str
+)
+def test_unknown_kinds_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no such"):
+        decode(fields)

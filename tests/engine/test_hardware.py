@@ -1,0 +1,86 @@
+"""What the machine has, and the choices that follow from it; machines that are not here are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.engine import hardware, quality
+from floe_chat.engine.hardware import Gpu
+from floe_chat.models.errors import UsageError
+from floe_chat.models.manifest import Manifest
+
+GB = 10**9
+CARD = Gpu("Some Card", "8.6", 8 * GB, 6 * GB)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
+    def found() -> tuple[tuple[Gpu, ...], str]:
+        return gpus, "" if gpus else "torch sees no CUDA device"
+
+    monkeypatch.setattr(hardware, "_gpus", found)
+
+
+def test_the_probe_finds_this_machine(tmp_path: Path) -> None:
+    found = hardware.probe(tmp_path / "not" / "there" / "yet")
+    assert found.cpu and found.cores_usable >= 1 and found.torch_version == torch.__version__
+    assert 0 < found.ram_available <= found.ram_total and found.disk_free > 0
+    assert bool(found.gpus) != bool(found.gpu_reason)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pack_bytes", "gpus", "device"),
+    [
+        ("cpu", GB, [CARD], "cpu"),
+        ("auto", GB, [], "cpu"),
+        ("auto", GB, [CARD], "cuda:0"),
+        ("auto", 6 * GB, [CARD], "cpu"),
+        ("cuda", GB, [CARD], "cuda:0"),
+        ("cuda:1", GB, [CARD, CARD], "cuda:1"),
+    ],
+)
+def test_a_device_is_chosen_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, pack_bytes: int, gpus: list[Gpu], device: str
+) -> None:
+    with_gpus(monkeypatch, *gpus)
+    chosen, reason = hardware.choose_device(wanted, pack_bytes)
+    assert chosen == device and reason
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "mps", "rubbish", "cuda:x", "", "cuda:-1"])
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    with_gpus(monkeypatch)
+    with pytest.raises((ValueError, RuntimeError)):
+        hardware.choose_device(wanted, GB)
+
+
+def test_paths_are_told_for_every_kind_of_device() -> None:
+    paths = hardware.compute_paths()
+    assert [path.device for path in paths] == ["cpu", "cuda"] and all(path.reason for path in paths)
+    assert paths[0].backend
+
+
+def test_small_experts_get_one_thread_and_large_ones_the_cores() -> None:
+    assert hardware.choose_threads(64, 96)[0] == 1
+    threads, reason = hardware.choose_threads(4096, 14336)
+    assert threads >= 1 and str(threads) in reason
+
+
+@pytest.mark.parametrize("name", ["Balanced", "balanced", "FAST", "hIgH"])
+def test_presets_are_found_in_any_case(tiny_pack: Path, name: str) -> None:
+    assert quality.get(name, Manifest.read(tiny_pack)).name.lower() == name.lower()
+
+
+def test_exact_needs_the_sources_own_weights(tiny_pack: Path, exact_pack: Path) -> None:
+    assert "Exact" not in quality.available(Manifest.read(tiny_pack))
+    with pytest.raises(UsageError, match="Exact") as caught:
+        quality.get("exact", Manifest.read(tiny_pack))
+    assert "16" in caught.value.cause + caught.value.hint
+    assert quality.get("exact", Manifest.read(exact_pack)).sparsity == 0.0
+
+
+def test_presets_skip_more_and_more(exact_pack: Path) -> None:
+    manifest = Manifest.read(exact_pack)
+    skipped = [quality.get(name, manifest).sparsity for name in quality.available(manifest)]
+    assert skipped == sorted(set(skipped)) and skipped[0] == 0.0

@@ -1,0 +1,106 @@
+"""Quantized and sparse: what transformers computes from the same rounded weights with the same neurons skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.moe import DECODE_TOKENS
+from floe_chat.models.calibration import threshold_at
+from floe_chat.models.pack import PackSpec
+from torch import Tensor
+
+from ..helpers import make_pack, reference_model, relative_rms
+from .driver import answer, open_model
+
+SPECS = {
+    "up2-rows4": PackSpec(),
+    "up3-gate2-down8": PackSpec(up=3, gate=2, down=8),
+    "up8-gate16-down3": PackSpec(up=8, gate=16, down=3),
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def packed(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized") / "p"
+    make_pack(tiny_checkpoint, folder, SPECS[request.param])
+    return folder
+
+
+class SkippingExperts(torch.nn.Module):
+    """Mixtral's experts written down plainly: all neurons of every chosen expert, those under the threshold zeroed."""
+
+    def __init__(self, loaded: LoadedModel, layer: int, sparsity: float) -> None:
+        super().__init__()
+        stored = loaded.packed.layer(layer)
+        self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
+        self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
+        self.thresholds = threshold_at(stored.thresholds, sparsity)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for token, chosen in enumerate(top_k_index.tolist()):
+            for slot, expert in enumerate(chosen):
+                gate, down = self.rows[expert]
+                v = self.up[expert] @ hidden[token]
+                v = torch.where(v.abs() >= self.thresholds[expert], v, 0.0)
+                h = torch.nn.functional.silu(gate @ hidden[token]) * v
+                out[token] += top_k_weights[token, slot] * (h @ down)
+        return out
+
+
+def plain_model(checkpoint: Path, loaded: LoadedModel, sparsity: float) -> Any:
+    model = reference_model(checkpoint)
+    for layer in range(2):
+        model.model.layers[layer].mlp.experts = SkippingExperts(loaded, layer, sparsity)
+    return model
+
+
+def prompt_of(length: int) -> list[int]:
+    return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.9])
+@pytest.mark.parametrize("length", [1, DECODE_TOKENS, DECODE_TOKENS + 1, 40])
+def test_logits_are_those_of_the_rounded_weights(
+    packed: Path, tiny_checkpoint: Path, sparsity: float, length: int
+) -> None:
+    loaded = open_model(packed)
+    loaded.control.sparsity = sparsity
+    ids = torch.tensor([prompt_of(length)])
+    with torch.inference_mode():
+        ours = loaded.model(input_ids=ids).logits
+        theirs = plain_model(tiny_checkpoint, loaded, sparsity)(input_ids=ids, use_cache=False).logits
+    assert relative_rms(ours, theirs) <= 1e-4
+
+
+def test_a_prompt_is_the_same_in_one_piece_and_token_by_token(packed: Path) -> None:
+    prompt = prompt_of(24)
+    loaded = open_model(packed, "Fast")
+    with torch.inference_mode():
+        whole = loaded.model(input_ids=torch.tensor([prompt])).logits[0]
+        pieces = [loaded.model(input_ids=torch.tensor([prompt[: end + 1]])).logits[0, -1] for end in range(24)]
+    assert relative_rms(torch.stack(pieces), whole) <= 1e-4
+
+
+def test_an_answer_goes_on_when_no_neuron_of_an_expert_is_active(packed: Path) -> None:
+    loaded = open_model(packed)
+    for layer in loaded.model.model.layers:
+        thresholds = layer.mlp.experts.packed.thresholds
+        thresholds[:, 1:] = 1e9
+    loaded.control.sparsity = 0.8
+    assert len(answer(loaded, prompt_of(5), max_new_tokens=4).tokens) == 4
+
+
+@pytest.mark.parametrize("preset", ["High", "Balanced", "Fast"])
+def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
+    loaded = open_model(tiny_pack, preset)
+    answer(loaded, prompt_of(3), max_new_tokens=60)
+    stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
+    assert stats.active_neurons is not None
+    # Text of its own making is not the text that thresholds were measured on: the share is near, not equal.
+    asked = {"High": 0.6, "Balanced": 0.4, "Fast": 0.2}[preset]
+    assert abs(stats.active_neurons - asked) <= 0.15

@@ -1,0 +1,140 @@
+"""Drawing the next token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.events import Sampling
+from floe_chat.engine.sampling import Sampler, check
+from floe_chat.models.errors import UsageError
+
+VOCABULARY = 50
+IDS = torch.tensor([[3, 4, 5]])
+PLAIN = Sampling(temperature=1.0, min_p=0.0, seed=1)
+
+
+def some_logits(seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+
+
+FLAT = 0.1 * some_logits()
+
+
+def draws(sampling: Sampling, count: int, logits: torch.Tensor | None = None) -> list[int]:
+    sampler = Sampler(sampling)
+    return [sampler.draw(IDS, some_logits() if logits is None else logits) for _ in range(count)]
+
+
+def test_temperature_zero_takes_the_likeliest() -> None:
+    for seed in range(20):
+        logits = some_logits(seed)
+        assert draws(Sampling(temperature=0, seed=seed), 1, logits) == [int(logits.argmax())]
+
+
+def test_greedy_ignores_the_filters() -> None:
+    greedy = Sampling(temperature=0, top_k=3, top_p=0.1, min_p=0.9)
+    assert draws(greedy, 3) == [int(some_logits().argmax())] * 3
+
+
+def test_top_k_1_is_greedy() -> None:
+    for seed in range(20):
+        logits = some_logits(seed)
+        assert draws(replace(PLAIN, top_k=1, seed=seed), 2, logits) == [int(logits.argmax())] * 2
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    assert draws(PLAIN, 50, FLAT) == draws(PLAIN, 50, FLAT)
+
+
+def test_other_seeds_draw_otherwise() -> None:
+    assert len({tuple(draws(replace(PLAIN, seed=seed), 20, FLAT)) for seed in range(5)}) == 5
+
+
+def test_no_seed_is_a_fresh_one() -> None:
+    assert len({tuple(draws(replace(PLAIN, seed=None), 20, FLAT)) for _ in range(5)}) == 5
+
+
+def test_draws_follow_the_probabilities() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    expected = logits[0].softmax(-1)
+    counts = Counter(draws(PLAIN, 4000, logits))
+    for token in range(4):
+        # Five standard deviations of a share among 4,000 draws.
+        room = 5 * float((expected[token] * (1 - expected[token]) / 4000).sqrt())
+        assert abs(counts[token] / 4000 - float(expected[token])) <= room
+
+
+@pytest.mark.parametrize(
+    ("filters", "allowed"),
+    [
+        pytest.param({"top_k": 2}, {0, 1}, id="top-k"),
+        pytest.param({"top_p": 0.6}, {0}, id="top-p"),
+        pytest.param({"top_p": 0.8}, {0, 1}, id="top-p-two"),
+        pytest.param({"min_p": 0.3}, {0, 1}, id="min-p"),
+        pytest.param({"temperature": 0.05}, {0}, id="cold"),
+    ],
+)
+def test_filters_leave_the_likely_ones(filters: dict[str, Any], allowed: set[int]) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])  # 64, 24, 9 and 3 %
+    assert set(draws(replace(PLAIN, **filters), 300, logits)) == allowed
+
+
+def test_a_repetition_penalty_makes_what_was_said_unlikely() -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, 3:6] = 4.0  # all of IDS
+    logits[0, 7] = 3.0
+    assert set(draws(Sampling(temperature=0), 1, logits)) == {3}
+    assert set(draws(Sampling(temperature=0, repetition_penalty=2.0), 1, logits)) == {7}
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-40, 5e-324, 5.0])
+def test_every_allowed_temperature_draws(temperature: float) -> None:
+    token = draws(replace(PLAIN, temperature=temperature), 1)[0]
+    assert 0 <= token < VOCABULARY
+    if temperature <= 1e-3:
+        assert token == int(some_logits().argmax())
+
+
+@pytest.mark.parametrize(
+    "extremes",
+    [{"top_k": 10**9}, {"top_p": 1e-9}, {"min_p": 1.0}, {"repetition_penalty": 10.0}, {"repetition_penalty": 1e-3}],
+    ids=str,
+)
+def test_every_allowed_extreme_draws(extremes: dict[str, Any]) -> None:
+    assert 0 <= draws(replace(PLAIN, **extremes), 1)[0] < VOCABULARY
+
+
+BAD: list[dict[str, Any]] = [
+    {"temperature": -0.1},
+    {"temperature": 5.1},
+    {"temperature": float("nan")},
+    {"temperature": float("inf")},
+    {"top_k": -1},
+    {"top_p": 0.0},
+    {"top_p": 1.1},
+    {"top_p": float("nan")},
+    {"min_p": -0.1},
+    {"min_p": 1.1},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": -1.0},
+    {"repetition_penalty": 11.0},
+    {"seed": -1},
+    {"seed": 1 << 63},
+]
+
+
+@pytest.mark.parametrize("values", BAD, ids=str)
+def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        check(Sampling(**values))
+    assert next(iter(values)) in caught.value.title and caught.value.hint
+    with pytest.raises(UsageError):
+        Sampler(Sampling(**values))
+
+
+def test_logits_of_half_precision_are_drawn_from() -> None:
+    assert 0 <= draws(PLAIN, 1, some_logits().bfloat16())[0] < VOCABULARY

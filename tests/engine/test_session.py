@@ -1,0 +1,235 @@
+"""The engine thread: commands in any order, failures that reach the reader, an engine that lives on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.engine.events import (
+    Cancel,
+    Command,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    Loading,
+    PrefillProgress,
+    PresetChanged,
+    Sampling,
+    SetPreset,
+    Shutdown,
+    Stats,
+    Tokens,
+    Unload,
+    Unloaded,
+)
+from floe_chat.engine.moe import MoELayer
+from floe_chat.engine.session import Session
+from torch import Tensor
+
+from .driver import DEADLINE_S, Engine, answer, asking, open_model
+
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture
+def engine(tiny_pack: Path) -> Iterator[Engine]:
+    """An engine with the tiny model loaded."""
+    with Engine() as engine:
+        engine.load(tiny_pack)
+        yield engine
+
+
+def explained(event: object) -> Failed:
+    assert isinstance(event, Failed), event
+    assert event.title and event.cause + event.hint
+    return event
+
+
+def test_loading_tells_its_steps_and_what_was_loaded(tiny_pack: Path) -> None:
+    with Engine() as engine:
+        loaded = engine.load(tiny_pack)
+        steps = [event for event in engine.seen if isinstance(event, Loading)]
+    assert len(steps) >= 3 and all(step.step for step in steps)
+    assert [step.fraction for step in steps] == sorted(step.fraction for step in steps)
+    assert all(0 <= step.fraction <= 1 for step in steps)
+    assert (loaded.model, loaded.context_window, loaded.preset) == ("tiny", 512, "Balanced")
+    assert loaded.presets == ("High", "Balanced", "Fast") and loaded.device == "cpu" and loaded.backend
+    assert loaded.widths == "up 2 bit, rows 4 bit" and loaded.memory_bytes > 100_000 and loaded.seconds > 0
+
+
+def test_an_answer_is_prefill_then_tokens_then_its_end(engine: Engine, tiny_pack: Path) -> None:
+    engine.send(asking(1, PROMPT))
+    finished = engine.end_of(1)
+    assert isinstance(finished, Finished) and finished.reason == "length"
+    kinds = [type(event) for event in engine.seen if not isinstance(event, Loading | Loaded | Stats)]
+    assert kinds == [PrefillProgress, *[Tokens] * 16, Finished]
+    assert engine.tokens_of(1) == answer(open_model(tiny_pack), PROMPT).tokens
+
+
+def test_answers_come_in_the_order_of_their_questions(engine: Engine) -> None:
+    engine.send(*(asking(request, [request + 2], tokens=3) for request in (1, 2, 3)))
+    engine.end_of(3)
+    ends = [event.request for event in engine.seen if isinstance(event, Finished)]
+    assert ends == [1, 2, 3]
+
+
+def test_commands_sent_before_the_start_are_kept(tiny_pack: Path) -> None:
+    engine = Engine()
+    engine.send(Load(str(tiny_pack), None, "cpu"), asking(1, PROMPT, tokens=2))
+    with engine:
+        assert isinstance(engine.end_of(1), Finished)
+
+
+def test_a_question_without_a_model_fails(tiny_pack: Path) -> None:
+    with Engine() as engine:
+        engine.send(asking(1, PROMPT), SetPreset("Fast"))
+        assert explained(engine.end_of(1)).request == 1
+        assert explained(engine.until(Failed)).request is None
+        engine.load(tiny_pack)
+
+
+def test_a_question_after_unloading_fails_and_loading_again_helps(engine: Engine, tiny_pack: Path) -> None:
+    engine.send(Unload(), asking(1, PROMPT))
+    engine.until(Unloaded)
+    explained(engine.end_of(1))
+    engine.load(tiny_pack)
+    engine.send(asking(2, PROMPT, tokens=2))
+    assert isinstance(engine.end_of(2), Finished)
+
+
+def test_a_damaged_pack_fails_to_load_and_a_good_one_loads_after_it(tiny_pack: Path, tmp_path: Path) -> None:
+    bad = Path(shutil.copytree(tiny_pack, tmp_path / "bad"))
+    whole = (bad / "layer_00.safetensors").read_bytes()
+    (bad / "layer_00.safetensors").write_bytes(whole[:-100])
+    with Engine() as engine:
+        engine.send(Load(str(bad), None, "cpu"))
+        failed = explained(engine.until((Failed, Loaded)))
+        assert "layer_00" in failed.cause and failed.exit_code == 1
+        engine.load(tiny_pack)
+
+
+@pytest.mark.parametrize(
+    ("preset", "device"), [("Nonsense", "cpu"), ("Exact", "cpu"), (None, "cuda:77"), (None, "mps"), (None, "rubbish")]
+)
+def test_what_cannot_be_loaded_this_way_is_a_usage_error(tiny_pack: Path, preset: str | None, device: str) -> None:
+    with Engine() as engine:
+        engine.send(Load(str(tiny_pack), preset, device))
+        failed = explained(engine.until((Failed, Loaded)))
+    assert failed.exit_code == 2 and failed.hint
+
+
+def test_the_engine_survives_a_fault_in_a_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: Any) -> None:
+        raise RuntimeError("a fault in a layer")
+
+    engine.send(asking(1, PROMPT))
+    engine.end_of(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(MoELayer, "forward", broken)
+        engine.send(asking(2, PROMPT))
+        failed = explained(engine.end_of(2))
+    assert failed.request == 2 and "a fault in a layer" in failed.cause
+    engine.send(asking(3, PROMPT))
+    assert isinstance(engine.end_of(3), Finished)
+    assert engine.tokens_of(3) == engine.tokens_of(1)
+
+
+@pytest.mark.parametrize("prompt", [[], [5] * 512, [99_999], [-1]], ids=["empty", "too-long", "unknown", "negative"])
+def test_prompts_that_cannot_be_answered_fail_and_the_next_one_works(engine: Engine, prompt: list[int]) -> None:
+    engine.send(asking(1, prompt))
+    assert explained(engine.end_of(1)).request == 1
+    engine.send(asking(2, PROMPT, tokens=2))
+    assert isinstance(engine.end_of(2), Finished)
+
+
+def test_sampling_out_of_range_is_a_usage_error(engine: Engine) -> None:
+    engine.send(Generate(1, (5,), Sampling(top_p=7), 4, ()))
+    assert explained(engine.end_of(1)).exit_code == 2
+
+
+def watch_calls(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None]) -> None:
+    """Have `on_call(number of the call)` called after each MoE layer's computation."""
+    original = MoELayer.forward
+    done: list[int] = []
+
+    def forward(self: MoELayer, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = original(self, hidden, top_k_index, top_k_weights)
+        done.append(self.index)
+        on_call(len(done))
+        return out
+
+    monkeypatch.setattr(MoELayer, "forward", forward)
+
+
+def send_at(monkeypatch: pytest.MonkeyPatch, engine: Engine, call: int, command: Command) -> None:
+    """Send a command when the n-th MoE layer has been computed."""
+
+    def on_call(number: int) -> None:
+        if number == call:
+            engine.send(command)
+
+    watch_calls(monkeypatch, on_call)
+
+
+def test_a_preset_changes_in_the_middle_of_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.send(SetPreset("high"))
+    assert engine.until(PresetChanged).preset == "High"
+    send_at(monkeypatch, engine, 40, SetPreset("Fast"))
+    engine.send(asking(1, PROMPT, tokens=60))
+    changed = engine.until(PresetChanged, preset="Fast")
+    finished = engine.end_of(1)
+    assert isinstance(finished, Finished)
+    where = engine.seen.index(changed)
+    assert 5 < sum(isinstance(event, Tokens) for event in engine.seen[:where]) < 55
+    engine.send(asking(2, PROMPT, tokens=60))
+    only_fast = engine.end_of(2)
+    assert isinstance(only_fast, Finished)
+    # 20 steps at 60 % active and 40 at 20 % lie well above 20 % alone.
+    assert finished.stats.active_neurons and only_fast.stats.active_neurons
+    assert finished.stats.active_neurons > only_fast.stats.active_neurons + 0.05
+
+
+def test_a_preset_that_does_not_exist_does_not_end_the_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_at(monkeypatch, engine, 8, SetPreset("Nonsense"))
+    engine.send(asking(1, PROMPT))
+    failed = explained(engine.until(Failed))
+    assert failed.request is None and failed.exit_code == 2
+    assert isinstance(engine.end_of(1), Finished)
+    assert len(engine.tokens_of(1)) == 16
+
+
+def test_shutdown_ends_a_running_answer(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    engine = Engine()
+    watch_calls(monkeypatch, calls.append)
+    engine.session.start()
+    engine.load(tiny_pack)
+    engine.send(asking(1, PROMPT, tokens=480))
+    engine.until(Tokens)
+    engine.send(Shutdown())
+    assert engine.session.join(DEADLINE_S)
+    assert max(calls) < 2 * 400
+
+
+def test_shutdown_does_not_wait_for_questions_in_the_queue(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    watch_calls(monkeypatch, calls.append)
+    engine = Engine()
+    engine.send(Load(str(tiny_pack), None, "cpu"), asking(1, PROMPT, tokens=480), Shutdown())
+    engine.session.start()
+    assert engine.session.join(DEADLINE_S)
+    assert not calls
+
+
+def test_a_session_that_never_started_can_be_left(tiny_pack: Path) -> None:
+    session = Session()
+    session.send(Load(str(tiny_pack), None, "cpu"))
+    session.send(Cancel(1))
+    session.send(Shutdown())
+    assert session.join(0.0)
+    assert session.poll() == []

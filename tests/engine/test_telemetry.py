@@ -1,0 +1,157 @@
+"""Every figure is counted, and counted right: recomputed here from what the layers were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from floe_chat.engine.events import Finished, Stats
+from floe_chat.engine.loader import LoadedModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from .driver import Engine, answer, asking, open_model
+
+PROMPT = [5, 6, 7]
+EXPERTS, NEURONS, SPARSITY = 4, 96, 0.8
+
+
+@pytest.fixture
+def loaded(tiny_pack: Path) -> LoadedModel:
+    return open_model(tiny_pack, "Fast")
+
+
+Hook = Callable[[torch.nn.Module, tuple[Tensor, Tensor, Tensor]], None]
+
+
+class Recount:
+    """Counts decode by itself, from the stored tensors: per layer active neurons, bytes, calls of each expert."""
+
+    def __init__(self, loaded: LoadedModel, pack: Path) -> None:
+        self.active = [0, 0]
+        self.bytes = [0, 0]
+        self.calls = [[0] * EXPERTS for _ in range(2)]
+        self.steps = 0
+        for index, layer in enumerate(loaded.model.model.layers):
+            stored = load_file(pack / f"layer_{index:02d}.safetensors")
+            layer.mlp.experts.register_forward_pre_hook(self._counter(loaded, index, stored))
+
+    def _counter(self, loaded: LoadedModel, index: int, stored: dict[str, Tensor]) -> Hook:
+        up_bytes = sum(stored[name].nbytes for name in ("up.q", "up.scale", "up.zero")) // EXPERTS
+        row_bytes = stored["rows"].nbytes // (EXPERTS * NEURONS)
+        places = np.linspace(0, 1, stored["threshold"].shape[1])
+        up = loaded.packed.layer(index).up
+
+        def count(_layer: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+            hidden, top_k_index, _ = arguments
+            if not loaded.control.counting:
+                return
+            self.steps += index == 0
+            for expert in top_k_index[0].tolist():
+                threshold = np.interp(SPARSITY, places, stored["threshold"][expert].double().numpy())
+                v = up.dense(expert, torch.float64) @ hidden[0].double()
+                active = int((v.abs() >= threshold).sum())
+                self.active[index] += active
+                self.bytes[index] += up_bytes + active * row_bytes
+                self.calls[index][expert] += 1
+
+        return count
+
+
+def stats_of(loaded: LoadedModel) -> Stats:
+    return loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
+
+
+@pytest.mark.parametrize("ending", ["length", "stop", "context"])
+def test_what_decode_touched_is_what_is_told(loaded: LoadedModel, tiny_pack: Path, ending: str) -> None:
+    prompt = PROMPT * 168 if ending == "context" else PROMPT
+    free = answer(loaded, prompt, max_new_tokens=8).tokens
+    stop = next(token for place, token in enumerate(free) if place >= 2 and token not in free[:place])
+    recount = Recount(loaded, tiny_pack)
+    result = answer(
+        loaded, prompt, max_new_tokens=8 if ending == "length" else 100, stop_ids=(stop,) if ending == "stop" else ()
+    )
+    stats = stats_of(loaded)
+    assert result.reason == ending and recount.steps >= 2
+    calls = [sum(layer) for layer in recount.calls]
+    assert stats.active_neurons == pytest.approx(sum(recount.active) / (sum(calls) * NEURONS), rel=1e-9)
+    assert stats.bytes_per_token == pytest.approx(sum(recount.bytes) / recount.steps, rel=1e-9)
+    assert stats.layer_activity == pytest.approx(
+        [a / (c * NEURONS) for a, c in zip(recount.active, calls, strict=True)]
+    )
+    assert stats.expert_use == tuple(
+        tuple(pytest.approx(n / total) for n in layer) for layer, total in zip(recount.calls, calls, strict=True)
+    )
+
+
+def test_an_exact_answer_activates_everything(exact_pack: Path) -> None:
+    loaded = open_model(exact_pack, "Exact")
+    answer(loaded, PROMPT, max_new_tokens=4)
+    stored = load_file(exact_pack / "layer_00.safetensors")
+    stats = stats_of(loaded)
+    assert stats.active_neurons == 1.0 and stats.layer_activity == (1.0, 1.0)
+    # 2 layers, 2 of 4 experts each, all of their bytes
+    whole = sum(stored[name].nbytes for name in ("up.q", "up.scale", "up.zero", "rows"))
+    assert stats.bytes_per_token == 2 * 2 * whole / 4
+
+
+@pytest.fixture
+def engine(tiny_pack: Path) -> Iterator[Engine]:
+    with Engine() as engine:
+        engine.load(tiny_pack)
+        yield engine
+
+
+def finished(engine: Engine, request: int) -> Stats:
+    end = engine.end_of(request)
+    assert isinstance(end, Finished)
+    return end.stats
+
+
+def test_an_answers_counters(engine: Engine) -> None:
+    engine.send(asking(1, PROMPT, tokens=9))
+    stats = finished(engine, 1)
+    assert (stats.request, stats.prompt_tokens, stats.new_tokens, stats.context_window) == (1, 3, 9, 512)
+    assert stats.first_token_s and stats.first_token_s > 0
+    assert stats.prefill_tps and stats.prefill_tps > 0
+    assert stats.decode_tps_mean and stats.decode_tps_mean > 0
+    assert stats.ram_bytes > 50_000_000
+    # The last token was drawn but not read: 3 + 8 are in the cache. 2 layers, keys and values, hidden 64, float32.
+    assert stats.context_used == 11 and stats.kv_bytes == 11 * 2 * 2 * 64 * 4
+    assert stats.vram_bytes is None
+
+
+def test_what_was_not_measured_is_none_and_not_zero(engine: Engine) -> None:
+    engine.send(asking(1, PROMPT, tokens=1))
+    stats = finished(engine, 1)
+    assert stats.new_tokens == 1 and stats.first_token_s and stats.prefill_tps
+    assert (stats.decode_tps_mean, stats.active_neurons, stats.bytes_per_token) == (None, None, None)
+    assert stats.layer_activity == () and stats.expert_use == ()
+
+
+def test_an_answer_that_stops_at_once_measured_no_token(engine: Engine) -> None:
+    engine.send(asking(1, PROMPT, tokens=1))
+    finished(engine, 1)
+    (first,) = engine.tokens_of(1)
+    engine.send(asking(2, PROMPT, stop=(first,)))
+    stats = finished(engine, 2)
+    assert stats.new_tokens == 0 and stats.first_token_s is None and stats.prefill_tps
+
+
+def test_each_answer_starts_counting_anew(engine: Engine) -> None:
+    engine.send(asking(1, PROMPT, tokens=30), asking(2, PROMPT, tokens=5), asking(3, PROMPT, tokens=5))
+    finished(engine, 1)
+    second, third = finished(engine, 2), finished(engine, 3)
+    assert second.new_tokens == third.new_tokens == 5
+    assert second.active_neurons == third.active_neurons and second.bytes_per_token == third.bytes_per_token
+
+
+def test_counters_are_told_while_the_answer_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("floe_chat.engine.session.STATS_EVERY_S", 0.0)
+    engine.send(asking(1, PROMPT, tokens=6))
+    finished(engine, 1)
+    told = [event.new_tokens for event in engine.seen if isinstance(event, Stats)]
+    assert told == [0, 1, 2, 3, 4, 5, 6]
