@@ -29,6 +29,7 @@ def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, s
     """
     given = {name: value for name, value in options.items() if value is not None}
     max_tokens, system = int(given.pop("max_tokens")), given.pop("system", None)
+    _need_text("--system", system or "")
     return Sampling(**{**_published(pack), **given}), max_tokens, system
 
 
@@ -40,7 +41,15 @@ def _published(pack: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or not fields.get("do_sample"):
         return {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: fields[name] for name in names if isinstance(fields.get(name), int | float)}
+    given = {name: fields[name] for name in names if type(fields.get(name)) in (int, float)}
+    return given | ({"top_k": int(given["top_k"])} if "top_k" in given else {})
+
+
+def _need_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not text", "It is not UTF-8.", "Give it in UTF-8.") from error
 
 
 def question(words: tuple[str, ...], file: Path | None) -> str:
@@ -50,6 +59,7 @@ def question(words: tuple[str, ...], file: Path | None) -> str:
         UsageError: nothing to ask, or a file that cannot be read as text.
     """
     parts = [" ".join(words)]
+    _need_text("The question", parts[0])
     if file is not None:
         try:
             parts.append(file.read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ Nothing here waits: a UI timer drains what the engine left, and posts it to the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from textual.message import Message
@@ -22,6 +23,7 @@ from ..engine.events import (
 )
 from .chat_client import ChatClient, Submitted, TextDelta, Update
 from .chat_client import Message as ChatMessage
+from .widgets.plain import printable
 
 IDLE_PERIOD = 0.1
 WRITING_PERIOD = 0.05
@@ -166,7 +168,7 @@ def _as_message(update: Update) -> Message | None:
         case Loading(step, fraction):
             return ModelLoading(step, fraction)
         case Loaded():
-            return ModelReady(update)
+            return ModelReady(_printable(update))
         case PrefillProgress(request, done, total):
             return PromptRead(request, done, total)
         case Finished(request, reason, stats):
@@ -178,3 +180,8 @@ def _as_message(update: Update) -> Message | None:
         case _:
             # Token ids reach the screen as text, and nothing is shown of a model that was let go.
             return None
+
+
+def _printable(loaded: Loaded) -> Loaded:
+    # A pack's name and source are whatever its maker wrote.
+    return dataclasses.replace(loaded, model=printable(loaded.model), source=printable(loaded.source))

@@ -153,6 +153,11 @@ class ChatClient:
             self._format = ChatFormat(self._pack)
         except FloeError as error:
             self._format = error
+        # This thread's border: without an answer here the model would never be ready.
+        except Exception as error:  # noqa: BLE001
+            self._format = FloeError(
+                "The tokenizer failed", f"{type(error).__name__}: {error}", "Pack the model again."
+            )
         finally:
             self._format_ready.set()
 

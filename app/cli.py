@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -173,6 +174,9 @@ def main() -> None:
     # to programmers would land between the person's lines.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an output that cannot hold every character loses it, not the answer
     start_log()
     sys.exit(_run())
 
@@ -194,6 +198,11 @@ def _run() -> int:
     except BrokenPipeError:
         # Whoever read our output has enough; closing stdout here keeps the interpreter from complaining at exit.
         sys.stdout = None  # type: ignore[assignment]
+        return 1
+    except OSError as error:
+        _explain(
+            FloeError("floe-chat had to stop", f"{error.strerror or error}.", "Check the disk or the device named.")
+        )
         return 1
     # The program's border: the person gets a sentence, the log gets the traceback.
     except Exception as error:

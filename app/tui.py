@@ -80,7 +80,6 @@ class FloeChatApp(App[int]):
         return super().check_action(action, parameters)
 
     async def action_quit(self) -> None:
-        self._bridge.cancel()
         self.exit(self._exit_code)
 
     def action_help(self) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from floe_chat.models.checkpoint import Checkpoint
@@ -118,6 +122,53 @@ def reference_model(checkpoint: Path) -> Any:
         checkpoint, dtype=torch.float32, experts_implementation="eager", local_files_only=True
     )
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run_cli(*arguments: str, stdin: bytes = b"", terminal: bool = False, encoding: str = "utf-8") -> Ran:
+    """`floe-chat ARGUMENTS` in this process, through its own entry point, with captured streams."""
+    from floe_chat.app.cli import main
+
+    out, err = (_Stream(io.BytesIO(), terminal, encoding) for _ in range(2))
+    pipe = _Stream(io.BytesIO(stdin), terminal, encoding)
+    with mock.patch.multiple(sys, argv=["floe-chat", *arguments], stdin=pipe, stdout=out, stderr=err):
+        try:
+            main()
+            code: object = 0
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int | None), f"the command ended with {code!r}"
+    return Ran(code or 0, out.text(), err.text())
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream over bytes in memory, which may claim to be a terminal."""
+
+    def __init__(self, content: io.BytesIO, terminal: bool, encoding: str) -> None:
+        super().__init__(content, encoding=encoding)
+        self._content, self._terminal = content, terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def text(self) -> str:
+        self.flush()
+        return self._content.getvalue().decode(self.encoding)
+
+
+def explained(ran: Ran, code: int) -> str:
+    """What a command that failed as it should says: nothing on stdout, and not that the program is at fault."""
+    assert (ran.code, ran.out) == (code, ""), ran
+    assert ran.err and "Traceback" not in ran.err and "fault of floe-chat" not in ran.err, ran.err
+    return ran.err
 
 
 def edit_json(path: Path, change: Callable[[Any], None]) -> None:

@@ -15,6 +15,7 @@ from ...engine.events import Loaded, Stats
 from ..widgets.composer import Composer
 from ..widgets.figures import Figures
 from ..widgets.panel import PanelStrip, PerformancePanel
+from ..widgets.plain import printable
 from ..widgets.status_line import StatusLine
 from ..widgets.transcript import Transcript
 
@@ -60,8 +61,9 @@ class ChatView(Screen[None]):
 
     @on(Markdown.LinkClicked)
     def _copy_link(self, event: Markdown.LinkClicked) -> None:
-        self.app.copy_to_clipboard(event.href)
-        self._status.remark(f"Copied {event.href}")
+        href = printable(event.href)
+        self.app.copy_to_clipboard(href)
+        self._status.remark(f"Copied {href}")
 
     def _show_loaded(self, loaded: Loaded) -> None:
         self._figures.loaded = loaded
@@ -74,8 +76,6 @@ class ChatView(Screen[None]):
         self._figures.take(stats, running=running)
         self._status.context_window = stats.context_window
         self._unpainted = True
-        if not running:
-            self._paint_figures()
 
     def _paint_figures(self) -> None:
         if self._unpainted:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Markdown, Static
 
 from ...engine.events import Stats
 from .fences import FenceSplitter
+from .plain import printable
 from .units import rate_of, seconds
 
 _PERIOD = 0.125
@@ -25,6 +29,21 @@ _REASONS = {
     "context": "context full",
     "cancelled": "stopped by you",
 }
+
+
+class AnswerParser(MarkdownIt):
+    """GitHub's Markdown with tags as text to be read (the renderer would drop them) and nothing unprintable.
+
+    The parser decodes what stands in a link for display, so that %1b would become an escape character.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gfm-like", {"html": False})
+
+    def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
+        tokens = super().parse(src, env)
+        _make_printable(tokens)
+        return tokens
 
 
 class AnswerTurn(Vertical):
@@ -41,8 +60,7 @@ class AnswerTurn(Vertical):
         self._fences = FenceSplitter()
         self._news = asyncio.Event()
         self._complete = asyncio.Event()
-        # A tag in an answer is text to be read: with HTML on, the renderer would drop it.
-        self._markdown = Markdown("", parser_factory=_parser, open_links=False)
+        self._markdown = Markdown("", parser_factory=AnswerParser, open_links=False)
         self._open_fence = Static(markup=False, classes="open-fence")
         self._footer = Static("…", markup=False, classes="footer")
 
@@ -115,5 +133,7 @@ def summary(reason: str, stats: Stats) -> str:
     return " · ".join(parts)
 
 
-def _parser() -> MarkdownIt:
-    return MarkdownIt("gfm-like", {"html": False})
+def _make_printable(tokens: Sequence[Token]) -> None:
+    for token in tokens:
+        token.content = printable(token.content)
+        _make_printable(token.children or ())

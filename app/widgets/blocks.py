@@ -13,7 +13,7 @@ class UserTurn(Static):
     """A question, shown exactly as written: neither markup nor Markdown. `note` says what became of it."""
 
     def __init__(self, text: str, note: str = "") -> None:
-        super().__init__(markup=False)
+        super().__init__()
         self.text = text
         self.note = note
 

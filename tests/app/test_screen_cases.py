@@ -181,7 +181,7 @@ async def test_new_chat_ignores_the_old_answer() -> None:
         client.say(TextDelta(old, "late"), Finished(old, "cancelled", stats(old)))
         await until(pilot, lambda: len(client.asked) == 2)
         assert client.asked[1] == (Message("user", "new"),)
-        client.say(TextDelta(2, "new text"))
+        client.say(TextDelta(2, "new "), TextDelta(old, "later"), TextDelta(2, "text"))
         await until(pilot, lambda: answer(pilot).text == "new text")
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
-from floe_chat.app.bridge import AnswerFinished, AnswerText, StatsArrived, as_messages
+from floe_chat.app.bridge import AnswerFinished, AnswerText, ModelReady, StatsArrived, as_messages
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.screens.conversation import Conversation
 from floe_chat.app.widgets import units
+from floe_chat.app.widgets.answer import AnswerParser
 from floe_chat.app.widgets.fences import FenceSplitter
 from floe_chat.app.widgets.heat import bars, condense, stretch
 from floe_chat.app.widgets.plain import printable
 from floe_chat.engine.events import Finished, Tokens
 
-from .scripted import stats
+from .scripted import LOADED, stats
 
 
 def test_one_drain_joins_text_and_keeps_order() -> None:
@@ -27,9 +30,20 @@ def test_one_drain_joins_text_and_keeps_order() -> None:
         TextDelta(2, "d"),
     ]
     messages = as_messages(updates)
-    assert [type(message) for message in messages] == [AnswerText, StatsArrived, AnswerText, AnswerFinished, AnswerText]
+    assert [type(message) for message in messages] == [
+        AnswerText,
+        StatsArrived,
+        AnswerText,
+        AnswerFinished,
+        AnswerText,
+    ]
     assert [message.text for message in messages if isinstance(message, AnswerText)] == ["ab", "c", "d"]
     assert isinstance(messages[1], StatsArrived) and messages[1].stats == stats(1)
+
+
+def test_the_packs_name_is_made_printable() -> None:
+    (message,) = as_messages([dataclasses.replace(LOADED, model="a\x1b]0;b")])
+    assert isinstance(message, ModelReady) and message.loaded.model == "a\ufffd]0;b"
 
 
 def test_conversation_alternates() -> None:
@@ -85,6 +99,24 @@ def test_small_pictures() -> None:
     assert bars([]) == [""] and bars([0, 0]) == ["  "]
     assert condense(range(6), 3) == [0.5, 2.5, 4.5] and condense([1.0], 3) == [1.0] and condense([1.0, 2.0], 0) == []
     assert stretch("ab", 7) == "aaabbb" and stretch("ab", 1) == "ab"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://e.org/%1b]0;x%07",
+        "<https://e.org/%1b[31m>",
+        "`\x1b[2J`",
+        "![\x1b](%1b)",
+        "```\n\x1b\n```",
+        "www.e.org/%9b",
+    ],
+)
+def test_no_answer_renders_control_characters(text: str) -> None:
+    tokens = AnswerParser().parse(text)
+    contents = [part.content for token in tokens for part in (token, *(token.children or ()))]
+    assert any("\ufffd" in content for content in contents)
+    assert all(printable(content) == content for content in contents)
 
 
 def test_control_characters_become_visible() -> None:

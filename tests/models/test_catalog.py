@@ -6,8 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from floe_chat.models.catalog import asset, find, installed, models_folder
+from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import FloeError, PackError, UsageError
+from floe_chat.models.packed import PackedModel
 
 
 @pytest.fixture
@@ -74,6 +77,15 @@ def test_installed_lists_good_and_bad(named: str) -> None:
     assert set(found) == {"demo", "mine", "broken"}
     assert found[named].trouble is None and found[named].bytes > 100_000
     assert found["broken"].trouble
+
+
+def test_the_demo_is_whole_and_packed_from_its_checkpoint() -> None:
+    packed = PackedModel.open(find("demo"), recheck=True)
+    source = Checkpoint(asset("demo", "checkpoint"))
+    dense = packed.dense()
+    assert sorted(dense) == sorted(source.dense_names())
+    assert all(torch.equal(tensor, source.tensor(name)) for name, tensor in dense.items())
+    assert packed.manifest.architecture.layers == source.config.num_hidden_layers
 
 
 def test_assets_are_there() -> None:

@@ -1,0 +1,220 @@
+"""`floe-chat ask`: data on stdout, talk on stderr, an exit code, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..helpers import Ran, edit_json, explained, reseal, run_cli
+
+SHORT = ("--max-tokens", "6", "--seed", "1")
+FIGURES = {
+    "answer": str,
+    "stop_reason": str,
+    "model": str,
+    "preset": str,
+    "backend": str,
+    "seed": int,
+    "prompt_tokens": int,
+    "new_tokens": int,
+    "first_token_s": float,
+    "decode_tokens_per_s": float,
+    "active_neurons": float,
+    "bytes_per_token": float,
+}
+
+
+def ask(pack: Path, *arguments: str, stdin: bytes = b"") -> Ran:
+    return run_cli("ask", "-m", str(pack), *arguments, stdin=stdin)
+
+
+def test_the_answer_alone_is_on_stdout(tiny_pack: Path) -> None:
+    ran = ask(tiny_pack, "hi", *SHORT)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.endswith("\n") and ran.out.strip()
+
+
+def test_the_demo_answers_without_any_option() -> None:
+    ran = run_cli("ask", "What is an expert?", "--max-tokens", "24", "--temperature", "0")
+    assert (ran.code, ran.err) == (0, "")
+    assert len(ran.out.split()) >= 4
+
+
+def test_json_is_one_object_with_every_figure(tiny_pack: Path) -> None:
+    ran = ask(tiny_pack, "hi", *SHORT, "--json")
+    assert (ran.code, ran.err) == (0, "") and ran.out.count("\n") == 1
+    fields = json.loads(ran.out)
+    assert {name: type(value) for name, value in fields.items()} == FIGURES
+    assert fields["seed"] == 1 and fields["new_tokens"] == 6 and fields["stop_reason"] == "length"
+    assert fields["model"] == "tiny" and fields["preset"] == "Balanced" and 0 < fields["active_neurons"] < 1
+
+
+def test_json_holds_the_text_that_is_printed_without_it(tiny_pack: Path) -> None:
+    plain, fields = ask(tiny_pack, "hi", *SHORT), json.loads(ask(tiny_pack, "hi", *SHORT, "--json").out)
+    assert plain.out == fields["answer"] + "\n"
+
+
+def test_a_seed_repeats_an_answer(tiny_pack: Path) -> None:
+    warm = ("--temperature", "2", "--min-p", "0", "--max-tokens", "12")
+    first, second = (ask(tiny_pack, "hi", *warm, "--seed", "5").out for _ in range(2))
+    assert first == second != ask(tiny_pack, "hi", *warm, "--seed", "6").out
+
+
+def test_the_seed_that_was_drawn_gives_the_answer_again(tiny_pack: Path) -> None:
+    warm = ("hi", "--temperature", "2", "--max-tokens", "12", "--json")
+    first = json.loads(ask(tiny_pack, *warm).out)
+    again = json.loads(ask(tiny_pack, *warm, "--seed", str(first["seed"])).out)
+    assert again["answer"] == first["answer"]
+
+
+@pytest.mark.parametrize("preset", ["High", "balanced", "FAST"])
+def test_presets_are_taken_in_any_case(tiny_pack: Path, preset: str) -> None:
+    assert json.loads(ask(tiny_pack, "hi", *SHORT, "--json", "-p", preset).out)["preset"] == preset.capitalize()
+
+
+def prompt_tokens(ran: Ran) -> int:
+    return int(json.loads(ran.out)["prompt_tokens"])
+
+
+def test_words_file_and_pipe_make_the_question_in_this_order(tiny_pack: Path, tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("from a file\n", encoding="utf-8")
+    whole = "two words\n\nfrom a file\n\nfrom a pipe"
+    pieces = ask(tiny_pack, "two", "words", "-f", str(tmp_path / "q.txt"), "--json", *SHORT, stdin=b"\nfrom a pipe\n\n")
+    together = ask(tiny_pack, whole, "--json", *SHORT)
+    assert prompt_tokens(pieces) == prompt_tokens(together)
+    assert json.loads(pieces.out)["answer"] == json.loads(together.out)["answer"]
+
+
+def test_instructions_come_before_the_question(tiny_pack: Path) -> None:
+    without, with_them = (ask(tiny_pack, "hi", "--json", *SHORT, *more) for more in ((), ("--system", "be brief")))
+    # The test template writes the instructions and a line break: one token a byte.
+    assert prompt_tokens(with_them) == prompt_tokens(without) + len("be brief\n")
+
+
+def test_a_question_may_begin_with_a_dash_after_two(tiny_pack: Path) -> None:
+    assert ask(tiny_pack, *SHORT, "--", "--help").code == 0
+
+
+BAD_OPTIONS: list[list[str]] = [
+    ["--temperature", "-1"],
+    ["--temperature", "nan"],
+    ["--temperature", "hot"],
+    ["--top-p", "0"],
+    ["--top-k", "-1"],
+    ["--top-k", "1.5"],
+    ["--min-p", "2"],
+    ["--repetition-penalty", "0"],
+    ["--seed", "-1"],
+    ["--seed", "99999999999999999999"],
+    ["--max-tokens", "0"],
+    ["--max-tokens", "many"],
+    ["--preset", "Nonsense"],
+    ["--preset", "Exact"],
+    ["--device", "cuda:99"],
+    ["--device", "rubbish"],
+    ["--device", ""],
+    ["--no-such-option"],
+    ["--seed"],
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=" ".join)
+def test_bad_options_are_usage_errors(tiny_pack: Path, options: list[str]) -> None:
+    explained(ask(tiny_pack, "hi", "--max-tokens", "2", *options), 2)
+
+
+@pytest.mark.parametrize(
+    "model", ["nonesuch", "~nosuchuser/x", "x" * 5000, "no/such/folder"], ids=lambda name: name[:20]
+)
+def test_unknown_models_are_usage_errors(model: str) -> None:
+    assert "demo" in explained(run_cli("ask", "hi", "-m", model), 2)
+
+
+Damage = Callable[[Path], Any]
+DAMAGES: dict[str, Damage] = {
+    "no-manifest": lambda pack: (pack / "manifest.json").unlink(),
+    "garbage-manifest": lambda pack: (pack / "manifest.json").write_bytes(b"\xff{"),
+    "interrupted": lambda pack: (pack / "manifest.json").rename(pack / "packing.txt"),
+    "missing-layer": lambda pack: (pack / "layer_01.safetensors").unlink(),
+    "truncated-layer": lambda pack: os.truncate(pack / "layer_01.safetensors", 1000),
+    "missing-tokenizer": lambda pack: (pack / "tokenizer.json").unlink(),
+    "damaged-tokenizer": lambda pack: (pack / "tokenizer.json").write_text("{}"),
+    "tokenizer-of-no-kind": lambda pack: ((pack / "tokenizer.json").write_text("{}"), reseal(pack)),
+    "no-template": lambda pack: (edit_json(pack / "tokenizer_config.json", _drop_template), reseal(pack)),
+    "empty-configuration": lambda pack: ((pack / "config.json").write_text("{}"), reseal(pack)),
+}
+
+
+def _drop_template(fields: dict[str, Any]) -> None:
+    del fields["chat_template"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_packs_are_explained(tiny_pack: Path, tmp_path: Path, damage: Damage) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
+    damage(pack)
+    explained(ask(pack, "hi", *SHORT), 1)
+
+
+def test_a_pack_with_a_strange_generation_config_answers(tiny_pack: Path, tmp_path: Path) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
+    for content in ("[]", "null", '{"do_sample": true, "top_k": 50.0, "temperature": "hot", "min_p": true}'):
+        (pack / "generation_config.json").write_text(content)
+        reseal(pack)
+        ran = ask(pack, "hi", *SHORT)
+        assert (ran.code, ran.err) == (0, ""), content
+
+
+def test_a_checkpoint_is_not_a_pack(tiny_checkpoint: Path) -> None:
+    assert "floe-chat pack" in explained(ask(tiny_checkpoint, "hi"), 1)
+
+
+@pytest.mark.parametrize("stdin", [b"", b" \n\t\n"], ids=["nothing", "blank"])
+def test_no_question_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
+    assert "question" in explained(ask(tiny_pack, stdin=stdin), 2)
+
+
+@pytest.mark.parametrize("stdin", [b"\xff\xfe\x00", b"caf\xe9"], ids=["utf-16", "latin-1"])
+def test_a_pipe_that_is_no_text_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
+    assert "UTF-8" in explained(ask(tiny_pack, stdin=stdin), 2)
+
+
+@pytest.mark.parametrize("words", [["\udcff"], ["hi", "--system", "\udcff"]], ids=["question", "system"])
+def test_words_that_are_no_text_are_a_usage_error(tiny_pack: Path, words: list[str]) -> None:
+    explained(ask(tiny_pack, *words, *SHORT), 2)
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "not-text"])
+def test_a_file_that_cannot_be_read_is_a_usage_error(tiny_pack: Path, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "not-text").write_bytes(b"\x80\x81")
+    (tmp_path / "folder").mkdir()
+    assert kind in explained(ask(tiny_pack, "-f", str(tmp_path / kind)), 2)
+
+
+def test_a_question_longer_than_the_window_is_a_usage_error(tiny_pack: Path) -> None:
+    err = explained(ask(tiny_pack, "x" * 600), 2)
+    assert "512" in err and "--max-tokens" in err
+
+
+def test_a_question_that_fills_the_window_is_answered(tiny_pack: Path) -> None:
+    # 18 tokens of the template around it; one of the window is left for the answer.
+    ran = ask(tiny_pack, "x" * (512 - 18 - 1 + len("hi")), "--max-tokens", "1", "--json")
+    assert ran.code == 0 and prompt_tokens(ran) == 511
+
+
+def test_control_characters_of_an_answer_are_shown_not_obeyed(tiny_pack: Path) -> None:
+    raw = ask(tiny_pack, "hi", "--temperature", "5", "--min-p", "0", "--max-tokens", "120", "--seed", "3").out
+    assert not [char for char in raw if (ord(char) < 32 or 0x7F <= ord(char) < 0xA0) and char not in "\n\t"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_narrow_output_loses_characters_not_the_answer(tiny_pack: Path, encoding: str) -> None:
+    options = ("hi", "--temperature", "5", "--min-p", "0", "--max-tokens", "40", "--seed", "3")
+    ran = run_cli("ask", "-m", str(tiny_pack), *options, encoding=encoding)
+    assert (ran.code, ran.err) == (0, "") and len(ran.out) > 10

@@ -1,0 +1,171 @@
+"""The command line around `ask`: help at once, doctor, completion, and no traceback whatever is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.models.catalog import models_folder
+
+from ..helpers import explained, run_cli
+
+HEAVY = {"torch", "transformers", "textual", "tokenizers", "hqq", "safetensors", "numpy"}
+
+
+def python(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in a fresh interpreter."""
+    command = [sys.executable, "-c", program, *arguments]
+    environ = os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environ, check=False)
+
+
+LIGHT: list[list[str]] = [
+    ["--help"],
+    ["-h"],
+    ["--version"],
+    ["ask", "--help"],
+    ["pack", "--help"],
+    ["completion", "bash"],
+    ["nonesuch"],
+    [],
+]
+
+
+def test_what_needs_no_model_imports_no_heavy_library() -> None:
+    program = """
+import io, json, sys
+from floe_chat.app import cli
+out, heavy = sys.stdout, {}
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    sys.stdout = sys.stderr = io.StringIO()
+    try:
+        cli.main()
+    except SystemExit:
+        pass
+    heavy[" ".join(arguments)] = [name for name in json.loads(WANTED) if name in sys.modules]
+out.write(json.dumps(heavy))
+""".replace("WANTED", repr(json.dumps(sorted(HEAVY))))
+    # In this order, since what one imports stays for the next.
+    done = python(program, json.dumps(LIGHT))
+    assert done.returncode == 0, done.stderr
+    assert {arguments: heavy for arguments, heavy in json.loads(done.stdout).items() if heavy} == {}
+
+
+def test_help_names_every_command() -> None:
+    ran = run_cli("--help")
+    assert (ran.code, ran.err) == (0, "")
+    for command in ("ask", "pack", "doctor", "completion"):
+        assert command in ran.out
+        own = run_cli(command, "--help")
+        assert own.code == 0 and "Usage: floe-chat " + command in own.out
+
+
+def test_the_version_is_told() -> None:
+    assert run_cli("--version").out.startswith("floe-chat, version ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonesuch"], ["--nonesuch"], ["ask", "--nonesuch"], ["pack"], ["completion", "tcsh"]]
+)
+def test_what_does_not_exist_is_a_usage_error(arguments: list[str]) -> None:
+    explained(run_cli(*arguments), 2)
+
+
+def test_options_before_the_command_are_pointed_out() -> None:
+    assert "floe-chat ask --model" in explained(run_cli("--model", "demo", "ask", "hi"), 2)
+
+
+def test_the_screen_needs_a_terminal() -> None:
+    assert "floe-chat ask" in explained(run_cli(), 2)
+
+
+@pytest.mark.parametrize("arguments", [["-m", "nonesuch"], ["--temperature", "hot"]], ids=" ".join)
+def test_the_screen_is_not_opened_on_bad_options(arguments: list[str]) -> None:
+    ran = run_cli(*arguments, terminal=True)
+    assert ran.code == 2 and "\x1b[?1049h" not in ran.out + ran.err
+
+
+def test_doctor_tells_machine_paths_and_models() -> None:
+    ran = run_cli("doctor")
+    assert (ran.code, ran.err) == (0, "")
+    for heading in ("Machine", "Paths", "Models", "cpu", "torch", "demo"):
+        assert heading in ran.out
+
+
+def test_doctor_speaks_json(tiny_pack: Path, own_folders: Path) -> None:
+    shutil.copytree(tiny_pack, models_folder() / "mine")
+    (models_folder() / "broken").mkdir()
+    fields = json.loads(run_cli("doctor", "--json").out)
+    models = {model["name"]: model for model in fields["models"]}
+    assert models["mine"]["trouble"] is None and models["broken"]["trouble"]
+    assert fields["hardware"]["ram_total"] > 0 and {path["device"] for path in fields["paths"]} == {"cpu", "cuda"}
+    assert Path(fields["log_file"]).is_relative_to(own_folders)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_the_program(shell: str) -> None:
+    ran = run_cli("completion", shell)
+    assert ran.code == 0 and "_FLOE_CHAT_COMPLETE" in ran.out and "floe-chat" in ran.out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_the_bash_script_is_valid_bash() -> None:
+    script = run_cli("completion", "bash").out
+    checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_commands_complete_themselves() -> None:
+    asked = {"_FLOE_CHAT_COMPLETE": "bash_complete", "COMP_WORDS": "floe-chat do", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv = ['floe-chat']; from floe_chat.app.cli import main; main()"
+    done = python(program, **asked)
+    assert done.stdout.split() == ["plain,doctor"] and done.stderr == ""
+
+
+def test_a_fault_of_the_programs_goes_to_the_log_not_the_screen(
+    monkeypatch: pytest.MonkeyPatch, own_folders: Path
+) -> None:
+    def broken(**_options: Any) -> str:
+        raise RuntimeError("something nobody thought of")
+
+    monkeypatch.setattr("floe_chat.app.doctor.report", broken)
+    ran = run_cli("doctor")
+    assert ran.code == 1 and "something nobody thought of" in ran.err and "Traceback" not in ran.err
+
+
+def test_the_log_holds_the_traceback_and_is_private(own_folders: Path) -> None:
+    program = """
+import sys
+from floe_chat.app import cli, doctor
+def broken(**options):
+    raise RuntimeError("something nobody thought of")
+doctor.report = broken
+sys.argv = ["floe-chat", "doctor"]
+cli.main()
+"""
+    done = python(program)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    (log,) = own_folders.rglob("floe-chat.log")
+    assert "Traceback" in log.read_text() and str(log) in done.stderr
+    assert os.name == "nt" or log.stat().st_mode & 0o077 == 0
+
+
+def test_output_that_cannot_be_written_is_not_called_a_fault(tiny_pack: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    program = "from floe_chat.app.cli import main; main()"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "completion", "bash"], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == 1
+    assert (
+        b"No space left" in done.stderr and b"fault of floe-chat" not in done.stderr and b"Traceback" not in done.stderr
+    )

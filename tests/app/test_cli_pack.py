@@ -1,0 +1,99 @@
+"""`floe-chat pack`: from a checkpoint to a model that answers, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.models.manifest import Manifest
+from floe_chat.models.packed import PackedModel
+
+from ..helpers import edit_json, explained, run_cli
+
+
+def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "mine"
+    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8")
+    assert (ran.code, ran.out) == (0, "") and "up 3 bit, rows 8 bit" in ran.err
+    manifest = PackedModel.open(packed, recheck=True).manifest
+    assert manifest.name == "mine" and manifest.source.name == tiny_checkpoint.name
+    asked = run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3", "--json")
+    assert asked.code == 0 and json.loads(asked.out)["model"] == "mine"
+
+
+def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "p"
+    run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "16", "--rows", "16", "--name", "Own Name")
+    asked = run_cli("ask", "hi", "-m", str(packed), "-p", "exact", "--max-tokens", "3", "--json")
+    fields = json.loads(asked.out)
+    assert (fields["model"], fields["preset"], fields["active_neurons"]) == ("Own Name", "Exact", 1.0)
+
+
+@pytest.fixture
+def source(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+
+
+def _drop_architecture(fields: dict[str, Any]) -> None:
+    fields["model_type"] = "llama"
+
+
+@pytest.mark.parametrize(
+    "kind", ["missing", "empty", "dense-model", "pickle", "damaged-shard", "no-tokenizer", "a-pack"]
+)
+def test_checkpoints_that_cannot_be_packed_are_explained(
+    source: Path, tiny_pack: Path, tmp_path: Path, kind: str
+) -> None:
+    shard = min(source.glob("*.safetensors"))
+    given = source
+    match kind:
+        case "missing":
+            given = tmp_path / "missing"
+        case "empty":
+            given = tmp_path / "empty"
+            given.mkdir()
+        case "dense-model":
+            edit_json(source / "config.json", _drop_architecture)
+        case "pickle":
+            for path in source.glob("*.safetensors"):
+                path.rename(path.with_suffix(".bin"))
+        case "damaged-shard":
+            os.truncate(shard, 100)
+        case "no-tokenizer":
+            (source / "tokenizer.json").unlink()
+        case _:
+            given = tiny_pack
+    explained(run_cli("pack", str(given), str(tmp_path / "out")), 1)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("options", [["--up", "5"], ["--rows", "1"], ["--up", "two"], ["--nonesuch"]], ids=" ".join)
+def test_bad_options_of_pack_are_usage_errors(tiny_checkpoint: Path, tmp_path: Path, options: list[str]) -> None:
+    explained(run_cli("pack", str(tiny_checkpoint), str(tmp_path / "out"), *options), 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_somebody_elses_is_left_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert "thesis.txt" in explained(run_cli("pack", str(tiny_checkpoint), str(tmp_path)), 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_an_interrupted_pack_says_so_and_can_be_repeated(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "out"), "--up", "16", "--rows", "16")
+
+    def interrupt(_manifest: Manifest, _folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", interrupt)
+        ran = run_cli(*arguments)
+    assert ran.code == 130 and "interrupted" in ran.err and "Traceback" not in ran.err
+    assert "incomplete" in explained(run_cli("ask", "hi", "-m", str(tmp_path / "out")), 1)
+    assert run_cli(*arguments).code == 0
