@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -178,12 +179,19 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an output that cannot hold every character loses it, not the answer
     start_log()
-    sys.exit(_run())
+    code = _run()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            code = code or 1
+    # Not sys.exit: torch takes seconds to tear itself down, and a person who quit has the terminal back at once.
+    os._exit(code)
 
 
 def _run() -> int:
-    import logging
-
     try:
         return cli.main(standalone_mode=False) or 0
     except click.ClickException as error:

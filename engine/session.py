@@ -140,6 +140,12 @@ class Session:
         )
         self._loaded = loaded
         self._events.put(event)
+        # Memory is known before anything was asked; what was not measured stays None.
+        self._events.put(
+            loaded.telemetry.stats(
+                kv_bytes=0, vram_bytes=loaded.vram_bytes(), context_used=0, context_window=loaded.window
+            )
+        )
 
     def _set_preset(self, command: SetPreset) -> None:
         from . import quality

@@ -1,0 +1,177 @@
+"""The client that the screen and `ask` share: messages in, text out, one answer at a time, old turns left out first."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from floe_chat.app.chat_client import ChatClient, Message, TextDelta, Update
+from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling
+from floe_chat.models.errors import TryAgainError, UsageError
+
+from ..helpers import reseal
+
+DEADLINE_S = 120.0
+GREEDY = Sampling(temperature=0)
+HI = [Message("user", "hi")]
+AROUND = len("<") + len("[INST]  [/INST]")  # tokens of the test template around one question: <s> is one
+E = TypeVar("E")
+
+
+def until(client: ChatClient, *kinds: type[E]) -> tuple[E, list[Update]]:
+    """The next update of one of `kinds`, and everything before it."""
+    seen: list[Update] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for update in client.poll(timeout=0.2):
+            if isinstance(update, kinds):
+                return update, seen
+            seen.append(update)
+    raise AssertionError(f"no {kinds} among {seen}")
+
+
+@pytest.fixture
+def client(tiny_pack: Path) -> Iterator[ChatClient]:
+    """A client whose model is ready."""
+    client = ChatClient(tiny_pack, None, "cpu")
+    client.start()
+    loaded, _ = until(client, Loaded, Failed)
+    assert isinstance(loaded, Loaded), loaded
+    yield client
+    client.close()
+
+
+def answered(client: ChatClient) -> tuple[str, Finished]:
+    """The text of the running answer, and its end."""
+    finished, before = until(client, Finished, Failed)
+    assert isinstance(finished, Finished), finished
+    return "".join(update.text for update in before if isinstance(update, TextDelta)), finished
+
+
+def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
+    texts: list[str] = []
+    for number in (1, 2):
+        submitted = client.submit(HI, GREEDY, 8)
+        assert (submitted.request, submitted.prompt_tokens, submitted.dropped) == (number, AROUND + 2, 0)
+        text, finished = answered(client)
+        assert finished.request == number and finished.stats.prompt_tokens == AROUND + 2
+        texts.append(text)
+    assert texts[0] == texts[1] != ""
+
+
+def test_before_the_model_is_ready_nothing_can_be_asked(tiny_pack: Path) -> None:
+    client = ChatClient(tiny_pack, None, "cpu")
+    with pytest.raises(TryAgainError):
+        client.submit(HI, GREEDY, 8)
+
+
+def test_a_second_question_has_to_wait(client: ChatClient) -> None:
+    client.submit(HI, GREEDY, 400)
+    with pytest.raises(TryAgainError, match="still"):
+        client.submit(HI, GREEDY, 8)
+    client.cancel()
+    _, finished = answered(client)
+    assert finished.reason == "cancelled"
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+
+
+def test_cancelling_nothing_harms_nobody(client: ChatClient) -> None:
+    client.cancel()
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+    client.cancel()
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+
+
+def turns(count: int, length: int) -> list[Message]:
+    """A conversation of `count` questions with answers between them, `length` characters each."""
+    return [Message(("user", "assistant")[i % 2], chr(97 + i) * length) for i in range(2 * count - 1)]
+
+
+def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:
+    # The window holds 512; 100 are kept for the answer. Each pair takes 101 + 100 and the template's marks.
+    submitted = client.submit(turns(4, 100), GREEDY, 100)
+    assert submitted.dropped == 4 and submitted.prompt_tokens <= 412
+    answered(client)
+    alone = client.submit(turns(4, 100)[4:], GREEDY, 100)
+    assert (alone.dropped, alone.prompt_tokens) == (0, submitted.prompt_tokens)
+    answered(client)
+
+
+def test_instructions_never_leave(client: ChatClient) -> None:
+    system = Message("system", "s" * 50)
+    with_system = client.submit([system, *turns(4, 100)], GREEDY, 100)
+    answered(client)
+    assert with_system.dropped == 4
+    alone = client.submit([system, *turns(4, 100)[4:]], GREEDY, 100)
+    assert alone.prompt_tokens == with_system.prompt_tokens
+    answered(client)
+
+
+def test_a_question_too_long_by_itself_is_explained_and_the_next_is_answered(client: ChatClient) -> None:
+    with pytest.raises(UsageError) as caught:
+        client.submit([*turns(2, 10)[:2], Message("user", "x" * 600)], GREEDY, 8)
+    assert "512" in caught.value.cause and caught.value.hint
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+
+
+def test_turns_that_the_template_refuses_leave_the_client_usable(client: ChatClient) -> None:
+    with pytest.raises(UsageError, match="template"):
+        client.submit([Message("narrator", "x")], GREEDY, 8)
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+
+
+def test_sampling_out_of_range_is_told_and_the_next_is_answered(client: ChatClient) -> None:
+    client.submit(HI, Sampling(top_p=7), 8)
+    failed, _ = until(client, Failed, Finished)
+    assert isinstance(failed, Failed) and failed.exit_code == 2 and "top_p" in failed.title
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+
+
+def test_a_preset_changes(client: ChatClient) -> None:
+    client.set_preset("fast")
+    assert until(client, PresetChanged)[0].preset == "Fast"
+    client.set_preset("Exact")
+    failed, _ = until(client, Failed)
+    assert failed.exit_code == 2 and failed.request is None
+
+
+def break_tokenizer(pack: Path) -> None:
+    (pack / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("damage", [break_tokenizer, shutil.rmtree])
+def test_a_model_that_cannot_be_used_is_told_once(
+    tiny_pack: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
+    damage(pack)
+    if pack.exists():
+        reseal(pack)
+    client = ChatClient(pack, None, "cpu")
+    client.start()
+    failed, _ = until(client, Failed, Loaded)
+    assert isinstance(failed, Failed) and failed.title and failed.hint and failed.exit_code == 1
+    with pytest.raises(TryAgainError):
+        client.submit(HI, GREEDY, 8)
+    client.close()
+    assert not [update for update in client.poll() if isinstance(update, Failed | Loaded)]
+
+
+def test_a_client_can_be_closed_at_any_time(tiny_pack: Path) -> None:
+    never_started = ChatClient(tiny_pack)
+    never_started.close()
+    loading = ChatClient(tiny_pack, None, "cpu")
+    loading.start()
+    loading.close()
+    loading.close()
+    assert not [update for update in loading.poll() if isinstance(update, Failed)]
