@@ -26,7 +26,7 @@ demo: $(STAMP)  ## train and pack the demo model anew
 	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --rows 8
 
 # torch comes first, so that whatever needs it finds the pinned version there.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*.inl)
 	@echo "Setting up $(VENV) (once; it downloads torch and a few libraries)"
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "floe-chat needs Python 3.11, 3.12 or 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }

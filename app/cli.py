@@ -170,7 +170,7 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
-    """Entry point of the command: every failure ends in a sentence and an exit code, never in a traceback."""
+    """Run the command: every failure ends in a sentence and an exit code (SystemExit), never in a traceback."""
     # Read by huggingface_hub and transformers when they are imported: nothing here needs a network, and their advice
     # to programmers would land between the person's lines.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
@@ -179,7 +179,19 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an output that cannot hold every character loses it, not the answer
     start_log()
-    code = _run()
+    sys.exit(_run())
+
+
+def command() -> None:
+    """Entry point of the installed command: `main`, then out at once.
+
+    Torch takes seconds to tear itself down, and a person who quit wants the terminal back.
+    """
+    code = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -187,7 +199,6 @@ def main() -> None:
                 stream.flush()
         except OSError:
             code = code or 1
-    # Not sys.exit: torch takes seconds to tear itself down, and a person who quit has the terminal back at once.
     os._exit(code)
 
 

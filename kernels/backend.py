@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .cpu import native
 from .layouts import ExpertRows, UpWeights
 from .types import Active, Calls
 
@@ -19,7 +20,7 @@ class Backend:
     """One implementation of every operation.
 
     Attributes:
-        name: "reference" (plain torch) today; compiled backends get names of their own.
+        name: "native" (our C++ on the CPU) or "reference" (plain torch).
         device: the kind of device it was chosen for. reason: why this one, for the panel and `doctor`.
     """
 
@@ -41,13 +42,34 @@ def choose(device: str) -> Backend:
         ValueError: torch cannot compute on that kind of device here.
     """
     if device == "cpu":
-        reason = "plain torch: this version has no compiled CPU kernels"
-    elif device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("torch sees no CUDA device")
-        reason = "plain torch on CUDA: this version has no Triton kernels"
-    else:
+        return _cpu()
+    if device != "cuda":
         raise ValueError(f"no kernels for device {device!r}; valid are cpu, cuda")
+    if not torch.cuda.is_available():
+        raise ValueError("torch sees no CUDA device")
+    return _reference(device, "plain torch on CUDA, since this version has no Triton kernels")
+
+
+def _cpu() -> Backend:
+    try:
+        isa = native.isa()
+    except native.NativeUnavailableError as error:
+        if native.isa_is_forced():
+            raise
+        return _reference("cpu", f"plain torch, since {error}")
+    return Backend(
+        name=f"native {isa.name}",
+        device="cpu",
+        reason=isa.reason,
+        up_gemv=native.up_gemv,
+        sparse_swiglu=native.sparse_swiglu,
+        expert_swiglu=reference.expert_swiglu,
+        gather_rows=native.gather_rows,
+        pool_scatter=native.pool_scatter,
+    )
+
+
+def _reference(device: str, reason: str) -> Backend:
     return Backend(
         name="reference",
         device=device,

@@ -124,7 +124,7 @@ def test_the_bash_script_is_valid_bash() -> None:
 
 def test_commands_complete_themselves() -> None:
     asked = {"_FLOE_CHAT_COMPLETE": "bash_complete", "COMP_WORDS": "floe-chat do", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv = ['floe-chat']; from floe_chat.app.cli import main; main()"
+    program = "import sys; sys.argv = ['floe-chat']; from floe_chat.app.cli import command; command()"
     done = python(program, **asked)
     assert done.stdout.split() == ["plain,doctor"] and done.stderr == ""
 
@@ -160,7 +160,7 @@ cli.main()
 def test_output_that_cannot_be_written_is_not_called_a_fault(tiny_pack: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    program = "from floe_chat.app.cli import main; main()"
+    program = "from floe_chat.app.cli import command; command()"
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-c", program, "completion", "bash"], stdout=full, stderr=subprocess.PIPE, check=False

@@ -101,7 +101,7 @@ def test_logits_of_every_decode_step(pair: Pair, length: int) -> None:
         assert relative_rms(logits[step], expected[step]) <= LIMIT, f"step {step}"
 
 
-@pytest.mark.parametrize("length", [1, DECODE_TOKENS, DECODE_TOKENS + 1, 40])
+@pytest.mark.parametrize("length", [1, DECODE_TOKENS + 1])
 def test_greedy_answers_are_token_for_token_the_same(pair: Pair, length: int) -> None:
     prompt = pair.prompt(length)
     ours = answer(pair.ours, prompt, max_new_tokens=NEW_TOKENS)

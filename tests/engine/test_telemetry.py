@@ -153,5 +153,5 @@ def test_counters_are_told_while_the_answer_runs(engine: Engine, monkeypatch: py
     monkeypatch.setattr("floe_chat.engine.session.STATS_EVERY_S", 0.0)
     engine.send(asking(1, PROMPT, tokens=6))
     finished(engine, 1)
-    told = [event.new_tokens for event in engine.seen if isinstance(event, Stats)]
+    told = [event.new_tokens for event in engine.seen if isinstance(event, Stats) and event.request == 1]
     assert told == [0, 1, 2, 3, 4, 5, 6]

@@ -8,6 +8,8 @@ from floe_chat import kernels
 
 from .oracle import make_layer
 
+pytestmark = pytest.mark.usefixtures("on_backend")
+
 SENTINEL = 0xA5
 CHOICES = [
     pytest.param([], id="none"),

@@ -22,6 +22,8 @@ from .oracle import (
     up_values,
 )
 
+pytestmark = pytest.mark.usefixtures("on_backend")
+
 TOKENS = 3
 every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "E{}-F{}-H{}-g{}".format(*size))
 every_width = pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "up{}-gate{}-down{}".format(*widths))

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .oracle import make_layer
 
+pytestmark = pytest.mark.usefixtures("on_backend")
+
 LAYER = make_layer((3, 7, 40, 20), (2, 4, 4))
 WIDE = make_layer((3, 7, 40, 20), (16, 16, 16))
 OTHER = make_layer((3, 5, 40, 20), (2, 4, 4))

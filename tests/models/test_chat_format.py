@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from floe_chat.models.chat_format import ChatFormat, Detokenizer, visible
 from floe_chat.models.errors import PackError, UsageError
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from ..helpers import edit_json
 
@@ -166,6 +166,18 @@ def test_special_tokens_of_one_character_stay_text(copy: Path) -> None:
 def test_the_template_writes_the_begin_token_once(chat: ChatFormat) -> None:
     ids = ask(chat, "hi", "hello", "again")
     assert ids[0] == 1 and ids.count(1) == 1 and ids.count(2) == 1
+
+
+def test_a_tokenizer_that_adds_the_begin_token_itself_does_not_double_it(copy: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.save(str(copy / "tokenizer.json"))
+    chat = ChatFormat(copy)
+    ids = ask(chat, "hi")
+    assert (ids.count(1), ids.count(2)) == (1, 0)
+    assert chat.encode_text("hi") == ids[8:10]
 
 
 @pytest.mark.parametrize("text", ["\udcff", "a\ud800b"], ids=ascii)

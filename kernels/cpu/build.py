@@ -1,0 +1,72 @@
+"""What the native library consists of and how it is compiled. Needs nothing but Python and a C++ compiler.
+
+`python build.py OUTPUT [FLAG ...]` builds it by hand, for example with `-fsanitize=address,undefined -g`. The flags of
+one instruction set apply to its own file alone, so the library starts on every processor.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COMMON = ("library.cpp", "cpu_features.cpp", "thread_pool.cpp", "up_gemv.cpp", "sparse_swiglu.cpp", "row_portable.cpp")
+X86 = {
+    "row_avx2.cpp": {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]},
+    "row_avx512.cpp": {
+        # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).
+        "unix": [
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+            *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+        ],
+        "msvc": ["/arch:AVX512"],
+    },
+}
+SOURCES = (*COMMON, *X86)  # elsewhere than on x86 the last two compile to empty tables
+FLAGS = {
+    "unix": ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    "msvc": ["/O2", "/std:c++17", "/EHsc", "/utf-8"],
+}
+
+
+def flags_for(source: str, compiler: str, machine: str) -> list[str]:
+    """The options of one source file.
+
+    Args:
+        source: a name of `SOURCES`. compiler: "unix" (gcc, clang) or "msvc". machine: as platform.machine() says.
+    """
+    x86 = machine.lower() in ("x86_64", "amd64")
+    return FLAGS[compiler] + (X86[source][compiler] if x86 and source in X86 else [])
+
+
+def build(output: Path, extra: list[str] | None = None) -> None:
+    """Compile with $CXX, c++, g++ or clang++ into the shared library `output`.
+
+    Raises:
+        FileNotFoundError: no compiler. subprocess.CalledProcessError: it failed; stderr holds its words.
+    """
+    named = os.environ.get("CXX")
+    compiler = shlex.split(named) if named else [c for c in ("c++", "g++", "clang++") if shutil.which(c)][:1]
+    if not compiler:
+        raise FileNotFoundError("no C++ compiler: install g++ or clang++, or set CXX")
+    with tempfile.TemporaryDirectory() as folder:
+        objects: list[str] = []
+        for source in SOURCES:
+            objects.append(str(Path(folder) / f"{source}.o"))
+            flags = flags_for(source, "unix", platform.machine()) + (extra or [])
+            _run([*compiler, *flags, "-c", str(HERE / source), "-o", objects[-1]])
+        _run([*compiler, "-shared", *objects, *(extra or []), "-pthread", "-o", str(output)])
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,174 @@
+// Choice of the instruction set, layouts, and the operations that only move bytes.
+#include "buffers.h"
+#include "cpu_features.h"
+#include "expert_ops.h"
+#include "thread_pool.h"
+
+#include <atomic>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace floe {
+namespace {
+
+Choice &chosen() {
+    static Choice choice = choose_ops(nullptr);
+    return choice;
+}
+
+int64_t plane(int64_t n, int bits) {
+    const int64_t block = 512 / bits;
+    return n / block * 64 + (n % block * bits + 7) / 8;
+}
+
+constexpr int64_t kReadBlock = 256 * 1024;
+
+} // namespace
+
+const RowOps &row_ops() { return *chosen().ops; }
+
+int64_t code_bytes(const floe_vector &v) {
+    if (v.n < 1) return FLOE_BAD_SHAPE;
+    if (v.bits == 16) return 2 * v.n;
+    if (v.group < 1 || v.n % v.group) return FLOE_BAD_SHAPE;
+    if (v.bits == 3) return v.n / 256 * 96 + plane(v.n % 256, 2) + plane(v.n % 256, 1);
+    return v.bits == 2 || v.bits == 4 || v.bits == 8 ? plane(v.n, v.bits) : (int64_t)FLOE_BAD_SHAPE;
+}
+
+int64_t token_bytes(const floe_vector &v) {
+    return aligned(3 * v.n + kChunk) + aligned(4 * (v.n / kChunk + 1)) + aligned(4 * (groups_of(v) + 16));
+}
+
+Token prepare_token(const floe_vector &v, const float *x, int digits, uint8_t *&memory) {
+    Token token;
+    token.x = x;
+    token.digits = carve<int8_t>(memory, 3 * v.n + kChunk);
+    token.scale = carve<float>(memory, v.n / kChunk + 1);
+    token.sums = carve<float>(memory, groups_of(v) + 16);
+    token.digit_count = digits;
+    row_ops().prepare(v, token);
+    return token;
+}
+
+} // namespace floe
+
+using namespace floe;
+
+int floe_version(void) { return 1; }
+
+const char *floe_isa(void) { return chosen().ops->name; }
+
+const char *floe_isa_reason(void) { return chosen().reason; }
+
+int floe_select_isa(const char *name) {
+    const Choice choice = choose_ops(name);
+    if (choice.ops == nullptr) return FLOE_UNSUPPORTED;
+    chosen() = choice;
+    return FLOE_OK;
+}
+
+int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const int64_t *index, int64_t wanted,
+                     int threads, uint8_t *out) {
+    if (row_bytes < 1 || count < 0 || wanted < 0) return FLOE_BAD_SHAPE;
+    if (!in_range(index, wanted, count)) return FLOE_BAD_INDEX;
+    struct Context {
+        const uint8_t *rows;
+        const int64_t *index;
+        int64_t row_bytes, wanted, per_item;
+        uint8_t *out;
+    } context = {rows, index, row_bytes, wanted, 1 + kReadBlock / row_bytes, out};
+    const auto work = [](void *opaque, int64_t item, int) {
+        const Context &c = *(const Context *)opaque;
+        const int64_t end = (item + 1) * c.per_item < c.wanted ? (item + 1) * c.per_item : c.wanted;
+        for (int64_t i = item * c.per_item; i < end; i++)
+            row_ops().copy(c.out + i * c.row_bytes, c.rows + c.index[i] * c.row_bytes, c.row_bytes);
+    };
+    parallel_for(threads, (wanted + context.per_item - 1) / context.per_item, work, &context);
+    return FLOE_OK;
+}
+
+int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int64_t *slot, int64_t count,
+                      int threads, const uint8_t *records) {
+    if (row_bytes < 1 || slots < 0 || count < 0) return FLOE_BAD_SHAPE;
+    if (!in_range(slot, count, slots)) return FLOE_BAD_INDEX;
+    struct Context {
+        uint8_t *pool;
+        const int64_t *slot;
+        int64_t row_bytes, count, per_item;
+        const uint8_t *records;
+    } context = {pool, slot, row_bytes, count, 1 + kReadBlock / row_bytes, records};
+    const auto work = [](void *opaque, int64_t item, int) {
+        const Context &c = *(const Context *)opaque;
+        const int64_t end = (item + 1) * c.per_item < c.count ? (item + 1) * c.per_item : c.count;
+        for (int64_t i = item * c.per_item; i < end; i++)
+            row_ops().copy(c.pool + c.slot[i] * c.row_bytes, c.records + i * c.row_bytes, c.row_bytes);
+    };
+    parallel_for(threads, (count + context.per_item - 1) / context.per_item, work, &context);
+    return FLOE_OK;
+}
+
+int floe_advise_hugepages(void *data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096, start = ((uintptr_t)data + page - 1) & ~(page - 1);
+    const uintptr_t end = ((uintptr_t)data + (uintptr_t)bytes) & ~(page - 1);
+    if (bytes < 0 || end <= start) return FLOE_BAD_SHAPE;
+    return madvise((void *)start, end - start, MADV_HUGEPAGE) == 0 ? FLOE_OK : FLOE_UNSUPPORTED;
+#else
+    (void)data;
+    (void)bytes;
+    return FLOE_UNSUPPORTED;
+#endif
+}
+
+int floe_read(const uint8_t *data, int64_t bytes, int threads, uint64_t *checksum) {
+    if (bytes < 0) return FLOE_BAD_SHAPE;
+    struct Context {
+        const uint8_t *data;
+        int64_t bytes;
+        std::atomic<uint64_t> sum{0};
+    } context;
+    context.data = data;
+    context.bytes = bytes;
+    const auto work = [](void *opaque, int64_t item, int) {
+        Context &c = *(Context *)opaque;
+        const int64_t start = item * kReadBlock;
+        const int64_t count = c.bytes - start < kReadBlock ? c.bytes - start : kReadBlock;
+        c.sum.fetch_xor(row_ops().read(c.data + start, count, c.data + start + 2048));
+    };
+    parallel_for(threads, (bytes + kReadBlock - 1) / kReadBlock, work, &context);
+    *checksum = context.sum;
+    return FLOE_OK;
+}
+
+int floe_read_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const int64_t *index, int64_t wanted,
+                   int threads, uint64_t *checksum) {
+    if (row_bytes < 1 || count < 0 || wanted < 0) return FLOE_BAD_SHAPE;
+    if (!in_range(index, wanted, count)) return FLOE_BAD_INDEX;
+    struct Context {
+        const uint8_t *rows;
+        const int64_t *index;
+        int64_t row_bytes, wanted, per_item;
+        std::atomic<uint64_t> sum{0};
+    } context;
+    context.rows = rows;
+    context.index = index;
+    context.row_bytes = row_bytes;
+    context.wanted = wanted;
+    context.per_item = 1 + kReadBlock / row_bytes;
+    const auto work = [](void *opaque, int64_t item, int) {
+        Context &c = *(Context *)opaque;
+        const int64_t end = (item + 1) * c.per_item < c.wanted ? (item + 1) * c.per_item : c.wanted;
+        uint64_t sum = 0;
+        for (int64_t i = item * c.per_item; i < end; i++) {
+            const int64_t next = i + 1 < end ? i + 1 : i;
+            sum ^= row_ops().read(c.rows + c.index[i] * c.row_bytes, c.row_bytes,
+                                  c.rows + c.index[next] * c.row_bytes);
+        }
+        c.sum.fetch_xor(sum);
+    };
+    parallel_for(threads, (wanted + context.per_item - 1) / context.per_item, work, &context);
+    *checksum = context.sum;
+    return FLOE_OK;
+}

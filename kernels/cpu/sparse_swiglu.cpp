@@ -1,0 +1,211 @@
+// sparse_swiglu: the active neurons' records, each read once: gate · x, then the down column into y.
+//
+// The list of active neurons is cut into slices by its length alone; each slice has a sum of its own, and the sums
+// are added in order. So the result does not depend on the number of threads.
+//
+// Rows lie scattered, and the time to reach a row's first line exceeds the time to compute it. So while some rows are
+// computed, others are prefetched line by line (RowOps' `ahead`).
+#include "buffers.h"
+#include "expert_ops.h"
+#include "thread_pool.h"
+
+#include <string.h>
+
+#include <cmath>
+
+namespace floe {
+namespace {
+
+constexpr int64_t kSlices = 24;   // enough that a thread that falls behind is caught up with
+constexpr int64_t kMinRows = 16;  // in a slice: below that, zeroing and adding its sum would be felt
+constexpr int64_t kColumns = 512; // of y, summed over the slices as one item
+
+struct Slice {
+    int64_t call, start, end; // of the active list
+};
+
+struct Context {
+    const floe_vector *gate, *down;
+    const uint8_t *rows;
+    int64_t neurons, row_bytes, gate_bytes;
+    const int64_t *call_token, *call_expert, *active;
+    const float *weights, *values, *down_thresholds;
+    const Token *tokens;
+    const Slice *slices;
+    int64_t slice_count, token_count;
+    uint8_t *scratch;
+    int64_t scratch_bytes;
+    float *sums, *bias; // (slices, H) and (slices, groups)
+    int64_t bias_stride;
+    float *y;
+};
+
+Stored stored(const floe_vector &v, const uint8_t *at) {
+    const int64_t groups = groups_of(v);
+    return {at, at + 2 * groups, at + 4 * groups};
+}
+
+inline void prefetch_lines(const uint8_t *p, int64_t lines) {
+    for (; lines > 0; lines--, p += 64) FLOE_PREFETCH(p);
+}
+
+inline float silu(float g) { return g / (1.0f + std::exp(-g)); }
+
+void compute_slice(void *opaque, int64_t item, int worker) {
+    const Context &c = *(const Context *)opaque;
+    const RowOps &ops = row_ops();
+    const Slice &slice = c.slices[item];
+    const Token &token = c.tokens[c.call_token[slice.call]];
+    const uint8_t *rows = c.rows + c.call_expert[slice.call] * c.neurons * c.row_bytes;
+    const float weight = c.weights[slice.call];
+    const float threshold = c.down_thresholds == nullptr ? 0.0f : c.down_thresholds[slice.call];
+    uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
+    float *sum = c.sums + item * c.down->n, *bias = c.bias + item * c.bias_stride;
+    memset(sum, 0, (size_t)c.down->n * sizeof(float));
+    memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
+
+    const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (c.row_bytes - c.gate_bytes + 63) / 64;
+    const auto row = [&](int64_t i) { return rows + c.active[i] * c.row_bytes; };
+    const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
+
+    // The rows of one batch whose down columns are to be added.
+    struct Batch {
+        Stored down[kBatch];
+        float a[kBatch];
+        int count = 0;
+    };
+    const auto gates = [&](int64_t start, const Batch &before) {
+        Batch batch;
+        for (int64_t i = start; i < batch_end(start); i++) {
+            const bool fetch = i - start < before.count;
+            const Ahead ahead = {fetch ? before.down[i - start].scale : nullptr, fetch ? down_lines : 0};
+            const float g = ops.dot(*c.gate, stored(*c.gate, row(i)), token, scratch, ahead);
+            const float product = silu(g) * c.values[i];
+            if (std::fabs(product) < threshold) continue; // NaN goes on to the result
+            batch.a[batch.count] = weight * product;
+            batch.down[batch.count++] = stored(*c.down, row(i) + c.gate_bytes);
+        }
+        return batch;
+    };
+    // Gates of a batch are computed while the down columns of the one before arrive, and those are added while the
+    // gates of the one after arrive: the memory is never idle, and x's digits and y take turns in the L1 cache.
+    for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), gate_lines);
+    Batch batch = gates(slice.start, Batch());
+    for (int64_t start = slice.start; start < slice.end; start += kBatch) {
+        const int64_t next = start + kBatch, after = next + kBatch;
+        Batch following;
+        if (next < slice.end)
+            following = gates(next, batch);
+        else
+            for (int r = 0; r < batch.count; r++) prefetch_lines(batch.down[r].scale, down_lines);
+        Ahead ahead[kBatch] = {};
+        for (int r = 0; r < kBatch && after + r < slice.end; r++) ahead[r] = {row(after + r), gate_lines};
+        for (int r = batch.count; r < kBatch; r++) prefetch_lines(ahead[r].at, ahead[r].lines);
+        if (batch.count) ops.axpy(*c.down, batch.down, batch.a, batch.count, sum, bias, scratch, ahead);
+        batch = following;
+    }
+    ops.finish(*c.down, sum, bias);
+}
+
+// One token's columns item * kColumns ..., summed over the slices of its calls.
+void add_slices(void *opaque, int64_t item, int) {
+    const Context &c = *(const Context *)opaque;
+    const int64_t width = c.down->n, per_token = (width + kColumns - 1) / kColumns;
+    const int64_t token = item / per_token, start = item % per_token * kColumns;
+    const int64_t count = start + kColumns < width ? kColumns : width - start;
+    float total[kColumns] = {};
+    for (int64_t s = 0; s < c.slice_count; s++) {
+        if (c.call_token[c.slices[s].call] != token) continue;
+        const float *part = c.sums + s * width + start;
+        for (int64_t i = 0; i < count; i++) total[i] += part[i];
+    }
+    memcpy(c.y + token * width + start, total, (size_t)count * sizeof(float));
+}
+
+// Whether a neuron stands twice in one call. Ascending lists, the usual ones, answer by themselves.
+int check_active(int64_t calls, const int64_t *offsets, const int64_t *active, int64_t neurons, Buffer &buffer) {
+    if (offsets[0] != 0) return FLOE_BAD_INDEX;
+    for (int64_t p = 0; p < calls; p++)
+        if (offsets[p + 1] < offsets[p]) return FLOE_BAD_INDEX;
+    if (!in_range(active, offsets[calls], neurons)) return FLOE_BAD_INDEX;
+    for (int64_t p = 0; p < calls; p++) {
+        bool ascending = true;
+        for (int64_t i = offsets[p] + 1; i < offsets[p + 1]; i++) ascending &= active[i - 1] < active[i];
+        if (ascending) continue;
+        uint8_t *seen = buffer.take(neurons);
+        if (seen == nullptr) return FLOE_NO_MEMORY;
+        memset(seen, 0, (size_t)neurons);
+        for (int64_t i = offsets[p]; i < offsets[p + 1]; i++) {
+            if (seen[active[i]]) return FLOE_REPEATED;
+            seen[active[i]] = 1;
+        }
+    }
+    return FLOE_OK;
+}
+
+} // namespace
+} // namespace floe
+
+using namespace floe;
+
+int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, const floe_vector *down,
+                       const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes, int64_t calls,
+                       const int64_t *call_token, const int64_t *call_expert, const float *weights,
+                       const int64_t *offsets, const int64_t *active, const float *values,
+                       const float *down_thresholds, int digits, int threads, float *y) {
+    thread_local Buffer buffer;
+    const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
+    if (gate_codes < 0 || down_codes < 0 || gate->n != down->n || tokens < 0 || experts < 0 || neurons < 0 ||
+        calls < 0 || digits < 2 || digits > 3)
+        return FLOE_BAD_SHAPE;
+    Context c = {};
+    c.gate_bytes = 4 * groups_of(*gate) + gate_codes;
+    if (row_bytes < c.gate_bytes + 4 * groups_of(*down) + down_codes) return FLOE_BAD_SHAPE;
+    if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
+    if (const int error = check_active(calls, offsets, active, neurons, buffer)) return error;
+    threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
+
+    const int64_t total = offsets[calls];
+    int64_t rows_each = (total + kSlices - 1) / kSlices;
+    if (rows_each < kMinRows) rows_each = kMinRows;
+    int64_t slice_count = 0;
+    for (int64_t p = 0; p < calls; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
+
+    const int64_t width = down->n;
+    c.bias_stride = aligned(4 * (groups_of(*down) + width / kChunk + 16)) / 4;
+    c.scratch_bytes = aligned(width + kChunk);
+    uint8_t *memory =
+        buffer.take(aligned((int64_t)sizeof(Token) * tokens) + tokens * token_bytes(*gate) +
+                    aligned((int64_t)sizeof(Slice) * slice_count) + aligned(4 * slice_count * width) +
+                    aligned(4 * slice_count * c.bias_stride) + threads * c.scratch_bytes);
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    Token *prepared = carve<Token>(memory, tokens);
+    for (int64_t t = 0; t < tokens; t++) prepared[t] = prepare_token(*gate, x + t * width, digits, memory);
+    Slice *slices = carve<Slice>(memory, slice_count);
+    int64_t filled = 0;
+    for (int64_t p = 0; p < calls; p++)
+        for (int64_t start = offsets[p]; start < offsets[p + 1]; start += rows_each)
+            slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1]};
+    c.gate = gate;
+    c.down = down;
+    c.rows = rows;
+    c.neurons = neurons;
+    c.row_bytes = row_bytes;
+    c.call_token = call_token;
+    c.call_expert = call_expert;
+    c.active = active;
+    c.weights = weights;
+    c.values = values;
+    c.down_thresholds = down_thresholds;
+    c.tokens = prepared;
+    c.slices = slices;
+    c.slice_count = slice_count;
+    c.token_count = tokens;
+    c.sums = carve<float>(memory, slice_count * width);
+    c.bias = carve<float>(memory, slice_count * c.bias_stride);
+    c.scratch = memory;
+    c.y = y;
+    parallel_for(threads, slice_count, compute_slice, &c);
+    parallel_for(threads, tokens * ((width + kColumns - 1) / kColumns), add_slices, &c);
+    return FLOE_OK;
+}

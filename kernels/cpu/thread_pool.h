@@ -1,0 +1,21 @@
+// A small pool of threads for work of a millisecond.
+//
+// Items of one job are handed out one by one, so a thread that the system delays takes fewer of them. Between jobs a
+// thread spins for some microseconds, then sleeps: it never holds a core while others want it. Threads are detached
+// and the pool is never destroyed, so nothing waits for them at exit; after fork the child starts a pool of its own.
+#pragma once
+
+#include <stdint.h>
+
+namespace floe {
+
+// item: 0..items-1. worker: 0..threads-1, no two at the same time with one number.
+using Work = void (*)(void *context, int64_t item, int worker);
+
+constexpr int kMaxThreads = 64;
+
+// Calls work(context, i, worker) for every item with at most `threads` threads, the caller among them, and returns
+// when all are done. A caller that finds the pool busy works alone.
+void parallel_for(int threads, int64_t items, Work work, void *context);
+
+} // namespace floe

@@ -1,0 +1,163 @@
+// up_gemv: every row of the experts' up projections against x, thresholded and compacted on the way.
+//
+// Work is cut into blocks of rows of one expert, computed for all of its calls while the rows are in the cache.
+// A block writes its survivors to a place of its own; blocks are then put together in order. So neurons come out
+// ascending, and the same whatever thread computed what.
+#include "buffers.h"
+#include "expert_ops.h"
+#include "thread_pool.h"
+
+#include <string.h>
+
+#include <cmath>
+
+namespace floe {
+namespace {
+
+constexpr int64_t kBlockRows = 128;
+constexpr int64_t kAhead = 4096; // bytes: a few rows of 2 bit; the latency of a busy memory at 20 GB/s a core
+
+struct Found {
+    Buffer memory;
+    const int32_t *neurons = nullptr; // (P, blocks, kBlockRows)
+    const float *values = nullptr;
+    const int32_t *counts = nullptr; // (P, blocks)
+    int64_t places = 0, total = 0;   // P · blocks
+};
+
+Found &found() {
+    thread_local Found kept;
+    return kept;
+}
+
+struct Context {
+    const floe_vector *row;
+    const uint8_t *q, *scale, *zero;
+    int64_t neurons, code_bytes, scale_bytes, q_bytes, blocks;
+    const int64_t *first_call, *order; // calls of unique expert u: order[first_call[u] .. first_call[u + 1]]
+    const int64_t *call_token, *call_expert;
+    const float *thresholds;
+    const Token *tokens;
+    uint8_t *scratch;
+    int64_t scratch_bytes;
+    int32_t *found_neurons, *counts;
+    float *found_values;
+};
+
+void compute_block(void *opaque, int64_t item, int worker) {
+    const Context &c = *(const Context *)opaque;
+    const RowOps &ops = row_ops();
+    const int64_t unique = item / c.blocks, block = item % c.blocks;
+    const int64_t first = c.first_call[unique], last = c.first_call[unique + 1];
+    const int64_t expert = c.call_expert[c.order[first]];
+    const int64_t start = block * kBlockRows;
+    const int64_t end = start + kBlockRows < c.neurons ? start + kBlockRows : c.neurons;
+    uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
+    const int64_t lines = c.code_bytes / 64;
+    for (int64_t i = first; i < last; i++) c.counts[c.order[i] * c.blocks + block] = 0;
+    for (int64_t n = start; n < end; n++) {
+        const int64_t at = expert * c.neurons + n;
+        const Stored stored = {c.scale + at * c.scale_bytes, c.zero + at * c.scale_bytes, c.q + at * c.code_bytes};
+        for (int64_t i = first; i < last; i++) {
+            const int64_t call = c.order[i];
+            const Token &token = c.tokens[c.call_token[call]];
+            const float v = ops.dot(*c.row, stored, token, scratch, {stored.codes + kAhead, lines});
+            if (std::fabs(v) >= c.thresholds[call]) {
+                int32_t &count = c.counts[call * c.blocks + block];
+                const int64_t place = (call * c.blocks + block) * kBlockRows + count++;
+                c.found_neurons[place] = (int32_t)n;
+                c.found_values[place] = v;
+            }
+        }
+    }
+}
+
+} // namespace
+} // namespace floe
+
+using namespace floe;
+
+int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
+                     const uint8_t *zero, int64_t experts, int64_t neurons, int64_t calls, const int64_t *call_token,
+                     const int64_t *call_expert, const float *thresholds, int digits, int threads, int64_t *offsets) {
+    const int64_t bytes = code_bytes(*row);
+    if (bytes < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX || digits < 2 ||
+        digits > 3)
+        return FLOE_BAD_SHAPE;
+    if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
+    threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
+
+    const int64_t blocks = (neurons + kBlockRows - 1) / kBlockRows, places = calls * blocks;
+    Found &result = found();
+    result.total = -1; // until all is done
+    const int64_t scratch_bytes = aligned(row->n + kChunk);
+    uint8_t *memory = result.memory.take(
+        2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (calls + 1)) +
+        aligned((int64_t)sizeof(Token) * tokens) + tokens * token_bytes(*row) + threads * scratch_bytes);
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+
+    Context c = {};
+    c.row = row;
+    c.q = q;
+    c.scale = scale;
+    c.zero = zero;
+    c.neurons = neurons;
+    c.code_bytes = bytes;
+    c.scale_bytes = 2 * groups_of(*row);
+    c.blocks = blocks;
+    c.call_token = call_token;
+    c.call_expert = call_expert;
+    c.thresholds = thresholds;
+    c.found_neurons = carve<int32_t>(memory, places * kBlockRows);
+    c.found_values = carve<float>(memory, places * kBlockRows);
+    c.counts = carve<int32_t>(memory, places);
+    int64_t *order = carve<int64_t>(memory, calls + 1), *first_call = carve<int64_t>(memory, calls + 1);
+    Token *prepared = carve<Token>(memory, tokens);
+    for (int64_t t = 0; t < tokens; t++) prepared[t] = prepare_token(*row, x + t * row->n, digits, memory);
+    c.scratch = memory;
+    c.scratch_bytes = scratch_bytes;
+
+    // Calls of the same expert stand together; few calls, so looking through all of them is quick.
+    int64_t placed = 0, unique = 0;
+    for (int64_t p = 0; p < calls; p++) {
+        bool known = false;
+        for (int64_t earlier = 0; earlier < p; earlier++) known |= call_expert[earlier] == call_expert[p];
+        if (known) continue;
+        first_call[unique++] = placed;
+        for (int64_t later = p; later < calls; later++)
+            if (call_expert[later] == call_expert[p]) order[placed++] = later;
+    }
+    first_call[unique] = placed;
+    c.order = order;
+    c.first_call = first_call;
+    c.tokens = prepared;
+    parallel_for(threads, unique * blocks, compute_block, &c);
+
+    int64_t total = 0;
+    for (int64_t p = 0; p < calls; p++) {
+        offsets[p] = total;
+        for (int64_t b = 0; b < blocks; b++) total += c.counts[p * blocks + b];
+    }
+    offsets[calls] = total;
+    result.neurons = c.found_neurons;
+    result.values = c.found_values;
+    result.counts = c.counts;
+    result.places = places;
+    result.total = total;
+    return total;
+}
+
+int floe_up_take(int64_t count, int64_t *neurons, float *values) {
+    const Found &result = found();
+    if (count != result.total) return FLOE_BAD_SHAPE;
+    for (int64_t place = 0; place < result.places; place++) {
+        const int64_t here = result.counts[place];
+        if (here == 0) continue; // perhaps nothing at all was found, and there is no buffer
+        const int32_t *from = result.neurons + place * kBlockRows;
+        for (int64_t i = 0; i < here; i++) neurons[i] = from[i];
+        memcpy(values, result.values + place * kBlockRows, (size_t)here * sizeof(float));
+        neurons += here;
+        values += here;
+    }
+    return FLOE_OK;
+}

@@ -1,0 +1,38 @@
+"""Builds the native CPU kernels with the package; without a C++ compiler the install succeeds without them."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# By path: floe_chat cannot be imported before it is installed.
+_spec = importlib.util.spec_from_file_location("floe_build", Path(__file__).parent / "kernels" / "cpu" / "build.py")
+assert _spec is not None
+assert _spec.loader is not None
+build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(build)
+
+
+class BuildKernels(build_ext):
+    """Compiles each source with the flags of its own instruction set; the result is a plain library for ctypes."""
+
+    def build_extension(self, ext: Extension) -> None:
+        kind = "msvc" if self.compiler.compiler_type == "msvc" else "unix"
+        objects: list[str] = []
+        for source in ext.sources:
+            flags = build.flags_for(Path(source).name, kind, platform.machine())
+            objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link = [] if kind == "msvc" else ["-pthread"]
+        self.compiler.link_shared_object(objects, str(target), extra_postargs=link, target_lang="c++")
+
+
+setup(
+    ext_modules=[Extension("floe_chat.kernels.cpu._floe", [f"kernels/cpu/{s}" for s in build.SOURCES], optional=True)],
+    cmdclass={"build_ext": BuildKernels},
+)
