@@ -36,7 +36,7 @@ def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, s
 def _published(pack: Path) -> dict[str, Any]:
     try:
         fields = json.loads((pack / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # most models publish no sampling values
     if not isinstance(fields, dict) or not fields.get("do_sample"):
         return {}
@@ -62,14 +62,14 @@ def question(words: tuple[str, ...], file: Path | None) -> str:
     _need_text("The question", parts[0])
     if file is not None:
         try:
-            parts.append(file.read_text(encoding="utf-8"))
+            parts.append(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
         except UnicodeDecodeError as error:
             raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error
     if sys.stdin and not sys.stdin.isatty():
         try:
-            parts.append(sys.stdin.buffer.read().decode())
+            parts.append(sys.stdin.buffer.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UsageError("What was piped in is not text", "It is not UTF-8.", "Pipe text.") from error
     text = "\n\n".join(part.strip() for part in parts if part.strip())

@@ -109,7 +109,7 @@ class ChatClient:
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
-                template refuses the turns; a sampling value is out of range.
+                template refuses the turns. A sampling value out of range arrives as `Failed`.
         """
         if self._window == 0 or self._format is None or isinstance(self._format, FloeError):
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")

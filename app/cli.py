@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from ..models.errors import FloeError, UsageError
 from .log import log_file, start_log
+from .widgets.plain import printable
 
 EXIT_INTERRUPTED = 130
 
@@ -232,5 +233,6 @@ def _run() -> int:
 
 
 def _explain(error: FloeError) -> None:
-    title, *rest = str(error).splitlines()
+    # Names and templates of a pack are somebody else's text.
+    title, *rest = printable(str(error)).splitlines()
     click.echo("\n".join([f"floe-chat: {title}", *(f"  {line}" for line in rest)]), err=True)

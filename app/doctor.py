@@ -10,6 +10,7 @@ from typing import Any
 from ..engine import hardware
 from ..models import catalog
 from .log import log_file
+from .widgets.plain import printable
 
 
 def report(*, as_json: bool) -> str:
@@ -59,7 +60,7 @@ def _text(found: hardware.Hardware, paths: tuple[hardware.ComputePath, ...], mod
 
 
 def _line(name: str, text: str) -> str:
-    return f"  {name:<8} {text}"
+    return printable(f"  {name:<8} {text}")
 
 
 def _gb(count: int) -> str:

@@ -170,6 +170,14 @@ class Checkpoint:
         return [name for layer in layers for expert in experts for name in self._expert_names(layer, expert)]
 
     def _check(self) -> None:
+        layers = self.config.num_hidden_layers
+        beyond = (self._expert_names(layers, 0)[0], self._expert_names(0, self.experts)[0])
+        if extra := next((name for name in beyond if name in self._where), None):
+            raise CheckpointError(
+                f"The checkpoint at {self.folder} does not fit its config.json",
+                f"It has {layers} layers of {self.experts} experts by config.json, but also holds {extra}.",
+                "Download config.json and the weights of the same model.",
+            )
         wide, narrow = self.config.intermediate_size, self.config.hidden_size
         for index, name in enumerate(self._every_expert_name()):
             if name not in self._where:

@@ -72,6 +72,8 @@ def _take_marker(folder: Path) -> None:
         )
     partial.write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time()}), encoding="utf-8")
     partial.replace(marker)
+    if _writer(marker) != os.getpid():  # two began at once, and the other was later
+        raise TryAgainError(f"Another floe-chat is packing into {folder}", "", "Wait until it has finished.")
 
 
 def _writer(marker: Path) -> int | None:

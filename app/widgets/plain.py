@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """`text` with one kind of newline, and U+FFFD for every control character but newline and tab."""
+    """`text` with one kind of newline, and U+FFFD for every control character, but newline and tab."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))

@@ -164,11 +164,39 @@ def test_damaged_packs_are_explained(tiny_pack: Path, tmp_path: Path, damage: Da
 
 def test_a_pack_with_a_strange_generation_config_answers(tiny_pack: Path, tmp_path: Path) -> None:
     pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
-    for content in ("[]", "null", '{"do_sample": true, "top_k": 50.0, "temperature": "hot", "min_p": true}'):
+    sampling = '{"do_sample": true, "top_k": 50.0, "temperature": "hot", "min_p": true}'
+    for content in ("[]", "null", "[" * 100_000, sampling):
         (pack / "generation_config.json").write_text(content)
         reseal(pack)
         ran = ask(pack, "hi", *SHORT)
-        assert (ran.code, ran.err) == (0, ""), content
+        assert (ran.code, ran.err) == (0, ""), content[:80]
+
+
+def name_a_file(fields: dict[str, Any]) -> None:
+    fields["files"]["\x1b[2J\x07.json"] = fields["files"]["config.json"]
+
+
+def give_a_version(fields: dict[str, Any]) -> None:
+    fields["version"] = "\x1b[2J\x07"
+
+
+def give_a_template(fields: dict[str, Any]) -> None:
+    fields["chat_template"] = "{{ raise_exception('\x1b[2J\x07\u202e') }}"
+
+
+@pytest.mark.parametrize("change", [name_a_file, give_a_version, give_a_template])
+def test_an_explanation_passes_no_escape_sequence_on(
+    tiny_pack: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
+    if change is give_a_template:
+        edit_json(pack / "tokenizer_config.json", change)
+        reseal(pack)
+    else:
+        edit_json(pack / "manifest.json", change)
+    ran = ask(pack, "hi", *SHORT)
+    assert ran.code in (1, 2) and ran.err
+    assert not {"\x1b", "\x07", "\u202e"} & set(ran.err)
 
 
 def test_a_checkpoint_is_not_a_pack(tiny_checkpoint: Path) -> None:

@@ -95,11 +95,12 @@ def turns(count: int, length: int) -> list[Message]:
 
 
 def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:
-    # The window holds 512; 100 are kept for the answer. Each pair takes 101 + 100 and the template's marks.
-    submitted = client.submit(turns(4, 100), GREEDY, 100)
-    assert submitted.dropped == 4 and submitted.prompt_tokens <= 412
+    # The window holds 512; 70 are kept for the answer. Without three messages the rest would fit, but begin with
+    # an answer to nothing.
+    submitted = client.submit(turns(4, 100), GREEDY, 70)
+    assert submitted.dropped == 4 and submitted.prompt_tokens <= 442
     answered(client)
-    alone = client.submit(turns(4, 100)[4:], GREEDY, 100)
+    alone = client.submit(turns(4, 100)[4:], GREEDY, 70)
     assert (alone.dropped, alone.prompt_tokens) == (0, submitted.prompt_tokens)
     answered(client)
 
