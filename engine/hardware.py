@@ -94,7 +94,7 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
         ValueError: a device that does not exist here.
     """
     if wanted == "cpu":
-        return "cpu", "asked for"
+        return "cpu", "it was asked for"
     gpus, reason = _gpus()
     if wanted == "auto":
         if not gpus:
@@ -110,7 +110,7 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
         raise ValueError(f"floe-chat computes on cpu or cuda, not on {device.type}")
     if (device.index or 0) >= len(gpus):
         raise ValueError(reason or f"there are {len(gpus)} GPUs")
-    return f"cuda:{device.index or 0}", "asked for"
+    return f"cuda:{device.index or 0}", "it was asked for"
 
 
 _SMALL_EXPERT = 1 << 20  # weights of one expert matrix; sharing out less costs more than computing it

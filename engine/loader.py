@@ -101,7 +101,7 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         widths=manifest.widths.describe(),
         device=place,
         backend=backend.name,
-        reason=f"{place}: {why}. {backend.name}: {backend.reason}. {why_threads}.",
+        reason=f"{backend.reason}; on {place}, since {why}; {why_threads}",
         seconds=time.perf_counter() - started,
         memory_bytes=dense_bytes + up_bytes,
     )
