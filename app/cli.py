@@ -120,8 +120,11 @@ def ask(
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--up", type=int, default=2, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
 @click.option("--rows", type=int, default=4, show_default=True, help="Bits of gate and down: 2, 3, 4, 8 or 16.")
+@click.option(
+    "--dense", type=int, help="Bits of attention and head: 4, 8 or 16.  [default: 8, or 16 if all the rest is 16]"
+)
 @click.option("--name", help="What the model is called.  [default: the destination folder's name]")
-def pack(source: Path, destination: Path, up: int, rows: int, name: str | None) -> None:
+def pack(source: Path, destination: Path, up: int, rows: int, dense: int | None, name: str | None) -> None:
     """Pack the checkpoint in folder SOURCE into folder DESTINATION.
 
     SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. With --up 16 --rows 16
@@ -138,7 +141,10 @@ def pack(source: Path, destination: Path, up: int, rows: int, name: str | None) 
 
         from .packing import pack_folder
 
-        manifest, size = pack_folder(source, destination, up, rows, name or destination.resolve().name, progress)
+        if dense is None:
+            dense = 16 if up == rows == 16 else 8
+        called = name or destination.resolve().name
+        manifest, size = pack_folder(source, destination, up, rows, dense, called, progress)
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
 

@@ -95,7 +95,7 @@ class Loaded:
         model: the pack's name. source: where its weights came from.
         context_window: tokens that prompt and answer may take together.
         presets: the presets this pack can run, best first. preset: the one in force.
-        widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit".
+        widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit, dense 8 bit".
         device: where it computes. backend: which kernels run there. reason: why these and no others.
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
     """

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import kernels
-from ..kernels.layouts import ExpertRows, UpWeights
+from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
 from ..models import skeleton
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.errors import UsageError
@@ -19,6 +20,7 @@ from ..models.lean import import_model_code
 from ..models.manifest import Architecture, damaged
 from ..models.packed import PackedLayer, PackedModel
 from . import context, hardware, quality
+from .dense import PackedLinear
 from .events import Loaded
 from .moe import Control, MoELayer
 from .telemetry import Telemetry
@@ -71,16 +73,22 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     control = Control(chosen.sparsity)
     telemetry = Telemetry(manifest.architecture.layers, manifest.architecture.experts)
     report("Reading the dense part", 0.5)
-    up_bytes = 0
+    packed_bytes = 0  # of what lies on the device as codes
+
+    def linear(weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:
+        nonlocal packed_bytes
+        q, scale, zero = (part.to(place) for part in (weights.q, weights.scale, weights.zero))
+        packed_bytes += q.nbytes + scale.nbytes + zero.nbytes
+        return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias)
 
     def experts(index: int) -> MoELayer:
-        nonlocal up_bytes
+        nonlocal packed_bytes
         report(
             f"Mapping layer {index + 1} of {manifest.architecture.layers}",
             0.5 + 0.5 * index / manifest.architecture.layers,
         )
         layer = _to(packed.layer(index), place)
-        up_bytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
+        packed_bytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
         return MoELayer(index, layer, control, telemetry)
 
     config: Any = read_config(folder)
@@ -88,10 +96,17 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
     dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
     model: Any = skeleton.build(
-        config, FAMILIES[manifest.architecture.model_type], packed.dense(), experts, dtype, place
+        config,
+        FAMILIES[manifest.architecture.model_type],
+        packed.dense(),
+        manifest.widths.dense,
+        experts,
+        linear,
+        dtype,
+        place,
     )
     window = context.window(config)
-    dense_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     loaded = Loaded(
         model=manifest.name,
         source=manifest.source.name,
@@ -103,7 +118,7 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         backend=backend.name,
         reason=f"{backend.reason}; on {place}, since {why}; {why_threads}",
         seconds=time.perf_counter() - started,
-        memory_bytes=dense_bytes + up_bytes,
+        memory_bytes=parameter_bytes + packed_bytes,
     )
     return LoadedModel(model, packed, control, telemetry, window, place), loaded
 

@@ -65,10 +65,10 @@ class MoELayer(nn.Module):
         tokens = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(top_k_index.shape[1])
         calls = Calls(tokens, top_k_index.flatten(), top_k_weights.flatten())
         thresholds = self._thresholds[calls.experts]
-        active = kernels.up_gemv(hidden, self.packed.up, calls, thresholds)
+        y, active = kernels.moe_step(hidden, self.packed.up, self.packed.rows, calls, thresholds)
         if self.control.counting:
-            self._count(calls, active.neurons.numel())
-        return kernels.sparse_swiglu(hidden, self.packed.rows, calls, active)
+            self._count(calls, int(active.sum()))
+        return y
 
     def _prefill(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)

@@ -27,7 +27,7 @@ DEFAULT = "Balanced"
 
 
 def available(manifest: Manifest) -> tuple[str, ...]:
-    """The presets that a pack can run: Exact only where the experts are the source's own 16-bit weights."""
+    """The presets that a pack can run: Exact only where all weights are the source's own 16-bit weights."""
     return tuple(preset.name for preset in PRESETS if manifest.lossless or not preset.lossless)
 
 
@@ -44,6 +44,6 @@ def get(name: str, manifest: Manifest) -> Preset:
         raise UsageError(
             f"This pack cannot run {preset.name}",
             f"It holds {manifest.widths.describe()}; {preset.name} needs the source's own 16-bit weights.",
-            f"Choose one of {', '.join(available(manifest))}, or pack with --up 16 --rows 16.",
+            f"Choose one of {', '.join(available(manifest))}, or pack with --up 16 --rows 16 --dense 16.",
         )
     return preset

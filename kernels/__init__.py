@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, choose
-from .layouts import ExpertRows, UpWeights
+from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights, packed_bytes
 from .types import Active, Calls
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "choose",
     "expert_swiglu",
     "gather_rows",
+    "linear",
+    "moe_step",
     "pool_scatter",
     "sparse_swiglu",
     "up_gemv",
@@ -30,7 +32,8 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
     """The active neurons of every call: v = up_e · x, kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
 
     Args:
-        x: (B, H) floating point. up: the layer's up projections. thresholds: (P,) one per call, 0 keeps all.
+        x: (B, H) floating point. up: the layer's up projections. thresholds: (P,) one per call, 0 keeps all. A v that
+            is not a number is kept, so that it reaches the result.
 
     Raises:
         ValueError: shapes that do not fit, or a token or expert out of range.
@@ -43,25 +46,70 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
     return choose(x.device.type).up_gemv(x, up, calls, thresholds)
 
 
-def sparse_swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: Active) -> Tensor:
+def sparse_swiglu(
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+) -> Tensor:
     """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
 
     Args:
-        x: (B, H). rows: the layer's neuron records. active: what `up_gemv` found for the same calls.
+        x: (B, H). rows: the layer's neuron records, as packed or in a pool. active: what `up_gemv` found for the same
+            calls. down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below the call's; their down
+            halves are not read.
 
     Returns:
         y (B, H) of x's dtype; zero for tokens without a call.
 
     Raises:
-        ValueError: shapes that do not fit, an index out of range, or a neuron twice within one call.
+        ValueError: shapes that do not fit, an index out of range, a neuron twice within one call, or one that the
+            pool does not hold.
     """
     _check_x(x, rows.layout.gate.n)
-    _check_rows(rows)
-    _check_calls(x, calls, rows.data.shape[0])
-    _check_active(calls, active, rows.data.shape[1])
+    experts, neurons = _check_rows(rows)
+    _check_calls(x, calls, experts)
+    _check_active(calls, active, neurons)
     if active.values.dtype != x.dtype:
         raise ValueError(f"values of {active.values.dtype} for x of {x.dtype}")
-    return choose(x.device.type).sparse_swiglu(x, rows, calls, active)
+    if down_thresholds is not None and down_thresholds.shape != calls.experts.shape:
+        raise ValueError(f"{calls.experts.numel()} calls but thresholds of shape {tuple(down_thresholds.shape)}")
+    backend = choose(x.device.type)
+    if not backend.checks_active:
+        _check_active_content(rows, calls, active, neurons)
+    return backend.sparse_swiglu(x, rows, calls, active, down_thresholds)
+
+
+def moe_step(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`up_gemv`, then `sparse_swiglu` of the neurons it found: one layer's experts for a few tokens.
+
+    On a GPU the list of active neurons stays there and the host waits for nothing; so tokens and experts that lie on
+    the GPU, which come from the model's own router, are not looked at before the kernels use them.
+
+    Args:
+        x: (B, H). thresholds, down_thresholds: (P,) as in those operations.
+
+    Returns:
+        y (B, H) of x's dtype, and how many neurons of each call were active, (P,) int64 on the device of x.
+
+    Raises:
+        ValueError: shapes that do not fit, or (on the CPU) an index out of range.
+    """
+    _check_x(x, up.layout.vector.n)
+    _check_x(x, rows.layout.gate.n)
+    _check_up(up)
+    if _check_rows(rows) != tuple(up.q.shape[:2]):
+        raise ValueError(f"up of {tuple(up.q.shape[:2])} and rows of {_check_rows(rows)} experts and neurons")
+    if calls.experts.device.type == "cpu":
+        _check_calls(x, calls, up.q.shape[0])
+    for name, limits in (("thresholds", thresholds), ("down_thresholds", down_thresholds)):
+        if limits is not None and limits.shape != calls.experts.shape:
+            raise ValueError(f"{calls.experts.numel()} calls but {name} of shape {tuple(limits.shape)}")
+    return choose(x.device.type).moe_step(x, up, rows, calls, thresholds, down_thresholds)
 
 
 def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
@@ -86,6 +134,27 @@ def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, thres
     return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold)
 
 
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """y = x · Wᵀ from low-bit weights, for any number of tokens.
+
+    Args:
+        x: (B, K) floating point. weights: of N rows.
+
+    Returns:
+        y (B, N) of x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    vector = weights.vector
+    _check_x(x, vector.n)
+    if weights.q.ndim != 2 or weights.q.shape[1] != packed_bytes(vector.n, vector.bits):
+        raise ValueError(f"weights.q must be (N, {packed_bytes(vector.n, vector.bits)}), not {tuple(weights.q.shape)}")
+    if not weights.scale.shape == weights.zero.shape == (weights.q.shape[0], vector.groups):
+        raise ValueError(f"weights.scale and weights.zero must be {(weights.q.shape[0], vector.groups)}")
+    return choose(x.device.type).linear(x, weights)
+
+
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
     """Copy the records of `neurons` (N,) of one expert, in that order, into out (N, layout.nbytes) uint8.
 
@@ -98,7 +167,9 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
         raise ValueError(
             f"out must be uint8 of {(neurons.numel(), rows.layout.nbytes)}, not {out.dtype} of {tuple(out.shape)}"
         )
-    choose(rows.data.device.type).gather_rows(rows, expert, neurons, out)
+    # Pinned rows are read by the device that wants them.
+    device = out.device if out.device.type != "cpu" else rows.data.device
+    choose(device.type).gather_rows(rows, expert, neurons, out)
 
 
 def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
@@ -130,9 +201,18 @@ def _check_up(up: UpWeights) -> None:
         raise ValueError(f"up.scale and up.zero must be {(*up.q.shape[:2], vector.groups)}")
 
 
-def _check_rows(rows: ExpertRows) -> None:
-    if rows.data.ndim != 3 or rows.data.shape[2] != rows.layout.nbytes or rows.layout.gate.n != rows.layout.down.n:
-        raise ValueError(f"rows must be (E, F, {rows.layout.nbytes}), not {tuple(rows.data.shape)}")
+def _check_rows(rows: ExpertRows | PoolRows) -> tuple[int, int]:
+    """Experts and neurons in an expert."""
+    pooled = isinstance(rows, PoolRows)
+    shape = rows.slots.shape if pooled else rows.data.shape[:-1]
+    if len(shape) != 2 or rows.data.shape[-1] != rows.layout.nbytes or rows.layout.gate.n != rows.layout.down.n:
+        wanted = f"{'(S' if pooled else '(E, F'}, {rows.layout.nbytes})"
+        raise ValueError(f"rows must be {wanted}, not {tuple(rows.data.shape)}")
+    if pooled and (rows.data.ndim != 2 or rows.slots.dtype != torch.int32):
+        raise ValueError(
+            f"a pool needs (S, nbytes) rows and int32 slots, not {rows.data.ndim}-D and {rows.slots.dtype}"
+        )
+    return shape[0], shape[1]
 
 
 def _check_range(what: str, index: Tensor, end: int) -> None:
@@ -150,7 +230,8 @@ def _check_calls(x: Tensor, calls: Calls, experts: int) -> None:
 
 
 def _check_active(calls: Calls, active: Active, neurons: int) -> None:
-    _check_range("neuron", active.neurons, neurons)
+    if active.neurons.dtype != torch.int64 or active.neurons.ndim != 1:
+        raise ValueError(f"neuron indices must be 1-D int64, not {active.neurons.ndim}-D {active.neurons.dtype}")
     if active.offsets.dtype != torch.int64 or active.offsets.ndim != 1:
         raise ValueError("offsets must be 1-D int64")
     offsets = active.offsets.tolist()
@@ -162,6 +243,15 @@ def _check_active(calls: Calls, active: Active, neurons: int) -> None:
         or active.values.shape != active.neurons.shape
     ):
         raise ValueError("offsets must rise from 0 to the number of neurons, one interval per call")
+
+
+def _check_active_content(rows: ExpertRows | PoolRows, calls: Calls, active: Active, neurons: int) -> None:
+    """What only a look at every neuron tells: all in range, none twice in a call, each in the pool."""
+    _check_range("neuron", active.neurons, neurons)
     owner = torch.repeat_interleave(active.offsets.diff().to(active.neurons.device))
     if (owner * neurons + active.neurons).unique().numel() != active.neurons.numel():
         raise ValueError("a neuron is listed twice in one call")
+    if isinstance(rows, PoolRows):
+        slots = rows.slots[calls.experts.to(owner.device)[owner], active.neurons]
+        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= rows.data.shape[0]):
+            raise ValueError("a neuron is not in the pool, or its slot is out of range")

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from . import reference
 from .cpu import native
-from .layouts import ExpertRows, UpWeights
+from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
 from .types import Active, Calls
+
+TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +22,20 @@ class Backend:
     """One implementation of every operation.
 
     Attributes:
-        name: "native" (our C++ on the CPU) or "reference" (plain torch).
+        name: "native ..." (our C++ on the CPU), "triton" (on a GPU) or "reference" (plain torch).
         device: the kind of device it was chosen for. reason: why this one, for the panel and `doctor`.
+        checks_active: whether its `sparse_swiglu` itself refuses neurons out of range, listed twice or absent.
     """
 
     name: str
     device: str
     reason: str
+    checks_active: bool
     up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor], Active]
-    sparse_swiglu: Callable[[Tensor, ExpertRows, Calls, Active], Tensor]
+    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None], Tensor]
+    moe_step: Callable[[Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None], tuple[Tensor, Tensor]]
     expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float], tuple[Tensor, int]]
+    linear: Callable[[Tensor, LinearWeights], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
 
@@ -47,7 +53,32 @@ def choose(device: str) -> Backend:
         raise ValueError(f"no kernels for device {device!r}; valid are cpu, cuda")
     if not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA device")
-    return _reference(device, "plain torch on CUDA, since this version has no Triton kernels")
+    return _cuda()
+
+
+def _cuda() -> Backend:
+    capability = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    of = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < TRITON_FROM:
+        wanted = ".".join(map(str, TRITON_FROM))
+        return _reference("cuda", f"plain torch, since the Triton kernels need {wanted} or newer and this GPU has {of}")
+    try:
+        from . import triton  # here, since it is slow to import and absent where no GPU could use it
+    except ImportError as error:
+        return _reference("cuda", f"plain torch, since Triton cannot be imported: {error}")
+    return Backend(
+        name="triton",
+        device="cuda",
+        reason=f"Triton kernels for {of}",
+        checks_active=False,
+        up_gemv=triton.up_gemv,
+        sparse_swiglu=triton.sparse_swiglu,
+        moe_step=triton.moe_step,
+        expert_swiglu=triton.expert_swiglu,
+        linear=triton.linear,
+        gather_rows=triton.gather_rows,
+        pool_scatter=triton.pool_scatter,
+    )
 
 
 def _cpu() -> Backend:
@@ -61,9 +92,12 @@ def _cpu() -> Backend:
         name=f"native {isa.name}",
         device="cpu",
         reason=isa.reason,
+        checks_active=True,
         up_gemv=native.up_gemv,
         sparse_swiglu=native.sparse_swiglu,
-        expert_swiglu=reference.expert_swiglu,
+        moe_step=native.moe_step,
+        expert_swiglu=native.expert_swiglu,
+        linear=native.linear,
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
     )
@@ -74,9 +108,12 @@ def _reference(device: str, reason: str) -> Backend:
         name="reference",
         device=device,
         reason=reason,
+        checks_active=False,
         up_gemv=reference.up_gemv,
         sparse_swiglu=reference.sparse_swiglu,
+        moe_step=reference.moe_step,
         expert_swiglu=reference.expert_swiglu,
+        linear=reference.linear,
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
     )

@@ -3,11 +3,11 @@
 Shared by the packed format on disk (models/packed.py) and by every kernel, so the bytes are never rearranged
 between disk, RAM, a transfer buffer and device memory.
 
-Bit packing. A vector of n codes is cut into blocks of 64 * 8 / bits values (256 at 2 bit, 128 at 4 bit, 64 at
-8 bit), the last one possibly shorter. Inside a block that takes s bytes, code i lies in byte i % s at bit
-position bits * (i // s): shifting a whole vector register by a multiple of `bits` therefore yields 64
-*consecutive* values (no shuffles on AVX-512 or AVX2; coalesced words on a GPU). 3-bit codes are a 2-bit plane
-followed by a 1-bit plane of the same block of 256.
+Bit packing. A vector of n codes is cut into chunks of 64, the last one possibly shorter. Inside a chunk that takes
+s bytes, code i lies in byte i % s at bit position bits * (i // s). A 64-byte register of 2-bit codes is thus four
+chunks of 16 bytes; shifting it by 2k yields 16 consecutive values of each, so that the integer sums of four groups
+stand side by side in one register (AVX-512, AVX2) and a 32-bit word on a GPU belongs to one group. Of 3-bit codes,
+256 at a time (the rest of a vector likewise) are their lower two bits packed so, then their upper bits packed so.
 
 Group scales. HQQ's affine code: w = (q - zero) * scale, one float16 pair per group of consecutive values.
 """
@@ -21,6 +21,8 @@ from torch import Tensor
 
 WIDTHS = (2, 3, 4, 8, 16)
 ALIGN = 64  # bytes: a cache line, and the alignment of every tensor and neuron record
+CHUNK = 64  # codes that are packed together
+THREE_BIT_BLOCK = 256  # 3-bit codes whose lower two bits lie together: a register of them, then half a one
 
 
 def _check_width(bits: int) -> None:
@@ -34,9 +36,8 @@ def align(nbytes: int) -> int:
 
 
 def _plane_bytes(n: int, bits: int) -> int:
-    block = ALIGN * 8 // bits
-    full, rest = divmod(n, block)
-    return full * ALIGN + -(-rest * bits // 8)
+    full, rest = divmod(n, CHUNK)
+    return full * (CHUNK * bits // 8) + -(-rest * bits // 8)
 
 
 def packed_bytes(n: int, bits: int) -> int:
@@ -45,35 +46,46 @@ def packed_bytes(n: int, bits: int) -> int:
     if bits == 16:
         return 2 * n
     if bits == 3:
-        full, rest = divmod(n, 256)
-        return full * 96 + _plane_bytes(rest, 2) + _plane_bytes(rest, 1)
+        full, rest = divmod(n, THREE_BIT_BLOCK)
+        return full * (3 * THREE_BIT_BLOCK // 8) + _plane_bytes(rest, 2) + _plane_bytes(rest, 1)
     return _plane_bytes(n, bits)
 
 
-def _spans(n: int, bits: int) -> list[tuple[int, int]]:
-    """How n values are cut: (number of blocks, values in each), the full blocks first, then the shorter last one."""
-    block = 256 if bits == 3 else ALIGN * 8 // bits
-    return [(count, size) for count, size in ((n // block, block), (1, n % block)) if count and size]
+def _spans(n: int, size: int) -> list[tuple[int, int]]:
+    """How n values are cut: (number of pieces, values in each), the full pieces first, then the shorter last one."""
+    return [(count, each) for count, each in ((n // size, size), (1, n % size)) if count and each]
 
 
 def _pack_plane(codes: Tensor, bits: int) -> Tensor:
-    """(N, blocks, n) codes below 2**bits -> (N, blocks, s) bytes."""
+    """(N, n) codes below 2**bits -> (N, _plane_bytes(n, bits)) bytes."""
     per_byte = 8 // bits
-    size = -(-codes.shape[2] // per_byte)
-    padded = codes.new_zeros(*codes.shape[:2], per_byte * size)
-    padded[:, :, : codes.shape[2]] = codes
-    planes = padded.view(*codes.shape[:2], per_byte, size)
-    packed = planes[:, :, 0].clone()
-    for plane in range(1, per_byte):
-        packed |= planes[:, :, plane] << (bits * plane)
-    return packed
+    parts: list[Tensor] = []
+    start = 0
+    for chunks, each in _spans(codes.shape[1], CHUNK):
+        size = -(-each // per_byte)
+        padded = codes.new_zeros(codes.shape[0], chunks, per_byte * size)
+        padded[:, :, :each] = codes[:, start : start + chunks * each].view(-1, chunks, each)
+        start += chunks * each
+        planes = padded.view(codes.shape[0], chunks, per_byte, size)
+        packed = planes[:, :, 0].clone()
+        for plane in range(1, per_byte):
+            packed |= planes[:, :, plane] << (bits * plane)
+        parts.append(packed.flatten(1))
+    return torch.cat(parts, dim=1)
 
 
 def _unpack_plane(packed: Tensor, n: int, bits: int) -> Tensor:
-    """(N, blocks, s) bytes -> (N, blocks, n) codes."""
+    """(N, _plane_bytes(n, bits)) bytes -> (N, n) codes."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
-    planes = (packed.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
-    return planes.flatten(2)[:, :, :n]
+    parts: list[Tensor] = []
+    start = 0
+    for chunks, each in _spans(n, CHUNK):
+        size = -(-each * bits // 8)
+        part = packed[:, start : start + chunks * size].reshape(-1, chunks, 1, size)
+        start += chunks * size
+        planes = (part >> shifts) & ((1 << bits) - 1)
+        parts.append(planes.flatten(2)[:, :, :each].flatten(1))
+    return torch.cat(parts, dim=1) if len(parts) != 1 else parts[0]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -98,14 +110,18 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
         raise ValueError(f"code {int(codes.max())} does not fit {bits} bit")
     if bits == 8:
         return codes.clone()
+    if not codes.numel():
+        return codes.new_empty(codes.shape[0], packed_bytes(codes.shape[1], bits))
+    if bits != 3:
+        return _pack_plane(codes, bits)
     parts: list[Tensor] = []
     start = 0
-    for blocks, size in _spans(codes.shape[1], bits):
-        part = codes[:, start : start + blocks * size].reshape(-1, blocks, size)
+    for blocks, size in _spans(codes.shape[1], THREE_BIT_BLOCK):
+        part = codes[:, start : start + blocks * size].reshape(-1, size)
         start += blocks * size
-        planes = [_pack_plane(part & 3, 2), _pack_plane(part >> 2, 1)] if bits == 3 else [_pack_plane(part, bits)]
-        parts.append(torch.cat(planes, dim=2).flatten(1))
-    return torch.cat(parts, dim=1) if parts else codes.clone()
+        planes = torch.cat([_pack_plane(part & 3, 2), _pack_plane(part >> 2, 1)], dim=1)
+        parts.append(planes.view(codes.shape[0], -1))
+    return torch.cat(parts, dim=1)
 
 
 def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
@@ -120,19 +136,19 @@ def unpack_codes(packed: Tensor, n: int, bits: int) -> Tensor:
         raise ValueError(f"expected (N, {packed_bytes(n, bits)}) bytes, not {tuple(packed.shape)} {packed.dtype}")
     if bits == 8:
         return packed
+    if not packed.numel():
+        return packed.new_empty(packed.shape[0], n)
+    if bits != 3:
+        return _unpack_plane(packed, n, bits)
     parts: list[Tensor] = []
     start = 0
-    for blocks, size in _spans(n, bits):
-        nbytes = packed_bytes(size, bits)
-        part = packed[:, start : start + blocks * nbytes].reshape(-1, blocks, nbytes)
+    for blocks, size in _spans(n, THREE_BIT_BLOCK):
+        low, nbytes = _plane_bytes(size, 2), packed_bytes(size, 3)
+        part = packed[:, start : start + blocks * nbytes].reshape(-1, nbytes)
         start += blocks * nbytes
-        if bits == 3:
-            split = -(-size // 4)
-            codes = _unpack_plane(part[:, :, :split], size, 2) | (_unpack_plane(part[:, :, split:], size, 1) << 2)
-        else:
-            codes = _unpack_plane(part, size, bits)
-        parts.append(codes.flatten(1))
-    return torch.cat(parts, dim=1) if len(parts) != 1 else parts[0]
+        codes = _unpack_plane(part[:, :low], size, 2) | (_unpack_plane(part[:, low:], size, 1) << 2)
+        parts.append(codes.view(packed.shape[0], -1))
+    return torch.cat(parts, dim=1)
 
 
 def group_size(n: int, wanted: int = 64) -> int:
@@ -241,6 +257,25 @@ class UpLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """A dense linear layer's weight of N rows by K columns, as stored; y = x · Wᵀ.
+
+    Attributes:
+        vector: one row. q: (N, packed_bytes(K)) uint8. scale, zero: (N, groups) float16. Never 16 bit: such a layer
+            stays the library's.
+    """
+
+    vector: VectorLayout
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The (N, K) matrix."""
+        return dequantize(self.q, self.scale, self.zero, self.vector.n, self.vector.bits, dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class UpWeights:
     """The up projections of one layer's E experts, as stored.
 
@@ -271,3 +306,12 @@ class ExpertRows:
 
     layout: RowLayout
     data: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRows:
+    """Neuron records kept in a pool: `data` (S, layout.nbytes) uint8, `slots` (E, F) int32, -1 for an absent neuron."""
+
+    layout: RowLayout
+    data: Tensor
+    slots: Tensor

@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layouts import ExpertRows, UpWeights
+from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
 from .types import Active, Calls
 
 
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Active:
-    """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call] (FloE Algorithm 1, lines 2-3)."""
+    """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call] (FloE Algorithm 1, lines 2-3).
+
+    A v that is not a number is kept, so that it reaches the result and is noticed.
+    """
     offsets = [0]
     neurons: list[Tensor] = []
     values: list[Tensor] = []
@@ -22,7 +25,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
         calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True
     ):
         v = F.linear(x[token], up.dense(expert, x.dtype))
-        kept = (v.abs() >= threshold).nonzero().squeeze(1)
+        kept = (~(v.abs() < threshold)).nonzero().squeeze(1)
         neurons.append(kept)
         values.append(v[kept])
         offsets.append(offsets[-1] + kept.numel())
@@ -33,16 +36,41 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
     )
 
 
-def sparse_swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: Active) -> Tensor:
-    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call."""
+def sparse_swiglu(
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+) -> Tensor:
+    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
+
+    With down_thresholds (P,), neurons with |silu(gate_n · x) v_n| below the call's are left out.
+    """
     y = torch.zeros_like(x)
     offsets = active.offsets.tolist()
     for call, (token, expert) in enumerate(zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)):
         chosen = slice(offsets[call], offsets[call + 1])
-        gate, down = rows.layout.read(rows.data[expert].index_select(0, active.neurons[chosen]), x.dtype)
+        neurons = active.neurons[chosen]
+        if isinstance(rows, PoolRows):
+            records = rows.data.index_select(0, rows.slots[expert][neurons])
+        else:
+            records = rows.data[expert].index_select(0, neurons)
+        gate, down = rows.layout.read(records, x.dtype)
         h = F.silu(F.linear(x[token], gate)) * active.values[chosen]
+        if down_thresholds is not None:
+            h = h.masked_fill(h.abs() < down_thresholds[call], 0)
         y[token] += calls.weights[call].to(x.dtype) * (h @ down)
     return y
+
+
+def moe_step(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H), and the active neurons of every call (P,) int64."""
+    active = up_gemv(x, up, calls, thresholds)
+    return sparse_swiglu(x, rows, calls, active, down_thresholds), active.offsets.diff()
 
 
 def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
@@ -53,8 +81,13 @@ def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, thres
     """
     v = F.linear(x, up.dense(expert, x.dtype))
     gate, down = rows.layout.read(rows.data[expert], x.dtype)
-    kept = v.abs() >= threshold
+    kept = ~(v.abs() < threshold)
     return (F.silu(F.linear(x, gate)) * v * kept) @ down, int(kept.sum())
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """y = x · Wᵀ: x (B, K) -> (B, N)."""
+    return F.linear(x, weights.dense(x.dtype))
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:

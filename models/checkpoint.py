@@ -24,6 +24,7 @@ class Family:
     Attributes:
         expert: published name of one expert matrix, with fields {layer}, {expert} and {part}.
         gate, up, down: what {part} is for each. renames: published fragment -> fragment of the module's name.
+        linears: how the names end of the linear layers that a pack may store at low width, on disk and in memory.
     """
 
     model_type: str
@@ -32,12 +33,17 @@ class Family:
     up: str
     down: str
     renames: tuple[tuple[str, str], ...] = ()
+    linears: tuple[str, ...] = (".q_proj", ".k_proj", ".v_proj", ".o_proj", "lm_head")
 
     def module_name(self, published: str) -> str:
         """The name in transformers' module of a dense tensor's published name; the only place that renames."""
         for old, new in self.renames:
             published = published.replace(old, new)
         return published
+
+    def is_linear(self, layer: str) -> bool:
+        """Whether a layer's name, on disk or in memory, is that of an attention projection or the head."""
+        return layer.endswith(self.linears)
 
 
 FAMILIES = {

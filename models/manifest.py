@@ -16,7 +16,7 @@ from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
 from .errors import PackError
 
 FORMAT = "floe-chat packed model"
-VERSION = 1
+VERSION = 2  # 1 packed codes in another order
 FILE_NAME = "manifest.json"
 UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
 COPIED = (  # as published, where the source has them
@@ -28,6 +28,7 @@ COPIED = (  # as published, where the source has them
     "chat_template.jinja",
 )
 _FLOAT16 = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DENSE_WIDTHS = (4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,22 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bits per weight of the three expert matrices, and what 16-bit values are: "bfloat16" or "float16"."""
+    """Bits per weight of the three expert matrices and of the dense linear layers (16: as published).
+
+    `float16` says what 16-bit expert values are: "bfloat16" or "float16".
+    """
 
     up: int
     gate: int
     down: int
+    dense: int
     float16: str
     group: int
 
     def describe(self) -> str:
-        """In words, for a screen: "up 2 bit, rows 4 bit"."""
+        """In words, for a screen: "up 2 bit, rows 4 bit, dense 8 bit"."""
         rows = f"rows {self.gate} bit" if self.gate == self.down else f"gate {self.gate} bit, down {self.down} bit"
-        return f"up {self.up} bit, {rows}"
+        return f"up {self.up} bit, {rows}, dense {self.dense} bit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,9 @@ class Manifest:
 
     @property
     def lossless(self) -> bool:
-        """Whether the experts are the source's own 16-bit weights, so that preset Exact means what it says."""
-        return self.source.exact and self.widths.up == self.widths.gate == self.widths.down == 16
+        """Whether all weights are the source's own 16-bit ones, so that preset Exact means what it says."""
+        w = self.widths
+        return self.source.exact and w.up == w.gate == w.down == w.dense == 16
 
     @property
     def up_layout(self) -> UpLayout:
@@ -203,7 +209,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     a, w = manifest.architecture, manifest.widths
     if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
         raise ValueError("its sizes")
-    if {w.up, w.gate, w.down} - set(WIDTHS) or w.float16 not in _FLOAT16 or a.hidden % w.group:
+    known = w.dense in DENSE_WIDTHS and not {w.up, w.gate, w.down} - set(WIDTHS)
+    if not known or w.float16 not in _FLOAT16 or a.hidden % w.group:
         raise ValueError("its bit widths")
     for name in manifest.files:
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):

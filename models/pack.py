@@ -18,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.layouts import WIDTHS, UpWeights, group_size
-from . import calibration, skeleton
+from ..kernels.layouts import WIDTHS, LinearWeights, UpWeights, group_size
+from . import calibration, linears, skeleton
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FloeError, PackError, UsageError
 from .manifest import (
     COPIED,
+    DENSE_WIDTHS,
     Architecture,
     Calibration,
     Manifest,
@@ -32,28 +33,38 @@ from .manifest import (
     file_entry,
     layer_file,
 )
-from .quantize import store_up, store_vectors
+from .quantize import store_matrix, store_vectors
 from .tensorfile import Plan, TensorFile
 from .workplace import claimed
 
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """Bits per weight: 2, 3, 4, 8 or 16 (the source's own). `group` values share a scale, fewer where H needs it."""
+    """Bits per weight; 16 is the source's own. `group` values of an expert share a scale, fewer where H needs it.
+
+    `dense` is the width of attention projections and head, in groups of 64 or fewer.
+    """
 
     up: int = 2
     gate: int = 4
     down: int = 4
+    dense: int = 8
     group: int = 64
 
     def __post_init__(self) -> None:
-        for part, bits in (("up", self.up), ("gate", self.gate), ("down", self.down)):
-            if bits not in WIDTHS:
-                valid = ", ".join(map(str, WIDTHS))
-                raise UsageError(f"{part} cannot be {bits} bit", "", f"Choose one of {valid}.")
+        for part, bits, valid in (
+            ("up", self.up, WIDTHS),
+            ("gate", self.gate, WIDTHS),
+            ("down", self.down, WIDTHS),
+            ("dense", self.dense, DENSE_WIDTHS),
+        ):
+            if bits not in valid:
+                choices = ", ".join(map(str, valid))
+                raise UsageError(f"{part} cannot be {bits} bit", "", f"Choose one of {choices}.")
 
 
-EXACT = PackSpec(up=16, gate=16, down=16)
+EXACT = PackSpec(up=16, gate=16, down=16, dense=16)
+_DENSE_SHARE = 0.03  # of the progress: the dense part has about that share of a Mixtral's weights
 Progress = Callable[[str, float], None]
 
 
@@ -91,10 +102,13 @@ def pack(
             f"It knows token {int(tokens.max())}; the weights have {source.config.vocab_size} tokens.",
             "Download the model's own tokenizer files.",
         )
-    needed = expected_bytes(manifest, sum(tensor.nbytes for tensor in dense.values()))
+    low = linears.matrices(source, dense, spec.dense)
+    dense = {name: tensor for name, tensor in dense.items() if name.removesuffix(".weight") not in low}
+    dense_bytes = sum(tensor.nbytes for tensor in dense.values())
+    dense_bytes += sum(len(matrix) * linears.layout_of(matrix.shape[1], spec.dense).nbytes for matrix in low.values())
     try:
-        with claimed(folder, source.folder, needed):
-            _fill(folder, source, manifest, dense, tokens, report)
+        with claimed(folder, source.folder, expected_bytes(manifest, dense_bytes)):
+            _fill(folder, source, manifest, dense, low, tokens, report)
     except OSError as error:
         raise FloeError(
             f"Packing into {folder} failed",
@@ -106,9 +120,20 @@ def pack(
 
 
 def _fill(
-    folder: Path, source: Checkpoint, manifest: Manifest, dense: dict[str, Tensor], tokens: Tensor, report: Progress
+    folder: Path,
+    source: Checkpoint,
+    manifest: Manifest,
+    dense: dict[str, Tensor],
+    low: dict[str, Tensor],
+    tokens: Tensor,
+    report: Progress,
 ) -> None:
+    """dense: tensors to keep at 16 bit, by published names. low: matrices of the layers that become codes."""
+    bits = manifest.widths.dense
     dense = {name: t if source.exact else t.to(torch.bfloat16) for name, t in dense.items()}
+    for index, (layer, matrix) in enumerate(low.items()):
+        report("Packing the dense part", _DENSE_SHARE * index / len(low))
+        dense |= linears.store(layer, matrix, bits)
     _write(folder / "dense.safetensors", dense)
     layers: list[_PackingExperts] = []
 
@@ -117,7 +142,7 @@ def _fill(
         return layers[-1]
 
     try:
-        model = skeleton.build(source.config, source.family, dense, experts, torch.float32, "cpu")
+        model = skeleton.build(source.config, source.family, dense, bits, experts, _dequantized, torch.float32, "cpu")
     except PackError as error:
         raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
     with torch.inference_mode():
@@ -139,6 +164,14 @@ def _fill(
         if (folder / file).is_file():
             manifest.files[file] = file_entry(folder / file)
     manifest.write(folder)
+
+
+def _dequantized(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
+    """The layer that calibration sees: the library's, with the values that the codes stand for."""
+    layer = nn.Linear(weights.vector.n, weights.q.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weights.dense(torch.float32), requires_grad=False)
+    layer.register_parameter("bias", bias)
+    return layer
 
 
 def _silent(step: str, share: float) -> None:
@@ -170,7 +203,8 @@ class _PackingExperts(nn.Module):
         with TensorFile(self.folder / layer_file(self.layer), _layer_plan(self.manifest)) as file:
             for expert in range(a.experts):
                 share = (self.layer + expert / a.experts) / a.layers
-                self.report(f"Packing layer {self.layer + 1} of {a.layers}", 0.98 * share)
+                share = _DENSE_SHARE + (0.98 - _DENSE_SHARE) * share
+                self.report(f"Packing layer {self.layer + 1} of {a.layers}", share)
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
                 self.popularity[expert] = token.numel() / max(1, top_k_index.numel())
                 # An expert that the text never reaches is measured on all of it: a rough table beats none.
@@ -188,7 +222,7 @@ class _PackingExperts(nn.Module):
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
         self.importance[expert] = measures[order]
         try:
-            q, scale, zero = store_up(up[order], up_layout.vector, up_layout.float16)
+            q, scale, zero = store_matrix(up[order], up_layout.vector, up_layout.float16)
             records = row_layout.join(
                 store_vectors(gate[order], row_layout.gate, row_layout.float16),
                 store_vectors(down.T[order], row_layout.down, row_layout.float16),
@@ -222,7 +256,7 @@ def _plan(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str) -> Mani
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
         ),
-        widths=Widths(spec.up, spec.gate, spec.down, str(source.float16).removeprefix("torch."), group),
+        widths=Widths(spec.up, spec.gate, spec.down, spec.dense, str(source.float16).removeprefix("torch."), group),
         calibration=Calibration(tokens=tokens.numel(), quantiles=calibration.QUANTILES),
         files={},
     )

@@ -91,7 +91,7 @@ class PackedModel:
         )
 
     def dense(self) -> dict[str, Tensor]:
-        """Embeddings, attention, norms, routers and head, by their published names."""
+        """Embeddings, attention, norms, routers and head, by their published names; low-bit layers see linears.py."""
         return self._tensors("dense.safetensors")
 
     def profile(self) -> dict[str, Tensor]:

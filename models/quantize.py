@@ -49,19 +49,22 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
             )
         )
     codes, scale, zero = (torch.cat(column) for column in zip(*parts, strict=True))
-    if not bool(torch.isfinite(scale).all()):
-        raise ValueError("the weights are too large for float16 scales")
     # hqq's zero of a group that is nearly constant and far from 0 overflows float16: such a group keeps its mean.
     lost = ~torch.isfinite(zero)
     if bool(lost.any()):
         means = matrix.float().view(*scale.shape, group).mean(-1).cpu()
         codes = codes.view(*scale.shape, group).masked_fill(lost[..., None], 0).view(codes.shape)
-        scale, zero = scale.masked_fill(lost, 1.0), torch.where(lost, -means.half(), zero)
+        scale, zero = scale.masked_fill(lost & torch.isfinite(scale), 1.0), torch.where(lost, -means.half(), zero)
+    if not bool((torch.isfinite(scale) & torch.isfinite(zero)).all()):
+        raise ValueError("the weights are too large for float16 scales")
     return codes, scale, zero
 
 
-def store_up(matrix: Tensor, layout: VectorLayout, float16: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The stored form of an up projection (F, H): q (F, row_bytes) uint8, scale and zero (F, groups) float16."""
+def store_matrix(matrix: Tensor, layout: VectorLayout, float16: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The stored form of a matrix with its scales apart, as up projections and dense linear layers are kept.
+
+    (N, n) -> q (N, packed bytes) uint8, scale and zero (N, groups) float16.
+    """
     if layout.bits == 16:
         empty = torch.empty(matrix.shape[0], 0, dtype=torch.float16)
         return _bytes(matrix, float16), empty, empty

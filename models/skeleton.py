@@ -1,7 +1,8 @@
 """transformers' own model with the experts replaced (DESIGN section 3): built without memory, then filled.
 
-Attention, norms, rope, routers and the KV cache stay the library's. Every family whose block calls
-`experts(hidden, top_k_index, top_k_weights)` works with a name map in checkpoint.py and nothing more.
+Linear layers that the pack holds as codes are replaced likewise. Norms, rope, routers, the rest of attention and the
+KV cache stay the library's. Every family whose block calls `experts(hidden, top_k_index, top_k_weights)` works with a
+name map in checkpoint.py and nothing more.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.layouts import LinearWeights
+from . import linears
 from .checkpoint import Family
 from .errors import PackError
 
 Experts = Callable[[int], nn.Module]
+Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
 
 
 def build(
     config: Any,
     family: Family,
     dense: Mapping[str, Tensor],
+    bits: int,
     experts: Experts,
+    linear: Linear,
     dtype: torch.dtype,
     device: str,
 ) -> nn.Module:
@@ -30,11 +36,13 @@ def build(
 
     Args:
         config: transformers' configuration. dense: the dense tensors by published names.
+        bits: of the linear layers in `dense`; at 16 they stay the library's own.
         experts: layer -> module with forward(hidden (B, H), top_k_index (B, K), top_k_weights (B, K)) -> (B, H).
+        linear: codes and bias -> module with forward(x (..., K)) -> (..., N). The bias is filled in later.
         dtype: of the dense part and of all activations.
 
     Raises:
-        PackError: dense tensors that are missing, or of a shape that the configuration does not ask for.
+        PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
     """
     from transformers import AutoModelForCausalLM
 
@@ -49,10 +57,15 @@ def build(
     for index, layer in enumerate(model.model.layers):
         layer.mlp.experts = experts(index)
     weights = {family.module_name(name): tensor for name, tensor in dense.items()}
+    if bits < 16:
+        for name, layer in list(model.named_modules()):
+            if family.is_linear(name):
+                stored = linears.load(weights, name, layer.out_features, layer.in_features, bits)
+                model.set_submodule(name, linear(stored, layer.bias))
     if config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
-    own = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in own.items():
+    empty = {name: own for name, own in model.named_parameters(remove_duplicate=False) if own.is_meta}
+    for name, parameter in empty.items():
         tensor = weights.get(name)
         if tensor is None or tensor.shape != parameter.shape:
             have = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"

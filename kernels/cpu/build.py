@@ -16,7 +16,10 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COMMON = ("library.cpp", "cpu_features.cpp", "thread_pool.cpp", "up_gemv.cpp", "sparse_swiglu.cpp", "row_portable.cpp")
+COMMON = (
+    *("library.cpp", "cpu_features.cpp", "thread_pool.cpp"),
+    *("up_gemv.cpp", "sparse_swiglu.cpp", "many_tokens.cpp", "row_portable.cpp"),
+)
 X86 = {
     "row_avx2.cpp": {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]},
     "row_avx512.cpp": {

@@ -1,6 +1,8 @@
 // What the operations share: checks, and the state of the library.
 #pragma once
 
+#include <cmath>
+
 #include "row_ops.h"
 
 namespace floe {
@@ -21,5 +23,21 @@ inline bool in_range(const int64_t *index, int64_t count, int64_t end) {
 // Tables of one prepared token, and how many bytes they take in a buffer.
 int64_t token_bytes(const floe_vector &v);
 Token prepare_token(const floe_vector &v, const float *x, int digits, uint8_t *&memory);
+
+// Many tokens, x (count, v.n), prepared by several threads.
+int64_t tokens_bytes(const floe_vector &v, int64_t count);
+Token *prepare_tokens(const floe_vector &v, const float *x, int64_t count, int digits, int threads, uint8_t *&memory);
+
+// `count` vectors of one matrix from `start` on; ahead: what follows them.
+void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, const uint8_t *zero, int64_t start,
+                 int count, Stored *rows, Ahead *ahead);
+
+// The parts of a vector whose scales lie in front of its codes.
+inline Stored stored(const floe_vector &v, const uint8_t *at) {
+    const int64_t groups = groups_of(v);
+    return {at, at + 2 * groups, at + 4 * groups};
+}
+
+inline float silu(float g) { return g / (1.0f + std::exp(-g)); }
 
 } // namespace floe

@@ -44,7 +44,7 @@ FLOE_API const char *floe_isa(void);
 FLOE_API const char *floe_isa_reason(void);
 FLOE_API int floe_select_isa(const char *name);
 
-// v = up_e · x for P calls, keeping neurons with |v| >= threshold. Fills offsets (P + 1) and returns N; the neurons
+// v = up_e · x for P calls, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1) and returns N; the neurons
 // wait in the calling thread until it fetches them with floe_up_take. digits: 3 keeps float32's precision of x
 // (about 22 bits), 2 is enough for 16-bit x (15 bits).
 FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q,
@@ -54,13 +54,26 @@ FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector 
 FLOE_API int floe_up_take(int64_t count, int64_t *neurons, float *values);
 
 // y[token] = sum over calls of weight · sum_n silu(gate_n · x) v_n down_n; y is (tokens, H), written whole.
+// Neuron n of expert e is row e · neurons + n, or in a pool of slot_count rows, row slots[e · neurons + n].
 // down_thresholds (P) or NULL: neurons with |silu(gate · x) v| below it are left out, and their down half unread.
 FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, const floe_vector *down,
                                 const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes,
-                                int64_t calls, const int64_t *call_token, const int64_t *call_expert,
-                                const float *weights, const int64_t *offsets, const int64_t *active,
-                                const float *values, const float *down_thresholds, int digits, int threads,
-                                float *y);
+                                const int32_t *slots, int64_t slot_count, int64_t calls,
+                                const int64_t *call_token, const int64_t *call_expert, const float *weights,
+                                const int64_t *offsets, const int64_t *active, const float *values,
+                                const float *down_thresholds, int digits, int threads, float *y);
+
+// y = x · Wᵀ for W of `width` rows: x (tokens, row->n) -> y (tokens, width), written whole.
+FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
+                         const uint8_t *zero, int64_t width, int digits, int threads, float *y);
+
+// One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= threshold,
+// v = up · x; y is (tokens, H), written whole. Pointers are to the expert's own weights. Returns how many (neuron,
+// token) pairs were active.
+FLOE_API int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
+                                    const uint8_t *scale, const uint8_t *zero, const floe_vector *gate,
+                                    const floe_vector *down, const uint8_t *rows, int64_t neurons, int64_t row_bytes,
+                                    float threshold, int digits, int threads, float *y);
 
 // out[i] = rows[index[i]]; pool[slot[i]] = records[i].
 FLOE_API int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const int64_t *index,

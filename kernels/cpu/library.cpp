@@ -18,10 +18,7 @@ Choice &chosen() {
     return choice;
 }
 
-int64_t plane(int64_t n, int bits) {
-    const int64_t block = 512 / bits;
-    return n / block * 64 + (n % block * bits + 7) / 8;
-}
+int64_t plane(int64_t n, int bits) { return n / kChunk * (8 * bits) + (n % kChunk * bits + 7) / 8; }
 
 constexpr int64_t kReadBlock = 256 * 1024;
 
@@ -37,26 +34,68 @@ int64_t code_bytes(const floe_vector &v) {
     return v.bits == 2 || v.bits == 4 || v.bits == 8 ? plane(v.n, v.bits) : (int64_t)FLOE_BAD_SHAPE;
 }
 
+namespace {
+
+// Of chunks: whole registers of digits (four chunks at most), whole vectors of 16 scales and sums.
+int64_t digit_places(const floe_vector &v) { return 3 * (v.n + 4 * kChunk); }
+int64_t scale_places(const floe_vector &v) { return v.n / kChunk + 16; }
+int64_t sum_places(const floe_vector &v) { return v.n / kChunk + groups_of(v) + 16; }
+
+} // namespace
+
 int64_t token_bytes(const floe_vector &v) {
-    return aligned(3 * v.n + kChunk) + aligned(4 * (v.n / kChunk + 1)) + aligned(4 * (groups_of(v) + 16));
+    return aligned(digit_places(v)) + aligned(4 * scale_places(v)) + aligned(4 * sum_places(v));
 }
 
 Token prepare_token(const floe_vector &v, const float *x, int digits, uint8_t *&memory) {
     Token token;
     token.x = x;
-    token.digits = carve<int8_t>(memory, 3 * v.n + kChunk);
-    token.scale = carve<float>(memory, v.n / kChunk + 1);
-    token.sums = carve<float>(memory, groups_of(v) + 16);
+    token.digits = carve<int8_t>(memory, digit_places(v));
+    token.scale = carve<float>(memory, scale_places(v));
+    token.sums = carve<float>(memory, sum_places(v));
     token.digit_count = digits;
     row_ops().prepare(v, token);
     return token;
+}
+
+int64_t tokens_bytes(const floe_vector &v, int64_t count) {
+    return aligned((int64_t)sizeof(Token) * count) + count * token_bytes(v);
+}
+
+Token *prepare_tokens(const floe_vector &v, const float *x, int64_t count, int digits, int threads, uint8_t *&memory) {
+    struct Context {
+        const floe_vector &v;
+        const float *x;
+        int digits;
+        Token *tokens;
+        uint8_t *memory;
+    } context = {v, x, digits, carve<Token>(memory, count), memory};
+    memory += count * token_bytes(v);
+    const auto work = [](void *opaque, int64_t item, int) {
+        const Context &c = *(const Context *)opaque;
+        uint8_t *at = c.memory + item * token_bytes(c.v);
+        c.tokens[item] = prepare_token(c.v, c.x + item * c.v.n, c.digits, at);
+    };
+    parallel_for(threads, count, work, &context);
+    return context.tokens;
+}
+
+void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, const uint8_t *zero, int64_t start,
+                 int count, Stored *rows, Ahead *ahead) {
+    constexpr int64_t kAhead = 4096; // bytes: a few rows of 2 bit; the latency of a busy memory at 20 GB/s a core
+    const int64_t bytes = code_bytes(v), scale_bytes = 2 * groups_of(v);
+    for (int r = 0; r < count; r++) {
+        const int64_t at = start + r;
+        rows[r] = {scale + at * scale_bytes, zero + at * scale_bytes, q + at * bytes};
+        ahead[r] = {rows[r].codes + kAhead, bytes / 64};
+    }
 }
 
 } // namespace floe
 
 using namespace floe;
 
-int floe_version(void) { return 1; }
+int floe_version(void) { return 2; }
 
 const char *floe_isa(void) { return chosen().ops->name; }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..layouts import ExpertRows, RowLayout, UpWeights, VectorLayout
+from ..layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpWeights, VectorLayout
 from ..types import Active, Calls
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 1
+_VERSION = 2
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 _OK, _UNSUPPORTED = 0, -5
 _ERRORS = {
@@ -67,7 +67,22 @@ _SIGNATURES = {
         c_int,
         (
             *(c_void_p, c_int64, POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_int64),
+            *(c_void_p, c_int64),
             *(c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p),
+        ),
+    ),
+    "floe_linear": (
+        c_int,
+        (
+            *(c_void_p, c_int64, POINTER(_Vector), c_void_p, c_void_p, c_void_p, c_int64),
+            *(c_int, c_int, c_void_p),
+        ),
+    ),
+    "floe_expert_swiglu": (
+        c_int64,
+        (
+            *(c_void_p, c_int64, POINTER(_Vector), c_void_p, c_void_p, c_void_p),
+            *(POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_float, c_int, c_int, c_void_p),
         ),
     ),
     "floe_gather_rows": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p)),
@@ -170,7 +185,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
 
 
 def sparse_swiglu(
-    x: Tensor, rows: ExpertRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
 ) -> Tensor:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
 
@@ -191,16 +206,75 @@ def sparse_swiglu(
     offsets, neurons, values = _int64(active.offsets), _int64(active.neurons), _float32(active.values)
     limits = None if down_thresholds is None else _float32(down_thresholds)
     data = _bytes(rows.data)
+    slots = None if isinstance(rows, ExpertRows) else rows.slots.to(torch.int32).contiguous()
+    shape = data.shape[:2] if slots is None else slots.shape
     if int(offsets[-1]) != neurons.numel() or neurons.numel() != values.numel():
         raise ValueError("offsets must end at the number of neurons, with one value each")
     gate, down = _row_vectors(rows.layout)
     y = torch.empty(x32.shape)
     _check(
         library.floe_sparse_swiglu(
-            *(x32.data_ptr(), x32.shape[0], gate, down, data.data_ptr(), *data.shape),
+            *(x32.data_ptr(), x32.shape[0], gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
+            *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
             *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
             *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
             *(None if limits is None else limits.data_ptr(), _digits(x), torch.get_num_threads(), y.data_ptr()),
+        )
+    )
+    return y.to(x.dtype)
+
+
+def moe_step(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H), and the active neurons of every call (P,) int64.
+
+    Raises:
+        ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
+    """
+    active = up_gemv(x, up, calls, thresholds)
+    return sparse_swiglu(x, rows, calls, active, down_thresholds), active.offsets.diff()
+
+
+def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
+    """One expert over many tokens: x (B, H) -> y (B, H) and the number of active neurons over all tokens.
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    x32, gate_down = _float32(x), _row_vectors(rows.layout)
+    q, data = _bytes(up.q[expert]), _bytes(rows.data[expert])
+    scale, zero = up.scale[expert].contiguous(), up.zero[expert].contiguous()
+    y = torch.empty(x32.shape)
+    active = _library().floe_expert_swiglu(
+        *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
+        *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
+        *(*gate_down, data.data_ptr(), *data.shape, threshold),
+        *(_digits(x), torch.get_num_threads(), y.data_ptr()),
+    )
+    _check(active)
+    return y.to(x.dtype), active
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """y = x · Wᵀ: x (B, K) -> (B, N).
+
+    Raises:
+        ValueError: sizes that do not fit.
+    """
+    x32, q = _float32(x), _bytes(weights.q)
+    scale, zero = weights.scale.contiguous(), weights.zero.contiguous()
+    y = torch.empty(x32.shape[0], q.shape[0])
+    _check(
+        _library().floe_linear(
+            *(x32.data_ptr(), x32.shape[0], _vector(weights.vector, torch.float16)),
+            *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0]),
+            *(_digits(x), torch.get_num_threads(), y.data_ptr()),
         )
     )
     return y.to(x.dtype)

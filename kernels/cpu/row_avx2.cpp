@@ -1,5 +1,5 @@
-// Row operations for AVX2 with FMA and F16C. Codes of 2 to 4 bits are multiplied with the 8-bit digits of x in
-// 16-bit pairs, which codes of at most 112 (7 · 16) times 127 cannot overflow; wider codes go through floats.
+// Row operations for AVX2 with FMA and F16C. Codes of 2 to 4 bits are multiplied with the 8-bit digits of x and added
+// in 16 bits; wider codes go through floats.
 
 #include "row_generic.inl"
 
@@ -20,37 +20,44 @@ inline float sum8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-float place(int bits, int64_t k) {
-    static const float small[4] = {1, 4, 16, 16};
-    return bits < 4 ? small[k] : 1.0f;
-}
-
-// 32 of the 64 codes of chunk k of block `p`, times place(BITS, k).
-template <int BITS> inline __m256i codes_at(const uint8_t *p, int k, int half) {
-    const __m256i raw = load(p + 32 * half);
-    if (BITS == 4) return _mm256_and_si256(k ? _mm256_srli_epi16(raw, 4) : raw, _mm256_set1_epi8(0x0f));
-    const __m256i low = k < 3 ? _mm256_and_si256(raw, _mm256_set1_epi8((char)(3 << (2 * k))))
-                              : _mm256_and_si256(_mm256_srli_epi16(raw, 2), _mm256_set1_epi8(0x30));
-    if (BITS == 2) return low;
-    const __m256i bit = _mm256_set1_epi8((char)(1 << (2 * k + half)));
-    const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(load(p + 64), bit), bit);
-    return _mm256_or_si256(low, _mm256_and_si256(set, _mm256_set1_epi8((char)(4 << (k < 3 ? 2 * k : 4)))));
-}
-
-template <int DIGITS> inline __m256 add_half(__m256 sum, __m256i codes, const int8_t *digits, __m256 scale) {
-    const __m256i hi = _mm256_maddubs_epi16(codes, load(digits));
-    const __m256i mid = _mm256_maddubs_epi16(codes, load(digits + kChunk));
-    __m256i a;
-    if (DIGITS == 3) {
-        const __m256i lo = _mm256_maddubs_epi16(codes, load(digits + 2 * kChunk));
-        a = _mm256_add_epi32(_mm256_madd_epi16(hi, _mm256_set1_epi16(16384)),
-                             _mm256_madd_epi16(mid, _mm256_set1_epi16(128)));
-        a = _mm256_add_epi32(a, _mm256_madd_epi16(lo, _mm256_set1_epi16(1)));
-    } else {
-        a = _mm256_add_epi32(_mm256_madd_epi16(hi, _mm256_set1_epi16(128)),
-                             _mm256_madd_epi16(mid, _mm256_set1_epi16(1)));
+// 32 bytes of codes, plane by plane: one half of a register as row_generic.inl's Fill describes it. `top`: the upper
+// bits of its two chunks of 3-bit codes.
+template <int BITS> inline void unpack_planes(__m256i raw, const uint8_t *top, __m256i *codes) {
+    if (BITS == 4) {
+        const __m256i mask = _mm256_set1_epi8(0x0f);
+        codes[0] = _mm256_and_si256(raw, mask);
+        codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), mask);
+        return;
     }
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(a), scale, sum);
+    const __m256i mask = _mm256_set1_epi8(3);
+    codes[0] = _mm256_and_si256(raw, mask);
+    codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 2), mask);
+    codes[2] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), mask);
+    codes[3] = _mm256_and_si256(_mm256_srli_epi16(raw, 6), mask);
+    if (BITS == 2) return;
+    // 8 bytes a chunk: bit 2k belongs to the first 8 of a plane's 16 codes, bit 2k + 1 to the rest.
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)top);
+    const __m256i twice = _mm256_set_m128i(_mm_unpackhi_epi64(bytes, bytes), _mm_unpacklo_epi64(bytes, bytes));
+    for (int k = 0; k < 4; k++) {
+        const long long low = 0x0101010101010101ll << (2 * k), high = (long long)(0x0202020202020202ull << (2 * k));
+        const __m256i bit = _mm256_setr_epi64x(low, high, low, high);
+        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(twice, bit), bit);
+        codes[k] = _mm256_or_si256(codes[k], _mm256_and_si256(set, _mm256_set1_epi8(4)));
+    }
+}
+
+// Integer sums of one half register with one token. 16-bit sums of at most 8 products of 15 and 127 do not overflow.
+template <int BITS, int DIGITS> inline __m256 sum_half(const __m256i *codes, const int8_t *digits) {
+    constexpr int kPlanes = BITS == 4 ? 2 : 4;
+    __m256i total = _mm256_setzero_si256();
+    for (int d = 0; d < DIGITS; d++) {
+        __m256i a = _mm256_maddubs_epi16(codes[0], load(digits + d * kPlanes * kChunk));
+        for (int k = 1; k < kPlanes; k++)
+            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(codes[k], load(digits + (d * kPlanes + k) * kChunk)));
+        const __m256i weight = _mm256_set1_epi16((short)(1 << (7 * (DIGITS - 1 - d))));
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(a, weight));
+    }
+    return _mm256_cvtepi32_ps(total);
 }
 
 inline float half(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
@@ -63,36 +70,44 @@ inline void halves(const uint8_t *p, int64_t count, float *out) {
 }
 
 template <int BITS, int DIGITS>
-float dot_codes(const floe_vector &v, const Stored &w, const Token &token, uint8_t *scratch, Ahead ahead) {
-    constexpr int kBlock = BITS == 3 ? 256 : 512 / BITS, kPerBlock = kBlock / 64, kBytes = BITS == 3 ? 96 : 64;
-    float scales[kMaxChunks], zeros[kMaxChunks];
-    const int64_t groups = v.n / v.group, per_group = v.group / kChunk, blocks = v.n / kBlock;
-    Pace pace(ahead, blocks);
-    halves(w.scale, groups, scales);
-    halves(w.zero, groups, zeros);
+float dot_codes(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
+    constexpr int kPlanes = BITS == 4 ? 2 : 4, kStride = DIGITS * kPlanes * kChunk;
+    constexpr int kPerHalf = kPlanes / 2, kBytes = BITS == 3 ? 96 : 64; // chunks in 32 bytes; bytes of a register
+    float scales[kMaxChunks + 4], zeros[kMaxChunks];
+    const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
+    Pace pace(ahead, (chunks + kPlanes - 1) / kPlanes);
+    halves(w.scale, v.n / v.group, scales);
+    halves(w.zero, v.n / v.group, zeros);
     float lanes[8] = {};
-    for (int64_t g = 0; g < groups; g++) lanes[g & 7] -= scales[g] * zeros[g] * token.sums[g];
-    __m256 sum = _mm256_loadu_ps(lanes), other = _mm256_setzero_ps();
+    for (int64_t c = chunks - 1; c >= 0; c--) { // from the end, since one group's scale spreads over later places
+        lanes[c & 7] -= scales[c / per_group] * zeros[c / per_group] * token.sums[c];
+        scales[c] = scales[c / per_group] * token.scale[c];
+    }
+    for (int64_t c = chunks; c < chunks + 4; c++) scales[c] = 0;
+    __m256 sum[2] = {_mm256_loadu_ps(lanes), _mm256_setzero_ps()};
     const uint8_t *p = w.codes;
     const int8_t *digits = token.digits;
-    int64_t c = 0;
-    for (int64_t b = 0; b < blocks; b++, p += kBytes) {
+    for (int64_t c = 0; c < chunks; c += kPlanes, p += kBytes, digits += kStride) {
+        const int64_t here = chunks - c < kPlanes ? chunks - c : kPlanes;
+        uint8_t padded[96] = {}; // the last register, if it is not full
+        const uint8_t *codes = p, *top = p + 64;
+        if (here < kPlanes) {
+            memcpy(padded, p, (size_t)(here * 64 / kPlanes));
+            if (BITS == 3) memcpy(padded + 64, p + here * 16, (size_t)(here * 8));
+            codes = padded;
+            top = padded + 64;
+        }
         pace.step();
-        for (int k = 0; k < kPerBlock; k++, digits += DIGITS * kChunk, c++) {
-            const __m256 scale = _mm256_set1_ps(scales[per_group == 1 ? c : c / per_group] * token.scale[c]);
-            sum = add_half<DIGITS>(sum, codes_at<BITS>(p, k, 0), digits, scale);
-            other = add_half<DIGITS>(other, codes_at<BITS>(p, k, 1), digits + 32, scale);
+        for (int half = 0; half < 2; half++) {
+            __m256i planes[kPlanes];
+            unpack_planes<BITS>(load(codes + 32 * half), top + 16 * half, planes);
+            const float *scale = scales + c + half * kPerHalf;
+            const __m256 factor = kPerHalf == 1 ? _mm256_set1_ps(scale[0])
+                                                : _mm256_set_m128(_mm_set1_ps(scale[1]), _mm_set1_ps(scale[0]));
+            sum[half] = _mm256_fmadd_ps(sum_half<BITS, DIGITS>(planes, digits + 32 * half), factor, sum[half]);
         }
     }
-    if (c * kChunk < v.n) {
-        unpack_from(v, p, c * kChunk, scratch);
-        for (; c * kChunk < v.n; c++, scratch += kChunk, digits += DIGITS * kChunk) {
-            const __m256 scale = _mm256_set1_ps(scales[c / per_group] * token.scale[c]);
-            sum = add_half<DIGITS>(sum, load(scratch), digits, scale);
-            other = add_half<DIGITS>(other, load(scratch + 32), digits + 32, scale);
-        }
-    }
-    return sum8(_mm256_add_ps(sum, other));
+    return sum8(_mm256_add_ps(sum[0], sum[1]));
 }
 
 inline __m256 bytes8(const uint8_t *p) {
@@ -140,17 +155,28 @@ float dot16(const floe_vector &v, const Stored &w, const Token &token, Ahead ahe
     return rest + sum8(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
 }
 
-float dot(const floe_vector &v, const Stored &w, const Token &token, uint8_t *scratch, Ahead ahead) {
-    if (v.bits == 16) return dot16(v, w, token, ahead);
-    if (v.bits == 8 && chunked(v)) return dot8(v, w, token, ahead);
+float dot_one(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
     switch (token.digit_count * 16 + v.bits) {
-    case 2 * 16 + 2: return dot_codes<2, 2>(v, w, token, scratch, ahead);
-    case 2 * 16 + 3: return dot_codes<3, 2>(v, w, token, scratch, ahead);
-    case 2 * 16 + 4: return dot_codes<4, 2>(v, w, token, scratch, ahead);
-    case 3 * 16 + 2: return dot_codes<2, 3>(v, w, token, scratch, ahead);
-    case 3 * 16 + 3: return dot_codes<3, 3>(v, w, token, scratch, ahead);
-    case 3 * 16 + 4: return dot_codes<4, 3>(v, w, token, scratch, ahead);
-    default: return generic_dot(v, w, token, scratch, ahead);
+    case 2 * 16 + 2: return dot_codes<2, 2>(v, w, token, ahead);
+    case 2 * 16 + 3: return dot_codes<3, 2>(v, w, token, ahead);
+    case 2 * 16 + 4: return dot_codes<4, 2>(v, w, token, ahead);
+    case 3 * 16 + 2: return dot_codes<2, 3>(v, w, token, ahead);
+    case 3 * 16 + 3: return dot_codes<3, 3>(v, w, token, ahead);
+    case 3 * 16 + 4: return dot_codes<4, 3>(v, w, token, ahead);
+    default: return v.bits == 16 ? dot16(v, w, token, ahead) : dot8(v, w, token, ahead);
+    }
+}
+
+void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
+         const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
+    if (v.bits < 16 && !chunked(v)) return generic_dot(v, w, rows, tokens, count, wanted, out, scratch, ahead);
+    for (int r = 0; r < rows; r++) {
+        Ahead rest = ahead[r];
+        for (int t = 0; t < count; t++) {
+            if (!is_wanted(wanted, r, t)) continue;
+            out[r][t] = dot_one(v, w[r], *tokens[t], rest);
+            rest.lines = 0;
+        }
     }
 }
 
@@ -163,7 +189,7 @@ void axpy_codes(const floe_vector &v, const Stored &w, float a, float *y, float 
     const int64_t groups = v.n / v.group;
     const uint8_t *codes = w.codes;
     if (v.bits != 8) {
-        unpack_from(v, w.codes, 0, scratch);
+        unpack(v.bits, v.n, w.codes, scratch);
         codes = scratch;
     }
     for (int64_t g = 0; g < groups; g++) {
@@ -202,9 +228,42 @@ void finish(const floe_vector &v, float *y, const float *bias) {
 }
 
 void prepare(const floe_vector &v, Token &token) {
-    if (chunked(v) && v.bits < 8) return chunked_prepare(v, token, place);
+    if (chunked(v) && v.bits < 8) return chunked_prepare(v, token);
     token.digit_count = 0;
     plain_sums(v, token);
+}
+
+// 64 columns of one token: y += sum of factors[n] · block[which(n)].
+template <class Which>
+inline void add_row(const float *factors, Which which, int64_t count, const float *block, float *y) {
+    __m256 sums[8];
+    for (int j = 0; j < 8; j++) sums[j] = _mm256_loadu_ps(y + 8 * j);
+    for (int64_t n = 0; n < count; n++) {
+        const __m256 factor = _mm256_broadcast_ss(factors + n);
+        const float *from = block + which(n) * kChunk;
+        for (int j = 0; j < 8; j++) sums[j] = _mm256_fmadd_ps(factor, _mm256_loadu_ps(from + 8 * j), sums[j]);
+    }
+    for (int j = 0; j < 8; j++) _mm256_storeu_ps(y + 8 * j, sums[j]);
+}
+
+void add_products(const float *h, const float *tile, int64_t neurons, int64_t columns, int64_t tokens, float *y,
+                  int64_t y_stride) {
+    const auto which = [](int64_t n) { return n; };
+    int64_t i = 0;
+    for (; i + kChunk <= columns; i += kChunk, tile += kTileBlock)
+        for (int64_t t = 0; t < tokens; t++) add_row(h + t * kTile, which, neurons, tile, y + t * y_stride + i);
+    for (int64_t t = 0; i < columns && t < tokens; t++)
+        add_columns(h + t * kTile, which, neurons, tile, 0, columns - i, y + t * y_stride + i);
+}
+
+void add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const uint8_t *counts, const float *tile,
+                int64_t columns, int64_t tokens, float *y, int64_t y_stride) {
+    int64_t i = 0;
+    for (; i + kChunk <= columns; i += kChunk, tile += kTileBlock)
+        for (int64_t t = 0; t < tokens; t++)
+            add_row(h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, y + t * y_stride + i);
+    for (int64_t t = 0; i < columns && t < tokens; t++)
+        add_columns(h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
 }
 
 void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {
@@ -229,7 +288,7 @@ uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
     return rest ^ words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 
-const RowOps ops = {"avx2", prepare, dot, axpy, finish, copy, read};
+const RowOps ops = {"avx2", prepare, dot, axpy, finish, generic_expand, add_products, add_active, copy, read};
 
 } // namespace
 

@@ -63,44 +63,46 @@ inline int64_t group_count(const floe_vector &v) { return v.bits == 16 ? 0 : v.n
 
 inline int64_t plane_bytes(int64_t n, int bits) { return (n * bits + 7) / 8; }
 
-// One block of `n` codes in `size` bytes: code i is in byte i % size, at bit `bits` * (i / size).
-inline void unpack_plane(const uint8_t *p, int64_t n, int bits, uint8_t *out) {
-    const int64_t size = plane_bytes(n, bits);
+// Codes of one plane-packed run (layouts._pack_plane): chunks of 64, the last one possibly shorter. `put` is told each
+// code's place.
+template <class Put> inline void each_code(const uint8_t *p, int64_t n, int bits, Put put) {
     const uint8_t mask = (uint8_t)((1 << bits) - 1);
-    for (int64_t start = 0, shift = 0; start < n; start += size, shift += bits) {
-        const int64_t count = n - start < size ? n - start : size;
-        for (int64_t i = 0; i < count; i++) out[start + i] = (uint8_t)(p[i] >> shift) & mask;
-    }
-}
-
-inline void add_top_bit(const uint8_t *p, int64_t n, uint8_t *out) {
-    const int64_t size = plane_bytes(n, 1);
-    for (int64_t start = 0, shift = 0; start < n; start += size, shift++) {
-        const int64_t count = n - start < size ? n - start : size;
-        for (int64_t i = 0; i < count; i++) out[start + i] |= (uint8_t)(((p[i] >> shift) & 1) << 2);
-    }
-}
-
-inline int64_t block_values(int bits) { return bits == 3 ? 256 : 512 / bits; }
-
-// Codes `start`..n, where `start` is the first of a block whose bytes begin at p.
-inline void unpack_from(const floe_vector &v, const uint8_t *p, int64_t start, uint8_t *out) {
-    const int64_t block = block_values(v.bits);
-    for (; start < v.n; start += block) {
-        const int64_t count = v.n - start < block ? v.n - start : block;
-        if (v.bits == 8) {
-            memcpy(out, p, (size_t)count);
-            p += count;
-        } else if (v.bits == 3) {
-            unpack_plane(p, count, 2, out);
-            p += plane_bytes(count, 2);
-            add_top_bit(p, count, out);
-            p += plane_bytes(count, 1);
-        } else {
-            unpack_plane(p, count, v.bits, out);
-            p += plane_bytes(count, v.bits);
+    for (int64_t chunk = 0; chunk < n; chunk += kChunk) {
+        if (n - chunk >= kChunk) { // sizes that the compiler can turn into vectors
+            const int64_t size = 8 * bits;
+            for (int shift = 0; shift < 8; shift += bits)
+                for (int64_t i = 0; i < size; i++) put(chunk + shift / bits * size + i, (uint8_t)(p[i] >> shift) & mask);
+            p += size;
+            continue;
         }
-        out += count;
+        const int64_t size = plane_bytes(n - chunk, bits);
+        for (int64_t i = chunk; i < n; i++)
+            put(i, (uint8_t)(p[(i - chunk) % size] >> (bits * ((i - chunk) / size))) & mask);
+    }
+}
+
+inline int64_t code_bytes_of(int64_t n, int bits) {
+    if (bits != 3) return bits == 16 ? 2 * n : n / kChunk * (8 * bits) + plane_bytes(n % kChunk, bits);
+    const int64_t rest = n % 256;
+    return n / 256 * 96 + code_bytes_of(rest, 2) + code_bytes_of(rest, 1);
+}
+
+// n codes from p on, which is the start of a vector or a multiple of 256 codes behind it.
+inline void unpack(int bits, int64_t n, const uint8_t *p, uint8_t *out) {
+    if (bits == 8) {
+        memcpy(out, p, (size_t)n);
+    } else if (bits == 3) {
+        for (int64_t start = 0; start < n; start += 256, out += 256) {
+            const int64_t count = n - start < 256 ? n - start : 256;
+            each_code(p, count, 2, [out](int64_t i, uint8_t code) { out[i] = code; });
+            p += code_bytes_of(count, 2);
+            each_code(p, count, 1, [out](int64_t i, uint8_t code) { out[i] |= (uint8_t)(code << 2); });
+            p += code_bytes_of(count, 1);
+        }
+    } else if (bits == 4) {
+        each_code(p, n, 4, [out](int64_t i, uint8_t code) { out[i] = code; });
+    } else {
+        each_code(p, n, 2, [out](int64_t i, uint8_t code) { out[i] = code; });
     }
 }
 
@@ -119,14 +121,12 @@ inline float plain_dot16(const floe_vector &v, const uint8_t *p, const float *x)
     return sum16(lanes);
 }
 
-inline float generic_dot(const floe_vector &v, const Stored &w, const Token &token, uint8_t *scratch, Ahead ahead) {
+// One token's product with codes that are unpacked already.
+inline float unpacked_dot(const floe_vector &v, const Stored &w, const Token &token, const uint8_t *codes) {
     const int64_t groups = group_count(v);
-    Pace(ahead, 0);
-    if (v.bits == 16) return plain_dot16(v, w.codes, token.x);
-    unpack_from(v, w.codes, 0, scratch);
     float total = 0;
     for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *q = scratch + g * v.group;
+        const uint8_t *q = codes + g * v.group;
         const float *x = token.x + g * v.group;
         float lanes[16] = {};
         int64_t i = 0;
@@ -139,13 +139,27 @@ inline float generic_dot(const floe_vector &v, const Stored &w, const Token &tok
     return total;
 }
 
+inline bool is_wanted(const uint8_t *wanted, int r, int t) { return wanted == nullptr || (wanted[r] >> t & 1); }
+
+inline void generic_dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
+                        const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
+    for (int r = 0; r < rows; r++) {
+        Pace(ahead[r], 0);
+        if (v.bits != 16) unpack(v.bits, v.n, w[r].codes, scratch);
+        for (int t = 0; t < count; t++)
+            if (is_wanted(wanted, r, t))
+                out[r][t] = v.bits == 16 ? plain_dot16(v, w[r].codes, tokens[t]->x)
+                                         : unpacked_dot(v, w[r], *tokens[t], scratch);
+    }
+}
+
 inline void generic_axpy_one(const floe_vector &v, const Stored &w, float a, float *y, uint8_t *scratch) {
     const int64_t groups = group_count(v);
     if (v.bits == 16) {
         for (int64_t i = 0; i < v.n; i++) y[i] += a * wide16(load16(w.codes + 2 * i), v.bfloat16);
         return;
     }
-    unpack_from(v, w.codes, 0, scratch);
+    unpack(v.bits, v.n, w.codes, scratch);
     for (int64_t g = 0; g < groups; g++) {
         const float scale = a * half_to_float(load16(w.scale + 2 * g));
         const float zero = half_to_float(load16(w.zero + 2 * g));
@@ -161,6 +175,42 @@ inline void generic_axpy(const floe_vector &v, const Stored *w, const float *a, 
         Pace(ahead[r], 0);
         generic_axpy_one(v, w[r], a[r], y, scratch);
     }
+}
+
+inline float *in_tile(float *first, int64_t column) { return first + column / kChunk * kTileBlock + column % kChunk; }
+
+inline void generic_expand(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out,
+                           uint8_t *scratch) {
+    if (v.bits == 16) {
+        for (int64_t i = from; i < to; i++) *in_tile(out, i - from) = wide16(load16(w.codes + 2 * i), v.bfloat16);
+        return;
+    }
+    unpack(v.bits, to - from, w.codes + code_bytes_of(from, v.bits), scratch);
+    for (int64_t g = from / v.group; g * v.group < to; g++) {
+        const float scale = half_to_float(load16(w.scale + 2 * g)), zero = half_to_float(load16(w.zero + 2 * g));
+        const int64_t start = g * v.group > from ? g * v.group : from;
+        const int64_t end = (g + 1) * v.group < to ? (g + 1) * v.group : to;
+        for (int64_t i = start; i < end; i++) *in_tile(out, i - from) = ((float)scratch[i - from] - zero) * scale;
+    }
+}
+
+// The rest of a tile's columns behind whole blocks of 64, or all of them.
+template <class Which>
+inline void add_columns(const float *h, Which which, int64_t count, const float *tile, int64_t from, int64_t columns, float *y) {
+    for (int64_t n = 0; n < count; n++)
+        for (int64_t i = from; i < columns; i++) y[i] += h[n] * tile[i / kChunk * kTileBlock + which(n) * kChunk + i % kChunk];
+}
+
+inline void generic_add_products(const float *h, const float *tile, int64_t neurons, int64_t columns, int64_t tokens,
+                                 float *y, int64_t y_stride) {
+    for (int64_t t = 0; t < tokens; t++)
+        add_columns(h + t * kTile, [](int64_t n) { return n; }, neurons, tile, 0, columns, y + t * y_stride);
+}
+
+inline void generic_add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const uint8_t *counts,
+                               const float *tile, int64_t columns, int64_t tokens, float *y, int64_t y_stride) {
+    for (int64_t t = 0; t < tokens; t++)
+        add_columns(h[t], [&](int64_t n) { return (int64_t)which[t][n]; }, counts[t], tile, 0, columns, y + t * y_stride);
 }
 
 // --- preparing x ---------------------------------------------------------------------------------------------
@@ -209,14 +259,26 @@ inline float split_chunk(const float *x, int digits, int8_t *out, float *scale) 
     return step * (float)sum;
 }
 
-// `place(bits, k)`: by what the k-th chunk of a whole block is multiplied as this instruction set reads it.
-inline void chunked_prepare(const floe_vector &v, Token &token, float (*place)(int bits, int64_t k)) {
-    const int64_t block = block_values(v.bits), whole_blocks = v.n / block * block;
-    for (int64_t g = 0; g < group_count(v); g++) token.sums[g] = 0;
-    for (int64_t c = 0; c < v.n / kChunk; c++) {
-        int8_t *digits = token.digits + c * token.digit_count * kChunk;
-        token.sums[c * kChunk / v.group] += split_chunk(token.x + c * kChunk, token.digit_count, digits, token.scale + c);
-        if (c * kChunk < whole_blocks) token.scale[c] /= place(v.bits, c % (block / kChunk));
+// How codes fill a 64-byte register: `chunks` side by side in each of `planes`; 3-bit codes as 2-bit ones.
+struct Fill {
+    int64_t chunks, planes;
+};
+
+inline Fill fill_of(int bits) { return bits == 8 ? Fill{1, 1} : bits == 4 ? Fill{2, 2} : Fill{4, 4}; }
+
+inline void chunked_prepare(const floe_vector &v, Token &token) {
+    const Fill fill = fill_of(v.bits);
+    const int64_t chunks = v.n / kChunk, registers = (chunks + fill.chunks - 1) / fill.chunks;
+    const int64_t digits = token.digit_count, piece = kChunk / fill.planes, stride = digits * fill.planes * kChunk;
+    memset(token.digits, 0, (size_t)(registers * stride));
+    for (int64_t c = 0; c < (chunks + 15) / 16 * 16; c++) token.scale[c] = token.sums[c] = 0;
+    for (int64_t c = 0; c < chunks; c++) {
+        int8_t split[3 * kChunk];
+        token.sums[c] = split_chunk(token.x + c * kChunk, (int)digits, split, token.scale + c);
+        int8_t *out = token.digits + c / fill.chunks * stride + c % fill.chunks * piece;
+        for (int64_t d = 0; d < digits; d++)
+            for (int64_t k = 0; k < fill.planes; k++)
+                memcpy(out + (d * fill.planes + k) * kChunk, split + d * kChunk + k * piece, (size_t)piece);
     }
 }
 

@@ -9,20 +9,25 @@
 
 #include "floe.h"
 
+// Into the second cache: the first one has too few places for lines on their way to hide the memory's latency (on
+// Zen 4 rows then arrive a fifth more slowly).
 #if defined(__GNUC__)
-#define FLOE_PREFETCH(p) __builtin_prefetch((p), 0, 3)
+#define FLOE_PREFETCH(p) __builtin_prefetch((p), 0, 2)
 #elif defined(_M_X64)
 #include <xmmintrin.h>
-#define FLOE_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+#define FLOE_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
 #else
 #define FLOE_PREFETCH(p) (void)(p)
 #endif
 
 namespace floe {
 
-constexpr int64_t kChunk = 64;             // values that share one scale of x, and one 64-byte register of codes
+constexpr int64_t kChunk = 64;             // codes packed together (layouts.CHUNK); they share one scale of x
 constexpr int64_t kMaxChunked = 16 * 1024; // longest vector for the chunked paths (their tables lie on the stack)
-constexpr int kBatch = 8;                   // vectors that one pass over y adds
+constexpr int kBatch = 8;                   // vectors, and tokens, that one call of an operation takes at most
+
+constexpr int64_t kTile = 64;               // neurons whose down columns many tokens share at a time
+constexpr int64_t kTileBlock = kTile * kChunk; // floats of a block of their columns
 
 // Where a vector's parts lie. Scales and zeros are float16, one per group, at any alignment.
 struct Stored {
@@ -40,13 +45,15 @@ struct Ahead {
 // One token's x, prepared for vectors of one layout.
 //
 // x is also cut into signed 8-bit digits, so that 8-bit multiply-adds can take the codes as they are: in a chunk of
-// 64 values, x = scale · (hi · 2^14 + mid · 2^7 + lo), or scale · (hi · 2^7 + lo) with two digits. Sums of 64
-// products of a code and three digits stay below 2^31 (4 · 255 · 127 · 2^14), so they are exact.
+// 64 values, x = scale · (hi · 2^14 + mid · 2^7 + lo), or scale · (hi · 2^7 + lo) with two digits. One 32-bit sum of
+// a register of codes takes 16 products at 2 and 3 bits, 8 at 4 bits, 4 at 8 bits, of a code and three digits: below
+// 2^31 in each case (4 · 255 · 127 · 2^14 is the largest), so it is exact. Digits lie as the codes do: for each
+// register of codes and each digit, the planes of all chunks in it.
 struct Token {
     const float *x;
-    int8_t *digits;  // (chunks, digit_count, 64)
-    float *scale;    // (chunks): also undoes the power of two that a code's place in its byte gives it
-    float *sums;     // (groups): the sum of x, which the zero points multiply
+    int8_t *digits;  // (registers, digit_count, planes, 64), zero where the last register has no chunk
+    float *scale;    // (chunks, up to a multiple of 16 with zeros)
+    float *sums;     // the sums of x, which zero points multiply: of chunks, likewise; of groups if not chunked
     int digit_count; // 0: this layout is not chunked
 };
 
@@ -56,14 +63,28 @@ struct RowOps {
     // Fills the token's tables; digit_count comes in as 2 or 3 and goes out as 0 where they are not used.
     void (*prepare)(const floe_vector &v, Token &token);
 
-    // w · x. `scratch` holds n bytes.
-    float (*dot)(const floe_vector &v, const Stored &w, const Token &token, uint8_t *scratch, Ahead ahead);
+    // out[r][t] = w_r · x_t for 1 to kBatch vectors and tokens. wanted: bit t of wanted[r] says whether that product is
+    // needed (others may hold anything), nullptr that all are. `scratch` holds n bytes; ahead: one per vector.
+    void (*dot)(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
+                const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead);
 
     // y += a[0] · w[0] + ... for up to kBatch vectors, so that y is read and written once for all of them. The zero
     // points' share may be left in bias (n / 64 + groups) until `finish` adds it. ahead: one per vector.
     void (*axpy)(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
                  uint8_t *scratch, const Ahead *ahead);
     void (*finish)(const floe_vector &v, float *y, const float *bias);
+
+    // Values from..to of one neuron's vector as floats, into its place `out` in the first block of a tile: blocks of 64
+    // columns of kTile neurons follow each other, so that one block fits the first cache. `from`: a multiple of 256.
+    void (*expand)(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out, uint8_t *scratch);
+
+    // y (tokens, y_stride) += h (tokens, kTile) · tile (neurons, columns): the down projection of many tokens.
+    void (*add_products)(const float *h, const float *tile, int64_t neurons, int64_t columns, int64_t tokens, float *y,
+                         int64_t y_stride);
+
+    // The same where few neurons are active: h[t] holds the factors of the counts[t] neurons which[t].
+    void (*add_active)(const float (*h)[kTile], const uint8_t (*which)[kTile], const uint8_t *counts, const float *tile,
+                       int64_t columns, int64_t tokens, float *y, int64_t y_stride);
 
     // Copy past the caches where that pays: the reader is another core or device.
     void (*copy)(uint8_t *to, const uint8_t *from, int64_t bytes);

@@ -27,6 +27,7 @@ struct Slice {
 struct Context {
     const floe_vector *gate, *down;
     const uint8_t *rows;
+    const int32_t *slots;
     int64_t neurons, row_bytes, gate_bytes;
     const int64_t *call_token, *call_expert, *active;
     const float *weights, *values, *down_thresholds;
@@ -40,23 +41,16 @@ struct Context {
     float *y;
 };
 
-Stored stored(const floe_vector &v, const uint8_t *at) {
-    const int64_t groups = groups_of(v);
-    return {at, at + 2 * groups, at + 4 * groups};
-}
-
 inline void prefetch_lines(const uint8_t *p, int64_t lines) {
     for (; lines > 0; lines--, p += 64) FLOE_PREFETCH(p);
 }
-
-inline float silu(float g) { return g / (1.0f + std::exp(-g)); }
 
 void compute_slice(void *opaque, int64_t item, int worker) {
     const Context &c = *(const Context *)opaque;
     const RowOps &ops = row_ops();
     const Slice &slice = c.slices[item];
-    const Token &token = c.tokens[c.call_token[slice.call]];
-    const uint8_t *rows = c.rows + c.call_expert[slice.call] * c.neurons * c.row_bytes;
+    const Token *token = c.tokens + c.call_token[slice.call];
+    const int64_t first_row = c.call_expert[slice.call] * c.neurons;
     const float weight = c.weights[slice.call];
     const float threshold = c.down_thresholds == nullptr ? 0.0f : c.down_thresholds[slice.call];
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
@@ -65,7 +59,10 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
     const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (c.row_bytes - c.gate_bytes + 63) / 64;
-    const auto row = [&](int64_t i) { return rows + c.active[i] * c.row_bytes; };
+    const auto row = [&](int64_t i) {
+        const int64_t at = first_row + c.active[i];
+        return c.rows + (c.slots == nullptr ? at : c.slots[at]) * c.row_bytes;
+    };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
     // The rows of one batch whose down columns are to be added.
@@ -76,14 +73,20 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     };
     const auto gates = [&](int64_t start, const Batch &before) {
         Batch batch;
-        for (int64_t i = start; i < batch_end(start); i++) {
-            const bool fetch = i - start < before.count;
-            const Ahead ahead = {fetch ? before.down[i - start].scale : nullptr, fetch ? down_lines : 0};
-            const float g = ops.dot(*c.gate, stored(*c.gate, row(i)), token, scratch, ahead);
-            const float product = silu(g) * c.values[i];
+        const int rows = (int)(batch_end(start) - start);
+        Stored gate[kBatch];
+        Ahead ahead[kBatch] = {};
+        float g[kBatch][kBatch];
+        for (int r = 0; r < rows; r++) {
+            gate[r] = stored(*c.gate, row(start + r));
+            if (r < before.count) ahead[r] = {before.down[r].scale, down_lines};
+        }
+        ops.dot(*c.gate, gate, rows, &token, 1, nullptr, g, scratch, ahead);
+        for (int r = 0; r < rows; r++) {
+            const float product = silu(g[r][0]) * c.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
             batch.a[batch.count] = weight * product;
-            batch.down[batch.count++] = stored(*c.down, row(i) + c.gate_bytes);
+            batch.down[batch.count++] = stored(*c.down, row(start + r) + c.gate_bytes);
         }
         return batch;
     };
@@ -149,8 +152,8 @@ int check_active(int64_t calls, const int64_t *offsets, const int64_t *active, i
 using namespace floe;
 
 int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, const floe_vector *down,
-                       const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes, int64_t calls,
-                       const int64_t *call_token, const int64_t *call_expert, const float *weights,
+                       const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes, const int32_t *slots,
+                       int64_t slot_count, int64_t calls, const int64_t *call_token, const int64_t *call_expert, const float *weights,
                        const int64_t *offsets, const int64_t *active, const float *values,
                        const float *down_thresholds, int digits, int threads, float *y) {
     thread_local Buffer buffer;
@@ -163,6 +166,11 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     if (row_bytes < c.gate_bytes + 4 * groups_of(*down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
     if (const int error = check_active(calls, offsets, active, neurons, buffer)) return error;
+    for (int64_t p = 0; slots != nullptr && p < calls; p++)
+        for (int64_t i = offsets[p]; i < offsets[p + 1]; i++) {
+            const int64_t slot = slots[call_expert[p] * neurons + active[i]];
+            if (slot < 0 || slot >= slot_count) return FLOE_BAD_INDEX;
+        }
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
     const int64_t total = offsets[calls];
@@ -175,12 +183,11 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     c.bias_stride = aligned(4 * (groups_of(*down) + width / kChunk + 16)) / 4;
     c.scratch_bytes = aligned(width + kChunk);
     uint8_t *memory =
-        buffer.take(aligned((int64_t)sizeof(Token) * tokens) + tokens * token_bytes(*gate) +
+        buffer.take(tokens_bytes(*gate, tokens) +
                     aligned((int64_t)sizeof(Slice) * slice_count) + aligned(4 * slice_count * width) +
                     aligned(4 * slice_count * c.bias_stride) + threads * c.scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    Token *prepared = carve<Token>(memory, tokens);
-    for (int64_t t = 0; t < tokens; t++) prepared[t] = prepare_token(*gate, x + t * width, digits, memory);
+    c.tokens = prepare_tokens(*gate, x, tokens, digits, threads, memory);
     Slice *slices = carve<Slice>(memory, slice_count);
     int64_t filled = 0;
     for (int64_t p = 0; p < calls; p++)
@@ -189,6 +196,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     c.gate = gate;
     c.down = down;
     c.rows = rows;
+    c.slots = slots;
     c.neurons = neurons;
     c.row_bytes = row_bytes;
     c.call_token = call_token;
@@ -197,7 +205,6 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     c.weights = weights;
     c.values = values;
     c.down_thresholds = down_thresholds;
-    c.tokens = prepared;
     c.slices = slices;
     c.slice_count = slice_count;
     c.token_count = tokens;

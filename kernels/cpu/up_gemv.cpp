@@ -15,7 +15,6 @@ namespace floe {
 namespace {
 
 constexpr int64_t kBlockRows = 128;
-constexpr int64_t kAhead = 4096; // bytes: a few rows of 2 bit; the latency of a busy memory at 20 GB/s a core
 
 struct Found {
     Buffer memory;
@@ -33,7 +32,7 @@ Found &found() {
 struct Context {
     const floe_vector *row;
     const uint8_t *q, *scale, *zero;
-    int64_t neurons, code_bytes, scale_bytes, q_bytes, blocks;
+    int64_t neurons, blocks;
     const int64_t *first_call, *order; // calls of unique expert u: order[first_call[u] .. first_call[u + 1]]
     const int64_t *call_token, *call_expert;
     const float *thresholds;
@@ -53,20 +52,28 @@ void compute_block(void *opaque, int64_t item, int worker) {
     const int64_t start = block * kBlockRows;
     const int64_t end = start + kBlockRows < c.neurons ? start + kBlockRows : c.neurons;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
-    const int64_t lines = c.code_bytes / 64;
     for (int64_t i = first; i < last; i++) c.counts[c.order[i] * c.blocks + block] = 0;
-    for (int64_t n = start; n < end; n++) {
-        const int64_t at = expert * c.neurons + n;
-        const Stored stored = {c.scale + at * c.scale_bytes, c.zero + at * c.scale_bytes, c.q + at * c.code_bytes};
-        for (int64_t i = first; i < last; i++) {
-            const int64_t call = c.order[i];
-            const Token &token = c.tokens[c.call_token[call]];
-            const float v = ops.dot(*c.row, stored, token, scratch, {stored.codes + kAhead, lines});
-            if (std::fabs(v) >= c.thresholds[call]) {
-                int32_t &count = c.counts[call * c.blocks + block];
-                const int64_t place = (call * c.blocks + block) * kBlockRows + count++;
-                c.found_neurons[place] = (int32_t)n;
-                c.found_values[place] = v;
+    for (int64_t n = start; n < end; n += kBatch) {
+        const int rows = (int)(end - n < kBatch ? end - n : kBatch);
+        Stored stored[kBatch];
+        Ahead ahead[kBatch];
+        matrix_rows(*c.row, c.q, c.scale, c.zero, expert * c.neurons + n, rows, stored, ahead);
+        for (int64_t i = first; i < last; i += kBatch) {
+            const Token *tokens[kBatch];
+            float v[kBatch][kBatch];
+            const int count = (int)(last - i < kBatch ? last - i : kBatch);
+            for (int t = 0; t < count; t++) tokens[t] = c.tokens + c.call_token[c.order[i + t]];
+            ops.dot(*c.row, stored, rows, tokens, count, nullptr, v, scratch, ahead);
+            for (int r = 0; r < rows; r++) ahead[r].lines = 0; // the first tokens have asked for them
+            for (int t = 0; t < count; t++) {
+                const int64_t call = c.order[i + t], place = call * c.blocks + block;
+                int32_t &found = c.counts[place];
+                for (int r = 0; r < rows; r++) {
+                    // Written in any case and kept by counting: a branch would often be guessed wrongly.
+                    c.found_neurons[place * kBlockRows + found] = (int32_t)(n + r);
+                    c.found_values[place * kBlockRows + found] = v[r][t];
+                    found += !(std::fabs(v[r][t]) < c.thresholds[call]); // NaN goes on to the result
+                }
             }
         }
     }
@@ -80,8 +87,7 @@ using namespace floe;
 int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
                      const uint8_t *zero, int64_t experts, int64_t neurons, int64_t calls, const int64_t *call_token,
                      const int64_t *call_expert, const float *thresholds, int digits, int threads, int64_t *offsets) {
-    const int64_t bytes = code_bytes(*row);
-    if (bytes < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX || digits < 2 ||
+    if (code_bytes(*row) < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX || digits < 2 ||
         digits > 3)
         return FLOE_BAD_SHAPE;
     if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
@@ -93,7 +99,7 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     const int64_t scratch_bytes = aligned(row->n + kChunk);
     uint8_t *memory = result.memory.take(
         2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (calls + 1)) +
-        aligned((int64_t)sizeof(Token) * tokens) + tokens * token_bytes(*row) + threads * scratch_bytes);
+        tokens_bytes(*row, tokens) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
 
     Context c = {};
@@ -102,8 +108,6 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     c.scale = scale;
     c.zero = zero;
     c.neurons = neurons;
-    c.code_bytes = bytes;
-    c.scale_bytes = 2 * groups_of(*row);
     c.blocks = blocks;
     c.call_token = call_token;
     c.call_expert = call_expert;
@@ -112,8 +116,7 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     c.found_values = carve<float>(memory, places * kBlockRows);
     c.counts = carve<int32_t>(memory, places);
     int64_t *order = carve<int64_t>(memory, calls + 1), *first_call = carve<int64_t>(memory, calls + 1);
-    Token *prepared = carve<Token>(memory, tokens);
-    for (int64_t t = 0; t < tokens; t++) prepared[t] = prepare_token(*row, x + t * row->n, digits, memory);
+    c.tokens = prepare_tokens(*row, x, tokens, digits, threads, memory);
     c.scratch = memory;
     c.scratch_bytes = scratch_bytes;
 
@@ -130,7 +133,6 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     first_call[unique] = placed;
     c.order = order;
     c.first_call = first_call;
-    c.tokens = prepared;
     parallel_for(threads, unique * blocks, compute_block, &c);
 
     int64_t total = 0;

@@ -14,11 +14,13 @@ from floe_chat.models.packed import PackedModel
 
 from ..helpers import edit_json, explained, run_cli
 
+LOSSLESS = ("--up", "16", "--rows", "16")  # then --dense follows
+
 
 def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "mine"
-    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8")
-    assert (ran.code, ran.out) == (0, "") and "up 3 bit, rows 8 bit" in ran.err
+    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8", "--dense", "4")
+    assert (ran.code, ran.out) == (0, "") and "up 3 bit, rows 8 bit, dense 4 bit" in ran.err
     manifest = PackedModel.open(packed, recheck=True).manifest
     assert manifest.name == "mine" and manifest.source.name == tiny_checkpoint.name
     asked = run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3", "--json")
@@ -27,10 +29,22 @@ def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
 
 def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "p"
-    run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "16", "--rows", "16", "--name", "Own Name")
+    run_cli("pack", str(tiny_checkpoint), str(packed), *LOSSLESS, "--name", "Own Name")
     asked = run_cli("ask", "hi", "-m", str(packed), "-p", "exact", "--max-tokens", "3", "--json")
     fields = json.loads(asked.out)
     assert (fields["model"], fields["preset"], fields["active_neurons"]) == ("Own Name", "Exact", 1.0)
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--up", "16", "--rows", "16", "--dense", "8"]], ids=["default", "wide-experts"]
+)
+def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(
+    tiny_checkpoint: Path, tmp_path: Path, options: list[str]
+) -> None:
+    packed = tmp_path / "p"
+    assert "dense 8 bit" in run_cli("pack", str(tiny_checkpoint), str(packed), *options).err
+    told = explained(run_cli("ask", "hi", "-m", str(packed), "-p", "exact"), 2)
+    assert "dense 8 bit" in told and "--dense 16" in told
 
 
 @pytest.fixture
@@ -71,7 +85,11 @@ def test_checkpoints_that_cannot_be_packed_are_explained(
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("options", [["--up", "5"], ["--rows", "1"], ["--up", "two"], ["--nonesuch"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [["--up", "5"], ["--rows", "1"], ["--dense", "3"], ["--dense", "x"], ["--up", "two"], ["--nonesuch"]],
+    ids=" ".join,
+)
 def test_bad_options_of_pack_are_usage_errors(tiny_checkpoint: Path, tmp_path: Path, options: list[str]) -> None:
     explained(run_cli("pack", str(tiny_checkpoint), str(tmp_path / "out"), *options), 2)
     assert not (tmp_path / "out").exists()
@@ -86,7 +104,7 @@ def test_a_folder_of_somebody_elses_is_left_alone(tiny_checkpoint: Path, tmp_pat
 def test_an_interrupted_pack_says_so_and_can_be_repeated(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "out"), "--up", "16", "--rows", "16")
+    arguments = ("pack", str(tiny_checkpoint), str(tmp_path / "out"), *LOSSLESS)
 
     def interrupt(_manifest: Manifest, _folder: Path) -> None:
         raise KeyboardInterrupt

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ..helpers import make_pack, reference_model, relative_rms
 from .driver import answer, open_model
+from .rounded import use_stored_linears
 
 SPECS = {
-    "up2-rows4": PackSpec(),
-    "up3-gate2-down8": PackSpec(up=3, gate=2, down=8),
-    "up8-gate16-down3": PackSpec(up=8, gate=16, down=3),
+    "up2-rows4-dense8": PackSpec(),
+    "up3-gate2-down8-dense4": PackSpec(up=3, gate=2, down=8, dense=4),
+    "up8-gate16-down3-dense16": PackSpec(up=8, gate=16, down=3, dense=16),
 }
 
 
@@ -54,6 +55,7 @@ class SkippingExperts(torch.nn.Module):
 
 def plain_model(checkpoint: Path, loaded: LoadedModel, sparsity: float) -> Any:
     model = reference_model(checkpoint)
+    use_stored_linears(model, loaded.packed.folder)
     for layer in range(2):
         model.model.layers[layer].mlp.experts = SkippingExperts(loaded, layer, sparsity)
     return model

@@ -2,10 +2,47 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
+import torch
 from floe_chat import kernels
 from floe_chat.kernels import backend
-from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu import build, native
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Build the library where the package was installed without it."""
+    try:
+        native.library_path()
+    except native.NativeUnavailableError:
+        path = tmp_path_factory.mktemp("native") / "libfloe.so"
+        try:
+            build.build(path)
+        except FileNotFoundError as error:
+            pytest.skip(str(error))
+        os.environ["FLOE_CPU_LIBRARY"] = str(path)
+
+
+@pytest.fixture(params=native.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this CPU has, by name."""
+    try:
+        yield native.select_isa(request.param).name
+    except native.NativeUnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        native.select_isa(None)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["reference", "native"])

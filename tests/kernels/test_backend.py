@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
+import floe_chat.kernels
 import pytest
+import torch
 from floe_chat.kernels import backend
 from floe_chat.kernels.cpu import native
 
@@ -36,6 +40,37 @@ def test_an_instruction_set_that_was_asked_for_is_never_replaced(monkeypatch: py
     monkeypatch.setattr(native, "isa", unavailable)
     with pytest.raises(native.NativeUnavailableError):
         backend.choose.__wrapped__("cpu")
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    """torch sees CUDA devices of these compute capabilities."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+
+
+def test_gpus_that_triton_supports_get_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("floe_chat.kernels.triton")
+    pretend_gpus(monkeypatch, (8, 6))
+    chosen = backend.choose.__wrapped__("cuda")
+    assert chosen.name == "triton" and chosen.moe_step is kernels.moe_step
+    assert "8.6" in chosen.reason
+
+
+def test_older_gpus_get_the_reference_and_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, (8, 6), (7, 0))
+    chosen = backend.choose.__wrapped__("cuda")
+    assert chosen.name == "reference"
+    assert "7.5 or newer" in chosen.reason and "7.0" in chosen.reason
+
+
+def test_without_triton_a_gpu_gets_the_reference_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpus(monkeypatch, (8, 6))
+    monkeypatch.delattr(floe_chat.kernels, "triton", raising=False)
+    monkeypatch.setitem(sys.modules, "floe_chat.kernels.triton", None)
+    chosen = backend.choose.__wrapped__("cuda")
+    assert chosen.name == "reference"
+    assert "Triton cannot be imported" in chosen.reason
 
 
 def test_other_devices_are_refused() -> None:

@@ -29,19 +29,19 @@ def random_codes(rows: int, length: int, bits: int) -> torch.Tensor:
 
 
 def described_bytes(codes: list[int], bits: int) -> bytes:
-    """One vector as the format describes it, one code at a time: in a block of s bytes, code i lies in byte i % s."""
+    """One vector as the format describes it, one code at a time: in a chunk of s bytes, code i lies in byte i % s."""
     if bits == 3:
         blocks = [codes[start : start + 256] for start in range(0, len(codes), 256)]
         low = [described_bytes([code & 3 for code in block], 2) for block in blocks]
         high = [described_bytes([code >> 2 for code in block], 1) for block in blocks]
         return b"".join(a + b for a, b in zip(low, high, strict=True))
     out = bytearray()
-    span = 64 * 8 // bits
+    span = 64
     for start in range(0, len(codes), span):
-        block = codes[start : start + span]
-        size = -(-len(block) * bits // 8)
+        chunk = codes[start : start + span]
+        size = -(-len(chunk) * bits // 8)
         packed = [0] * size
-        for i, code in enumerate(block):
+        for i, code in enumerate(chunk):
             packed[i % size] |= code << (bits * (i // size))
         out += bytes(packed)
     return bytes(out)

@@ -12,13 +12,12 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.kernels.cpu import build, native
+from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import (
     WIDTHS,
     ExpertRows,
@@ -39,38 +38,7 @@ TOLERANCE = {
     torch.bfloat16: 4e-3,
     torch.float16: 2e-3,
 }  # bfloat16: its own output rounding is 1.7e-3
-
-
-@pytest.fixture(scope="session", autouse=True)
-def library(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Build the library where the package was installed without it."""
-    try:
-        native.library_path()
-    except native.NativeUnavailableError:
-        path = tmp_path_factory.mktemp("native") / "libfloe.so"
-        try:
-            build.build(path)
-        except FileNotFoundError as error:
-            pytest.skip(str(error))
-        os.environ["FLOE_CPU_LIBRARY"] = str(path)
-
-
-@pytest.fixture(params=native.ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        yield native.select_isa(request.param).name
-    except native.NativeUnavailableError as error:
-        pytest.skip(str(error))
-    finally:
-        native.select_isa(None)
-
-
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def vectors(seed: int, shape: tuple[int, ...], layout: VectorLayout, float16: torch.dtype) -> tuple[Tensor, ...]:

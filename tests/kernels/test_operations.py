@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat import kernels
-from floe_chat.kernels.layouts import UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import LinearWeights, PoolRows, UpLayout, UpWeights, VectorLayout
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -74,6 +74,64 @@ def test_sparse_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
     assert relative_rms(y, swiglu(layer, x, calls, chosen, values)) <= TOLERANCE[dtype]
 
 
+def some_active(size: Size) -> tuple[list[Tensor], list[Tensor]]:
+    """Neurons of each of `some_calls`, in no order, and random values."""
+    generator = torch.Generator().manual_seed(2)
+    counts = (size[1], 1, (size[1] + 1) // 2, min(2, size[1]))
+    chosen = [torch.randperm(size[1], generator=generator)[:count] for count in counts]
+    return chosen, [torch.randn(len(neurons), generator=generator).double() for neurons in chosen]
+
+
+@every_width
+@every_size
+def test_rows_in_a_pool_give_the_same(size: Size, widths: Widths) -> None:
+    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
+    active = as_active(*some_active(size), torch.float32)
+    # Only what is needed lies in the pool, in a random order, between rows of garbage.
+    owners = torch.repeat_interleave(calls.experts, active.offsets.diff())
+    needed = (owners * size[1] + active.neurons).unique()
+    places = torch.randperm(needed.numel() + 3, generator=torch.Generator().manual_seed(3))[: needed.numel()]
+    pool = torch.full((needed.numel() + 3, layer.rows.layout.nbytes), 255, dtype=torch.uint8)
+    pool[places] = layer.rows.data.view(-1, layer.rows.layout.nbytes)[needed]
+    slots = torch.full((size[0] * size[1],), -1, dtype=torch.int32)
+    slots[needed] = places.int()
+    pooled = PoolRows(layer.rows.layout, pool, slots.view(size[0], size[1]))
+    y = kernels.sparse_swiglu(x, pooled, calls, active)
+    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active))
+
+
+@every_width
+@every_size
+def test_a_second_threshold_leaves_out_small_products(size: Size, widths: Widths) -> None:
+    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
+    chosen, values = some_active(size)
+    limits: list[float] = []
+    kept: list[Tensor] = []
+    for call, (token, expert) in enumerate(zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)):
+        g = layer.gate[expert][chosen[call]] @ x[token].double()
+        product = g / (1 + torch.exp(-g)) * values[call].float().double()
+        limits.append(threshold_between(product, (0.5, 1.0, 0.3, 0.0)[call]))
+        kept.append(product.abs() >= limits[-1])
+    y = kernels.sparse_swiglu(
+        x, layer.rows, calls, as_active(chosen, values, torch.float32), down_thresholds=torch.tensor(limits)
+    )
+    fewer = [[part[mask] for part, mask in zip(parts, kept, strict=True)] for parts in (chosen, values)]
+    assert relative_rms(y, swiglu(layer, x, calls, fewer[0], fewer[1])) <= TOLERANCE[torch.float32]
+
+
+@every_dtype
+@every_size
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("tokens", [0, 1, 11])
+def test_linear_is_the_product(size: Size, bits: int, tokens: int, dtype: torch.dtype) -> None:
+    layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], dtype)
+    up = layer.stored_up
+    y = kernels.linear(x, LinearWeights(up.layout.vector, up.q[0], up.scale[0], up.zero[0]))
+    assert y.dtype == dtype and y.shape == (tokens, size[1])
+    if tokens:
+        assert relative_rms(y, x.double() @ layer.up[0].to(dtype).double().T) <= TOLERANCE[dtype]
+
+
 @every_dtype
 @every_width
 def test_a_call_without_active_neurons_adds_nothing(widths: Widths, dtype: torch.dtype) -> None:
@@ -135,6 +193,27 @@ def test_expert_swiglu_equals_up_gemv_and_sparse_swiglu(size: Size, widths: Widt
     together, count = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
     assert count == active.neurons.numel()
     assert relative_rms(together, one_by_one) <= TOLERANCE[torch.float32]
+
+
+@every_width
+@every_size
+def test_moe_step_is_both_operations(size: Size, widths: Widths) -> None:
+    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
+    thresholds = torch.tensor([0.1, 1.0, 0.0, 1e9])
+    active = kernels.up_gemv(x, layer.stored_up, calls, thresholds)
+    limits = torch.full((4,), 0.05)
+    y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds, limits)
+    assert torch.equal(counts, active.offsets.diff())
+    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, limits))
+
+
+def test_nan_reaches_the_result() -> None:
+    layer, x, calls = make_layer((3, 7, 40, 20), (2, 4, 4)), make_x(2, 40, torch.float32), make_calls([0, 1], [0, 1])
+    x[1, 3] = float("nan")
+    y, _ = kernels.moe_step(x, layer.stored_up, layer.rows, calls, torch.full((2,), 0.5))
+    assert y[0].isfinite().all() and y[1].isnan().all()
+    y, _ = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.5)
+    assert y[0].isfinite().all() and y[1].isnan().all()
 
 
 def test_operations_leave_their_arguments_alone() -> None:

@@ -10,6 +10,7 @@ import torch
 from floe_chat import kernels
 from floe_chat.kernels import Active, Calls
 from floe_chat.kernels.backend import choose
+from floe_chat.kernels.layouts import LinearWeights, PoolRows
 from torch import Tensor
 
 from .oracle import make_layer
@@ -19,6 +20,9 @@ pytestmark = pytest.mark.usefixtures("on_backend")
 LAYER = make_layer((3, 7, 40, 20), (2, 4, 4))
 WIDE = make_layer((3, 7, 40, 20), (16, 16, 16))
 OTHER = make_layer((3, 5, 40, 20), (2, 4, 4))
+LINEAR = LinearWeights(
+    LAYER.stored_up.layout.vector, LAYER.stored_up.q[0], LAYER.stored_up.scale[0], LAYER.stored_up.zero[0]
+)
 X = torch.ones(2, 40)
 CALLS = Calls(torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([0.5, 0.5]))
 ACTIVE = Active(torch.tensor([0, 2, 3]), torch.tensor([6, 0, 6]), torch.ones(3))
@@ -132,6 +136,65 @@ def test_expert_swiglu_refuses_x(x: Tensor) -> None:
 def test_expert_swiglu_refuses_up_and_rows_of_different_neuron_counts() -> None:
     with pytest.raises(ValueError):
         kernels.expert_swiglu(X, OTHER.stored_up, LAYER.rows, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param([[0, 1, 2, 3, 4, 5, -1]] * 3, id="absent"),
+        pytest.param([[0, 1, 2, 3, 4, 5, 6]] * 3, id="beyond-the-pool"),
+    ],
+)
+def test_sparse_swiglu_refuses_neurons_that_the_pool_does_not_hold(slots: list[list[int]]) -> None:
+    pool = PoolRows(LAYER.rows.layout, LAYER.rows.data[0, :6].contiguous(), torch.tensor(slots, dtype=torch.int32))
+    with pytest.raises(ValueError):
+        kernels.sparse_swiglu(X, pool, CALLS, ACTIVE)
+
+
+def test_sparse_swiglu_refuses_slots_of_another_type() -> None:
+    pool = PoolRows(LAYER.rows.layout, LAYER.rows.data[0], torch.zeros(3, 7, dtype=torch.int64))
+    with pytest.raises(ValueError, match="int32"):
+        kernels.sparse_swiglu(X, pool, CALLS, ACTIVE)
+
+
+def test_sparse_swiglu_refuses_down_thresholds() -> None:
+    with pytest.raises(ValueError):
+        kernels.sparse_swiglu(X, LAYER.rows, CALLS, ACTIVE, torch.zeros(3))
+
+
+@pytest.mark.parametrize("calls", BAD_CALLS)
+def test_moe_step_refuses_calls(calls: Calls) -> None:
+    with pytest.raises(ValueError):
+        kernels.moe_step(X, LAYER.stored_up, LAYER.rows, calls, torch.zeros(calls.experts.shape))
+
+
+def test_moe_step_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError):
+        kernels.moe_step(X, OTHER.stored_up, LAYER.rows, CALLS, torch.zeros(2))
+    with pytest.raises(ValueError):
+        kernels.moe_step(X, LAYER.stored_up, LAYER.rows, CALLS, torch.zeros(3))
+    with pytest.raises(ValueError):
+        kernels.moe_step(X, LAYER.stored_up, LAYER.rows, CALLS, torch.zeros(2), torch.zeros(1))
+
+
+@pytest.mark.parametrize("x", BAD_X[:-1])
+def test_linear_refuses_x(x: Tensor) -> None:
+    with pytest.raises(ValueError):
+        kernels.linear(x, LINEAR)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"q": LINEAR.q[:, :-1]}, id="short-rows"),
+        pytest.param({"q": LINEAR.q[0]}, id="one-row"),
+        pytest.param({"scale": LINEAR.scale[:, :1]}, id="fewer-scales"),
+        pytest.param({"zero": LINEAR.zero[:5]}, id="zeros-of-fewer-rows"),
+    ],
+)
+def test_linear_refuses_weights_that_do_not_fit_their_layout(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        kernels.linear(X, replace(LINEAR, **changes))
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "", "CPU"])

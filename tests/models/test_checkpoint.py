@@ -12,6 +12,7 @@ from floe_chat.models.calibration import read_tokens
 from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import CheckpointError
 from floe_chat.models.pack import EXACT, PackSpec, pack
+from floe_chat.models.packed import PackedModel
 from safetensors import safe_open
 from torch import Tensor
 
@@ -177,6 +178,31 @@ def test_an_expert_of_another_shape_is_refused(source: Path) -> None:
     refused(source)
 
 
+DENSE_DAMAGE = [
+    pytest.param(damage, spec, id=f"{damage}-{spec.dense}-bit")
+    for spec in (EXACT, PackSpec())
+    for damage in ("missing", "shape", "rank", "empty", "codes")
+    if damage != "codes" or spec.dense < 16  # integers of the right shape are taken as they are
+]
+
+
+@pytest.mark.parametrize(("damage", "spec"), DENSE_DAMAGE)
+def test_a_dense_layer_that_does_not_fit_is_refused(source: Path, damage: str, spec: PackSpec) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor | None:
+        if not name.endswith("layers.0.self_attn.o_proj.weight"):
+            return tensor
+        return {
+            "missing": None,
+            "shape": tensor[:, :-2].clone(),
+            "rank": tensor.flatten(),
+            "empty": tensor[:, :0].clone(),
+            "codes": tensor.to(torch.int8),
+        }[damage]
+
+    edit_tensors(source, change)
+    assert "o_proj" in str(refused(source, spec))
+
+
 def test_tied_embeddings_need_no_head_of_their_own(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", layers=1)
 
@@ -189,6 +215,10 @@ def test_tied_embeddings_need_no_head_of_their_own(tmp_path: Path) -> None:
     edit_json(source / "config.json", tie)
     edit_tensors(source, drop_head)
     assert make_pack(source, tmp_path / "packed", EXACT).lossless
+    make_pack(source, tmp_path / "rounded", PackSpec())
+    dense = PackedModel.open(tmp_path / "rounded").dense()
+    embedding = Checkpoint(source).tensor("model.embed_tokens.weight")
+    assert torch.equal(dense["model.embed_tokens.weight"], embedding) and len(dense["lm_head.q"]) == len(embedding)
 
 
 def test_code_in_a_checkpoint_is_never_run(source: Path) -> None:

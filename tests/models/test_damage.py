@@ -188,6 +188,28 @@ def silent(_step: str, _share: float) -> None:
     pass
 
 
+@pytest.mark.parametrize("name", ["lm_head.q", "model.layers.1.self_attn.k_proj.scale", "lm_head.zero"])
+@pytest.mark.parametrize("damage", ["missing", "rows", "columns", "rank", "dtype"])
+def test_dense_codes_that_do_not_fit_are_named(copy: Path, name: str, damage: str) -> None:
+    def change(key: str, tensor: Tensor) -> Tensor | None:
+        if key != name:
+            return tensor
+        other = torch.float32 if tensor.dtype == torch.float16 else torch.int8
+        return {
+            "missing": None,
+            "rows": tensor[:-1].clone(),
+            "columns": torch.cat([tensor, tensor], dim=1),
+            "rank": tensor[None].clone(),
+            "dtype": tensor.to(other),
+        }[damage]
+
+    edit_tensors(copy, change)
+    reseal(copy)
+    with pytest.raises(PackError) as caught:
+        load(copy, None, "cpu", silent)
+    assert name in caught.value.cause and "again" in caught.value.hint
+
+
 @pytest.mark.parametrize("sizes", [{"num_hidden_layers": 1}, {"num_local_experts": 3}, {"hidden_size": 32}], ids=str)
 def test_a_configuration_that_contradicts_the_manifest_is_refused(copy: Path, sizes: dict[str, int]) -> None:
     def change(fields: Any) -> None:

@@ -118,6 +118,9 @@ ABSURD = [
     pytest.param(("widths", "group"), 7, id="group-that-does-not-divide"),
     pytest.param(("widths", "group"), 32, id="group-of-another-pack"),
     pytest.param(("widths", "up"), 3, id="up-of-another-pack"),
+    pytest.param(("widths", "dense"), 4, id="dense-of-another-pack"),
+    pytest.param(("widths", "dense"), 16, id="dense-of-a-wider-pack"),
+    pytest.param(("widths", "dense"), 3, id="dense-that-does-not-exist"),
     pytest.param(("calibration", "quantiles"), 100, id="quantiles-of-another-pack"),
 ]
 
@@ -168,12 +171,13 @@ def test_garbage_is_refused(pack: Path, content: bytes) -> None:
         PackedModel.open(pack)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, 1.5, [1]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None, 1.5, [2]], ids=repr)
 def test_other_versions_are_named(pack: Path, version: Any) -> None:
     (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), version)))
     with pytest.raises(PackError, match="version") as caught:
         PackedModel.open(pack)
     assert repr(version) in caught.value.cause and "pdate" in caught.value.hint
+    assert "pack" in caught.value.hint and "again" in caught.value.hint
 
 
 def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
@@ -185,8 +189,11 @@ def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("widths", "words"),
-    [((2, 4, 4), "up 2 bit, rows 4 bit"), ((4, 8, 3), "up 4 bit, gate 8 bit, down 3 bit")],
+    [
+        ((2, 4, 4, 8), "up 2 bit, rows 4 bit, dense 8 bit"),
+        ((4, 8, 3, 16), "up 4 bit, gate 8 bit, down 3 bit, dense 16 bit"),
+    ],
 )
-def test_widths_in_words(tiny_pack: Path, widths: tuple[int, int, int], words: str) -> None:
-    fields = manifest_of(tiny_pack)["widths"] | dict(zip(("up", "gate", "down"), widths, strict=True))
+def test_widths_in_words(tiny_pack: Path, widths: tuple[int, int, int, int], words: str) -> None:
+    fields = manifest_of(tiny_pack)["widths"] | dict(zip(("up", "gate", "down", "dense"), widths, strict=True))
     assert type(Manifest.read(tiny_pack).widths)(**fields).describe() == words

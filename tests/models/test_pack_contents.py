@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.models.calibration import MEASURES, threshold_at
+from floe_chat.kernels.layouts import pack_codes
+from floe_chat.models.calibration import MEASURES, quantile_table, threshold_at
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.pack import EXACT, PackSpec
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.quantize import quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ..engine.rounded import use_stored_linears
 from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, make_pack, reference_model, relative_rms
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -49,9 +52,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(source, PackedModel.open(folder / "packed"), what_experts_get(source))
 
 
-def what_experts_get(source: Path) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(x, top-k index, top-k weights) of every layer when transformers' model reads the calibration text."""
+def what_experts_get(source: Path, linears_of: Path | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(x, top-k index, top-k weights) of every layer when transformers' model reads the calibration text.
+
+    With linears_of, its dense layers have the values of that pack's codes.
+    """
     model = reference_model(source)
+    if linears_of is not None:
+        use_stored_linears(model, linears_of)
     given: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def note(_module: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -152,7 +160,7 @@ def test_same_source_and_text_give_the_same_bytes(case: Case, tmp_path: Path) ->
 
 
 def test_thresholds_are_measured_on_the_quantized_up(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=2, gate=4, down=4))
+    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=2, gate=4, down=4, dense=16))
     packed = PackedModel.open(tmp_path / "p")
     x, index, _ = what_experts_get(tiny_checkpoint)[0]  # the first layer's input depends on no packed expert
     layer = packed.layer(0)
@@ -165,7 +173,7 @@ def test_thresholds_are_measured_on_the_quantized_up(tmp_path: Path, tiny_checkp
 def test_widths_may_differ_and_make_the_files_smaller(tmp_path: Path, tiny_checkpoint: Path, exact_pack: Path) -> None:
     make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=3, gate=2, down=8))
     packed = PackedModel.open(tmp_path / "p")
-    assert packed.manifest.widths.describe() == "up 3 bit, gate 2 bit, down 8 bit"
+    assert packed.manifest.widths.describe() == "up 3 bit, gate 2 bit, down 8 bit, dense 8 bit"
     gate, _, down = Checkpoint(tiny_checkpoint).expert(0, 0)
     records = packed.layer(0).rows
     stored_gate, stored_down = records.layout.read(records.data[0], torch.float32)
@@ -174,6 +182,38 @@ def test_widths_may_differ_and_make_the_files_smaller(tmp_path: Path, tiny_check
     assert relative_rms(stored_gate.norm(dim=1).sort().values, norms[0]) <= 0.3
     small, large = (folder / "layer_00.safetensors" for folder in (tmp_path / "p", exact_pack))
     assert small.stat().st_size < 0.6 * large.stat().st_size
+
+
+def linear_names(source: Checkpoint) -> list[str]:
+    """Published names without .weight of attention projections and head."""
+    parts = [f"self_attn.{part}_proj" for part in "qkvo"]
+    return [f"model.layers.{n}.{part}" for n in range(source.config.num_hidden_layers) for part in parts] + ["lm_head"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Path, model: str, bits: int) -> None:
+    source = Checkpoint(make_checkpoint(tmp_path / "source", **MODELS[model]))
+    manifest = make_pack(source.folder, tmp_path / "p", PackSpec(up=16, gate=16, down=16, dense=bits))
+    assert manifest.widths.dense == bits and not manifest.lossless
+    dense, linears = PackedModel.open(tmp_path / "p").dense(), linear_names(source)
+    kept = set(source.dense_names()) - {f"{name}.weight" for name in linears}
+    assert set(dense) == kept | {f"{name}.{part}" for name in linears for part in ("q", "scale", "zero")}
+    assert all(torch.equal(dense[name], source.tensor(name)) for name in kept)
+    for name in linears:
+        matrix = source.tensor(f"{name}.weight")
+        codes, scale, zero = quantize(matrix, bits, matrix.shape[1] if matrix.shape[1] < 64 else 64)
+        assert torch.equal(dense[f"{name}.q"], pack_codes(codes, bits)), name
+        assert torch.equal(dense[f"{name}.scale"], scale) and torch.equal(dense[f"{name}.zero"], zero), name
+
+
+def test_calibration_sees_the_rounded_dense_layers(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=16, gate=16, down=16, dense=4))
+    stored = PackedModel.open(tmp_path / "p").profile()["router_score"]
+    rounded = what_experts_get(tiny_checkpoint, linears_of=tmp_path / "p")
+    for layer in range(2):
+        seen, wide = (quantile_table(given[layer][2]) for given in (rounded, what_experts_get(tiny_checkpoint)))
+        assert relative_rms(stored[layer], seen) <= 1e-4 < relative_rms(stored[layer], wide)
 
 
 def test_wider_sources_are_rounded_and_say_so(tmp_path: Path) -> None:

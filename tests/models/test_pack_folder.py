@@ -203,6 +203,25 @@ def test_a_disk_that_is_too_small_is_known_at_once(
     assert not list((tmp_path / "p").glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("dense", [4, 8, 16])
+def test_the_disk_that_a_pack_takes_is_foreseen(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, dense: int
+) -> None:
+    spec = PackSpec(dense=dense)
+    files = make_pack(tiny_checkpoint, tmp_path / "p", spec).files
+    weights = sum(entry.size for name, entry in files.items() if name.endswith(".safetensors"))
+    free = int(0.9 * weights)
+
+    def usage(_path: Path) -> Usage:
+        return Usage(1 << 30, (1 << 30) - free, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(FloeError, match="too small"):
+        make_pack(tiny_checkpoint, tmp_path / "q", spec)
+    free = weights
+    make_pack(tiny_checkpoint, tmp_path / "q", spec)
+
+
 def test_a_disk_that_fills_up_is_explained(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +243,9 @@ def test_progress_rises_to_one_and_the_source_stays_as_it_was(tmp_path: Path, ti
     assert contents(tiny_checkpoint) == before
 
 
-@pytest.mark.parametrize("spec", [{"up": 5}, {"gate": 1}, {"down": 0}, {"up": 32}], ids=str)
+@pytest.mark.parametrize(
+    "spec", [{"up": 5}, {"gate": 1}, {"down": 0}, {"up": 32}, {"dense": 3}, {"dense": 2}, {"dense": 0}], ids=str
+)
 def test_widths_that_do_not_exist_are_refused(spec: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="bit"):
         PackSpec(**spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels.layouts import VectorLayout, dequantize, pack_codes, unpack_codes
-from floe_chat.models.quantize import BLOCK_ROWS, quantize, store_up, store_vectors
+from floe_chat.models.quantize import BLOCK_ROWS, quantize, store_matrix, store_vectors
 from hqq.core.quantize import Quantizer
 
 from ..helpers import relative_rms
@@ -63,6 +63,8 @@ def test_rows_of_little_spread_stay_near_their_values(matrix: torch.Tensor, bits
 def test_values_whose_scales_float16_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError):
         quantize(1e6 * gaussian(3, 64), 2, 64)
+    with pytest.raises(ValueError):
+        quantize(torch.full((3, 5), 1e6), 4, 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -77,7 +79,7 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
 def test_sixteen_bits_keep_every_bit(float16: torch.dtype) -> None:
     matrix = gaussian(5, 40).to(float16)
     layout = VectorLayout(40, 16, 20)
-    q, scale, zero = store_up(matrix, layout, float16)
+    q, scale, zero = store_matrix(matrix, layout, float16)
     assert torch.equal(q.view(float16), matrix) and scale.shape == zero.shape == (5, 0)
     assert torch.equal(store_vectors(matrix, layout, float16).view(float16), matrix)
 

@@ -1,0 +1,21 @@
+"""The linear layers of the dense part that a pack holds as codes: what stands where transformers' nn.Linear stands."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .. import kernels
+from ..kernels.layouts import LinearWeights
+
+
+class PackedLinear(nn.Module):
+    """y = x · Wᵀ + bias from low-bit codes."""
+
+    def __init__(self, weights: LinearWeights, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weights, self.bias = weights, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) -> (..., N) of x's dtype."""
+        y = kernels.linear(x.flatten(0, -2), self.weights).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias

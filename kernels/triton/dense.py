@@ -1,0 +1,106 @@
+"""Matrix products with quantized weights: unpacked a block of rows at a time, then multiplied by cuBLAS.
+
+Many tokens amortize the unpacking; what they need is tensor cores, which the library drives best. A block's temporary
+tensors stay below `SCRATCH` bytes, so prefill fits where decoding fits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from ..layouts import ExpertRows, LinearWeights, UpWeights
+from . import launch
+from .gemv import gemv_kernel
+from .moving import unpack_kernel
+from .vectors import Vector, linear_vector, record_vectors, up_vector
+
+SCRATCH = 64 << 20  # bytes
+FEW = 8  # tokens up to which a layer's weights go through the GEMV kernel, code for code, instead of through memory
+
+
+def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
+    """One expert over many tokens (prefill): x (B, H) -> y (B, H) and the number of active neurons over all tokens.
+
+    Each third of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe
+    a copy beforehand is faster. A v that is not a number counts as active. Waits for the device once.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
+    device, (tokens, hidden), neurons = x.device, x.shape, rows.data.shape[1]
+    launch.check_device(device)
+    launch.check_weights(device, "up.q", up.q)
+    launch.check_weights(device, "rows", rows.data)
+    scale, zero = up.scale.contiguous(), up.zero.contiguous()
+    launch.check_reachable(device, "up.scale", scale)
+    launch.check_reachable(device, "up.zero", zero)
+    vector = up_vector(up.layout, up.q, scale, zero)
+    gate, down = record_vectors(rows.layout, rows.data)
+    # v, gate · x, their product and what silu makes on the way: five numbers per token and neuron, two of them wide.
+    block = block_rows(x, neurons, hidden + 8 * tokens)
+    scratch = torch.empty(min(block, neurons), hidden, dtype=x.dtype, device=device)
+    y = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
+    active = torch.zeros((), dtype=torch.int64, device=device)
+    scales = scale.view(torch.uint8), zero.view(torch.uint8)
+    for start in range(0, neurons if tokens else 0, block):
+        count, first = min(block, neurons - start), expert * neurons + start
+        v = F.linear(x, unpack(up.q, *scales, vector, first, count, scratch))
+        g = F.linear(x, unpack(rows.data, rows.data, rows.data, gate, first, count, scratch))
+        idle = v.abs() < threshold
+        active += idle.numel() - idle.sum()
+        h = (F.silu(g) * v).masked_fill_(idle, 0)
+        y += h @ unpack(rows.data, rows.data, rows.data, down, first, count, scratch)
+    return y.to(x.dtype), int(active)
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
+    device, tokens, outputs = x.device, x.shape[0], weights.q.shape[0]
+    launch.check_device(device)
+    launch.check_weights(device, "weights.q", weights.q)
+    scale, zero = weights.scale.contiguous(), weights.zero.contiguous()
+    launch.check_reachable(device, "weights.scale", scale)
+    launch.check_reachable(device, "weights.zero", zero)
+    vector = linear_vector(weights)
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=device)
+    if not y.numel():
+        return y
+    scales = scale.view(torch.uint8), zero.view(torch.uint8)
+    if tokens <= FEW:
+        with launch.on(device):
+            gemv_kernel[(tokens, triton.cdiv(outputs, launch.GEMV_ROWS))](
+                *(launch.spread(x, vector), x, x, x, weights.q, *scales, y, y, outputs, launch.magic(device)),
+                *(vector, False, launch.GEMV_ROWS, launch.block_of(vector.words)),
+            )
+        return y
+    block = block_rows(x, outputs, x.shape[1] + tokens)
+    scratch = torch.empty(min(block, outputs), x.shape[1], dtype=x.dtype, device=device)
+    for start in range(0, outputs, block):
+        count = min(block, outputs - start)
+        y[:, start : start + count] = F.linear(x, unpack(weights.q, *scales, vector, start, count, scratch))
+    return y
+
+
+def block_rows(x: Tensor, rows: int, numbers: int) -> int:
+    """Rows at a time when each takes `numbers` numbers of x's type: whole tiles of 64 within `SCRATCH`."""
+    return min(-(-rows // 64) * 64, max(64, SCRATCH // (x.element_size() * numbers) // 64 * 64)) or 64
+
+
+def unpack(
+    data: Tensor, scale: Tensor, zero: Tensor, vector: Vector, first: int, count: int, scratch: Tensor
+) -> Tensor:
+    """Rows first .. first + count of a stored matrix, in `scratch`."""
+    out = scratch[:count]
+    grid = (triton.cdiv(count, launch.UNPACK_ROWS), triton.cdiv(vector.n, launch.UNPACK_COLUMNS))
+    with launch.on(out.device):
+        unpack_kernel[grid](
+            data, scale, zero, out, first, count, vector, launch.UNPACK_ROWS, launch.UNPACK_COLUMNS
+        )  # fmt: skip
+    return out

@@ -1,0 +1,82 @@
+# Device code: its values have types only once Triton compiles it.
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+"""up · x for several calls at once, and the list of neurons that reach their threshold, in ascending order.
+
+One program of 128 threads computes 16 rows, 64 words of each at a time: two 16-byte loads per thread under way and 95
+registers at 2 bit, so five programs fit an SM and keep 20 KB in flight (360 GB/s over 28 SMs at 600 ns need 8 KB). With
+32 rows x would be fetched half as often, but 168 registers leave three programs. A Mixtral expert makes 896 programs,
+32 for each SM of an RTX 3060. Rows are whole: cutting H as well would need a second pass to add the parts.
+Calls are the fastest grid axis: those of one expert read the same rows at about the same time, the second from L2.
+Which neuron stands where in the list follows from counts per block alone, never from which program came first.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from .codes import dot_rows
+from .jit import device_code
+
+
+@device_code("neurons")
+def gemv_kernel(
+    x, tokens, experts, thresholds, data, scale, zero, out, kept, neurons, magic,
+    V: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out (P, F) = rows of an expert · x (spread); with COUNT also kept (P, blocks), how many of each block stay.
+
+    Without COUNT call p is token p and there is one matrix: a dense linear layer.
+    """
+    call = tl.program_id(0)
+    block = tl.program_id(1)
+    token = tl.load(tokens + call) if COUNT else call.to(tl.int64)
+    expert = tl.load(experts + call) if COUNT else 0
+    n = block * ROWS + tl.arange(0, ROWS)
+    live = n < neurons
+    row = expert * neurons.to(tl.int64) + n
+    v = dot_rows(data, scale, zero, row, live, x, token, tl.load(magic), V, BLOCK)
+    tl.store(out + call.to(tl.int64) * neurons + n, v.to(out.dtype.element_ty), mask=live)
+    if COUNT:
+        count = tl.sum((live & reaches(v, tl.load(thresholds + call))).to(tl.int32), 0)
+        tl.store(kept + call * tl.num_programs(1) + block, count)
+
+
+@device_code()
+def reaches(v, threshold):
+    """Whether v is active. What is not a number is, so that it shows in the result instead of vanishing."""
+    return (tl.abs(v) < threshold.to(tl.float32)) == 0
+
+
+@device_code("neurons", "blocks")
+def compact_kernel(
+    v, thresholds, kept, spans, found, values, neurons, blocks,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """The active neurons of v (P, F) into found and values, and each call's interval of them into spans (2, P).
+
+    PACKED puts the calls one after another; else call p begins at p * F, so that nobody needs to know how many
+    there are.
+    """
+    call = tl.program_id(0)
+    block = tl.program_id(1)
+    calls = tl.num_programs(0)
+    begin = 0 if PACKED else call * blocks
+    end = call * blocks + block * (BLOCK // ROWS)
+    before = tl.zeros((STEP,), tl.int32)
+    for start in range(begin, end, STEP):
+        index = start + tl.arange(0, STEP)
+        before += tl.load(kept + index, mask=index < end, other=0)
+    at = tl.sum(before, 0).to(tl.int64)
+    if not PACKED:
+        at += call.to(tl.int64) * neurons
+    n = block * BLOCK + tl.arange(0, BLOCK)
+    live = n < neurons
+    value = tl.load(v + call.to(tl.int64) * neurons + n, mask=live, other=0.0)
+    keep = live & reaches(value, tl.load(thresholds + call))
+    place = at + tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(found + place, n.to(found.dtype.element_ty), mask=keep)
+    tl.store(values + place, value.to(values.dtype.element_ty), mask=keep)
+    if block == 0:
+        tl.store(spans + call, at)
+    if block == tl.num_programs(1) - 1:
+        tl.store(spans + calls + call, at + tl.sum(keep.to(tl.int32), 0))

@@ -1,0 +1,105 @@
+"""Checks before a launch, and how large its programs are."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from .codes import spread_kernel
+from .vectors import Vector
+
+# Rows of one program: see gemv.py, swiglu.py and moving.py for the reasons.
+GEMV_ROWS, GATE_ROWS, DOWN_ROWS, COPY_ROWS, UNPACK_ROWS = 16, 16, 8, 4, 8
+WORDS = 64  # of a row at a time: 16 threads of 16 bytes each
+COMPACT = 512  # neurons per program of the compaction
+COPY_WORDS = 1024
+UNPACK_COLUMNS = 256
+SPREAD_WORDS = 32
+COMBINE_COLUMNS = 64
+GATE_PROGRAMS = 256  # per call; beyond that a program takes several tiles
+WAVES = 16  # programs per SM that `down_kernel` aims at: about three full waves, so that the last one costs little
+MAX_SLICES = 64
+
+
+def block_of(words: int, widest: int = WORDS) -> int:
+    """A power of two of at most `widest`, no larger than `words` need."""
+    return min(widest, triton.next_power_of_2(words))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    # Under the interpreter any number will do; a small one keeps it quick.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def magic(device: torch.device) -> Tensor:
+    """The bits of 2**23 as float32, in device memory; see `codes.field`."""
+    return torch.tensor([0x4B000000], dtype=torch.int32, device=device)
+
+
+def slices_of(device: torch.device, programs: int) -> int:
+    """Into how many slices the neurons of a call are cut when each slice takes `programs` programs: a power of two."""
+    return min(MAX_SLICES, triton.next_power_of_2(-(-WAVES * _processors(device) // max(1, programs))))
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to this device and its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def spread(x: Tensor, vector: Vector) -> Tensor:
+    """x (B, n) in the order in which a kernel wants it for one kind of vector: (B, fields + sets, words) float32."""
+    x = x.contiguous()
+    out = torch.empty(x.shape[0], len(vector.shifts) + vector.sets, vector.words, dtype=torch.float32, device=x.device)
+    block = block_of(vector.words, SPREAD_WORDS)
+    spread_kernel[(x.shape[0], triton.cdiv(vector.words, block))](x, out, vector, block, num_warps=1)
+    return out
+
+
+def check_device(device: torch.device) -> None:
+    """Refuse tensors that kernels cannot run on.
+
+    Raises:
+        ValueError: the CPU, unless Triton interprets.
+    """
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise ValueError(
+            f"the Triton kernels got a tensor on {device}; they run on CUDA devices only "
+            "(or on the CPU with TRITON_INTERPRET=1, for tests): move it to the GPU or use the CPU kernels"
+        )
+
+
+def check_weights(device: torch.device, name: str, weights: Tensor) -> None:
+    """Refuse weights that a kernel on `device` cannot read where they lie.
+
+    Raises:
+        ValueError: not contiguous uint8, another GPU, or host memory that is not pinned.
+    """
+    if weights.dtype != torch.uint8 or not weights.is_contiguous():
+        raise ValueError(f"{name} must be contiguous uint8, not {weights.dtype} with strides {weights.stride()}")
+    check_reachable(device, name, weights)
+
+
+def check_reachable(device: torch.device, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that a kernel on `device` cannot address.
+
+    Raises:
+        ValueError: another GPU, or host memory that is not pinned.
+    """
+    if tensor.device == device:
+        return
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        if tensor.is_pinned():
+            return
+        raise ValueError(
+            f"{name} lies in pageable host memory, which kernels on {device} cannot read; "
+            "pin it (pin_memory) to have it read in place, or copy it to the GPU"
+        )
+    raise ValueError(f"{name} is on {tensor.device} but x is on {device}; move one of them")

@@ -1,0 +1,206 @@
+"""The sparse operations of `reference.py` on a GPU, and `moe_step`, which runs them without asking the host anything.
+
+Weights are read where they lie: in device memory or in pinned host memory ("zero copy", over PCIe), also record by
+record while a kernel runs. Nothing here copies them; pageable host memory is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ..layouts import ExpertRows, PoolRows, UpWeights
+from ..types import Active, Calls
+from . import launch
+from .gemv import compact_kernel, gemv_kernel
+from .moving import copy_kernel
+from .swiglu import combine_kernel, down_kernel, gate_kernel
+from .vectors import record_vectors, up_vector
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """Active neurons on the device: call p owns found[spans[0, p]:spans[1, p]], at most `most` of them."""
+
+    spans: Tensor
+    found: Tensor
+    values: Tensor
+    most: int
+
+
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Active:
+    """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
+
+    x is (B, H) of any float type; products are summed in float32. Waits for the device once, to learn how many neurons
+    there are. A v that is not a number counts as active.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
+    active = _find(x, up, _moved(calls, x.device), thresholds, packed=True)
+    offsets = torch.zeros(active.spans.shape[1] + 1, dtype=torch.int64)
+    if active.most:
+        offsets[1:] = active.spans[1].cpu()
+    total = int(offsets[-1])
+    return Active(offsets, active.found[:total], active.values[:total])
+
+
+def sparse_swiglu(
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+) -> Tensor:
+    """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call, y (B, H).
+
+    Neurons that are absent from a pool add nothing. With `down_thresholds` (P,) neurons with |silu(gate_n · x) v_n|
+    below the call's are left out and their down columns are not read. Repeats bit for bit.
+
+    Raises:
+        ValueError: rows that the device of x cannot read.
+    """
+    spans = torch.stack([active.offsets[:-1], active.offsets[1:]]).to(x.device)
+    found, values = active.neurons.to(x.device), active.values.to(x.device)
+    listed = _List(spans, found.contiguous(), values.contiguous(), active.neurons.numel())
+    return _swiglu(x, rows, _moved(calls, x.device), listed, down_thresholds)
+
+
+def moe_step(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`up_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nobody waits.
+
+    With calls and thresholds on the device already, and once it has run, this can be captured in a CUDA graph.
+
+    Returns:
+        y (B, H) and how many neurons of each call were active, (P,) int64 on the device.
+
+    Raises:
+        ValueError: weights that the device of x cannot read.
+    """
+    calls = _moved(calls, x.device)
+    active = _find(x, up, calls, thresholds, packed=False)
+    return _swiglu(x, rows, calls, active, down_thresholds), active.spans[1] - active.spans[0]
+
+
+def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
+    """Copy the records of `neurons` (N,) of one expert, in the order given, into out (N, layout.nbytes) uint8.
+
+    Runs on the device of `out`; rows may lie in pinned host memory, and `out` too if the rows are on the device.
+
+    Raises:
+        ValueError: rows or out that the device cannot reach.
+    """
+    device = out.device if out.device.type == "cuda" else rows.data.device
+    launch.check_weights(device, "rows", rows.data)
+    launch.check_weights(device, "out", out)
+    _copy(device, rows.data, out, neurons, expert * rows.data.shape[1], gather=True)
+
+
+def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
+    """Copy records (N, nbytes) uint8 into pool[slots], pool (S, nbytes); records may lie in pinned host memory.
+
+    Raises:
+        ValueError: records or a pool that the device cannot reach.
+    """
+    device = pool.device if pool.device.type == "cuda" else records.device
+    launch.check_weights(device, "pool", pool)
+    launch.check_weights(device, "records", records)
+    _copy(device, records, pool, slots, 0, gather=False)
+
+
+def _copy(device: torch.device, source: Tensor, target: Tensor, index: Tensor, first: int, *, gather: bool) -> None:
+    launch.check_device(device)
+    nbytes = source.shape[-1]
+    if nbytes % 4 or source.data_ptr() % 4 or target.data_ptr() % 4:
+        raise ValueError(f"records of {nbytes} bytes are not whole 32-bit words: use the layouts' padded records")
+    if not index.numel():
+        return
+    index = index.to(device)
+    block = launch.block_of(nbytes // 4, launch.COPY_WORDS)
+    grid = (triton.cdiv(index.numel(), launch.COPY_ROWS), triton.cdiv(nbytes // 4, block))
+    with launch.on(device):
+        copy_kernel[grid](source, target, index, index.numel(), first, nbytes, gather, launch.COPY_ROWS, block)
+
+
+def _moved(calls: Calls, device: torch.device) -> Calls:
+    return Calls(calls.tokens.to(device), calls.experts.to(device), calls.weights.to(device))
+
+
+def _find(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> _List:
+    """The active neurons of every call, one call after another (packed) or F places apart."""
+    device, count, neurons = x.device, calls.experts.numel(), up.q.shape[1]
+    launch.check_device(device)
+    launch.check_weights(device, "up.q", up.q)
+    scale, zero = up.scale.contiguous(), up.zero.contiguous()
+    launch.check_reachable(device, "up.scale", scale)
+    launch.check_reachable(device, "up.zero", zero)
+    spans = torch.empty(2, count, dtype=torch.int64, device=device)
+    found = torch.empty(count * neurons, dtype=torch.int64, device=device)
+    values = torch.empty(count * neurons, dtype=x.dtype, device=device)
+    if not count * neurons:
+        return _List(spans.zero_(), found, values, 0)
+    thresholds = thresholds.to(device)
+    blocks = triton.cdiv(neurons, launch.GEMV_ROWS)
+    v = torch.empty(count, neurons, dtype=torch.float32, device=device)
+    kept = torch.empty(count, blocks, dtype=torch.int32, device=device)
+    vector = up_vector(up.layout, up.q, scale, zero)
+    with launch.on(device):
+        spread = launch.spread(x, vector)
+        gemv_kernel[(count, blocks)](
+            *(spread, calls.tokens, calls.experts, thresholds, up.q, scale.view(torch.uint8), zero.view(torch.uint8)),
+            *(v, kept, neurons, launch.magic(device), vector, True, launch.GEMV_ROWS, launch.block_of(vector.words)),
+        )
+        compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
+            *(v, thresholds, kept, spans, found, values, neurons, blocks),
+            *(packed, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT),
+        )
+    return _List(spans, found, values, neurons)
+
+
+def _swiglu(x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List, limits: Tensor | None) -> Tensor:
+    device, count, hidden = x.device, calls.experts.numel(), x.shape[1]
+    launch.check_device(device)
+    launch.check_weights(device, "rows", rows.data)
+    if not count or not active.most:
+        return torch.zeros_like(x)
+    pool = isinstance(rows, PoolRows)
+    slots = rows.slots.to(device).contiguous() if isinstance(rows, PoolRows) else active.found
+    neurons = slots.shape[1] if pool else rows.data.shape[1]
+    gate, down = record_vectors(rows.layout, rows.data)
+    width = launch.block_of(down.words)
+    columns = triton.cdiv(down.words, width)
+    slices = launch.slices_of(device, columns * count)
+    h = torch.empty(active.found.numel(), dtype=torch.float32, device=device)
+    place = torch.empty(active.found.numel(), dtype=torch.int64, device=device)
+    partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=device)
+    tiles = min(launch.GATE_PROGRAMS, triton.cdiv(active.most, launch.GATE_ROWS))
+    with launch.on(device):
+        spread = launch.spread(x, gate)
+        gate_kernel[(count, tiles)](
+            *(spread, calls.tokens, calls.experts, calls.weights, active.spans, active.found, active.values),
+            *(
+                calls.weights if limits is None else limits.to(device),
+                rows.data,
+                slots,
+                h,
+                place,
+                neurons,
+                count,
+                launch.magic(device),
+            ),
+            *(gate, pool, limits is not None, launch.GATE_ROWS, launch.block_of(gate.words)),
+        )
+        down_kernel[(columns, slices, count)](
+            h, place, active.spans, rows.data, partial, count, launch.magic(device), down, launch.DOWN_ROWS, width
+        )
+        combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](
+            calls.tokens, partial, y, count, hidden, slices, launch.COMBINE_COLUMNS
+        )
+    return y

@@ -1,0 +1,139 @@
+# Device code: its values have types only once Triton compiles it.
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+"""The sparse half of an expert (FloE Algorithm 1, lines 4-7) in three kernels; no byte of a record is read twice.
+
+`gate_kernel` is a GEMV over the gate halves of the active records: h = silu(gate · x) v. `down_kernel` adds h times the
+down halves; a neuron whose h is zero, because it missed the second threshold, is never fetched. `combine_kernel` adds
+the partial sums in a fixed order, so results repeat bit for bit.
+
+Why not one kernel: a program would hold y (4096 floats), wait for a gate half, reduce it over its threads, and only
+then ask for the down half; two latencies in a row for each few neurons and most of the registers for y. Apart, each
+half streams: gate programs own neurons; down programs own 64 words of every record (512 columns at 4 bit), a slice of
+the neurons, and their part of y in registers. `down_kernel` has each record's place from `gate_kernel` and fetches it
+one step ahead, so that one memory latency per step remains, with 16 bytes per thread under way.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from .codes import dot_rows, field, first_column, group_of, load_scale, load_values, load_words, undo_field
+from .jit import device_code
+
+
+@device_code("neurons", "calls")
+def gate_kernel(
+    x, tokens, experts, weights, spans, found, values, limits, data, slots, h, place, neurons, calls, magic,
+    V: tl.constexpr, POOL: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """h = weight · silu(gate_n · x) v_n of every active neuron, and the number of its record into place.
+
+    h is zero for what is below its limit or absent from the pool.
+    """
+    call = tl.program_id(0)
+    begin = tl.load(spans + call)
+    end = tl.load(spans + calls + call)
+    token = tl.load(tokens + call)
+    expert = tl.load(experts + call)
+    weight = tl.load(weights + call).to(tl.float32)
+    for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
+        at = start + tl.arange(0, ROWS)
+        live = at < end
+        row = expert * neurons.to(tl.int64) + tl.load(found + at, mask=live, other=0).to(tl.int64)
+        there = live
+        if POOL:
+            row = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
+            there = live & (row >= 0)
+        g = dot_rows(data, data, data, row, there, x, token, tl.load(magic), V, BLOCK)
+        product = g / (1.0 + tl.exp(-g)) * tl.load(values + at, mask=live, other=0.0).to(tl.float32)
+        if LIMIT:
+            there = there & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
+        tl.store(h + at, tl.where(there, product * weight, 0.0), mask=live)
+        tl.store(place + at, row, mask=live)
+
+
+@device_code("calls")
+def down_kernel(
+    h, place, spans, data, partial, calls, magic,
+    V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """partial (P, slices, H): what one slice of a call's neurons adds to y."""
+    block = tl.program_id(0)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    call = tl.program_id(2)
+    begin = tl.load(spans + call)
+    end = tl.load(spans + calls + call)
+    size = tl.cdiv(tl.cdiv(end - begin, parts), ROWS) * ROWS
+    begin += part * size
+    end = tl.minimum(end, begin + size)
+    out = partial + (call.to(tl.int64) * parts + part) * V.n
+    lane = tl.arange(0, ROWS)
+    at = begin + lane
+    hn = tl.load(h + at, mask=at < end, other=0.0)
+    row = tl.load(place + at, mask=at < end, other=0)
+    if V.fast:
+        two_23 = tl.load(magic)
+        fields: tl.constexpr = len(V.shifts)
+        word = block * BLOCK + tl.arange(0, BLOCK)
+        within = word < V.words
+        first = first_column(word, V)
+        # One accumulator per field of a word, so that every thread adds up its own words and nothing is exchanged.
+        sums = ()
+        for _ in tl.static_range(fields):
+            sums = sums + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005 (Triton knows no unpacking)
+        zeros = ()
+        for _ in tl.static_range(V.sets):
+            zeros = zeros + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005
+        for start in range(begin, end, ROWS):
+            at = start + ROWS + lane
+            next_h = tl.load(h + at, mask=at < end, other=0.0)
+            next_row = tl.load(place + at, mask=at < end, other=0)
+            both = (hn != 0.0)[:, None] & within[None, :]
+            words = load_words(data, row[:, None], word[None, :], both, V)
+            new_sums = ()
+            new_zeros = ()
+            for group in tl.static_range(V.sets):
+                hs = tl.broadcast_to(hn[:, None], (ROWS, BLOCK))
+                if V.bits != 16:
+                    of_word = group_of(word, group * (fields // V.sets), V)[None, :]
+                    s, z = load_scale(data, data, row[:, None], of_word, both, V)
+                    hs = hs * s
+                    new_zeros = new_zeros + (zeros[group] + hs * z,)  # noqa: RUF005
+                else:
+                    new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
+                for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+                    new_sums = new_sums + (sums[i] + hs * field(words, two_23, i, V),)  # noqa: RUF005
+            sums = new_sums
+            zeros = new_zeros
+            hn = next_h
+            row = next_row
+        for i in tl.static_range(fields):
+            total = sums[i] * undo_field(i, V) - zeros[i * V.sets // fields]
+            tl.store(out + first + V.columns[i], tl.sum(total, 0), mask=within)
+    else:
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        within = column < V.n
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(begin, end, ROWS):
+            at = start + ROWS + lane
+            both = (hn != 0.0)[:, None] & within[None, :]
+            total += hn[:, None] * load_values(data, data, data, row[:, None], column[None, :], both, V)
+            hn = tl.load(h + at, mask=at < end, other=0.0)
+            row = tl.load(place + at, mask=at < end, other=0)
+        tl.store(out + column, tl.sum(total, 0), mask=within)
+
+
+@device_code("calls", "hidden")
+def combine_kernel(tokens, partial, y, calls, hidden, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one."""
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    within = column < hidden
+    part = tl.arange(0, PARTS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for call in range(calls):
+        if tl.load(tokens + call) == token:
+            at = (call * PARTS + part).to(tl.int64)[:, None] * hidden + column[None, :]
+            total += tl.sum(tl.load(partial + at, mask=within[None, :], other=0.0), 0)
+    tl.store(y + token.to(tl.int64) * hidden + column, total.to(y.dtype.element_ty), mask=within)

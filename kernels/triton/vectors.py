@@ -1,0 +1,123 @@
+"""What a kernel must know of one stored vector when it is compiled: where its parts lie and how words hold codes.
+
+The fast path reads 32-bit words. Word w of a chunk of 64 codes holds `len(columns)` of them, all of one chunk
+(`layouts.py` packs planes for that): the field at bit `shifts[i]` belongs to column `columns[i]` counted from the
+word's first. It needs rows of whole chunks, and groups that no four neighbouring codes straddle. Everything else goes
+code by code through the general path: small test models and odd sizes, where speed is of no concern.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layouts import CHUNK, LinearWeights, RowLayout, UpLayout, VectorLayout
+
+WORD = 4  # bytes
+ALIGNMENT = 16  # bytes: a thread's widest load
+
+
+class Vector(NamedTuple):
+    """One vector of n values inside a row of bytes; all numbers become constants of the compiled kernel.
+
+    Attributes:
+        n, bits, group: as in `VectorLayout`. bfloat16: what 16-bit values are.
+        fast: whether it may be read in 32-bit words.
+        row, codes: bytes from one row to the next, and from a row's start to the codes.
+        scale_row, scales, zeros: likewise for the float16 scales and zeros, which may lie in tensors of their own.
+        words: 32-bit words of a vector, or its values where they are read one by one.
+        per_chunk, lanes: words of a chunk; neighbouring codes that share a plane.
+        shifts, columns: bit and column of each field of a word. sets: scales per word, one or one per plane.
+    """
+
+    n: int
+    bits: int
+    group: int
+    bfloat16: bool
+    fast: bool
+    row: int
+    codes: int
+    scale_row: int
+    scales: int
+    zeros: int
+    words: int
+    per_chunk: int
+    lanes: int
+    shifts: tuple[int, ...]
+    columns: tuple[int, ...]
+    sets: int
+
+
+def _describe(
+    layout: VectorLayout,
+    float16: torch.dtype,
+    fast: bool,
+    row: int,
+    codes: int,
+    scale_row: int,
+    scales: int,
+    zeros: int,
+) -> Vector:
+    bits = layout.bits
+    fast = fast and layout.n % CHUNK == 0 and (bits == 16 or layout.group % WORD == 0)
+    # In the general path a "word" is one value.
+    planes = {2: 4, 3: 4, 4: 2, 8: 1, 16: 1}[bits] if fast else 1
+    lanes = (2 if bits == 16 else WORD) if fast else 1
+    fields = [(plane, lane) for plane in range(planes) for lane in range(lanes)]
+    # Two planes of 3-bit codes at a time are rebuilt into 4-bit fields, see `codes.load_words`.
+    step = (0, 0, 4, 4) if bits == 3 else tuple(bits * plane for plane in range(planes))
+    return Vector(
+        n=layout.n,
+        bits=bits,
+        group=layout.group,
+        bfloat16=float16 == torch.bfloat16,
+        fast=fast,
+        row=row,
+        codes=codes,
+        scale_row=scale_row,
+        scales=scales,
+        zeros=zeros,
+        words=layout.n // (planes * lanes),
+        per_chunk=CHUNK // (planes * lanes),
+        lanes=lanes,
+        shifts=tuple(8 * lane + step[plane] for plane, lane in fields),
+        columns=tuple(CHUNK // planes * plane + lane for plane, lane in fields),
+        sets=1 if layout.group % CHUNK == 0 else planes,
+    )
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+@cache
+def _apart(layout: VectorLayout, float16: torch.dtype, row: int, fast: bool) -> Vector:
+    return _describe(layout, float16, fast, row, 0, 2 * layout.groups, 0, 0)
+
+
+def up_vector(layout: UpLayout, q: Tensor, scale: Tensor, zero: Tensor) -> Vector:
+    """A row of an up projection, scales in tensors of their own."""
+    return _apart(layout.vector, layout.float16, layout.row_bytes, _aligned(q, scale, zero))
+
+
+def linear_vector(weights: LinearWeights) -> Vector:
+    """A row of a dense linear layer."""
+    fast = _aligned(weights.q, weights.scale, weights.zero)
+    return _apart(weights.vector, torch.float16, weights.q.shape[1], fast)
+
+
+@cache
+def _in_record(layout: RowLayout, fast: bool) -> tuple[Vector, Vector]:
+    vectors: list[Vector] = []
+    for part, start in ((layout.gate, 0), (layout.down, layout.gate.nbytes)):
+        scales, zeros, codes = start, start + 2 * part.groups, start + 4 * part.groups
+        vectors.append(_describe(part, layout.float16, fast, layout.nbytes, codes, layout.nbytes, scales, zeros))
+    return vectors[0], vectors[1]
+
+
+def record_vectors(layout: RowLayout, data: Tensor) -> tuple[Vector, Vector]:
+    """The gate row and the down column of a neuron's record."""
+    return _in_record(layout, _aligned(data))

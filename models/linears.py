@@ -1,0 +1,85 @@
+"""The dense part's linear layers at low width: attention projections and head as HQQ codes (DESIGN section 4).
+
+dense.safetensors holds such a layer as three tensors, named as published with .q, .scale and .zero for .weight.
+Norms, routers, embeddings and biases stay as published, and with `dense` at 16 bit so do the linear layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..kernels.layouts import LinearWeights, VectorLayout, group_size, packed_bytes
+from .checkpoint import Checkpoint
+from .errors import CheckpointError, PackError
+from .quantize import store_matrix
+
+
+def layout_of(columns: int, bits: int) -> VectorLayout:
+    """One row of a layer with `columns` inputs: groups of 64, or the next smaller size that divides it."""
+    return VectorLayout(columns, bits, group_size(columns))
+
+
+def matrices(source: Checkpoint, dense: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """The layers that a pack stores as codes: published name without .weight -> (N, K); none at 16 bit.
+
+    Where the head is the embedding, the head alone becomes codes: tokens are looked up in the embedding as published.
+
+    Raises:
+        CheckpointError: a weight that is no matrix of floating point.
+    """
+    if bits == 16:
+        return {}
+    names = {name: name.removesuffix(".weight") for name in dense if name.endswith(".weight")}
+    found = {layer: dense[name] for name, layer in names.items() if source.family.is_linear(layer)}
+    if source.config.tie_word_embeddings and "model.embed_tokens.weight" in dense:
+        found.setdefault("lm_head", dense["model.embed_tokens.weight"])
+    for layer, matrix in found.items():
+        if matrix.ndim != 2 or not matrix.numel() or not matrix.is_floating_point():
+            raise CheckpointError(
+                f"{layer} of the checkpoint cannot be packed",
+                f"It is {matrix.dtype} of {tuple(matrix.shape)}; a matrix of floating point is needed.",
+                "Use the model's original, unquantized checkpoint.",
+            )
+    return found
+
+
+def store(layer: str, matrix: Tensor, bits: int) -> dict[str, Tensor]:
+    """The three tensors of a layer, (N, K) -> q (N, packed bytes) uint8, scale and zero (N, groups) float16.
+
+    Raises:
+        CheckpointError: values that cannot be quantized.
+    """
+    try:
+        q, scale, zero = store_matrix(matrix, layout_of(matrix.shape[1], bits), torch.bfloat16)
+    except ValueError as error:
+        raise CheckpointError(f"{layer} cannot be packed", str(error), "Download the checkpoint again.") from error
+    return {f"{layer}.q": q, f"{layer}.scale": scale, f"{layer}.zero": zero}
+
+
+def load(tensors: Mapping[str, Tensor], layer: str, rows: int, columns: int, bits: int) -> LinearWeights:
+    """What `store` made of a layer of `rows` by `columns`.
+
+    Raises:
+        PackError: one of the three tensors is missing or of another dtype or shape.
+    """
+    vector = layout_of(columns, bits)
+    codes = _checked(tensors, f"{layer}.q", torch.uint8, (rows, packed_bytes(columns, bits)))
+    scale, zero = (
+        _checked(tensors, f"{layer}.{part}", torch.float16, (rows, vector.groups)) for part in ("scale", "zero")
+    )
+    return LinearWeights(vector, codes, scale, zero)
+
+
+def _checked(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
+        have = "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise PackError(
+            "The dense part of the model does not fit its configuration",
+            f"{name} is {have}; {dtype} of {shape} is needed.",
+            "Pack the source checkpoint again.",
+        )
+    return tensor

@@ -1,0 +1,142 @@
+"""Dense layers as codes: the engine is transformers' own model with the values that the codes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.dense import PackedLinear
+from floe_chat.engine.generate import PREFILL_CHUNK
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.moe import DECODE_TOKENS
+from floe_chat.kernels.layouts import LinearWeights, VectorLayout, pack_codes
+from floe_chat.models.pack import PackSpec
+from torch import nn
+
+from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
+from .driver import answer, open_model, silent
+from .rounded import use_stored_linears
+
+# make_checkpoint's arguments, then what transformers' configuration gets besides.
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mixtral": ({"window": 1024}, {}),
+    "mixtral-grouped-queries": ({"hidden": 40, "intermediate": 37, "experts": 5}, {"num_key_value_heads": 1}),
+    "mixtral-groups-of-one": ({}, {"hidden_size": 67, "num_attention_heads": 2, "head_dim": 48}),
+    "mixtral-tied": ({"dtype": torch.float16}, {"tie_word_embeddings": True}),
+    "olmoe": ({"family": "olmoe", "experts": 6, "top_k": 3}, {}),
+    "olmoe-tied-biases": ({"family": "olmoe", "hidden": 96}, {"tie_word_embeddings": True, "attention_bias": True}),
+}
+LIMIT = 1e-5
+
+
+def make_model(folder: Path, sizes: dict[str, Any], changes: dict[str, Any]) -> Path:
+    """A random checkpoint, made anew with another configuration."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    make_checkpoint(folder, **sizes)
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for path in folder.glob("model*"):
+        path.unlink()
+    for name, value in {"num_key_value_heads": changes.get("num_attention_heads", 1), **changes}.items():
+        setattr(config, name, value)
+    torch.manual_seed(11)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mlp.gate.weight", "bias")):
+            nn.init.normal_(parameter, std=0.3)
+    model.to(sizes.get("dtype", torch.bfloat16)).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pack with 16-bit experts and rounded dense layers, transformers' model with the same values, and where."""
+
+    layers: set[str]
+    ours: LoadedModel
+    theirs: Any
+
+
+@pytest.fixture(scope="module", params=[(name, bits) for name in MODELS for bits in (8, 4)], ids=str)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    name, bits = request.param
+    folder = tmp_path_factory.mktemp("dense")
+    sizes, changes = MODELS[name]
+    source = make_model(folder / "source", sizes, changes) if changes else make_checkpoint(folder / "source", **sizes)
+    make_pack(source, folder / "packed", PackSpec(up=16, gate=16, down=16, dense=bits))
+    theirs = reference_model(source)
+    layers = use_stored_linears(theirs, folder / "packed")
+    return Pair(layers, open_model(folder / "packed", "High"), theirs)
+
+
+@pytest.mark.parametrize("length", [1, 2, DECODE_TOKENS, DECODE_TOKENS + 1, PREFILL_CHUNK])
+def test_logits_are_those_of_the_rounded_layers(pair: Pair, length: int) -> None:
+    pair.ours.control.sparsity = 0.0
+    ids = torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(length))
+    with torch.inference_mode():
+        ours = pair.ours.model(input_ids=ids).logits
+        theirs = pair.theirs(input_ids=ids, use_cache=False).logits
+    assert relative_rms(ours, theirs) <= LIMIT
+
+
+def test_logits_of_decode_steps_are_too(pair: Pair) -> None:
+    pair.ours.control.sparsity = 0.0
+    prompt = [7, 90, 33]
+    ours = answer(pair.ours, prompt, max_new_tokens=12).tokens
+    with torch.inference_mode():
+        theirs = pair.theirs(input_ids=torch.tensor([prompt + ours[:-1]]), use_cache=False).logits[0]
+    assert ours == theirs[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_no_dense_layer_is_kept_wide(pair: Pair) -> None:
+    layers = {name for name, module in pair.ours.model.named_modules() if isinstance(module, PackedLinear)}
+    assert layers == pair.layers and len(layers) == 4 * 2 + 1
+    assert not any(isinstance(module, nn.Linear) for module in pair.ours.model.modules())
+    assert pair.ours.model.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_the_comparison_would_notice_one_code(pair: Pair) -> None:
+    pair.ours.control.sparsity = 0.0
+    head, ids = pair.ours.model.lm_head, torch.tensor([[5, 6, 7]])
+    kept = head.weights
+    other = kept.q.clone()
+    other[9, 0] ^= 1
+    try:
+        head.weights = LinearWeights(kept.vector, other, kept.scale, kept.zero)
+        with torch.inference_mode():
+            ours, theirs = pair.ours.model(input_ids=ids).logits, pair.theirs(input_ids=ids, use_cache=False).logits
+    finally:
+        head.weights = kept
+    assert relative_rms(ours[..., 9], theirs[..., 9]) > LIMIT
+    assert relative_rms(ours[..., 10:], theirs[..., 10:]) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (7,), (0, 3)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_keeps_leading_dimensions_and_dtype(dtype: torch.dtype, shape: tuple[int, ...], biased: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (33, 40), dtype=torch.uint8, generator=generator)
+    scale, zero = torch.rand(33, 1, generator=generator).half(), torch.full((33, 1), 7.5).half()
+    weights = LinearWeights(VectorLayout(40, 4, 40), pack_codes(codes, 4), scale, zero)
+    bias = nn.Parameter(torch.randn(33, generator=generator).to(dtype), requires_grad=False) if biased else None
+    # Not contiguous, as the library hands over the last token's state.
+    x = torch.randn(*shape, 80, generator=generator).to(dtype)[..., ::2]
+    y = PackedLinear(weights, bias)(x)
+    expected = x.double() @ ((codes.double() - 7.5) * scale.double()).T + (0 if bias is None else bias.double())
+    assert y.shape == (*shape, 33) and y.dtype == dtype
+    assert y.numel() == 0 or relative_rms(y, expected) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_memory_counts_the_codes(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    told: dict[int, int] = {}
+    for bits in (16, 8, 4):
+        make_pack(tiny_checkpoint, tmp_path / str(bits), PackSpec(dense=bits))
+        told[bits] = load(tmp_path / str(bits), None, "cpu", silent)[1].memory_bytes
+    weights = 2 * 4 * 64 * 64 + 259 * 64
+    # On the CPU 16 bit become 32; a group of 64 has four bytes of scale and zero.
+    assert told[16] - told[8] == weights * 4 - (weights + weights // 16)
+    assert told[8] - told[4] == weights // 2

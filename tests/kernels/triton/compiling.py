@@ -1,0 +1,172 @@
+"""Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
+
+Run: python -P compiling.py CASE CAPABILITY ..., where CASE is UP/GATE/DOWN-DTYPE[-OPTION], for example
+2/4/4-bfloat16-all. Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.triton import dense, launch, operations
+from floe_chat.kernels.triton.vectors import record_vectors
+from floe_chat.kernels.types import Active, Calls
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+EXPERTS, F = 8, 14336
+TYPES = {
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
+Launch = tuple[Any, list[Any]]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one compiled kernel takes: registers per thread, bytes of local memory (spills), bytes of shared memory.
+
+    And what it loads from memory: instructions of 16 bytes, and of 4.
+    """
+
+    kernel: str
+    case: str
+    capability: int
+    registers: int
+    local: int
+    shared: int
+    wide_loads: int
+    narrow_loads: int
+
+
+class Recorder:
+    """Stands in for a kernel and keeps the arguments of its launches."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self._kernel, self._launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def record(*arguments: Any, **_options: Any) -> None:
+            self._launches.append((self._kernel, list(arguments)))
+
+        return record
+
+
+def recorded(case: str) -> list[Launch]:
+    """The launches of a case."""
+    launches: list[Launch] = []
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(launch, "check_device"))
+        for module in (launch, operations, dense):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                stand_in = Recorder(getattr(module, name), launches)
+                patches.enter_context(mock.patch.object(module, name, stand_in))
+        call_operations(case)
+    return launches
+
+
+def call_operations(case: str) -> None:
+    """Call what the case is about; nothing is computed."""
+    widths, kind, *options = case.split("-")
+    dtype: torch.dtype = getattr(torch, kind)
+    float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
+    up, gate, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
+    layout, up_layout = RowLayout(gate, down, float16), UpLayout(up, float16)
+    scales = [torch.empty(EXPERTS, F, up.groups, dtype=torch.float16) for _ in range(2)]
+    stored_up = UpWeights(up_layout, untouched(EXPERTS, F, up_layout.row_bytes), *scales)
+    rows = ExpertRows(layout, untouched(EXPERTS, F, layout.nbytes))
+    x, pair, limits = torch.empty(1, hidden, dtype=dtype), torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    calls = Calls(pair, pair, torch.zeros(2))
+    kernels.moe_step(x, stored_up, rows, calls, limits)
+    if "all" not in options:
+        return
+    index = torch.zeros(10, dtype=torch.int64)
+    active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
+    pool = PoolRows(layout, rows.data[0], torch.empty(EXPERTS, F, dtype=torch.int32))
+    kernels.sparse_swiglu(x, pool, calls, active, limits)
+    kernels.gather_rows(rows, 0, index, untouched(10, layout.nbytes))
+    kernels.pool_scatter(pool.data, index, untouched(10, layout.nbytes))
+    scratch = torch.empty(64, hidden, dtype=dtype)
+    for vector in record_vectors(layout, rows.data):
+        dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)
+    vector = VectorLayout(hidden, 8, group)
+    parts = [torch.empty(hidden, vector.groups, dtype=torch.float16) for _ in range(2)]
+    kernels.linear(x, LinearWeights(vector, untouched(hidden, hidden), *parts))
+
+
+def untouched(*shape: int) -> Tensor:
+    """Bytes that take no memory until they are used."""
+    return torch.empty(shape, dtype=torch.uint8)
+
+
+def compiled(case: str, capabilities: list[int]) -> Iterator[Need]:
+    """Every different kernel of a case, for every capability."""
+    seen: set[str] = set()
+    for kernel, arguments in recorded(case):
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+        for place, (parameter, value) in enumerate(zip(kernel.params, arguments, strict=True)):
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, Tensor):
+                signature[parameter.name] = TYPES[value.dtype]
+                attributes[place,] = [["tt.divisibility", 16]]  # as torch allocates
+            else:
+                signature[parameter.name] = "i32"
+        key = repr((kernel.fn.__name__, signature, constants))
+        if key in seen:
+            continue
+        seen.add(key)
+        for capability in capabilities:
+            source = ASTSource(kernel, signature, constants, attributes)
+            binary: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+            registers, local = resources(binary.asm["cubin"])
+            loads = [
+                len(re.findall(rf"ld\.global\S*{kind} {{", binary.asm["ptx"]))
+                for kind in (r"\.v4\.b32", r"(?<!v4)\.b32")
+            ]
+            yield Need(kernel.fn.__name__, case, capability, registers, local, binary.metadata.shared, *loads)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of local memory per thread, which the compiler spills to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: max(map(int, re.findall(rf"{name}:(\d+)", text))) for name in ("REG", "STACK", "LOCAL")}
+    return found["REG"], max(found["STACK"], found["LOCAL"])
+
+
+def main() -> None:
+    """Print one JSON line per kernel and capability."""
+    assert "TRITON_INTERPRET" not in os.environ
+    for need in compiled(sys.argv[1], [int(capability) for capability in sys.argv[2:]]):
+        sys.stdout.write(json.dumps(asdict(need)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""gather_rows and pool_scatter move whole records: byte for byte, and nothing beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from floe_chat.kernels import triton as kernels
+
+from .layers import Widths, layer_on
+
+SENTINEL = 0xA5
+CHOICES = [[], [6], [5, 0, 3], [2, 2, 2], list(range(7))]
+
+
+@pytest.mark.parametrize("neurons", CHOICES, ids=str)
+@pytest.mark.parametrize(("hidden", "widths"), [(1, (2, 2, 3)), (40, (2, 4, 4)), (1088, (2, 16, 8))], ids=str)
+def test_gather_copies_records_in_order(hidden: int, widths: Widths, neurons: list[int], device: torch.device) -> None:
+    rows = layer_on(device, (3, 7, hidden, 1 if hidden < 64 else 64), widths).rows
+    buffer = torch.full((len(neurons) + 2, rows.layout.nbytes), SENTINEL, dtype=torch.uint8, device=device)
+    index = torch.tensor(neurons, dtype=torch.int64, device=device)
+    kernels.gather_rows(rows, 1, index, buffer[1:-1])
+    assert torch.equal(buffer[1:-1], rows.data[1][index])
+    assert bool((buffer[[0, -1]] == SENTINEL).all())
+
+
+@pytest.mark.parametrize("slots", [[], [9], [3, 0, 7], list(range(10))], ids=str)
+def test_scatter_writes_its_slots_and_no_other(slots: list[int], device: torch.device) -> None:
+    pool = torch.full((10, 192), SENTINEL, dtype=torch.uint8, device=device)
+    expected = pool.clone()
+    records = torch.arange(len(slots) * 192, device=device).view(-1, 192).to(torch.uint8)
+    index = torch.tensor(slots, dtype=torch.int64, device=device)
+    kernels.pool_scatter(pool, index, records)
+    expected[index] = records
+    assert torch.equal(pool, expected)
+
+
+def test_what_is_no_record_is_refused(device: torch.device) -> None:
+    pool, records = torch.zeros(4, 63, dtype=torch.uint8), torch.zeros(1, 63, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="32-bit words"):
+        kernels.pool_scatter(pool.to(device), torch.tensor([1]), records.to(device))
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.pool_scatter(torch.zeros(64, 4, dtype=torch.uint8, device=device).T, torch.tensor([1]), records)
+
+
+@pytest.mark.gpu
+def test_gather_from_pinned_memory(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("pinned memory needs a CUDA device")
+    rows = layer_on(torch.device("cpu"), (2, 37, 128, 64), (2, 4, 4)).rows
+    pinned = type(rows)(rows.layout, rows.data.pin_memory())
+    out = torch.zeros(3, rows.layout.nbytes, dtype=torch.uint8, device=device)
+    kernels.gather_rows(pinned, 1, torch.tensor([5, 0, 36]), out)
+    assert torch.equal(out.cpu(), rows.data[1][[5, 0, 36]])

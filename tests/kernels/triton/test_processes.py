@@ -1,0 +1,78 @@
+"""The Triton kernels without a GPU: run under the interpreter, and compiled for every supported GPU.
+
+Each in a process of its own, since Triton decides at import whether it interprets.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for this platform"),
+    pytest.mark.timeout(900),
+]
+HERE = Path(__file__).parent
+# Kibibytes of shared memory that one block may have.
+SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+EVERYWHERE = " ".join(map(str, SHARED))
+
+
+def run(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments and a Triton cache of its own; -P keeps our folder `kernels` off its path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
+    return subprocess.run(
+        [sys.executable, "-P", *arguments],
+        env={**kept, "TRITON_CACHE_DIR": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
+    ran = run(tmp_path, "-m", "pytest", str(HERE), "-q", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+    assert " passed" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("case", "capabilities"),
+    [
+        pytest.param("2/4/4-bfloat16-all", EVERYWHERE, id="default widths everywhere"),
+        pytest.param("2/4/4-float16", "75 80 90", id="float16"),
+        pytest.param("2/4/4-float32", "75", id="float32"),
+        pytest.param("3/3/2-bfloat16", "86 120", id="3 bit, 2-bit down"),
+        pytest.param("4/2/3-float16", "75 90", id="4-bit up, 2-bit gate, 3-bit down"),
+        pytest.param("8/8/8-bfloat16", "86", id="8 bit"),
+        pytest.param("16/16/16-bfloat16", "75", id="bfloat16 weights"),
+        pytest.param("16/16/16-float16", "75", id="float16 weights"),
+        pytest.param("2/4/3-bfloat16-group16", "86", id="groups of 16"),
+        pytest.param("2/4/3-bfloat16-general", "86", id="general path"),
+        pytest.param("3/16/8-float16-general", "75", id="general path, other widths"),
+    ],
+)
+def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, tmp_path: Path) -> None:
+    ran = run(tmp_path, str(HERE / "compiling.py"), case, *capabilities.split(), TRITON_DEFAULT_FP_FUSION="1")
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    needs: list[dict[str, Any]] = [json.loads(line) for line in ran.stdout.splitlines()]
+    expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "gate_kernel", "down_kernel", "combine_kernel"}
+    if case.endswith("all"):
+        expected |= {"copy_kernel", "unpack_kernel"}
+    for capability in map(int, capabilities.split()):
+        mine = [need for need in needs if need["capability"] == capability]
+        assert {need["kernel"] for need in mine} == expected
+        assert all(need["local"] == 0 for need in mine), mine
+        assert all(need["shared"] <= SHARED[capability] * 1024 for need in mine), mine
+        assert all(need["registers"] <= 255 for need in mine), mine
+        if "general" not in case:
+            # 16 bytes a thread is what makes them run at memory speed; the few others are neurons, slots and limits.
+            streaming = [need for need in mine if need["kernel"] in ("gemv_kernel", "gate_kernel", "down_kernel")]
+            assert all(need["wide_loads"] and need["narrow_loads"] <= 6 for need in streaming), streaming
