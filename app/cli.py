@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from ..models.errors import FloeError, UsageError
+from .bench import bench
 from .log import log_file, start_log
 from .widgets.plain import printable
 
@@ -174,6 +175,9 @@ def completion(shell: str) -> None:
     if kind is None:
         raise UsageError(f"There is no completion for {shell}", "", "Choose bash, zsh or fish.")
     click.echo(kind(cli, {}, "floe-chat", "_FLOE_CHAT_COMPLETE").source())
+
+
+cli.add_command(bench)
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     backend = kernels.choose(torch.device(place).type)
     threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
     torch.set_num_threads(threads)
-    control = Control(chosen.sparsity)
+    control = Control(chosen.sparsity, exact=chosen.lossless)
     telemetry = Telemetry(manifest.architecture.layers, manifest.architecture.experts)
     report("Reading the dense part", 0.5)
     packed_bytes = 0  # of what lies on the device as codes
@@ -79,7 +79,7 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         nonlocal packed_bytes
         q, scale, zero = (part.to(place) for part in (weights.q, weights.scale, weights.zero))
         packed_bytes += q.nbytes + scale.nbytes + zero.nbytes
-        return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias)
+        return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias, control)
 
     def experts(index: int) -> MoELayer:
         nonlocal packed_bytes

@@ -17,7 +17,10 @@ from ..models.calibration import threshold_at
 from ..models.packed import PackedLayer
 from .telemetry import Telemetry
 
-DECODE_TOKENS = 8  # up to this many tokens go neuron by neuron; more share dequantized experts
+DECODE_TOKENS = 8  # in one step: up to so many go neuron by neuron, more expert by expert
+# Of a prompt's tokens that share an expert: up to so many still go neuron by neuron. Above it the tokens want so many
+# of the neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
+FEW_TOKENS, FEW_TOKENS_SPARSE = 3, 8
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -28,12 +31,13 @@ class Control:
     """What a running answer can be told from another thread.
 
     Attributes:
-        sparsity: 0..1, read by each layer at each step. cancelled: set to stop within one layer.
+        sparsity: 0..1, read by each layer at each step. exact: whether the kernels keep float32's precision of what
+            experts read. cancelled: set to stop within one layer.
         counting: whether layers add to the telemetry (decode does, prefill does not).
     """
 
-    def __init__(self, sparsity: float) -> None:
-        self.sparsity = sparsity
+    def __init__(self, sparsity: float, *, exact: bool) -> None:
+        self.sparsity, self.exact = sparsity, exact
         self.cancelled = threading.Event()
         self.counting = False
 
@@ -65,21 +69,31 @@ class MoELayer(nn.Module):
         tokens = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(top_k_index.shape[1])
         calls = Calls(tokens, top_k_index.flatten(), top_k_weights.flatten())
         thresholds = self._thresholds[calls.experts]
-        y, active = kernels.moe_step(hidden, self.packed.up, self.packed.rows, calls, thresholds)
+        y, active = kernels.moe_step(
+            hidden, self.packed.up, self.packed.rows, calls, thresholds, exact=self.control.exact
+        )
         if self.control.counting:
             self._count(calls, int(active.sum()))
         return y
 
     def _prefill(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        out = torch.zeros_like(hidden)
-        for expert in top_k_index.unique().tolist():
+        few = FEW_TOKENS_SPARSE if self.control.sparsity >= 0.5 else FEW_TOKENS
+        exact = self.control.exact
+        up, rows = self.packed.up, self.packed.rows
+        flat, weights = top_k_index.flatten(), top_k_weights.flatten()
+        tokens = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(top_k_index.shape[1])
+        counts = flat.bincount(minlength=rows.data.shape[0])
+        rare = counts[flat] <= few
+        calls = Calls(tokens[rare], flat[rare], weights[rare])
+        out, _ = kernels.moe_step(hidden, up, rows, calls, self._thresholds[calls.experts], exact=exact)
+        for expert in (counts > few).nonzero().squeeze(1).tolist():
             if self.control.cancelled.is_set():
                 raise Cancelled
-            token, slot = (top_k_index == expert).nonzero(as_tuple=True)
-            y, _ = kernels.expert_swiglu(
-                hidden[token], self.packed.up, self.packed.rows, expert, float(self._thresholds[expert])
-            )
-            out.index_add_(0, token, y * top_k_weights[token, slot, None].to(y.dtype))
+            mine = flat == expert
+            token = tokens[mine]
+            threshold = float(self._thresholds[expert])
+            y, _ = kernels.expert_swiglu(hidden[token], up, rows, expert, threshold, exact=exact)
+            out.index_add_(0, token, y * weights[mine, None].to(y.dtype))
         return out
 
     def _count(self, calls: Calls, active: int) -> None:

@@ -31,11 +31,13 @@ class Backend:
     device: str
     reason: str
     checks_active: bool
-    up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor], Active]
-    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None], Tensor]
-    moe_step: Callable[[Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float], tuple[Tensor, int]]
-    linear: Callable[[Tensor, LinearWeights], Tensor]
+    up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, bool], Active]
+    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, bool], Tensor]
+    moe_step: Callable[
+        [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]
+    ]
+    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float, bool], tuple[Tensor, int]]
+    linear: Callable[[Tensor, LinearWeights, bool], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
 

@@ -1,6 +1,7 @@
 """The definition of every operation, in plain torch. Fast paths are compared with these; they run everywhere.
 
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, N active neurons over all calls.
+`exact` lets other implementations keep less of x's precision (kernels/__init__.py); here everything is exact.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
 from .types import Active, Calls
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Active:
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool = True) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call] (FloE Algorithm 1, lines 2-3).
 
     A v that is not a number is kept, so that it reaches the result and is noticed.
@@ -37,7 +38,12 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
 
 
 def sparse_swiglu(
-    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+    x: Tensor,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    active: Active,
+    down_thresholds: Tensor | None = None,
+    exact: bool = True,
 ) -> Tensor:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
 
@@ -67,13 +73,16 @@ def moe_step(
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H), and the active neurons of every call (P,) int64."""
-    active = up_gemv(x, up, calls, thresholds)
-    return sparse_swiglu(x, rows, calls, active, down_thresholds), active.offsets.diff()
+    active = up_gemv(x, up, calls, thresholds, exact)
+    return sparse_swiglu(x, rows, calls, active, down_thresholds, exact), active.offsets.diff()
 
 
-def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
+def expert_swiglu(
+    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, exact: bool = True
+) -> tuple[Tensor, int]:
     """One expert over many tokens (prefill): x (B, H) -> y (B, H) and the number of active neurons over all tokens.
 
     Dequantizes the whole expert once and lets the library multiply; inactive neurons are masked per token, so the
@@ -85,7 +94,7 @@ def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, thres
     return (F.silu(F.linear(x, gate)) * v * kept) @ down, int(kept.sum())
 
 
-def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
     """y = x · Wᵀ: x (B, K) -> (B, N)."""
     return F.linear(x, weights.dense(x.dtype))
 

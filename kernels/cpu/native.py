@@ -160,7 +160,7 @@ def select_isa(name: str | None) -> Isa:
     return isa()
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Active:
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool = True) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     Raises:
@@ -174,7 +174,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
         *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0], q.shape[1]),
         *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), limits.data_ptr()),
-        *(_digits(x), torch.get_num_threads(), offsets.data_ptr()),
+        *(_digits(x, exact), torch.get_num_threads(), offsets.data_ptr()),
     )
     _check(total)
     # They wait in the library, in this thread, until there are tensors of the right size for them.
@@ -185,7 +185,12 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
 
 
 def sparse_swiglu(
-    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+    x: Tensor,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    active: Active,
+    down_thresholds: Tensor | None = None,
+    exact: bool = True,
 ) -> Tensor:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
 
@@ -218,7 +223,7 @@ def sparse_swiglu(
             *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
             *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
             *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
-            *(None if limits is None else limits.data_ptr(), _digits(x), torch.get_num_threads(), y.data_ptr()),
+            *(None if limits is None else limits.data_ptr(), _digits(x, exact), torch.get_num_threads(), y.data_ptr()),
         )
     )
     return y.to(x.dtype)
@@ -231,17 +236,20 @@ def moe_step(
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H), and the active neurons of every call (P,) int64.
 
     Raises:
         ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
     """
-    active = up_gemv(x, up, calls, thresholds)
-    return sparse_swiglu(x, rows, calls, active, down_thresholds), active.offsets.diff()
+    active = up_gemv(x, up, calls, thresholds, exact)
+    return sparse_swiglu(x, rows, calls, active, down_thresholds, exact), active.offsets.diff()
 
 
-def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
+def expert_swiglu(
+    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, exact: bool = True
+) -> tuple[Tensor, int]:
     """One expert over many tokens: x (B, H) -> y (B, H) and the number of active neurons over all tokens.
 
     Raises:
@@ -255,13 +263,13 @@ def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, thres
         *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
         *(*gate_down, data.data_ptr(), *data.shape, threshold),
-        *(_digits(x), torch.get_num_threads(), y.data_ptr()),
+        *(_digits(x, exact), torch.get_num_threads(), y.data_ptr()),
     )
     _check(active)
     return y.to(x.dtype), active
 
 
-def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
     """y = x · Wᵀ: x (B, K) -> (B, N).
 
     Raises:
@@ -274,7 +282,7 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
         _library().floe_linear(
             *(x32.data_ptr(), x32.shape[0], _vector(weights.vector, torch.float16)),
             *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0]),
-            *(_digits(x), torch.get_num_threads(), y.data_ptr()),
+            *(_digits(x, exact), torch.get_num_threads(), y.data_ptr()),
         )
     )
     return y.to(x.dtype)
@@ -347,9 +355,9 @@ def _row_vectors(layout: RowLayout) -> tuple[_Vector, _Vector]:
     return _vector(layout.gate, layout.float16), _vector(layout.down, layout.float16)
 
 
-def _digits(x: Tensor) -> int:
+def _digits(x: Tensor, exact: bool) -> int:
     """8-bit digits that x is cut into: three hold about 22 bits, two hold 15, more than 16-bit floats have."""
-    return 3 if x.dtype in (torch.float32, torch.float64) else 2
+    return 3 if exact and x.dtype in (torch.float32, torch.float64) else 2
 
 
 def _float32(tensor: Tensor) -> Tensor:

@@ -21,11 +21,14 @@ SCRATCH = 64 << 20  # bytes
 FEW = 8  # tokens up to which a layer's weights go through the GEMV kernel, code for code, instead of through memory
 
 
-def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float) -> tuple[Tensor, int]:
+def expert_swiglu(
+    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, exact: bool = True
+) -> tuple[Tensor, int]:
     """One expert over many tokens (prefill): x (B, H) -> y (B, H) and the number of active neurons over all tokens.
 
     Each third of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe
-    a copy beforehand is faster. A v that is not a number counts as active. Waits for the device once.
+    a copy beforehand is faster. `exact` changes nothing. A v that is not a number counts as active. Waits for the
+    device once.
 
     Raises:
         ValueError: weights that the device of x cannot read.
@@ -56,8 +59,9 @@ def expert_swiglu(x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, thres
     return y.to(x.dtype), int(active)
 
 
-def linear(x: Tensor, weights: LinearWeights) -> Tensor:
-    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored.
+def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
+    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored; `exact`
+    changes nothing.
 
     Raises:
         ValueError: weights that the device of x cannot read.

@@ -1,7 +1,8 @@
 """The sparse operations of `reference.py` on a GPU, and `moe_step`, which runs them without asking the host anything.
 
 Weights are read where they lie: in device memory or in pinned host memory ("zero copy", over PCIe), also record by
-record while a kernel runs. Nothing here copies them; pageable host memory is refused.
+record while a kernel runs. Nothing here copies them; pageable host memory is refused. `exact` changes nothing: float32
+costs these kernels no more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class _List:
     most: int
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Active:
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool = True) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     x is (B, H) of any float type; products are summed in float32. Waits for the device once, to learn how many neurons
@@ -49,7 +50,12 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor) -> Activ
 
 
 def sparse_swiglu(
-    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None = None
+    x: Tensor,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    active: Active,
+    down_thresholds: Tensor | None = None,
+    exact: bool = True,
 ) -> Tensor:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call, y (B, H).
 
@@ -72,6 +78,7 @@ def moe_step(
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nobody waits.
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.dense import PackedLinear
+from floe_chat.engine.moe import Control
 from floe_chat.engine.generate import PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.moe import DECODE_TOKENS
@@ -74,7 +75,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("length", [1, 2, DECODE_TOKENS, DECODE_TOKENS + 1, PREFILL_CHUNK])
 def test_logits_are_those_of_the_rounded_layers(pair: Pair, length: int) -> None:
-    pair.ours.control.sparsity = 0.0
+    pair.ours.control.sparsity, pair.ours.control.exact = 0.0, True
     ids = torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(length))
     with torch.inference_mode():
         ours = pair.ours.model(input_ids=ids).logits
@@ -83,7 +84,7 @@ def test_logits_are_those_of_the_rounded_layers(pair: Pair, length: int) -> None
 
 
 def test_logits_of_decode_steps_are_too(pair: Pair) -> None:
-    pair.ours.control.sparsity = 0.0
+    pair.ours.control.sparsity, pair.ours.control.exact = 0.0, True
     prompt = [7, 90, 33]
     ours = answer(pair.ours, prompt, max_new_tokens=12).tokens
     with torch.inference_mode():
@@ -99,7 +100,7 @@ def test_no_dense_layer_is_kept_wide(pair: Pair) -> None:
 
 
 def test_the_comparison_would_notice_one_code(pair: Pair) -> None:
-    pair.ours.control.sparsity = 0.0
+    pair.ours.control.sparsity, pair.ours.control.exact = 0.0, True
     head, ids = pair.ours.model.lm_head, torch.tensor([[5, 6, 7]])
     kept = head.weights
     other = kept.q.clone()
@@ -125,7 +126,7 @@ def test_a_layer_keeps_leading_dimensions_and_dtype(dtype: torch.dtype, shape: t
     bias = nn.Parameter(torch.randn(33, generator=generator).to(dtype), requires_grad=False) if biased else None
     # Not contiguous, as the library hands over the last token's state.
     x = torch.randn(*shape, 80, generator=generator).to(dtype)[..., ::2]
-    y = PackedLinear(weights, bias)(x)
+    y = PackedLinear(weights, bias, Control(0.0, exact=True))(x)
     expected = x.double() @ ((codes.double() - 7.5) * scale.double()).T + (0 if bias is None else bias.double())
     assert y.shape == (*shape, 33) and y.dtype == dtype
     assert y.numel() == 0 or relative_rms(y, expected) <= (1e-5 if dtype == torch.float32 else 1e-2)

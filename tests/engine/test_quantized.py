@@ -71,7 +71,7 @@ def test_logits_are_those_of_the_rounded_weights(
     packed: Path, tiny_checkpoint: Path, sparsity: float, length: int
 ) -> None:
     loaded = open_model(packed)
-    loaded.control.sparsity = sparsity
+    loaded.control.sparsity, loaded.control.exact = sparsity, True
     ids = torch.tensor([prompt_of(length)])
     with torch.inference_mode():
         ours = loaded.model(input_ids=ids).logits
@@ -93,7 +93,7 @@ def test_an_answer_goes_on_when_no_neuron_of_an_expert_is_active(packed: Path) -
     for layer in loaded.model.model.layers:
         thresholds = layer.mlp.experts.packed.thresholds
         thresholds[:, 1:] = 1e9
-    loaded.control.sparsity = 0.8
+    loaded.control.sparsity, loaded.control.exact = 0.8, True
     assert len(answer(loaded, prompt_of(5), max_new_tokens=4).tokens) == 4
 
 

@@ -96,6 +96,14 @@ def test_expert_of_16_bit_x(dtype: torch.dtype) -> None:
 
 
 @every_isa
+def test_fewer_bits_of_x_cost_little() -> None:
+    layer, x = make_layer((1, 130, 320, 64), (2, 4, 4)), make_x(11, 320, torch.float32)
+    y, active = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0, exact=False)
+    assert active == 11 * 130
+    assert relative_rms(y, swiglu(layer, 0, x, 0.0)[0]) <= 2e-4
+
+
+@every_isa
 @pytest.mark.parametrize("sparsity", [0.0, 0.6])
 def test_the_number_of_threads_changes_nothing(sparsity: float) -> None:
     layer, x = make_layer((1, 300, 1152, 64), (2, 4, 4)), make_x(13, 1152, torch.float32)
