@@ -129,8 +129,8 @@ int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, cons
     return FLOE_OK;
 }
 
-int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int64_t *slot, int64_t count,
-                      int threads, const uint8_t *records) {
+int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int64_t *slot, int64_t count, int threads,
+                      const uint8_t *records) {
     if (row_bytes < 1 || slots < 0 || count < 0) return FLOE_BAD_SHAPE;
     if (!in_range(slot, count, slots)) return FLOE_BAD_INDEX;
     struct Context {
@@ -203,8 +203,7 @@ int floe_read_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const 
         uint64_t sum = 0;
         for (int64_t i = item * c.per_item; i < end; i++) {
             const int64_t next = i + 1 < end ? i + 1 : i;
-            sum ^= row_ops().read(c.rows + c.index[i] * c.row_bytes, c.row_bytes,
-                                  c.rows + c.index[next] * c.row_bytes);
+            sum ^= row_ops().read(c.rows + c.index[i] * c.row_bytes, c.row_bytes, c.rows + c.index[next] * c.row_bytes);
         }
         c.sum.fetch_xor(sum);
     };

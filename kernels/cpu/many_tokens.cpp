@@ -17,7 +17,7 @@ namespace floe {
 namespace {
 
 constexpr int64_t kItemRows = kTile;
-constexpr int64_t kColumns = 512;    // of y at a time, at most; kTile neurons of them, 128 KiB, stay in the second cache
+constexpr int64_t kColumns = 512; // of y at a time, at most; kTile neurons of them, 128 KiB, stay in the second cache
 constexpr int64_t kNeuronsAhead = 8; // whose parts are on their way while one is expanded
 
 int clamped(int threads) { return threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads; }
@@ -167,10 +167,9 @@ void compute_down(void *opaque, int64_t item, int worker) {
         const float *h = c.h + start * c.count;
         const int64_t first = start / kTile * c.count;
         if (c.sparse[start / kTile])
-            row_ops().add_active((const float(*)[kTile])h, (const uint8_t(*)[kTile])(c.which + first * kTile), c.counts + first,
-                                 tile, to - from, c.count, c.y + from, v.n);
-        else
-            row_ops().add_products(h, tile, here, to - from, c.count, c.y + from, v.n);
+            row_ops().add_active((const float (*)[kTile])h, (const uint8_t (*)[kTile])(c.which + first * kTile),
+                                 c.counts + first, tile, to - from, c.count, c.y + from, v.n);
+        else row_ops().add_products(h, tile, here, to - from, c.count, c.y + from, v.n);
     }
 }
 
@@ -193,9 +192,10 @@ int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const ui
     return FLOE_OK;
 }
 
-int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q, const uint8_t *scale,
-                           const uint8_t *zero, const floe_vector *gate, const floe_vector *down, const uint8_t *rows,
-                           int64_t neurons, int64_t row_bytes, float threshold, int digits, int threads, float *y) {
+int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
+                           const uint8_t *scale, const uint8_t *zero, const floe_vector *gate, const floe_vector *down,
+                           const uint8_t *rows, int64_t neurons, int64_t row_bytes, float threshold, int digits,
+                           int threads, float *y) {
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
     if (code_bytes(*up) < 0 || gate_codes < 0 || down_codes < 0 || up->n != gate->n || gate->n != down->n ||
@@ -206,8 +206,8 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     threads = clamped(threads);
     const int64_t tiles = (neurons + kTile - 1) / kTile;
     const int64_t scratch_bytes = aligned(kTile * kColumns * (int64_t)sizeof(float) + up->n + kChunk);
-    uint8_t *memory = buffer.take(tokens_bytes(*up, tokens) + tokens_bytes(*gate, tokens) +
-                                  5 * tiles * kTile * tokens + aligned(tiles * tokens) + aligned(tiles) + threads * scratch_bytes);
+    uint8_t *memory = buffer.take(tokens_bytes(*up, tokens) + tokens_bytes(*gate, tokens) + 5 * tiles * kTile * tokens +
+                                  aligned(tiles * tokens) + aligned(tiles) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
     Expert c = {};
     c.up = up;

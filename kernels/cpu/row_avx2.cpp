@@ -167,8 +167,8 @@ float dot_one(const floe_vector &v, const Stored &w, const Token &token, Ahead a
     }
 }
 
-void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
-         const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
+void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count, const uint8_t *wanted,
+         float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
     if (v.bits < 16 && !chunked(v)) return generic_dot(v, w, rows, tokens, count, wanted, out, scratch, ahead);
     for (int r = 0; r < rows; r++) {
         Ahead rest = ahead[r];
@@ -213,12 +213,9 @@ void axpy(const floe_vector &v, const Stored *w, const float *a, int count, floa
           const Ahead *ahead) {
     for (int r = 0; r < count; r++) {
         Pace(ahead[r], 0);
-        if (v.bits == 16)
-            axpy16(v, w[r], a[r], y);
-        else if (chunked(v))
-            axpy_codes(v, w[r], a[r], y, bias, scratch);
-        else
-            generic_axpy_one(v, w[r], a[r], y, scratch);
+        if (v.bits == 16) axpy16(v, w[r], a[r], y);
+        else if (chunked(v)) axpy_codes(v, w[r], a[r], y, bias, scratch);
+        else generic_axpy_one(v, w[r], a[r], y, scratch);
     }
 }
 
@@ -263,7 +260,8 @@ void add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const ui
         for (int64_t t = 0; t < tokens; t++)
             add_row(h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, y + t * y_stride + i);
     for (int64_t t = 0; i < columns && t < tokens; t++)
-        add_columns(h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
+        add_columns(
+            h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
 }
 
 void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {

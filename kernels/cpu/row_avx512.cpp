@@ -1,7 +1,4 @@
-// Row operations for AVX-512 with VNNI (Cascade Lake, Zen 4 and later). Codes are multiplied as they are, 64 at a
-// time, with the 8-bit digits of x. Each register holds several groups side by side (layouts.py), so one conversion
-// and one multiply-add with the scales serve all of them: 256 two-bit codes take 7 operations to isolate, 4 per digit
-// and 5 to add up.
+// Row operations for AVX-512 with VNNI (Cascade Lake, Zen 4 and later).
 
 #include "row_generic.inl"
 
@@ -9,253 +6,13 @@
 
 #include <immintrin.h>
 
-#if defined(__GNUC__)
-#define FLOE_UNROLL _Pragma("GCC unroll 16")
-// Loaded once: the compiler would rather load it again for each use.
-#define FLOE_IN_REGISTER(x) __asm__("" : "+v"(x))
-#else
-#define FLOE_UNROLL
-#define FLOE_IN_REGISTER(x)
-#endif
+#include "codes_avx512.inl"
+#include "dot_avx512.inl"
 
 namespace floe {
 namespace {
 
 constexpr int64_t kMaxChunks = kMaxChunked / kChunk;
-
-inline __m512i load(const void *p) { return _mm512_loadu_si512(p); }
-
-inline __mmask16 first(int64_t count) { return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1); }
-
-inline __m512 halves(const uint8_t *p, int64_t count) {
-    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
-}
-
-// How codes of a width fill registers (row_generic.inl: Fill) and memory.
-template <int BITS> struct Width {
-    static constexpr int kPlanes = BITS == 8 ? 1 : BITS == 4 ? 2 : 4, kChunks = kPlanes;
-    static constexpr int kChunkBytes = BITS == 8 ? 64 : BITS == 4 ? 32 : 16; // of 3-bit codes, their lower bits
-    static constexpr int kBytes = BITS == 3 ? 96 : 64;
-};
-
-// Where chunk c of a vector lies, and the upper bits of 3-bit codes.
-template <int BITS> inline const uint8_t *chunk_at(const uint8_t *p, int64_t c) {
-    return BITS == 3 ? p + c / 4 * 96 + c % 4 * 16 : p + c * Width<BITS>::kChunkBytes;
-}
-
-inline const uint8_t *top_at(const uint8_t *p, int64_t c, int64_t chunks) {
-    const int64_t here = chunks - c / 4 * 4 < 4 ? chunks % 4 : 4; // chunks in this block
-    return p + c / 4 * 96 + here * 16 + c % 4 * 8;
-}
-
-// The codes of one register, plane by plane. `here`: how many chunks it has, if it is not FULL.
-template <int BITS, bool FULL> inline void unpack_planes(const uint8_t *p, int64_t here, __m512i *codes) {
-    using W = Width<BITS>;
-    if (here > W::kChunks) here = W::kChunks;
-    const __m512i raw = FULL ? load(p) : _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - here * W::kChunkBytes), p);
-    if (BITS == 8) {
-        codes[0] = raw;
-    } else if (BITS == 4) {
-        const __m512i mask = _mm512_set1_epi8(0x0f);
-        codes[0] = _mm512_and_si512(raw, mask);
-        codes[1] = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
-    } else {
-        const __m512i mask = _mm512_set1_epi8(3);
-        codes[0] = _mm512_and_si512(raw, mask);
-        FLOE_UNROLL for (int k = 1; k < 4; k++) codes[k] = _mm512_and_si512(_mm512_srli_epi16(raw, 2 * k), mask);
-    }
-    if (BITS == 3) {
-        // A chunk's upper bits are 8 bytes: bit 2k of them belongs to the first 8 of a plane's 16 codes, 2k + 1 to the rest.
-        const __m256i top = FULL ? _mm256_loadu_si256((const __m256i *)(p + 64))
-                                 : _mm256_maskz_loadu_epi8(~(__mmask32)0 >> (32 - here * 8), p + here * 16);
-        const __m512i twice = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(top));
-        FLOE_UNROLL for (int k = 0; k < 4; k++) {
-            const __m512i bit = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)(0x0202020202020202ull << (2 * k)), 0x0101010101010101ll << (2 * k)));
-            codes[k] = _mm512_mask_add_epi8(codes[k], _mm512_test_epi8_mask(twice, bit), codes[k], _mm512_set1_epi8(4));
-        }
-    }
-}
-
-// Scales of 16 chunks from c on, and scale · zero; zero behind the last chunk.
-template <bool FULL>
-inline void chunk_scales(const floe_vector &v, const Stored &w, int64_t c, __m512 *scale, __m512 *zero) {
-    const int64_t per_group = v.group / kChunk, here = v.n / kChunk - c;
-    if (per_group == 1) {
-        *scale = FULL ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w.scale + 2 * c))) : halves(w.scale + 2 * c, here);
-        *zero = FULL ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w.zero + 2 * c))) : halves(w.zero + 2 * c, here);
-    } else {
-        float s[16] = {}, z[16] = {};
-        for (int64_t i = 0; i < 16 && i < here; i++) {
-            s[i] = half_to_float(load16(w.scale + 2 * ((c + i) / per_group)));
-            z[i] = half_to_float(load16(w.zero + 2 * ((c + i) / per_group)));
-        }
-        *scale = _mm512_loadu_ps(s);
-        *zero = _mm512_loadu_ps(z);
-    }
-    *zero = _mm512_mul_ps(*scale, *zero);
-}
-
-// 16 chunks from `start` on (fewer unless FULL) of ROWS vectors with TOKENS tokens, added to sums[row][token]. A
-// vector's codes are isolated once for all tokens, and a token's digits loaded once for all vectors.
-template <int BITS, int DIGITS, int ROWS, int TOKENS, bool FULL>
-inline void add_section(const floe_vector &v, const Stored *w, const Token *const *tokens, int64_t start,
-                        __m512 (&total)[ROWS][TOKENS]) {
-    using W = Width<BITS>;
-    constexpr int kPlanes = W::kPlanes, kStride = DIGITS * kPlanes * kChunk;
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const int64_t count = FULL ? 16 : v.n / kChunk - start;
-    __m512 scales[ROWS][TOKENS];
-    FLOE_UNROLL for (int r = 0; r < ROWS; r++) {
-        __m512 scale, zero;
-        chunk_scales<FULL>(v, w[r], start, &scale, &zero);
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
-            scales[r][t] = _mm512_mul_ps(scale, _mm512_loadu_ps(tokens[t]->scale + start));
-            total[r][t] = _mm512_fnmadd_ps(zero, _mm512_loadu_ps(tokens[t]->sums + start), total[r][t]);
-        }
-    }
-    __m512i which = _mm512_srli_epi32(lanes, BITS == 8 ? 4 : BITS == 4 ? 3 : 2);
-    int64_t bytes = start / W::kChunks * W::kBytes, offset = start / W::kChunks * kStride;
-    for (int64_t c = 0; c < count; c += W::kChunks, bytes += W::kBytes, offset += kStride) {
-        __m512i codes[ROWS][kPlanes];
-        FLOE_UNROLL for (int r = 0; r < ROWS; r++) unpack_planes<BITS, FULL>(w[r].codes + bytes, count - c, codes[r]);
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
-            const int8_t *digits = tokens[t]->digits + offset;
-            // With several planes, a sum of its own for each digit: in one long chain the multipliers would wait.
-            __m512i a[ROWS][DIGITS];
-            FLOE_UNROLL for (int d = 0; d < DIGITS; d++) {
-                FLOE_UNROLL for (int r = 0; r < ROWS; r++)
-                    a[r][d] = d && kPlanes == 1 ? _mm512_slli_epi32(a[r][d - 1], 7) : _mm512_setzero_si512();
-                FLOE_UNROLL for (int k = 0; k < kPlanes; k++) {
-                    __m512i x = load(digits + (d * kPlanes + k) * kChunk);
-                    FLOE_IN_REGISTER(x);
-                    FLOE_UNROLL for (int r = 0; r < ROWS; r++) a[r][d] = _mm512_dpbusd_epi32(a[r][d], codes[r][k], x);
-                }
-            }
-            FLOE_UNROLL for (int r = 0; r < ROWS; r++) {
-                __m512i sum = a[r][kPlanes == 1 ? DIGITS - 1 : 0];
-                FLOE_UNROLL for (int d = 1; d < DIGITS && kPlanes > 1; d++)
-                    sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 7), a[r][d]);
-                total[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_permutexvar_ps(which, scales[r][t]), total[r][t]);
-            }
-        }
-        which = _mm512_add_epi32(which, _mm512_set1_epi32(W::kChunks));
-    }
-}
-
-// Whole vectors with one or two tokens, as they come from memory.
-template <int BITS, int DIGITS, int ROWS, int TOKENS>
-inline void dot_rows(const floe_vector &v, const Stored *w, const Token *const *tokens, float (*out)[kBatch], Pace *paces) {
-    __m512 total[ROWS][TOKENS];
-    FLOE_UNROLL for (int r = 0; r < ROWS; r++)
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) total[r][t] = _mm512_setzero_ps();
-    const int64_t chunks = v.n / kChunk, full = chunks / 16 * 16;
-    for (int64_t start = 0; start < full; start += 16) {
-        FLOE_UNROLL for (int r = 0; r < ROWS; r++) paces[r].step();
-        add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens, start, total);
-    }
-    if (full < chunks) add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens, full, total);
-    FLOE_UNROLL for (int r = 0; r < ROWS; r++)
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) out[r][t] = _mm512_reduce_add_ps(total[r][t]);
-}
-
-// One section of up to four tokens, onto sums[row][token].
-template <int BITS, int DIGITS, int ROWS, int TOKENS>
-inline void add_tokens(const floe_vector &v, const Stored *w, const Token *const *tokens, int64_t start,
-                       __m512 *const *sums, int first) {
-    __m512 total[ROWS][TOKENS];
-    FLOE_UNROLL for (int r = 0; r < ROWS; r++)
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) total[r][t] = sums[r][first + t];
-    if (start + 16 <= v.n / kChunk)
-        add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens + first, start, total);
-    else
-        add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens + first, start, total);
-    FLOE_UNROLL for (int r = 0; r < ROWS; r++)
-        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[r][first + t] = total[r][t];
-}
-
-template <int BITS, int DIGITS, int ROWS>
-inline void add_all_tokens(const floe_vector &v, const Stored *w, const Token *const *tokens, int count, int64_t start,
-                           __m512 *const *sums) {
-    int t = 0;
-    for (; t + 4 <= count; t += 4) add_tokens<BITS, DIGITS, ROWS, 4>(v, w, tokens, start, sums, t);
-    if (count - t == 3) add_tokens<BITS, DIGITS, ROWS, 3>(v, w, tokens, start, sums, t);
-    if (count - t == 2) add_tokens<BITS, DIGITS, ROWS, 2>(v, w, tokens, start, sums, t);
-    if (count - t == 1) add_tokens<BITS, DIGITS, ROWS, 1>(v, w, tokens, start, sums, t);
-}
-
-// Several tokens: section by section, so that the digits of all of them stay in the first cache.
-template <int BITS, int DIGITS>
-void dot_sections(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
-                  float (*out)[kBatch], Pace *paces) {
-    __m512 sums[kBatch][kBatch];
-    __m512 *at[kBatch];
-    for (int r = 0; r < rows; r++) {
-        at[r] = sums[r];
-        for (int t = 0; t < count; t++) sums[r][t] = _mm512_setzero_ps();
-    }
-    for (int64_t start = 0; start < v.n / kChunk; start += 16) {
-        int r = 0;
-        for (; r + 2 <= rows; r += 2) {
-            paces[r].step();
-            paces[r + 1].step();
-            add_all_tokens<BITS, DIGITS, 2>(v, w + r, tokens, count, start, at + r);
-        }
-        if (r < rows) {
-            paces[r].step();
-            add_all_tokens<BITS, DIGITS, 1>(v, w + r, tokens, count, start, at + r);
-        }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < count; t++) out[r][t] = _mm512_reduce_add_ps(sums[r][t]);
-}
-
-// The same for the wanted products alone: each vector meets its own tokens.
-template <int BITS, int DIGITS>
-void dot_wanted(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
-                const uint8_t *wanted, float (*out)[kBatch], Pace *paces) {
-    __m512 sums[kBatch][kBatch];
-    const Token *own[kBatch][kBatch];
-    int counts[kBatch];
-    for (int r = 0; r < rows; r++) {
-        counts[r] = 0;
-        for (int t = 0; t < count; t++) {
-            sums[r][t] = _mm512_setzero_ps();
-            if (is_wanted(wanted, r, t)) own[r][counts[r]++] = tokens[t];
-        }
-    }
-    for (int64_t start = 0; start < v.n / kChunk; start += 16)
-        for (int r = 0; r < rows; r++) {
-            __m512 *const at = sums[r];
-            paces[r].step();
-            add_all_tokens<BITS, DIGITS, 1>(v, w + r, own[r], counts[r], start, &at);
-        }
-    for (int r = 0; r < rows; r++)
-        for (int t = 0, i = 0; t < count; t++)
-            if (is_wanted(wanted, r, t)) out[r][t] = _mm512_reduce_add_ps(sums[r][i++]);
-}
-
-template <int BITS, int DIGITS>
-void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
-               const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
-    Pace paces[kBatch];
-    int products = 0;
-    for (int r = 0; r < rows; r++) {
-        paces[r] = Pace(ahead[r], v.n / kChunk / 16);
-        if (wanted != nullptr) products += __builtin_popcount(wanted[r]);
-    }
-    // Two vectors at a time load half as often, which is worth more than leaving out a few products.
-    if (wanted != nullptr && 4 * products < 3 * rows * count)
-        return dot_wanted<BITS, DIGITS>(v, w, rows, tokens, count, wanted, out, paces);
-    if (count > 2) return dot_sections<BITS, DIGITS>(v, w, rows, tokens, count, out, paces);
-    int r = 0;
-    for (; r + 2 <= rows; r += 2) {
-        if (count == 1) dot_rows<BITS, DIGITS, 2, 1>(v, w + r, tokens, out + r, paces + r);
-        else dot_rows<BITS, DIGITS, 2, 2>(v, w + r, tokens, out + r, paces + r);
-    }
-    if (r == rows) return;
-    if (count == 1) dot_rows<BITS, DIGITS, 1, 1>(v, w + r, tokens, out + r, paces + r);
-    else dot_rows<BITS, DIGITS, 1, 2>(v, w + r, tokens, out + r, paces + r);
-}
 
 inline __m512 wide(const uint8_t *p, __mmask16 here, bool bfloat16) {
     const __m256i raw = _mm256_maskz_loadu_epi16(here, p);
@@ -270,19 +27,19 @@ float dot16(const floe_vector &v, const Stored &w, const Token &token, Ahead ahe
     int64_t i = 0;
     for (; i + 64 <= v.n; i += 64) {
         pace.step();
-        FLOE_UNROLL for (int j = 0; j < 4; j++)
-            sums[j] = _mm512_fmadd_ps(wide(w.codes + 2 * i + 32 * j, 0xffff, bfloat16),
-                                      _mm512_loadu_ps(token.x + i + 16 * j), sums[j]);
+        FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] = _mm512_fmadd_ps(
+            wide(w.codes + 2 * i + 32 * j, 0xffff, bfloat16), _mm512_loadu_ps(token.x + i + 16 * j), sums[j]);
     }
     for (; i < v.n; i += 16) {
         const __mmask16 here = first(v.n - i);
-        sums[0] = _mm512_fmadd_ps(wide(w.codes + 2 * i, here, bfloat16), _mm512_maskz_loadu_ps(here, token.x + i), sums[0]);
+        sums[0] =
+            _mm512_fmadd_ps(wide(w.codes + 2 * i, here, bfloat16), _mm512_maskz_loadu_ps(here, token.x + i), sums[0]);
     }
     return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
 }
 
-void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
-         const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
+void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count, const uint8_t *wanted,
+         float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
     if (v.bits == 16) {
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < count; t++)
@@ -331,8 +88,7 @@ template <int BITS> inline __m512 table(float scale, float zero) {
 }
 
 // 64 codes of one chunk as floats, 16 at a time: use(j, w) gets values 16j...
-template <int BITS, class Use>
-inline void each_quarter(const uint8_t *p, const uint8_t *top, __m512 values, Use use) {
+template <int BITS, class Use> inline void each_quarter(const uint8_t *p, const uint8_t *top, __m512 values, Use use) {
     if (BITS == 4) {
         FLOE_UNROLL for (int i = 0; i < 2; i++) {
             const __m512i q = bytes16(p + 16 * i);
@@ -349,7 +105,8 @@ inline void each_quarter(const uint8_t *p, const uint8_t *top, __m512 values, Us
     }
     const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
     const __m128i both = _mm_loadl_epi64((const __m128i *)top);
-    const __m512i upper = _mm512_slli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(both, both)), shifts), 2);
+    const __m512i upper =
+        _mm512_slli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(both, both)), shifts), 2);
     FLOE_UNROLL for (int k = 0; k < 4; k++) { // three-bit tables repeat after eight, so the bits above do not matter
         const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi32(3), _mm512_srli_epi32(q, 2 * k),
                                                        _mm512_srli_epi32(upper, 2 * k), 0xca);
@@ -358,15 +115,15 @@ inline void each_quarter(const uint8_t *p, const uint8_t *top, __m512 values, Us
 }
 
 // One chunk, times its scale, onto the y that `sums` hold. Of 8-bit codes, the zero point's share is left to `bias`.
-template <int BITS>
-inline void add_chunk(__m512 *sums, const uint8_t *p, const uint8_t *top, float scale, float zero) {
+template <int BITS> inline void add_chunk(__m512 *sums, const uint8_t *p, const uint8_t *top, float scale, float zero) {
     if (BITS == 8) {
         const __m512 factor = _mm512_set1_ps(scale);
-        FLOE_UNROLL for (int j = 0; j < 4; j++)
-            sums[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(bytes16(p + 16 * j)), factor, sums[j]);
+        FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] =
+            _mm512_fmadd_ps(_mm512_cvtepi32_ps(bytes16(p + 16 * j)), factor, sums[j]);
         return;
     }
-    each_quarter<BITS>(p, top, table<BITS>(scale, zero), [sums](int j, __m512 w) { sums[j] = _mm512_add_ps(sums[j], w); });
+    each_quarter<BITS>(p, top, table<BITS>(scale, zero),
+                       [sums](int j, __m512 w) { sums[j] = _mm512_add_ps(sums[j], w); });
 }
 
 // Chunks `from`..`to` of y, COUNT at a time so that the loop's own work is small beside theirs.
@@ -379,9 +136,9 @@ void add_chunks(int64_t from, int64_t to, int64_t chunks, const Stored *w, int c
         FLOE_UNROLL for (int i = 0; i < 4 * COUNT; i++) sums[i] = _mm512_loadu_ps(out + 16 * i);
         for (int r = 0; r < count; r++) {
             paces[r].step();
-            FLOE_UNROLL for (int i = 0; i < COUNT; i++)
-                add_chunk<BITS>(sums + 4 * i, chunk_at<BITS>(w[r].codes, c + i),
-                                BITS == 3 ? top_at(w[r].codes, c + i, chunks) : nullptr, scales[r][c + i], zeros[r][c + i]);
+            FLOE_UNROLL for (int i = 0; i < COUNT; i++) add_chunk<BITS>(
+                sums + 4 * i, chunk_at<BITS>(w[r].codes, c + i),
+                BITS == 3 ? top_at(w[r].codes, c + i, chunks) : nullptr, scales[r][c + i], zeros[r][c + i]);
         }
         FLOE_UNROLL for (int i = 0; i < 4 * COUNT; i++) _mm512_storeu_ps(out + 16 * i, sums[i]);
     }
@@ -423,8 +180,8 @@ void axpy16(const floe_vector &v, const Stored *w, const float *a, int count, fl
             paces[r].step();
             const uint8_t *p = w[r].codes + 2 * i;
             const __m512 factor = _mm512_set1_ps(a[r]);
-            FLOE_UNROLL for (int j = 0; j < 4; j++)
-                sums[j] = _mm512_fmadd_ps(wide(p + 32 * j, 0xffff, bfloat16), factor, sums[j]);
+            FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] =
+                _mm512_fmadd_ps(wide(p + 32 * j, 0xffff, bfloat16), factor, sums[j]);
         }
         FLOE_UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_ps(y + i + 16 * j, sums[j]);
     }
@@ -461,8 +218,7 @@ void prepare(const floe_vector &v, Token &token) {
     plain_sums(v, token);
 }
 
-template <int BITS>
-void expand_codes(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out) {
+template <int BITS> void expand_codes(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out) {
     const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
     for (int64_t c = from / kChunk; c < to / kChunk; c++, out += kTileBlock) {
         const float scale = half_to_float(load16(w.scale + 2 * (c / per_group)));
@@ -493,8 +249,8 @@ void expand(const floe_vector &v, const Stored &w, int64_t from, int64_t to, flo
 template <int TOKENS>
 inline void add_block(const float *h, const float *block, int64_t neurons, float *y, int64_t y_stride) {
     __m512 sums[TOKENS][4];
-    FLOE_UNROLL for (int t = 0; t < TOKENS; t++)
-        FLOE_UNROLL for (int j = 0; j < 4; j++) sums[t][j] = _mm512_loadu_ps(y + t * y_stride + 16 * j);
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int j = 0; j < 4; j++) sums[t][j] =
+        _mm512_loadu_ps(y + t * y_stride + 16 * j);
     for (int64_t n = 0; n < neurons; n++, block += kChunk) {
         __m512 w[4];
         FLOE_UNROLL for (int j = 0; j < 4; j++) w[j] = _mm512_loadu_ps(block + 16 * j);
@@ -503,8 +259,8 @@ inline void add_block(const float *h, const float *block, int64_t neurons, float
             FLOE_UNROLL for (int j = 0; j < 4; j++) sums[t][j] = _mm512_fmadd_ps(factor, w[j], sums[t][j]);
         }
     }
-    FLOE_UNROLL for (int t = 0; t < TOKENS; t++)
-        FLOE_UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_ps(y + t * y_stride + 16 * j, sums[t][j]);
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int j = 0; j < 4; j++)
+        _mm512_storeu_ps(y + t * y_stride + 16 * j, sums[t][j]);
 }
 
 void add_products(const float *h, const float *tile, int64_t neurons, int64_t columns, int64_t tokens, float *y,
@@ -531,12 +287,14 @@ void add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const ui
             for (int n = 0; n < counts[t]; n++) {
                 const __m512 factor = _mm512_set1_ps(h[t][n]);
                 const float *from = tile + which[t][n] * kChunk;
-                FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] = _mm512_fmadd_ps(factor, _mm512_loadu_ps(from + 16 * j), sums[j]);
+                FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] =
+                    _mm512_fmadd_ps(factor, _mm512_loadu_ps(from + 16 * j), sums[j]);
             }
             FLOE_UNROLL for (int j = 0; j < 4; j++) _mm512_storeu_ps(out + 16 * j, sums[j]);
         }
     for (int64_t t = 0; i < columns && t < tokens; t++)
-        add_columns(h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
+        add_columns(
+            h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
 }
 
 void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {
@@ -549,8 +307,7 @@ void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {
 }
 
 uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
-    __m512i lanes[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(),
-                        _mm512_setzero_si512()};
+    __m512i lanes[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
     int64_t i = 0;
     for (; i + 256 <= bytes; i += 256)
         for (int l = 0; l < 4; l++) {

@@ -71,7 +71,8 @@ template <class Put> inline void each_code(const uint8_t *p, int64_t n, int bits
         if (n - chunk >= kChunk) { // sizes that the compiler can turn into vectors
             const int64_t size = 8 * bits;
             for (int shift = 0; shift < 8; shift += bits)
-                for (int64_t i = 0; i < size; i++) put(chunk + shift / bits * size + i, (uint8_t)(p[i] >> shift) & mask);
+                for (int64_t i = 0; i < size; i++)
+                    put(chunk + shift / bits * size + i, (uint8_t)(p[i] >> shift) & mask);
             p += size;
             continue;
         }
@@ -196,9 +197,11 @@ inline void generic_expand(const floe_vector &v, const Stored &w, int64_t from, 
 
 // The rest of a tile's columns behind whole blocks of 64, or all of them.
 template <class Which>
-inline void add_columns(const float *h, Which which, int64_t count, const float *tile, int64_t from, int64_t columns, float *y) {
+inline void add_columns(const float *h, Which which, int64_t count, const float *tile, int64_t from, int64_t columns,
+                        float *y) {
     for (int64_t n = 0; n < count; n++)
-        for (int64_t i = from; i < columns; i++) y[i] += h[n] * tile[i / kChunk * kTileBlock + which(n) * kChunk + i % kChunk];
+        for (int64_t i = from; i < columns; i++)
+            y[i] += h[n] * tile[i / kChunk * kTileBlock + which(n) * kChunk + i % kChunk];
 }
 
 inline void generic_add_products(const float *h, const float *tile, int64_t neurons, int64_t columns, int64_t tokens,
@@ -210,14 +213,13 @@ inline void generic_add_products(const float *h, const float *tile, int64_t neur
 inline void generic_add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const uint8_t *counts,
                                const float *tile, int64_t columns, int64_t tokens, float *y, int64_t y_stride) {
     for (int64_t t = 0; t < tokens; t++)
-        add_columns(h[t], [&](int64_t n) { return (int64_t)which[t][n]; }, counts[t], tile, 0, columns, y + t * y_stride);
+        add_columns(
+            h[t], [&](int64_t n) { return (int64_t)which[t][n]; }, counts[t], tile, 0, columns, y + t * y_stride);
 }
 
 // --- preparing x ---------------------------------------------------------------------------------------------
 
-inline bool chunked(const floe_vector &v) {
-    return v.bits < 16 && v.group % kChunk == 0 && v.n <= kMaxChunked;
-}
+inline bool chunked(const floe_vector &v) { return v.bits < 16 && v.group % kChunk == 0 && v.n <= kMaxChunked; }
 
 inline void plain_sums(const floe_vector &v, Token &token) {
     for (int64_t g = 0; g < group_count(v); g++) {

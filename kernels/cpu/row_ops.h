@@ -24,9 +24,9 @@ namespace floe {
 
 constexpr int64_t kChunk = 64;             // codes packed together (layouts.CHUNK); they share one scale of x
 constexpr int64_t kMaxChunked = 16 * 1024; // longest vector for the chunked paths (their tables lie on the stack)
-constexpr int kBatch = 8;                   // vectors, and tokens, that one call of an operation takes at most
+constexpr int kBatch = 8;                  // vectors, and tokens, that one call of an operation takes at most
 
-constexpr int64_t kTile = 64;               // neurons whose down columns many tokens share at a time
+constexpr int64_t kTile = 64;                  // neurons whose down columns many tokens share at a time
 constexpr int64_t kTileBlock = kTile * kChunk; // floats of a block of their columns
 
 // Where a vector's parts lie. Scales and zeros are float16, one per group, at any alignment.

@@ -28,8 +28,9 @@ uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
     return lanes[0];
 }
 
-const RowOps table = {"portable", prepare, generic_dot, generic_axpy, finish,
-                      generic_expand, generic_add_products, generic_add_active, copy, read};
+const RowOps table = {
+    "portable",         prepare, generic_dot, generic_axpy, finish, generic_expand, generic_add_products,
+    generic_add_active, copy,    read};
 
 } // namespace
 

@@ -97,8 +97,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     for (int64_t start = slice.start; start < slice.end; start += kBatch) {
         const int64_t next = start + kBatch, after = next + kBatch;
         Batch following;
-        if (next < slice.end)
-            following = gates(next, batch);
+        if (next < slice.end) following = gates(next, batch);
         else
             for (int r = 0; r < batch.count; r++) prefetch_lines(batch.down[r].scale, down_lines);
         Ahead ahead[kBatch] = {};
@@ -153,8 +152,8 @@ using namespace floe;
 
 int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, const floe_vector *down,
                        const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes, const int32_t *slots,
-                       int64_t slot_count, int64_t calls, const int64_t *call_token, const int64_t *call_expert, const float *weights,
-                       const int64_t *offsets, const int64_t *active, const float *values,
+                       int64_t slot_count, int64_t calls, const int64_t *call_token, const int64_t *call_expert,
+                       const float *weights, const int64_t *offsets, const int64_t *active, const float *values,
                        const float *down_thresholds, int digits, int threads, float *y) {
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
@@ -182,10 +181,9 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     const int64_t width = down->n;
     c.bias_stride = aligned(4 * (groups_of(*down) + width / kChunk + 16)) / 4;
     c.scratch_bytes = aligned(width + kChunk);
-    uint8_t *memory =
-        buffer.take(tokens_bytes(*gate, tokens) +
-                    aligned((int64_t)sizeof(Slice) * slice_count) + aligned(4 * slice_count * width) +
-                    aligned(4 * slice_count * c.bias_stride) + threads * c.scratch_bytes);
+    uint8_t *memory = buffer.take(tokens_bytes(*gate, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
+                                  aligned(4 * slice_count * width) + aligned(4 * slice_count * c.bias_stride) +
+                                  threads * c.scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
     c.tokens = prepare_tokens(*gate, x, tokens, digits, threads, memory);
     Slice *slices = carve<Slice>(memory, slice_count);

@@ -87,8 +87,8 @@ using namespace floe;
 int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
                      const uint8_t *zero, int64_t experts, int64_t neurons, int64_t calls, const int64_t *call_token,
                      const int64_t *call_expert, const float *thresholds, int digits, int threads, int64_t *offsets) {
-    if (code_bytes(*row) < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX || digits < 2 ||
-        digits > 3)
+    if (code_bytes(*row) < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX ||
+        digits < 2 || digits > 3)
         return FLOE_BAD_SHAPE;
     if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
@@ -97,9 +97,9 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     Found &result = found();
     result.total = -1; // until all is done
     const int64_t scratch_bytes = aligned(row->n + kChunk);
-    uint8_t *memory = result.memory.take(
-        2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (calls + 1)) +
-        tokens_bytes(*row, tokens) + threads * scratch_bytes);
+    uint8_t *memory =
+        result.memory.take(2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (calls + 1)) +
+                           tokens_bytes(*row, tokens) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
 
     Context c = {};

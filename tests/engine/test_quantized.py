@@ -106,3 +106,20 @@ def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
     # Text of its own making is not the text that thresholds were measured on: the share is near, not equal.
     asked = {"High": 0.6, "Balanced": 0.4, "Fast": 0.2}[preset]
     assert abs(stats.active_neurons - asked) <= 0.15
+
+
+def test_only_exact_keeps_all_of_float32(exact_pack: Path, packed: Path) -> None:
+    assert open_model(exact_pack, "Exact").control.exact
+    assert not open_model(packed).control.exact
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_fewer_bits_of_x_change_little(packed: Path, length: int) -> None:
+    loaded = open_model(packed)
+    loaded.control.sparsity = 0.0  # so that no neuron can fall to the other side of a threshold
+    ids = torch.tensor([prompt_of(length)])
+    with torch.inference_mode():
+        fewer = loaded.model(input_ids=ids).logits
+        loaded.control.exact = True
+        exact = loaded.model(input_ids=ids).logits
+    assert relative_rms(fewer, exact) <= 1e-3

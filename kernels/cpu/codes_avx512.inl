@@ -1,0 +1,96 @@
+// How AVX-512 reads codes and scales; included by row_avx512.cpp.
+// Codes are multiplied as they are, 64 at a time, with the 8-bit digits of x. Each register holds several groups side
+// by side (layouts.py), so one conversion and one multiply-add with the scales serve all of them: 256 two-bit codes
+// take 7 operations to isolate, 4 per digit and a few to add up.
+
+#if defined(__GNUC__)
+#define FLOE_UNROLL _Pragma("GCC unroll 16")
+// Loaded once: the compiler would rather load it again for each use.
+#define FLOE_IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define FLOE_UNROLL
+#define FLOE_IN_REGISTER(x)
+#endif
+
+namespace floe {
+namespace {
+
+inline __m512i load(const void *p) { return _mm512_loadu_si512(p); }
+
+inline __mmask16 first(int64_t count) { return count >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << count) - 1); }
+
+inline __m512 halves(const uint8_t *p, int64_t count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+}
+
+// How codes of a width fill registers (row_generic.inl: Fill) and memory.
+template <int BITS> struct Width {
+    static constexpr int kPlanes = BITS == 8 ? 1 : BITS == 4 ? 2 : 4, kChunks = kPlanes;
+    static constexpr int kChunkBytes = BITS == 8 ? 64 : BITS == 4 ? 32 : 16; // of 3-bit codes, their lower bits
+    static constexpr int kBytes = BITS == 3 ? 96 : 64;
+};
+
+// Where chunk c of a vector lies, and the upper bits of 3-bit codes.
+template <int BITS> inline const uint8_t *chunk_at(const uint8_t *p, int64_t c) {
+    return BITS == 3 ? p + c / 4 * 96 + c % 4 * 16 : p + c * Width<BITS>::kChunkBytes;
+}
+
+inline const uint8_t *top_at(const uint8_t *p, int64_t c, int64_t chunks) {
+    const int64_t here = chunks - c / 4 * 4 < 4 ? chunks % 4 : 4; // chunks in this block
+    return p + c / 4 * 96 + here * 16 + c % 4 * 8;
+}
+
+// The codes of one register, plane by plane. `here`: how many chunks it has, if it is not FULL.
+template <int BITS, bool FULL> inline void unpack_planes(const uint8_t *p, int64_t here, __m512i *codes) {
+    using W = Width<BITS>;
+    if (here > W::kChunks) here = W::kChunks;
+    const __m512i raw = FULL ? load(p) : _mm512_maskz_loadu_epi8(~(__mmask64)0 >> (64 - here * W::kChunkBytes), p);
+    if (BITS == 8) {
+        codes[0] = raw;
+    } else if (BITS == 4) {
+        const __m512i mask = _mm512_set1_epi8(0x0f);
+        codes[0] = _mm512_and_si512(raw, mask);
+        codes[1] = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
+    } else {
+        const __m512i mask = _mm512_set1_epi8(3);
+        codes[0] = _mm512_and_si512(raw, mask);
+        FLOE_UNROLL for (int k = 1; k < 4; k++) codes[k] = _mm512_and_si512(_mm512_srli_epi16(raw, 2 * k), mask);
+    }
+    if (BITS == 3) {
+        // A chunk's upper bits are 8 bytes: bit 2k of them belongs to the first 8 of a plane's 16 codes, 2k + 1 to the
+        // rest.
+        const __m256i top = FULL ? _mm256_loadu_si256((const __m256i *)(p + 64))
+                                 : _mm256_maskz_loadu_epi8(~(__mmask32)0 >> (32 - here * 8), p + here * 16);
+        const __m512i twice =
+            _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(top));
+        FLOE_UNROLL for (int k = 0; k < 4; k++) {
+            const __m512i bit = _mm512_broadcast_i32x4(
+                _mm_set_epi64x((long long)(0x0202020202020202ull << (2 * k)), 0x0101010101010101ll << (2 * k)));
+            codes[k] = _mm512_mask_add_epi8(codes[k], _mm512_test_epi8_mask(twice, bit), codes[k], _mm512_set1_epi8(4));
+        }
+    }
+}
+
+// Scales of 16 chunks from c on, and scale · zero; zero behind the last chunk.
+template <bool FULL>
+inline void chunk_scales(const floe_vector &v, const Stored &w, int64_t c, __m512 *scale, __m512 *zero) {
+    const int64_t per_group = v.group / kChunk, here = v.n / kChunk - c;
+    if (per_group == 1) {
+        *scale = FULL ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w.scale + 2 * c)))
+                      : halves(w.scale + 2 * c, here);
+        *zero = FULL ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(w.zero + 2 * c)))
+                     : halves(w.zero + 2 * c, here);
+    } else {
+        float s[16] = {}, z[16] = {};
+        for (int64_t i = 0; i < 16 && i < here; i++) {
+            s[i] = half_to_float(load16(w.scale + 2 * ((c + i) / per_group)));
+            z[i] = half_to_float(load16(w.zero + 2 * ((c + i) / per_group)));
+        }
+        *scale = _mm512_loadu_ps(s);
+        *zero = _mm512_loadu_ps(z);
+    }
+    *zero = _mm512_mul_ps(*scale, *zero);
+}
+
+} // namespace
+} // namespace floe
