@@ -8,7 +8,7 @@ from pydoc_data import topics as python_docs
 from typing import Literal
 
 from .facts import FOLLOW_UPS, Fact, demo_texts, read_facts, read_heldout, read_scope, read_templates
-from .paraphrase import Typist
+from .paraphrase import Dress, Typist
 
 # Kept out of training: half of them measure the held-out loss, all of them may appear in other texts.
 HELD_OUT_DOCS = (
@@ -25,11 +25,16 @@ HELD_OUT_DOCS = (
     "yield",
 )
 
+SMALL_TALK = "smalltalk"
+NO_SUBJECT = "follow-up without a subject"
+
+SMALL_TALK_SHARE = 0.14
 DECLINED_SHARE = 0.2
-FOLLOW_UP_SHARE = 0.45
+FOLLOW_UP_SHARE = 0.6  # while the subject still has something to tell
+VAIN_FOLLOW_UP_SHARE = 0.12  # when it has not
 MANUAL_SHARE = 0.15
 SYSTEM_SHARE = 0.15
-TURNS = (1, 1, 1, 1, 1, 2, 2, 2, 3, 4)
+TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,16 @@ class DialogueMaker:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._facts = read_facts()
+        facts = read_facts()
+        self._facts = [fact for fact in facts if fact.topic != SMALL_TALK]
+        self._small_talk = [fact for fact in facts if fact.topic == SMALL_TALK]
         self._templates = read_templates()
         self._typist = Typist(rng, self._templates)
         self._scope = read_scope()
-        self._forbidden = {plain(check.get("question", "")) for check in read_heldout()}
+        self._held_out = HeldOut()
         # Records that can be asked in many ways are asked somewhat more often.
         self._weights = [2.0 + sum(map(len, fact.forms.values())) ** 0.5 for fact in self._facts]
+        self._small_talk_weights = [sum(map(len, fact.forms.values())) for fact in self._small_talk]
         self._scope_weights = [len(topic["x"]) ** 0.5 for topic in self._scope]
 
     def dialogue(self) -> list[Message]:
@@ -59,17 +67,28 @@ class DialogueMaker:
         if rng.random() < SYSTEM_SHARE:
             messages.append(Message("system", rng.choice(self._templates["system"])))
         subject: Fact | None = None
-        for _ in range(rng.choice(TURNS)):
-            if subject is not None and rng.random() < FOLLOW_UP_SHARE:
-                question, answer = self._follow_up(subject, messages[-1].content)
+        told: set[str] = set()  # the follow-ups already given
+        declined = False
+        for turn in range(rng.choice(TURNS)):
+            left = subject is not None and set(subject.follow_ups) - told
+            if subject is not None and rng.random() < (FOLLOW_UP_SHARE if left else VAIN_FOLLOW_UP_SHARE):
+                question, answer = self._follow_up(subject, told, messages[-1].content)
+            elif declined and rng.random() < VAIN_FOLLOW_UP_SHARE:
+                question = self._allowed(f"follow_{rng.choice(FOLLOW_UPS)}", [""], Dress.FOLLOW_UP)
+                answer = self._templates["after_declining"][0]
+            elif rng.random() < SMALL_TALK_SHARE:
+                question, answer, subject = self._some_small_talk()
+                told, declined = set(), False
             elif rng.random() < DECLINED_SHARE:
-                question, answer, subject = *self._declined(), None
+                question, answer = self._declined(first=turn == 0)
+                subject, declined = None, True
             else:
                 question, answer, subject = self._fact()
+                told, declined = {kind for kind, text in subject.follow_ups.items() if text == answer}, False
             messages += [Message("user", question), Message("assistant", answer)]
         return messages
 
-    def _fact(self) -> tuple[str, str, Fact | None]:
+    def _fact(self) -> tuple[str, str, Fact]:
         rng = self._rng
         fact = rng.choices(self._facts, self._weights)[0]
         wanted = rng.random()
@@ -83,29 +102,55 @@ class DialogueMaker:
         pattern = "key_do" if kind == "do" and "key" in fact.forms and rng.random() < 0.4 else kind
         return self._allowed(pattern, fact.forms[kind]), fact.answer, fact
 
-    def _follow_up(self, subject: Fact, last_answer: str) -> tuple[str, str]:
-        if self._rng.random() < 0.1:
-            return self._typist.vary(self._rng.choice(self._templates["follow_repeat"])), last_answer
-        kind = self._rng.choice([*FOLLOW_UPS, *subject.follow_ups, *subject.follow_ups])
-        answer = subject.follow_ups.get(kind, self._templates[f"no_{kind}"][0])
-        return self._allowed(f"follow_{kind}", [""]), answer
+    def _some_small_talk(self) -> tuple[str, str, Fact | None]:
+        """Short forms come most often, as they do in chats. Only what has follow-ups becomes a subject."""
+        fact = self._rng.choices(self._small_talk, self._small_talk_weights)[0]
+        phrases = [phrase for phrase in fact.forms["q"] for _ in range(6 if " " not in phrase else 2)]
+        return self._allowed("q", phrases, Dress.SMALL_TALK), fact.answer, fact if fact.follow_ups else None
 
-    def _declined(self) -> tuple[str, str]:
+    def _follow_up(self, subject: Fact, told: set[str], last_answer: str) -> tuple[str, str]:
+        """Marks what it tells in `told`; the same thing is not told twice unless a repetition is asked for."""
+        if self._rng.random() < 0.06:
+            return self._typist.vary(self._rng.choice(self._templates["follow_repeat"]), Dress.FOLLOW_UP), last_answer
+        left = [kind for kind in subject.follow_ups if kind not in told]
+        kind = self._rng.choice([*FOLLOW_UPS, *left * 6])
+        if kind not in left:
+            return self._allowed(f"follow_{kind}", [""], Dress.FOLLOW_UP), self._templates[f"no_{kind}"][0]
+        told.add(kind)
+        if "what" in subject.forms and self._rng.random() < 0.12:
+            return self._allowed(kind, subject.forms["what"]), subject.follow_ups[kind]
+        return self._allowed(f"follow_{kind}", [""], Dress.FOLLOW_UP), subject.follow_ups[kind]
+
+    def _declined(self, *, first: bool) -> tuple[str, str]:
         topic = self._rng.choices(self._scope, self._scope_weights)[0]
-        while True:
-            question = self._typist.vary(
-                self._rng.choice(topic["templates"]).replace("{x}", self._rng.choice(topic["x"]))
-            )
-            if plain(question) not in self._forbidden:
-                return question, topic["answers"][0]
+        while topic["name"] == NO_SUBJECT and not first:
+            topic = self._rng.choices(self._scope, self._scope_weights)[0]
+        dress = Dress.SMALL_TALK if topic["name"] in (NO_SUBJECT, "gibberish") else Dress.QUESTION
+        return self._written(topic["templates"], topic["x"], dress), topic["answers"][0]
 
-    def _allowed(self, pattern: str, phrases: list[str]) -> str:
-        """A varied question that is not among the held-out ones; pattern `q` takes the phrase as it is."""
+    def _allowed(self, pattern: str, phrases: list[str], dress: Dress = Dress.QUESTION) -> str:
+        """Pattern `q` takes the phrase as it is."""
+        return self._written(["{x}"] if pattern == "q" else self._templates[pattern], phrases, dress)
+
+    def _written(self, templates: list[str], phrases: list[str], dress: Dress) -> str:
+        """A varied question that is not among the held-out ones, neither as such nor with words around it."""
         while True:
-            template = "{x}" if pattern == "q" else self._rng.choice(self._templates[pattern])
-            question = self._typist.vary(template.replace("{x}", self._rng.choice(phrases)))
-            if plain(question) not in self._forbidden:
-                return question
+            question = self._rng.choice(templates).replace("{x}", self._rng.choice(phrases))
+            varied = self._typist.vary(question, dress)
+            if question not in self._held_out and varied not in self._held_out:
+                return varied
+
+
+class HeldOut:
+    """The held-out questions, to keep them out of training; longer ones also with other words around them."""
+
+    def __init__(self) -> None:
+        self._questions = {plain(check.get("question", "")) for check in read_heldout()}
+        self._long = [f" {question} " for question in self._questions if question.count(" ") > 1]
+
+    def __contains__(self, question: str) -> bool:
+        text = plain(question)
+        return text in self._questions or any(part in f" {text} " for part in self._long)
 
 
 def plain(text: str) -> str:

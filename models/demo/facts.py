@@ -23,8 +23,9 @@ FOLLOW_UPS = ("more", "why", "example")
 
 @dataclass(frozen=True)
 class Fact:
-    """One record: the ways to ask (form -> phrases), the answer, and the answers to follow-ups."""
+    """One record: its file, the ways to ask (form -> phrases), the answer, and the answers to follow-ups."""
 
+    topic: str
     name: str
     forms: dict[str, list[str]]
     answer: str
@@ -60,7 +61,7 @@ def read_facts() -> list[Fact]:
     """All records of assets/demo/qa, ordered by file name. Raises ValueError on a malformed record."""
     files = sorted((demo_texts() / "qa").iterdir(), key=lambda file: file.name)
     facts = [
-        _parse(section)
+        _parse(file.name.removesuffix(".md"), section)
         for file in files
         if file.name.endswith(".md")
         for section in file.read_text(encoding="utf-8").split("\n## ")[1:]
@@ -87,7 +88,7 @@ def read_heldout() -> list[Check]:
     return [json.loads(line) for line in lines]
 
 
-def _parse(section: str) -> Fact:
+def _parse(topic: str, section: str) -> Fact:
     name, _, rest = section.partition("\n")
     lines = rest.split("\n")
     forms: dict[str, list[str]] = {}
@@ -102,4 +103,4 @@ def _parse(section: str) -> Fact:
         follow_ups[kind] = text.strip()
     if not forms or not answer:
         raise ValueError(f"{name}: needs at least one question form and an answer")
-    return Fact(name, forms, answer.strip(), follow_ups)
+    return Fact(topic, name, forms, answer.strip(), follow_ups)
