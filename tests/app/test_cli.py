@@ -31,6 +31,7 @@ LIGHT: list[list[str]] = [
     ["--version"],
     ["ask", "--help"],
     ["pack", "--help"],
+    ["bench", "kernels", "--help"],
     ["completion", "bash"],
     ["nonesuch"],
     [],

@@ -1,0 +1,168 @@
+"""Timing things side by side: figures measured in turn, round by round, and what is said of each.
+
+A neighbour's load or a falling clock meets all figures of a round alike, so shares of a floor and ratios to a peer are
+taken within each round, and the median of the rounds is what is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+NOISY = 0.15  # a spread above this is marked: something else was running
+
+Report = Callable[[str, int, int], None]  # what is being measured, rounds done, rounds in all
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One thing to measure.
+
+    Attributes:
+        work: work(0), work(1), ... does it once and returns the bytes that it had to move, 0 where they do not matter;
+            the number lets it take other data each time, so that none is in a cache.
+        floor: the figure whose rate no other can exceed. peer: the figure whose time this one's is compared with.
+        tokens: how many tokens one call computes, 0 where that is not the point.
+        inner: calls in one timed run. once: so slow that a single call without warm-up has to do.
+    """
+
+    name: str
+    work: Callable[[int], int]
+    floor: str | None = None
+    peer: str | None = None
+    tokens: int = 0
+    inner: int = 4
+    once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a figure's runs took: seconds and bytes of one call, run by run."""
+
+    name: str
+    seconds: Sequence[float]
+    moved: Sequence[float]
+    floor: str | None = None
+    peer: str | None = None
+    tokens: int = 0
+
+    def rates(self) -> list[float]:
+        """Bytes per second, run by run."""
+        return [moved / seconds for moved, seconds in zip(self.moved, self.seconds, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is said of a figure; None is what does not apply.
+
+    Attributes:
+        ms: median milliseconds of one call. runs: of how many runs.
+        spread: the middle half of the runs, (p75 - p25) / median; `noisy` where it is above NOISY.
+        gb_s: median rate in 1e9 bytes per second. of_floor: that rate over the floor's.
+        speedup: the peer's time over this one's: 2 is twice as fast. tokens_s: tokens per second.
+    """
+
+    name: str
+    ms: float
+    runs: int
+    spread: float | None
+    noisy: bool
+    gb_s: float | None
+    floor: str | None
+    of_floor: float | None
+    peer: str | None
+    speedup: float | None
+    tokens_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows that were measured together.
+
+    `other_cores` is how many CPU cores other programs used meanwhile, None where that does not matter.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    other_cores: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What a benchmark found.
+
+    Attributes:
+        facts: what ran on what, and how often. notes: what has to be known to read the rows, or why some are missing.
+    """
+
+    bench: str
+    device: str
+    facts: dict[str, str | int]
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...]
+
+
+def measure(
+    figures: Sequence[Figure],
+    *,
+    warm: int = 3,
+    runs: int = 5,
+    report: Callable[[int, int], None] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Row, ...]:
+    """Time all figures in each of `warm` rounds that do not count and `runs` that do.
+
+    Args:
+        report: called with the rounds done and the rounds in all. clock: seconds.
+    """
+    seconds: dict[str, list[float]] = {figure.name: [] for figure in figures}
+    moved: dict[str, list[float]] = {figure.name: [] for figure in figures}
+    for done in range(-warm, runs):
+        for figure in figures:
+            if figure.once and done != 0:
+                continue
+            calls = 1 if figure.once else figure.inner
+            first, nbytes, start = (done + warm) * calls, 0, clock()
+            for turn in range(first, first + calls):
+                nbytes += figure.work(turn)
+            taken = clock() - start
+            if done >= 0:
+                seconds[figure.name].append(taken / calls)
+                moved[figure.name].append(nbytes / calls)
+        if report:
+            report(done + warm + 1, warm + runs)
+    return summarise(
+        [Timed(f.name, seconds[f.name], moved[f.name], f.floor, f.peer, f.tokens) for f in figures],
+    )
+
+
+def summarise(timed: Sequence[Timed]) -> tuple[Row, ...]:
+    """One row per figure, in order; floors and peers are found by name among them."""
+    named = {figure.name: figure for figure in timed}
+    return tuple(_row(figure, named) for figure in timed)
+
+
+def _row(figure: Timed, named: dict[str, Timed]) -> Row:
+    floor = named[figure.floor] if figure.floor else None
+    peer = named[figure.peer] if figure.peer else None
+    seconds, rates = figure.seconds, figure.rates()
+    middle, spread = median(seconds), None
+    if len(seconds) > 1:
+        low, _, high = quantiles(seconds, n=4, method="inclusive")
+        spread = (high - low) / middle
+    # The rounds that both were in: the first one for what is measured once.
+    return Row(
+        name=figure.name,
+        ms=middle * 1e3,
+        runs=len(seconds),
+        spread=spread,
+        noisy=spread is not None and spread > NOISY,
+        gb_s=median(rates) / 1e9 if any(rates) else None,
+        floor=figure.floor,
+        of_floor=median(a / b for a, b in zip(rates, floor.rates(), strict=False)) if floor else None,
+        peer=figure.peer,
+        speedup=median(b / a for a, b in zip(seconds, peer.seconds, strict=False)) if peer else None,
+        tokens_s=figure.tokens / middle if figure.tokens else None,
+    )

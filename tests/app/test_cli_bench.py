@@ -1,0 +1,147 @@
+"""`floe-chat bench`: a table and a JSON line on stdout, progress on stderr, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.app.bench import text
+from floe_chat.engine.bench import kernels_cpu
+from floe_chat.engine.bench.measure import Row, Section, Table
+from floe_chat.engine.bench.weights import Shapes
+
+from ..helpers import explained, run_cli
+
+QUICK = ("bench", "kernels", "--device", "cpu", "--quick", "--runs", "2", "--threads", "1")
+ROW_FIELDS = {
+    "name": str,
+    "ms": float,
+    "runs": int,
+    "spread": float | None,
+    "noisy": bool,
+    "gb_s": float | None,
+    "floor": str | None,
+    "of_floor": float | None,
+    "peer": str | None,
+    "speedup": float | None,
+    "tokens_s": float | None,
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that take no time."""
+    monkeypatch.setattr(kernels_cpu, "MIXTRAL", Shapes(128, 256, experts=2, tokens=2, cache=0))
+
+
+def check_fields(fields: dict[str, Any]) -> None:
+    assert set(fields) == {"version", "bench", "device", "facts", "sections", "notes"}
+    assert (fields["bench"], fields["device"]) == ("kernels", "cpu")
+    assert {"kernels", "reason", "cpu", "threads", "pages", "runs"} <= set(fields["facts"])
+    assert fields["facts"]["threads"] == 1 and fields["facts"]["runs"] == 2
+    rows = [row for section in fields["sections"] for row in section["rows"]]
+    assert rows and all(set(section) == {"title", "rows", "other_cores"} for section in fields["sections"])
+    for row in rows:
+        assert set(row) == set(ROW_FIELDS)
+        assert all(isinstance(row[name], kind) for name, kind in ROW_FIELDS.items()), row
+
+
+def test_json_is_all_there_is_when_asked_for() -> None:
+    ran = run_cli(*QUICK, "--json")
+    assert (ran.code, ran.err) == (0, "")
+    check_fields(json.loads(ran.out))
+
+
+def test_the_table_comes_first_and_json_is_the_last_line() -> None:
+    ran = run_cli(*QUICK)
+    assert (ran.code, ran.err) == (0, "")
+    *lines, last = ran.out.splitlines()
+    fields = json.loads(last)
+    check_fields(fields)
+    table = "\n".join(lines)
+    assert table.index(fields["facts"]["reason"].split()[0]) < table.index("spread")
+    for section in fields["sections"]:
+        assert section["title"] in table and all(row["name"] in table for row in section["rows"])
+
+
+def test_progress_goes_to_a_terminals_stderr_and_is_wiped() -> None:
+    ran = run_cli(*QUICK, "--json", terminal=True)
+    assert "round 5 of 5" in ran.err and ran.err.endswith(" \r") and "\n" not in ran.err
+    check_fields(json.loads(ran.out))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--threads", "0"], ["--threads", "9999"], ["--runs", "0"], ["--runs", "x"], ["--device", "tpu"], ["--nonesuch"]],
+    ids=" ".join,
+)
+def test_bad_options_are_usage_errors(options: list[str]) -> None:
+    explained(run_cli("bench", "kernels", "--device", "cpu", *options), 2)
+
+
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "nonesuch"]], ids=" ".join)
+def test_bench_says_what_it_can_measure(arguments: list[str]) -> None:
+    explained(run_cli(*arguments), 2)
+
+
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernels"]], ids=" ".join)
+def test_help_has_an_example(arguments: list[str]) -> None:
+    ran = run_cli(*arguments, "--help")
+    assert ran.code == 0 and "Example: floe-chat bench kernels" in ran.out
+
+
+def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    told = explained(run_cli("bench", "kernels", "--device", "cuda"), 2)
+    assert "CUDA" in told and "--device cpu" in told
+
+
+@pytest.mark.parametrize("options", [["--threads", "1"], ["--runs", "3"]], ids=" ".join)
+def test_a_gpu_has_no_threads(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "--device cpu" in explained(run_cli("bench", "kernels", *options), 2)
+
+
+def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def measured(*, quick: bool, **_rest: object) -> Table:
+        asked.append(quick)
+        return Table("kernels", "cuda", {"gpu": "Some Card"}, (), ())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("floe_chat.engine.bench.kernels_gpu.run", measured)
+    ran = run_cli("bench", "kernels", "--quick")
+    assert (ran.code, asked) == (0, [True]) and "Some Card" in ran.out
+    assert json.loads(ran.out.splitlines()[-1])["device"] == "cuda"
+
+
+def test_an_interrupted_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(**_options: object) -> Table:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels_cpu, "run", interrupt)
+    ran = run_cli(*QUICK)
+    assert (ran.code, ran.out) == (130, "") and "interrupted" in ran.err
+
+
+def test_the_table_fits_and_marks_what_is_noisy() -> None:
+    plain = Row("read (floor)", 0.0123, 5, 0.02, False, 33.333, None, None, None, None, None)
+    noisy = Row("60 % sparse, bfloat16 x", 1234.5, 5, 0.23, True, 0.0004, "a", 0.5, "dense int4", 1.8, None)
+    once = Row("plain torch", 12.0, 1, None, False, None, None, None, None, None, 1234.0)
+    reason = "plain torch, since " + "one thing after another " * 10
+    shown = text(Table("kernels", "cpu", {"reason": reason}, (Section("All", (plain, noisy, once)),), (reason,)))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("23 % !" in line and "1.80x dense int4" in line and "1.23 s" in line for line in lines)
+    assert any("0.0123 ms" in line and "33.3 GB/s" in line and "!" not in line for line in lines)
+    assert any("one run" in line and "1234 tok/s" in line for line in lines)
+
+
+@pytest.mark.parametrize(("cores", "warned"), [(None, False), (0.1, False), (0.94, True)])
+def test_a_section_that_others_disturbed_says_so(cores: float | None, warned: bool) -> None:
+    quiet = Row("read (floor)", 1.0, 5, 0.0, False, 30.0, None, None, None, None, None)
+    shown = text(Table("kernels", "cpu", {}, (Section("All", (quiet,), cores),), ()))
+    assert ("kept 0.9 cores busy" in shown) is warned
