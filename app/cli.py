@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from ..models.errors import FloeError, UsageError
 from .bench import bench
+from .evaluate import evaluate
 from .log import log_file, start_log
 from .widgets.plain import printable
 
@@ -178,6 +179,7 @@ def completion(shell: str) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(evaluate)
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ out.write(json.dumps(heavy))
 def test_help_names_every_command() -> None:
     ran = run_cli("--help")
     assert (ran.code, ran.err) == (0, "")
-    for command in ("ask", "pack", "doctor", "completion"):
+    for command in ("ask", "bench", "pack", "doctor", "completion"):
         assert command in ran.out
         own = run_cli(command, "--help")
         assert own.code == 0 and "Usage: floe-chat " + command in own.out

@@ -1,0 +1,70 @@
+"""Where a model's values stop being finite: run it again with a check after every part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Found(Exception):  # noqa: N818 - not an error: what was looked for
+    """The first part whose output is not finite; str() names it."""
+
+
+def first_nonfinite(model: Any, run: Callable[[], object]) -> str:
+    """In words, the first part of `model` that makes values that are not finite, such as "expert 3 of layer 7".
+
+    Args:
+        model: transformers' causal language model, its experts replaced or not. run: calls it as when it failed.
+    """
+    handles = [
+        model.model.embed_tokens.register_forward_hook(_check("the embedding")),
+        model.model.norm.register_forward_hook(_check("the last norm")),
+        model.lm_head.register_forward_hook(_check("the output head")),
+    ]
+    for index, layer in enumerate(model.model.layers):
+        handles += [
+            layer.self_attn.register_forward_hook(_check(f"attention of layer {index}")),
+            layer.mlp.experts.register_forward_hook(_check_experts(index)),
+            layer.register_forward_hook(_check(f"layer {index}")),
+        ]
+    try:
+        run()
+    except _Found as found:
+        return str(found)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return "no part when it was run again"
+
+
+def _finite(value: object) -> bool:
+    first = value[0] if isinstance(value, tuple) else value
+    return not isinstance(first, Tensor) or bool(torch.isfinite(first).all())
+
+
+def _check(part: str) -> Callable[[nn.Module, object, object], None]:
+    def check(_module: nn.Module, _inputs: object, output: object) -> None:
+        if not _finite(output):
+            raise _Found(part)
+
+    return check
+
+
+def _check_experts(layer: int) -> Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor], None]:
+    def check(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        if _finite(output):
+            return
+        hidden, index, weights = inputs
+        if not (_finite(hidden) and _finite(weights)):
+            raise _Found(f"the router of layer {layer}")
+        for expert in index.unique().tolist():
+            token, slot = (index == expert).nonzero(as_tuple=True)
+            alone: Any = module.forward(hidden[token], index[token, slot, None], weights[token, slot, None])
+            if not _finite(alone):
+                raise _Found(f"expert {expert} of layer {layer}")
+        raise _Found(f"the experts of layer {layer}")
+
+    return check

@@ -1,0 +1,164 @@
+"""`floe-chat eval`: a table and a JSON line on stdout, notes on stderr, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.app import evaluate as command
+from floe_chat.app.evaluate import table
+from floe_chat.engine import evaluate, windows
+from floe_chat.engine.divergence import Divergence
+from floe_chat.engine.evaluate import Evaluation, Measured
+from floe_chat.models.calibration import read_tokens
+from floe_chat.models.catalog import asset
+
+from ..helpers import Ran, edit_json, explained, run_cli
+
+FIELDS = {
+    *("version", "text", "model", "source", "widths", "device", "backend", "window", "windows", "tokens"),
+    *("scored", "continued", "presets"),
+}
+ROW_FIELDS = {
+    *("preset", "sparsity", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
+    *("source_perplexity", "kl_mean", "kl_99", "kl_max", "same_top", "dp_rms"),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes, since the figures do not matter here."""
+    monkeypatch.setattr(windows, "WINDOW", 64)
+    monkeypatch.setattr(windows, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(evaluate, "NEW_TOKENS", 4)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("A crane stood with its arm raised against a grey sky. " * 5, encoding="utf-8")
+    return path
+
+
+def run_eval(pack: Path, source: Path, *options: str) -> Ran:
+    return run_cli("eval", str(pack), "--source", str(source), "--device", "cpu", "--tokens", "128", *options)
+
+
+def test_json_is_all_there_is_when_asked_for(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
+    ran = run_eval(tiny_pack, tiny_checkpoint, "--json", "--text", str(text))
+    assert (ran.code, ran.err) == (0, "")
+    fields: dict[str, Any] = json.loads(ran.out)
+    assert set(fields) == FIELDS and (fields["text"], fields["windows"], fields["scored"]) == (str(text), 2, 64)
+    assert [row["preset"] for row in fields["presets"]] == ["No sparsity", "High", "Balanced", "Fast"]
+    for row in fields["presets"]:
+        assert set(row) == ROW_FIELDS and row["kl_99"] <= row["kl_max"] and len(row["first_divergence"]) == 4
+
+
+def test_the_table_comes_first_and_json_is_the_last_line(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
+    arguments = ("--text", str(text), "--preset", "fast", "-p", "no sparsity")
+    ran = run_eval(tiny_pack, tiny_checkpoint, *arguments)
+    assert (ran.code, ran.err) == (0, "")
+    *lines, last = ran.out.splitlines()
+    rows = {row["preset"]: row for row in json.loads(last)["presets"]}
+    assert list(rows) == ["No sparsity", "Fast"] and max(map(len, lines)) <= 100
+    for name, row in rows.items():
+        (line,) = (line for line in lines if line.startswith(f"{name} "))
+        assert f"{row['kl_mean']:.2e}" in line and f"{row['perplexity']:.5g}" in line
+    assert not any(line.startswith(("High", "Balanced")) for line in lines)
+    assert run_eval(tiny_pack, tiny_checkpoint, *arguments) == ran, "same command, same figures"
+
+
+def test_the_built_in_text_is_what_packing_did_not_see(tiny_pack: Path) -> None:
+    whole = asset("calibration.txt").read_text(encoding="utf-8")
+    ids = command._text_ids(tiny_pack, None)  # pyright: ignore[reportPrivateUsage]
+    passages = read_tokens(tiny_pack, whole)
+    assert len(ids) + passages.numel() == len(whole.encode())  # the test's tokenizer has a token per byte
+    joined = " ".join(map(str, ids))
+    assert not any(" ".join(map(str, passage)) in joined for passage in passages.tolist())
+
+
+def test_the_source_beside_the_pack_is_found(
+    tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path, text: Path
+) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "packed"))
+    arguments = ("eval", str(pack), "--text", str(text), "--tokens", "64", "-p", "High", "--device", "cpu")
+    told = explained(run_cli(*arguments), 2)
+    assert "called tiny" in told and "--source FOLDER" in told
+    shutil.copytree(tiny_checkpoint, tmp_path / "tiny")
+    assert run_cli(*arguments).code == 0
+
+
+def test_a_damaged_cache_is_said_so(tiny_pack: Path, tiny_checkpoint: Path, text: Path, own_folders: Path) -> None:
+    arguments = ("--text", str(text), "-p", "High", "--json")
+    first = run_eval(tiny_pack, tiny_checkpoint, *arguments)
+    for path in own_folders.rglob("source-logits/*.json"):
+        edit_json(path, lambda fields: fields.update(sha256="0"))
+    again = run_eval(tiny_pack, tiny_checkpoint, *arguments)
+    assert (again.code, again.out) == (0, first.out) and again.err.count("computed again") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "part"),
+    [
+        (["--preset", "Best"], 2, "Balanced"),
+        (["--preset", "Exact"], 2, "--dense 16"),
+        (["--tokens", "63"], 2, "64 or more"),
+        (["--tokens", "0"], 2, "--tokens"),
+        (["--tokens", "x"], 2, "--tokens"),
+        (["--text", "nonesuch.txt"], 2, "nonesuch.txt"),
+        (["--text", "/"], 2, "cannot be read"),
+        (["--source", "nonesuch"], 1, "There is no checkpoint"),
+        (["--device", "abacus"], 2, "--device cpu"),
+        (["--nonesuch"], 2, "--nonesuch"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_options_are_explained(
+    tiny_pack: Path, tiny_checkpoint: Path, options: list[str], code: int, part: str
+) -> None:
+    assert part in explained(run_eval(tiny_pack, tiny_checkpoint, *options), code)
+
+
+def test_a_model_that_does_not_exist() -> None:
+    assert "nonesuch" in explained(run_cli("eval", "nonesuch"), 2)
+
+
+def test_a_pack_is_no_source(tiny_pack: Path, exact_pack: Path) -> None:
+    assert "is itself packed" in explained(run_eval(tiny_pack, exact_pack), 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"too short", b"\xff\xfe\x00"], ids=["empty", "short", "binary"])
+def test_a_text_that_cannot_be_used(tiny_pack: Path, tiny_checkpoint: Path, text: Path, content: bytes) -> None:
+    text.write_bytes(content)
+    told = explained(run_eval(tiny_pack, tiny_checkpoint, "--text", str(text)), 2)
+    assert "UTF-8" in told if b"\xff" in content else f"has {len(content)} tokens; a window takes 63" in told
+
+
+def test_a_tokenizer_that_cannot_be_read(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "packed"))
+    (pack / "tokenizer.json").write_text("{")
+    assert "tokenizer.json cannot be read" in explained(run_eval(pack, tiny_checkpoint), 1)
+
+
+def test_an_interrupted_evaluation_says_so(
+    tiny_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_arguments: object) -> Evaluation:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "run", interrupt)
+    ran = run_eval(tiny_pack, tiny_checkpoint)
+    assert (ran.code, ran.out) == (130, "") and "interrupted" in ran.err
+
+
+def test_extreme_figures_fit_the_table_and_json() -> None:
+    wild = Divergence(10**6, 123456.7, float("inf"), 1e-12, 12.3, 99.9, 1.0, 0.9999)
+    row = Measured("No sparsity", 0.0, wild, (None, 31, 31, 31), None, None)
+    found = Evaluation("m", "s", "up 2 bit", "cpu", "native", 512, 1, 512, 256, 32, (row,))
+    lines = table(found).splitlines()
+    assert max(map(len, lines)) <= 100 and any("- 31 31 31" in line and "—" in line for line in lines)
+    fields = command._fields(found)  # pyright: ignore[reportPrivateUsage]
+    assert fields["presets"][0]["source_perplexity"] is None and json.dumps(fields, allow_nan=False)

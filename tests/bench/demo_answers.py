@@ -1,0 +1,67 @@
+"""How many held-out questions the packed demo model answers with every key fact, preset by preset (greedy answers).
+
+Run: .venv/bin/python tests/bench/demo_answers.py [PACK] [--presets Balanced Fast]. `python -m floe_chat.models.demo
+CHECKPOINT --check-only` asks the 16-bit checkpoint the same. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from floe_chat.engine import quality
+from floe_chat.engine.events import Sampling
+from floe_chat.engine.generate import KVCache, generate
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.models.catalog import asset
+from floe_chat.models.chat_format import ChatFormat
+from floe_chat.models.demo.check import ANSWER_TOKENS, missing_facts
+from floe_chat.models.demo.facts import Check, read_heldout
+
+
+def silent(step: str, share: float) -> None:
+    """No progress: the table is the output."""
+
+
+def reply(loaded: LoadedModel, chat: ChatFormat, check: Check) -> str:
+    """The greedy answer to a check's question, after the greedy answers to the questions before it."""
+    messages: list[dict[str, str]] = []
+    for question in [*check.get("history", []), check.get("question", "")]:
+        messages.append({"role": "user", "content": question})
+        steps = generate(
+            loaded.model,
+            KVCache(),
+            chat.encode(messages),
+            Sampling(temperature=0),
+            max_new_tokens=ANSWER_TOKENS,
+            stop_ids=chat.stop_ids,
+            window=loaded.window,
+            control=loaded.control,
+            telemetry=loaded.telemetry,
+        )
+        text = chat.decoder().push([step.token for step in steps if step.token is not None])
+        messages.append({"role": "assistant", "content": text})
+    return messages[-1]["content"]
+
+
+def main() -> None:
+    """Print a line per preset, then the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pack", type=Path, nargs="?", default=asset("demo", "packed"))
+    parser.add_argument("--presets", nargs="*", default=["High", "Balanced", "Fast"])
+    options = parser.parse_args()
+    loaded, _ = load(options.pack, None, "cpu", silent)
+    chat, checks = ChatFormat(options.pack), read_heldout()
+    right: dict[str, int] = {}
+    for name in options.presets:
+        preset = quality.get(name, loaded.packed.manifest)
+        loaded.control.sparsity, loaded.control.exact = preset.sparsity, preset.lossless
+        right[name] = sum(not missing_facts(check, reply(loaded, chat, check)) for check in checks)
+        print(f"{name}: {right[name]} of {len(checks)} right ({right[name] / len(checks):.1%})", flush=True)
+    widths = loaded.packed.manifest.widths.describe()
+    print(json.dumps({"bench": "demo_answers", "widths": widths, "checks": len(checks), "right": right}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Evaluation: packs against their source, the cache of the source's logits, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+import torch
+from floe_chat.engine import evaluate, quality, windows
+from floe_chat.engine.evaluate import Evaluation, Told, choose_presets, run
+from floe_chat.engine.source_model import SourceModel, identify
+from floe_chat.models import logits_cache
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
+from floe_chat.models.manifest import Manifest
+from floe_chat.models.packed import PackedModel
+from torch import Tensor
+
+from ..helpers import edit_json, edit_tensors, make_checkpoint, reference_model, reseal
+from .driver import answer, open_model
+from .test_quantized import plain_model
+
+WINDOW = 64  # tokens: short, to keep the tests so
+TEXT = torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(7)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes; the arithmetic is the same."""
+    monkeypatch.setattr(windows, "WINDOW", WINDOW)
+    monkeypatch.setattr(windows, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(evaluate, "NEW_TOKENS", 8)
+
+
+def unread(_what: str) -> None:
+    """Progress that nobody looks at."""
+
+
+def measured(
+    pack: Path, source: Path, *presets: str, ids: list[int] = TEXT, tokens: int = 128, notes: list[str] | None = None
+) -> Evaluation:
+    """An evaluation on the CPU; what it notes goes to `notes`."""
+    return run(pack, source, ids, presets, tokens, "cpu", Told(unread, unread if notes is None else notes.append))
+
+
+def refused(pack: Path, source: Path, *presets: str, **options: Any) -> FloeError:
+    with pytest.raises(FloeError) as caught:
+        measured(pack, source, *presets, **options)
+    assert caught.value.title and caught.value.hint, caught.value
+    return caught.value
+
+
+# Packs against their source -----------------------------------------------------------------------------------------
+
+
+def test_an_exact_pack_is_its_source(exact_pack: Path, tiny_checkpoint: Path) -> None:
+    found = measured(exact_pack, tiny_checkpoint, "Exact")
+    (row,) = found.presets
+    assert row.preset == "Exact" and row.divergence.kl_max < 1e-9 and row.divergence.same_top == 1
+    assert row.divergence.dp_rms < 1e-6 and row.first_divergence == (None,) * 4 and row.active_neurons == 1
+    assert (found.windows, found.window, found.tokens, found.scored) == (2, WINDOW, 128, WINDOW)
+    rows, keep = windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
+    labels = rows.clone()
+    labels[:, :-keep] = -100  # what transformers leaves out of its loss
+    with torch.inference_mode():
+        loss = reference_model(tiny_checkpoint)(input_ids=rows, labels=labels).loss
+    assert row.divergence.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    assert row.divergence.source_perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    row = measured(tiny_pack, tiny_checkpoint, "Balanced").presets[0]
+    rows, keep = windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
+    loaded = open_model(tiny_pack)
+    with torch.inference_mode():
+        p, q = (
+            model(input_ids=rows[:, :-1], use_cache=False).logits[:, -keep:].double().softmax(-1)
+            for model in (reference_model(tiny_checkpoint), plain_model(tiny_checkpoint, loaded, 0.6))
+        )
+    kl = (p * (p / q).log()).sum(-1)
+    assert row.divergence.kl_mean > 1e-3
+    # The kernels round what experts read to fewer bits, the plain model does not.
+    assert row.divergence.kl_mean == pytest.approx(float(kl.mean()), rel=0.02)
+    assert row.divergence.kl_max == pytest.approx(float(kl.max()), rel=0.05)
+
+
+def test_more_sparsity_diverges_more(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    found = measured(tiny_pack, tiny_checkpoint).presets
+    assert [row.preset for row in found] == ["No sparsity", "High", "Balanced", "Fast"]
+    assert [row.divergence.kl_mean for row in found] == sorted(row.divergence.kl_mean for row in found)
+    active = [row.active_neurons or 0 for row in found]
+    nbytes = [row.bytes_per_token or 0 for row in found]
+    assert active == sorted(active, reverse=True) and nbytes == sorted(nbytes, reverse=True) and nbytes[-1] > 0
+
+
+def test_the_greedy_gate_finds_where_generated_answers_part(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    found = measured(tiny_pack, tiny_checkpoint, "fast").presets[0].first_divergence
+    theirs = reference_model(tiny_checkpoint)
+    expected: list[int | None] = []
+    for prompt in windows.cut_prompts(TEXT, theirs.config):
+        ours = answer(open_model(tiny_pack, "Fast"), prompt.tolist(), max_new_tokens=8).tokens
+        ids = prompt[None]
+        with torch.inference_mode():
+            for _ in range(8):
+                ids = torch.cat([ids, theirs(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        pairs = list(zip(ours, ids[0, -8:].tolist(), strict=True))
+        expected.append(next((place for place, (a, b) in enumerate(pairs) if a != b), None))
+    assert found == tuple(expected) and any(place is not None for place in expected)
+
+
+def test_windows_lie_apart_and_over_the_whole_text(tiny_checkpoint: Path) -> None:
+    config = Checkpoint(tiny_checkpoint).config
+    rows, keep = windows.cut(list(range(1000, 1150)), config, 10_000)
+    assert keep == WINDOW // 2 and rows.shape == (2, WINDOW) and rows[:, 0].tolist() == [config.bos_token_id] * 2
+    assert rows[0, 1:].tolist() == list(range(1000, 1063)) and rows[1, 1:].tolist() == list(range(1087, 1150))
+    config.bos_token_id = None
+    assert windows.cut(TEXT, config, 64)[0].tolist() == [TEXT[:WINDOW]]
+
+
+def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> None:
+    names = [preset.name for preset in choose_presets(("fast", "FAST", "no sparsity"), Manifest.read(tiny_pack))]
+    assert names == ["No sparsity", "Fast"]
+    exact = [preset.name for preset in choose_presets((), Manifest.read(exact_pack))]
+    assert exact == ["Exact", "No sparsity", "High", "Balanced", "Fast"]
+    assert set(exact) == {evaluate.NO_SPARSITY.name, *(preset.name for preset in quality.PRESETS)}
+
+
+# The cache ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each batch that the source really computed."""
+    calls: list[int] = []
+    original = SourceModel.logits
+
+    def counting(self: SourceModel, ids: Tensor, keep: int) -> Tensor:
+        calls.append(ids.shape[0])
+        return original(self, ids, keep)
+
+    monkeypatch.setattr(SourceModel, "logits", counting)
+    return calls
+
+
+def cache_folder() -> Path:
+    return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "source-logits"
+
+
+def test_the_source_is_computed_once(tiny_pack: Path, tiny_checkpoint: Path, computed: list[int]) -> None:
+    notes: list[str] = []
+    first = measured(tiny_pack, tiny_checkpoint, "High", notes=notes)
+    assert (computed, notes) == ([2, 4], [])  # windows, then prompts
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
+    assert (computed, notes) == ([2, 4], [])
+    files = list(cache_folder().iterdir())
+    assert len(files) == 4 and not any(path.suffix == ".part" for path in files)
+    if os.name == "posix":
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    measured(tiny_pack, tiny_checkpoint, "High", ids=TEXT[::-1])
+    assert computed == [2, 4, 2, 4], "another text is another entry"
+
+
+def test_another_source_is_another_entry(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
+    packed = PackedModel.open(tiny_pack)
+    before = identify(Checkpoint(copy), packed)
+    assert before == identify(Checkpoint(copy), packed)
+    edit_tensors(copy, lambda name, value: value + 1 if ".experts.2.w2" in name else value)
+    assert identify(Checkpoint(copy), packed) != before
+
+
+def _cut_short(path: Path) -> None:
+    os.truncate(path.with_suffix(".safetensors"), 1000)
+
+
+def _flip(path: Path) -> None:
+    tensors = path.with_suffix(".safetensors")
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+
+
+def _foreign(path: Path) -> None:
+    edit_json(path, lambda fields: fields.update(format="something else"))
+
+
+def _no_json(path: Path) -> None:
+    path.write_text("[", encoding="utf-8")
+
+
+def _misshapen(path: Path) -> None:
+    logits_cache._store(path.parent, path.stem, torch.zeros(1, 2, 3))  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("damage", [_cut_short, _flip, _foreign, _no_json, _misshapen])
+def test_a_damaged_entry_is_computed_again_and_said_so(
+    tiny_pack: Path, tiny_checkpoint: Path, computed: list[int], damage: Callable[[Path], None]
+) -> None:
+    first = measured(tiny_pack, tiny_checkpoint, "High")
+    for path in list(cache_folder().glob("*.json")):
+        damage(path)
+    notes: list[str] = []
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
+    assert computed == [2, 4, 2, 4] and len(notes) == 2 and all("computed again" in note for note in notes)
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes) == first
+    assert len(computed) == 4 and len(notes) == 2, "the entries are whole again"
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    cache_folder().parent.mkdir(parents=True)
+    cache_folder().write_text("a file where the folder should be")
+    notes: list[str] = []
+    assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes).presets
+    assert any("could not be kept" in note for note in notes)
+
+
+def test_the_cache_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.ones(1, 4, 64)
+    monkeypatch.setattr(logits_cache, "LIMIT_BYTES", 3000)
+    for number in range(4):
+        logits_cache.cached(f"k{number}", (1, 4, 64), unread, lambda: logits)
+        entry = cache_folder() / f"k{number}.safetensors"
+        os.utime(entry, (number, number))
+    assert sorted(path.stem for path in cache_folder().glob("*.json")) == ["k2", "k3"]
+    assert sum(path.stat().st_size for path in cache_folder().glob("*.safetensors")) <= 3000
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def test_a_text_shorter_than_a_window_says_both_lengths(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    error = refused(tiny_pack, tiny_checkpoint, ids=TEXT[:10])
+    assert isinstance(error, UsageError) and "10" in error.cause and str(WINDOW - 1) in error.cause
+
+
+def test_too_few_and_too_many_tokens(tiny_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refused(tiny_pack, tiny_checkpoint, tokens=WINDOW - 1)
+    assert isinstance(error, UsageError) and str(WINDOW) in error.hint
+    vocabulary = Checkpoint(tiny_checkpoint).config.vocab_size
+    monkeypatch.setattr(logits_cache, "LIMIT_BYTES", 2 * (3 * WINDOW // 2 * vocabulary * 4))
+    error = refused(tiny_pack, tiny_checkpoint, tokens=4 * WINDOW)
+    assert isinstance(error, UsageError) and f"{3 * WINDOW} or fewer" in error.hint
+
+
+def test_presets_that_cannot_run(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    assert "no preset 'Best'" in refused(tiny_pack, tiny_checkpoint, "Best").title
+    assert "cannot run Exact" in refused(tiny_pack, tiny_checkpoint, "Exact").title
+
+
+def test_a_source_of_another_architecture(tiny_pack: Path, tmp_path: Path) -> None:
+    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", layers=3))
+    assert isinstance(error, UsageError) and "num_hidden_layers is 3, the pack's is 2" in error.cause
+
+
+def test_a_source_with_other_weights(tiny_pack: Path, tmp_path: Path) -> None:
+    error = refused(tiny_pack, make_checkpoint(tmp_path / "other", seed=1))
+    assert isinstance(error, UsageError) and "values of" in error.cause and "tiny" in error.cause
+
+
+def test_a_source_under_another_name_is_noted(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    measured(tiny_pack, Path(shutil.copytree(tiny_checkpoint, tmp_path / "renamed")), "High", notes=notes)
+    assert len(notes) == 1 and "renamed" in notes[0] and tiny_checkpoint.name in notes[0]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.q_proj.weight"])
+def test_a_source_without_a_tensor(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path, name: str) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+    edit_tensors(source, lambda found, value: None if found == name else value)
+    error = refused(tiny_pack, source)
+    assert isinstance(error, CheckpointError) and name in error.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "blamed"),
+    [
+        ("model.layers.1.block_sparse_moe.experts.2.w2.weight", "expert 2 of layer 1"),
+        ("model.layers.1.self_attn.o_proj.weight", "attention of layer 1"),
+        ("lm_head.weight", "the output head"),
+    ],
+)
+def test_values_of_the_source_that_are_not_finite_are_traced(
+    tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path, name: str, blamed: str
+) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "source"))
+    edit_tensors(source, lambda found, value: value * math.nan if found == name else value)
+    error = refused(tiny_pack, source)
+    assert isinstance(error, CheckpointError) and blamed in error.cause and not list(cache_folder().glob("*"))
+
+
+def test_values_of_the_pack_that_are_not_finite_are_traced(
+    exact_pack: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    pack = Path(shutil.copytree(exact_pack, tmp_path / "pack"))
+
+    def spoil(name: str, value: Tensor) -> Tensor:
+        if name != "rows" or value[3].isnan().any():
+            return value
+        value = value.clone()
+        value[3] = torch.full_like(value[3].view(torch.bfloat16), math.nan).view(torch.uint8)
+        return value
+
+    layer = tmp_path / "only"
+    layer.mkdir()
+    shutil.move(pack / "layer_01.safetensors", layer)
+    edit_tensors(layer, spoil)
+    shutil.move(layer / "layer_01.safetensors", pack)
+    reseal(pack)
+    error = refused(pack, tiny_checkpoint)
+    assert isinstance(error, PackError) and "expert 3 of layer 1" in error.cause
+
+
+def test_the_notes_of_an_entry_are_plain_json(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    measured(tiny_pack, tiny_checkpoint, "High")
+    for path in cache_folder().glob("*.json"):
+        assert set(json.loads(path.read_text(encoding="utf-8"))) == {"format", "key", "size", "sha256"}
