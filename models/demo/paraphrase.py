@@ -110,7 +110,8 @@ class _Swaps:
 
     def __init__(self, swaps: dict[str, list[str]], *, fixed: list[str] | None = None, after: str = "") -> None:
         self._swaps = {phrase.lower(): others for phrase, others in swaps.items()}
-        phrases = sorted([*self._swaps, *(fixed or [])], key=len, reverse=True)
+        phrases: list[str] = [*self._swaps, *(fixed or [])]
+        phrases.sort(key=len, reverse=True)
         known = "|".join(map(re.escape, phrases))
         self._known = re.compile(rf"(?<![\w`'-])({known})(?![\w`'-]){after}", re.IGNORECASE)
 
