@@ -28,7 +28,9 @@ def long_winded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(pack: Path, *options: str) -> subprocess.Popen[bytes]:
     """`floe-chat ask` in a process of its own, answering for a long time."""
-    program = "from floe_chat.app.cli import command; command()"
+    # Whoever runs the tests in the background may have them inherit an ignored SIGINT.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{heed}; from floe_chat.app.cli import command; command()"
     options = ("ask", "hi", "-m", str(pack), "--max-tokens", "16000", "--temperature", "5", "--seed", "1", *options)
     command, nothing, pipe = [sys.executable, "-c", program, *options], subprocess.DEVNULL, subprocess.PIPE
     return subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=pipe)
