@@ -105,7 +105,8 @@ def moe_step(
         x: (B, H). thresholds, down_thresholds: (P,) as in those operations.
 
     Returns:
-        y (B, H) of x's dtype, and how many neurons of each call were active, (P,) int64 on the device of x.
+        y (B, H) of x's dtype, and counts (P, 2) int64 on the device of x: how many neurons of each call were active,
+        and for how many of those |silu(gate_n · x) v_n| reached the second threshold (all, if there is none).
 
     Raises:
         ValueError: shapes that do not fit, or (on the CPU) an index out of range.
@@ -124,18 +125,27 @@ def moe_step(
 
 
 def expert_swiglu(
-    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, *, exact: bool = True
-) -> tuple[Tensor, int]:
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows,
+    expert: int,
+    threshold: float,
+    down_threshold: float = 0.0,
+    *,
+    exact: bool = True,
+) -> tuple[Tensor, int, int]:
     """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
 
     Args:
-        x: (B, H). expert: its index in 0..E-1. threshold: |up · x| below it is masked, token by token.
+        x: (B, H). expert: its index in 0..E-1. threshold: neurons with |up_n · x| below it are left out, token
+            by token. down_threshold: likewise those with |silu(gate_n · x) v_n| below it.
 
     Returns:
-        y (B, H), not yet weighted by the router, and how many neurons were active over all tokens.
+        y (B, H), not yet weighted by the router; over all tokens, how many neurons were active, and how many of those
+        reached the second threshold.
 
     Raises:
-        ValueError: shapes that do not fit, or no such expert.
+        ValueError: shapes that do not fit, no such expert, or a second threshold that is negative or not a number.
     """
     _check_x(x, up.layout.vector.n)
     _check_x(x, rows.layout.gate.n)
@@ -144,7 +154,9 @@ def expert_swiglu(
     if up.q.shape[:2] != rows.data.shape[:2]:
         raise ValueError(f"up of {tuple(up.q.shape[:2])} and rows of {tuple(rows.data.shape[:2])} experts and neurons")
     _check_range("expert", torch.tensor([expert]), rows.data.shape[0])
-    return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold, exact)
+    if not down_threshold >= 0:
+        raise ValueError(f"down_threshold must be 0 or more, not {down_threshold}")
+    return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold, down_threshold, exact)
 
 
 def linear(x: Tensor, weights: LinearWeights, *, exact: bool = True) -> Tensor:

@@ -36,7 +36,7 @@ class Backend:
     moe_step: Callable[
         [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]
     ]
-    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float, bool], tuple[Tensor, int]]
+    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float, float, bool], tuple[Tensor, int, int]]
     linear: Callable[[Tensor, LinearWeights, bool], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]

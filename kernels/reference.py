@@ -49,7 +49,15 @@ def sparse_swiglu(
 
     With down_thresholds (P,), neurons with |silu(gate_n · x) v_n| below the call's are left out.
     """
+    return _sparse_swiglu(x, rows, calls, active, down_thresholds)[0]
+
+
+def _sparse_swiglu(
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y (B, H), and how many neurons of every call reached the second threshold (P,) int64."""
     y = torch.zeros_like(x)
+    reached = active.offsets.diff()
     offsets = active.offsets.tolist()
     for call, (token, expert) in enumerate(zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)):
         chosen = slice(offsets[call], offsets[call + 1])
@@ -61,9 +69,11 @@ def sparse_swiglu(
         gate, down = rows.layout.read(records, x.dtype)
         h = F.silu(F.linear(x[token], gate)) * active.values[chosen]
         if down_thresholds is not None:
-            h = h.masked_fill(h.abs() < down_thresholds[call], 0)
+            small = h.abs() < down_thresholds[call]  # NaN is not, and so reaches the result
+            h = h.masked_fill(small, 0)
+            reached[call] -= small.sum().cpu()
         y[token] += calls.weights[call].to(x.dtype) * (h @ down)
-    return y
+    return y, reached
 
 
 def moe_step(
@@ -75,23 +85,37 @@ def moe_step(
     down_thresholds: Tensor | None = None,
     exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H), and the active neurons of every call (P,) int64."""
+    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
+
+    counts: how many neurons of every call were active, and how many of those reached the second threshold.
+    """
     active = up_gemv(x, up, calls, thresholds, exact)
-    return sparse_swiglu(x, rows, calls, active, down_thresholds, exact), active.offsets.diff()
+    y, reached = _sparse_swiglu(x, rows, calls, active, down_thresholds)
+    return y, torch.stack([active.offsets.diff(), reached], dim=1)
 
 
 def expert_swiglu(
-    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, exact: bool = True
-) -> tuple[Tensor, int]:
-    """One expert over many tokens (prefill): x (B, H) -> y (B, H) and the number of active neurons over all tokens.
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows,
+    expert: int,
+    threshold: float,
+    down_threshold: float = 0.0,
+    exact: bool = True,
+) -> tuple[Tensor, int, int]:
+    """One expert over many tokens (prefill): x (B, H) -> y (B, H).
 
-    Dequantizes the whole expert once and lets the library multiply; inactive neurons are masked per token, so the
-    result is what `up_gemv` and `sparse_swiglu` give token by token.
+    Also, over all tokens, how many neurons were active and how many of those reached the second threshold.
+
+    Dequantizes the whole expert once and lets the library multiply; what misses a threshold is masked per token, so
+    the result is what `up_gemv` and `sparse_swiglu` give token by token.
     """
     v = F.linear(x, up.dense(expert, x.dtype))
     gate, down = rows.layout.read(rows.data[expert], x.dtype)
-    kept = ~(v.abs() < threshold)
-    return (F.silu(F.linear(x, gate)) * v * kept) @ down, int(kept.sum())
+    h = F.silu(F.linear(x, gate)) * v
+    active = ~(v.abs() < threshold)
+    kept = active & ~(h.abs() < down_threshold)
+    return h.masked_fill(~kept, 0) @ down, int(active.sum()), int(kept.sum())
 
 
 def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:

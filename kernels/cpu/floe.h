@@ -55,25 +55,28 @@ FLOE_API int floe_up_take(int64_t count, int64_t *neurons, float *values);
 
 // y[token] = sum over calls of weight · sum_n silu(gate_n · x) v_n down_n; y is (tokens, H), written whole.
 // Neuron n of expert e is row e · neurons + n, or in a pool of slot_count rows, row slots[e · neurons + n].
-// down_thresholds (P) or NULL: neurons with |silu(gate · x) v| below it are left out, and their down half unread.
+// down_thresholds (P) or NULL: neurons with |silu(gate · x) v| below it are left out, and their down half unread. Fills
+// kept (P): how many neurons of each call were not left out.
 FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, const floe_vector *down,
                                 const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes,
                                 const int32_t *slots, int64_t slot_count, int64_t calls, const int64_t *call_token,
                                 const int64_t *call_expert, const float *weights, const int64_t *offsets,
                                 const int64_t *active, const float *values, const float *down_thresholds, int digits,
-                                int threads, float *y);
+                                int threads, float *y, int64_t *kept);
 
 // y = x · Wᵀ for W of `width` rows: x (tokens, row->n) -> y (tokens, width), written whole.
 FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
                          const uint8_t *zero, int64_t width, int digits, int threads, float *y);
 
 // One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= threshold,
-// v = up · x; y is (tokens, H), written whole. Pointers are to the expert's own weights. Returns how many (neuron,
-// token) pairs were active.
+// v = up · x, and |silu(gate_n · x_t) v_nt| >= down_threshold, or NaN; y is (tokens, H), written whole. Pointers are to
+// the expert's own weights. Returns how many (neuron, token) pairs were active, and in kept how many reached
+// down_threshold too.
 FLOE_API int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
                                     const uint8_t *scale, const uint8_t *zero, const floe_vector *gate,
                                     const floe_vector *down, const uint8_t *rows, int64_t neurons, int64_t row_bytes,
-                                    float threshold, int digits, int threads, float *y);
+                                    float threshold, float down_threshold, int digits, int threads, float *y,
+                                    int64_t *kept);
 
 // out[i] = rows[index[i]]; pool[slot[i]] = records[i].
 FLOE_API int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const int64_t *index,

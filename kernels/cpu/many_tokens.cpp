@@ -18,26 +18,10 @@ namespace {
 
 constexpr int64_t kItemRows = kTile;
 constexpr int64_t kColumns = 512; // of y at a time, at most; kTile neurons of them, 128 KiB, stay in the second cache
-constexpr int64_t kNeuronsAhead = 8; // whose parts are on their way while one is expanded
+constexpr int64_t kStride = kColumns + 16; // floats from one token's columns to the next's
+constexpr int64_t kNeuronsAhead = 8;       // whose parts are on their way while one is expanded
 
 int clamped(int threads) { return threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads; }
-
-// use(r, t, value) for `rows` vectors and all tokens.
-template <class Use>
-void each_product(const floe_vector &v, const Stored *w, int rows, const Token *tokens, int64_t count, uint8_t *scratch,
-                  Ahead *ahead, Use use) {
-    for (int64_t first = 0; first < count; first += kBatch) {
-        const int here = (int)(count - first < kBatch ? count - first : kBatch);
-        const Token *group[kBatch];
-        float out[kBatch][kBatch];
-        for (int t = 0; t < here; t++) group[t] = tokens + first + t;
-        row_ops().dot(v, w, rows, group, here, nullptr, out, scratch, ahead);
-        for (int r = 0; r < rows; r++) {
-            ahead[r].lines = 0; // the first tokens have asked for them
-            for (int t = 0; t < here; t++) use(r, first + t, out[r][t]);
-        }
-    }
-}
 
 struct Linear {
     const floe_vector *row;
@@ -49,16 +33,25 @@ struct Linear {
     float *y;
 };
 
+// A few tokens at a time meet all rows of the item, so that the tokens' digits stay in the second cache.
 void compute_linear(void *opaque, int64_t item, int worker) {
     const Linear &c = *(const Linear *)opaque;
     const int64_t end = (item + 1) * kItemRows < c.width ? (item + 1) * kItemRows : c.width;
-    for (int64_t n = item * kItemRows; n < end; n += kBatch) {
-        const int rows = (int)(end - n < kBatch ? end - n : kBatch);
-        Stored w[kBatch];
-        Ahead ahead[kBatch];
-        matrix_rows(*c.row, c.q, c.scale, c.zero, n, rows, w, ahead);
-        each_product(*c.row, w, rows, c.tokens, c.count, c.scratch + worker * c.scratch_bytes, ahead,
-                     [&](int r, int64_t t, float value) { c.y[t * c.width + n + r] = value; });
+    for (int64_t first = 0; first < c.count; first += kBatch) {
+        const int tokens = (int)(c.count - first < kBatch ? c.count - first : kBatch);
+        const Token *group[kBatch];
+        for (int t = 0; t < tokens; t++) group[t] = c.tokens + first + t;
+        for (int64_t n = item * kItemRows; n < end; n += kBatch) {
+            const int rows = (int)(end - n < kBatch ? end - n : kBatch);
+            Stored w[kBatch];
+            Ahead ahead[kBatch];
+            float out[kBatch][kBatch];
+            matrix_rows(*c.row, c.q, c.scale, c.zero, n, rows, w, ahead);
+            for (int r = 0; r < rows && first != 0; r++) ahead[r].lines = 0; // the first tokens have asked for them
+            row_ops().dot(*c.row, w, rows, group, tokens, nullptr, out, c.scratch + worker * c.scratch_bytes, ahead);
+            for (int r = 0; r < rows; r++)
+                for (int t = 0; t < tokens; t++) c.y[(first + t) * c.width + n + r] = out[r][t];
+        }
     }
 }
 
@@ -66,65 +59,91 @@ struct Expert {
     const floe_vector *up, *gate, *down;
     const uint8_t *q, *scale, *zero, *rows;
     int64_t neurons, row_bytes, gate_bytes, count, columns;
-    float threshold;
+    float threshold, down_threshold;
     const Token *for_up, *for_gate;
     uint8_t *scratch;
     int64_t scratch_bytes;
-    float *h; // (tiles, tokens, kTile): silu(gate · x) v, zero where inactive; in sparse tiles, of the active alone
+    float *h; // (tiles, tokens, kTile): silu(gate · x) v, zero where left out; in sparse tiles, of the kept alone
     uint8_t *which, *counts; // (tiles, tokens, kTile) and (tiles, tokens): those neurons
     bool *sparse;            // (tiles)
     float *y;
-    std::atomic<int64_t> active{0};
+    std::atomic<int64_t> active{0}, kept{0};
 };
 
-// silu(gate · x) v for the active pairs of up to kBatch neurons from n on; h is (tokens, kTile) from neuron n on.
-void compute_gates(const Expert &c, int64_t n, int rows, float *h, uint8_t *scratch) {
-    Stored w[kBatch];
-    Ahead ahead[kBatch];
-    for (int r = 0; r < rows; r++) {
-        const uint8_t *at = c.rows + (n + r) * c.row_bytes;
-        w[r] = stored(*c.gate, at);
-        ahead[r] = {at + kBatch * c.row_bytes, (c.gate_bytes + 63) / 64};
+// v of `tokens` tokens from `first` on and the neurons start..end, zero where it is below the threshold; h is (all
+// tokens, kTile). Returns how many are not below it.
+int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t first, int tokens, float *h,
+                       uint8_t *scratch) {
+    int64_t active = 0;
+    const Token *group[kBatch];
+    for (int t = 0; t < tokens; t++) group[t] = c.for_up + first + t;
+    for (int64_t n = start; n < end; n += kBatch) {
+        const int rows = (int)(end - n < kBatch ? end - n : kBatch);
+        Stored w[kBatch];
+        Ahead ahead[kBatch];
+        float v[kBatch][kBatch];
+        matrix_rows(*c.up, c.q, c.scale, c.zero, n, rows, w, ahead);
+        for (int r = 0; r < rows && first != 0; r++) ahead[r].lines = 0; // the first tokens have asked for them
+        row_ops().dot(*c.up, w, rows, group, tokens, nullptr, v, scratch, ahead);
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < tokens; t++) {
+                const bool reached = !(std::fabs(v[r][t]) < c.threshold); // NaN goes on to the result
+                active += reached;
+                h[(first + t) * kTile + n - start + r] = reached ? v[r][t] : 0;
+            }
     }
-    for (int64_t first = 0; first < c.count; first += kBatch) {
-        const int here = (int)(c.count - first < kBatch ? c.count - first : kBatch);
-        const Token *group[kBatch];
-        uint8_t wanted[kBatch] = {};
-        float g[kBatch][kBatch];
-        for (int t = 0; t < here; t++) {
-            group[t] = c.for_gate + first + t;
-            for (int r = 0; r < rows; r++) wanted[r] |= (uint8_t)((h[(first + t) * kTile + r] != 0) << t);
-        }
-        row_ops().dot(*c.gate, w, rows, group, here, wanted, g, scratch, ahead);
-        for (int r = 0; r < rows; r++) {
-            ahead[r].lines = 0; // the first tokens have asked for them
-            for (int t = 0; t < here; t++)
-                if (wanted[r] >> t & 1) h[(first + t) * kTile + r] *= silu(g[r][t]);
-        }
-    }
+    return active;
 }
 
+// The same tokens' and neurons' silu(gate · x) v in the place of v, zero where it is below the second threshold.
+// Returns how many are not below it, of those whose v is not zero.
+int64_t compute_gates(const Expert &c, int64_t start, int64_t end, int64_t first, int tokens, float *h,
+                      uint8_t *scratch) {
+    int64_t kept = 0;
+    const Token *group[kBatch];
+    for (int t = 0; t < tokens; t++) group[t] = c.for_gate + first + t;
+    for (int64_t n = start; n < end; n += kBatch) {
+        const int rows = (int)(end - n < kBatch ? end - n : kBatch);
+        Stored w[kBatch];
+        Ahead ahead[kBatch] = {};
+        uint8_t wanted[kBatch] = {};
+        float g[kBatch][kBatch];
+        for (int r = 0; r < rows; r++) {
+            const uint8_t *at = c.rows + (n + r) * c.row_bytes;
+            w[r] = stored(*c.gate, at);
+            if (first == 0) ahead[r] = {at + kBatch * c.row_bytes, (c.gate_bytes + 63) / 64};
+            for (int t = 0; t < tokens; t++) wanted[r] |= (uint8_t)((h[(first + t) * kTile + n - start + r] != 0) << t);
+        }
+        row_ops().dot(*c.gate, w, rows, group, tokens, wanted, g, scratch, ahead);
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < tokens; t++) {
+                if ((wanted[r] >> t & 1) == 0) continue;
+                float &product = h[(first + t) * kTile + n - start + r];
+                product *= silu(g[r][t]);
+                if (std::fabs(product) < c.down_threshold) product = 0; // NaN goes on to the result
+                else kept++;
+            }
+    }
+    return kept;
+}
+
+// A tile of neurons: a few tokens at a time meet all of them, so that the tokens' digits stay in the second cache.
 void compute_hidden(void *opaque, int64_t item, int worker) {
     Expert &c = *(Expert *)opaque;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     const int64_t start = item * kTile, end = start + kTile < c.neurons ? start + kTile : c.neurons;
     float *h = c.h + start * c.count;
-    int64_t active = 0;
-    for (int64_t n = start; n < end; n += kBatch) {
-        const int rows = (int)(end - n < kBatch ? end - n : kBatch);
-        Stored w[kBatch];
-        Ahead ahead[kBatch];
-        matrix_rows(*c.up, c.q, c.scale, c.zero, n, rows, w, ahead);
-        each_product(*c.up, w, rows, c.for_up, c.count, scratch, ahead, [&](int r, int64_t t, float v) {
-            const bool kept = !(std::fabs(v) < c.threshold); // NaN goes on to the result
-            active += kept;
-            h[t * kTile + n - start + r] = kept ? v : 0;
-        });
-        compute_gates(c, n, rows, h + n - start, scratch);
+    int64_t active = 0, kept = 0;
+    for (int64_t first = 0; first < c.count; first += kBatch) {
+        const int tokens = (int)(c.count - first < kBatch ? c.count - first : kBatch);
+        active += compute_values(c, start, end, first, tokens, h, scratch);
+        kept += compute_gates(c, start, end, first, tokens, h, scratch);
     }
+    if (!(c.down_threshold > 0)) kept = active; // those with v = 0 too
     c.active += active;
-    // In dense tiles each weight is loaded once for six tokens; that is worth more until a third of them are inactive.
-    c.sparse[item] = 3 * active < 2 * (end - start) * c.count;
+    c.kept += kept;
+    // In dense tiles each weight is loaded once for six tokens; that is worth more until a third of them are left out.
+    c.sparse[item] = 3 * kept < 2 * (end - start) * c.count;
     for (int64_t t = 0; c.sparse[item] && t < c.count; t++) {
         float *factors = h + t * kTile;
         uint8_t *which = c.which + (start / kTile * c.count + t) * kTile;
@@ -152,8 +171,9 @@ void compute_down(void *opaque, int64_t item, int worker) {
     const int64_t group_bytes = v.bits == 16 ? 0 : 2 * ((to - 1) / v.group + 1 - first_group);
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     float *tile = (float *)scratch;
-    uint8_t *codes = scratch + kTile * kColumns * (int64_t)sizeof(float);
-    for (int64_t t = 0; t < c.count; t++) memset(c.y + t * v.n + from, 0, (size_t)(to - from) * sizeof(float));
+    float *y = tile + kTile * kColumns; // of its own: in c.y the tokens lie so far apart that they push each other out
+    uint8_t *codes = (uint8_t *)(y + c.count * kStride);
+    memset(y, 0, (size_t)(c.count * kStride) * sizeof(float));
     for (int64_t start = 0; start < c.neurons; start += kTile) {
         const int64_t here = c.neurons - start < kTile ? c.neurons - start : kTile;
         for (int64_t n = 0; n < here; n++) {
@@ -168,9 +188,11 @@ void compute_down(void *opaque, int64_t item, int worker) {
         const int64_t first = start / kTile * c.count;
         if (c.sparse[start / kTile])
             row_ops().add_active((const float (*)[kTile])h, (const uint8_t (*)[kTile])(c.which + first * kTile),
-                                 c.counts + first, tile, to - from, c.count, c.y + from, v.n);
-        else row_ops().add_products(h, tile, here, to - from, c.count, c.y + from, v.n);
+                                 c.counts + first, tile, to - from, c.count, y, kStride);
+        else row_ops().add_products(h, tile, here, to - from, c.count, y, kStride);
     }
+    for (int64_t t = 0; t < c.count; t++)
+        memcpy(c.y + t * v.n + from, y + t * kStride, (size_t)(to - from) * sizeof(float));
 }
 
 } // namespace
@@ -194,8 +216,8 @@ int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const ui
 
 int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
                            const uint8_t *scale, const uint8_t *zero, const floe_vector *gate, const floe_vector *down,
-                           const uint8_t *rows, int64_t neurons, int64_t row_bytes, float threshold, int digits,
-                           int threads, float *y) {
+                           const uint8_t *rows, int64_t neurons, int64_t row_bytes, float threshold,
+                           float down_threshold, int digits, int threads, float *y, int64_t *kept) {
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
     if (code_bytes(*up) < 0 || gate_codes < 0 || down_codes < 0 || up->n != gate->n || gate->n != down->n ||
@@ -205,7 +227,8 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     if (row_bytes < gate_bytes + 4 * groups_of(*down) + down_codes) return FLOE_BAD_SHAPE;
     threads = clamped(threads);
     const int64_t tiles = (neurons + kTile - 1) / kTile;
-    const int64_t scratch_bytes = aligned(kTile * kColumns * (int64_t)sizeof(float) + up->n + kChunk);
+    const int64_t floats = kTile * kColumns + tokens * kStride;
+    const int64_t scratch_bytes = aligned(floats * (int64_t)sizeof(float) + up->n + kChunk);
     uint8_t *memory = buffer.take(tokens_bytes(*up, tokens) + tokens_bytes(*gate, tokens) + 5 * tiles * kTile * tokens +
                                   aligned(tiles * tokens) + aligned(tiles) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
@@ -222,6 +245,7 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     c.gate_bytes = gate_bytes;
     c.count = tokens;
     c.threshold = threshold;
+    c.down_threshold = down_threshold;
     c.for_up = prepare_tokens(*up, x, tokens, digits, threads, memory);
     c.for_gate = prepare_tokens(*gate, x, tokens, digits, threads, memory);
     c.h = carve<float>(memory, tiles * kTile * tokens);
@@ -235,5 +259,6 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     // Each output is summed over the neurons alike, so the width of the tiles is free: every thread shall have one.
     c.columns = down->n >= kColumns * threads ? kColumns : kColumns / 2;
     parallel_for(threads, (down->n + c.columns - 1) / c.columns, compute_down, &c);
+    *kept = c.kept;
     return c.active;
 }

@@ -24,7 +24,7 @@ from ..layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpWeights,
 from ..types import Active, Calls
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 2
+_VERSION = 3
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 _OK, _UNSUPPORTED = 0, -5
 _ERRORS = {
@@ -69,6 +69,7 @@ _SIGNATURES = {
             *(c_void_p, c_int64, POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_int64),
             *(c_void_p, c_int64),
             *(c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p),
+            c_void_p,
         ),
     ),
     "floe_linear": (
@@ -82,7 +83,8 @@ _SIGNATURES = {
         c_int64,
         (
             *(c_void_p, c_int64, POINTER(_Vector), c_void_p, c_void_p, c_void_p),
-            *(POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_float, c_int, c_int, c_void_p),
+            *(POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_float, c_float, c_int, c_int),
+            *(c_void_p, POINTER(c_int64)),
         ),
     ),
     "floe_gather_rows": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p)),
@@ -201,6 +203,13 @@ def sparse_swiglu(
     Raises:
         ValueError: sizes or indices that do not fit, or a neuron twice within one call.
     """
+    return _sparse_swiglu(x, rows, calls, active, down_thresholds, exact)[0]
+
+
+def _sparse_swiglu(
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """y (B, H), and how many neurons of every call reached the second threshold (P,) int64."""
     library = _library()
     x32, tokens, experts, weights = (
         _float32(x),
@@ -216,17 +225,18 @@ def sparse_swiglu(
     if int(offsets[-1]) != neurons.numel() or neurons.numel() != values.numel():
         raise ValueError("offsets must end at the number of neurons, with one value each")
     gate, down = _row_vectors(rows.layout)
-    y = torch.empty(x32.shape)
+    y, kept = torch.empty(x32.shape), torch.empty(experts.numel(), dtype=torch.int64)
     _check(
         library.floe_sparse_swiglu(
             *(x32.data_ptr(), x32.shape[0], gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
             *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
             *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
             *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
-            *(None if limits is None else limits.data_ptr(), _digits(x, exact), torch.get_num_threads(), y.data_ptr()),
+            *(None if limits is None else limits.data_ptr(), _digits(x, exact), torch.get_num_threads()),
+            *(y.data_ptr(), kept.data_ptr()),
         )
     )
-    return y.to(x.dtype)
+    return y.to(x.dtype), kept
 
 
 def moe_step(
@@ -238,19 +248,30 @@ def moe_step(
     down_thresholds: Tensor | None = None,
     exact: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H), and the active neurons of every call (P,) int64.
+    """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
+
+    counts: how many neurons of every call were active, and how many of those reached the second threshold.
 
     Raises:
         ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
     """
     active = up_gemv(x, up, calls, thresholds, exact)
-    return sparse_swiglu(x, rows, calls, active, down_thresholds, exact), active.offsets.diff()
+    y, kept = _sparse_swiglu(x, rows, calls, active, down_thresholds, exact)
+    return y, torch.stack([active.offsets.diff(), kept], dim=1)
 
 
 def expert_swiglu(
-    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, exact: bool = True
-) -> tuple[Tensor, int]:
-    """One expert over many tokens: x (B, H) -> y (B, H) and the number of active neurons over all tokens.
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows,
+    expert: int,
+    threshold: float,
+    down_threshold: float = 0.0,
+    exact: bool = True,
+) -> tuple[Tensor, int, int]:
+    """One expert over many tokens: x (B, H) -> y (B, H).
+
+    Also, over all tokens, how many neurons were active and how many of those reached the second threshold.
 
     Raises:
         ValueError: sizes that do not fit.
@@ -258,15 +279,15 @@ def expert_swiglu(
     x32, gate_down = _float32(x), _row_vectors(rows.layout)
     q, data = _bytes(up.q[expert]), _bytes(rows.data[expert])
     scale, zero = up.scale[expert].contiguous(), up.zero[expert].contiguous()
-    y = torch.empty(x32.shape)
+    y, kept = torch.empty(x32.shape), c_int64()
     active = _library().floe_expert_swiglu(
         *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
-        *(*gate_down, data.data_ptr(), *data.shape, threshold),
-        *(_digits(x, exact), torch.get_num_threads(), y.data_ptr()),
+        *(*gate_down, data.data_ptr(), *data.shape, threshold, down_threshold),
+        *(_digits(x, exact), torch.get_num_threads(), y.data_ptr(), byref(kept)),
     )
     _check(active)
-    return y.to(x.dtype), active
+    return y.to(x.dtype), active, kept.value
 
 
 def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:

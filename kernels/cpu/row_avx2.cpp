@@ -1,5 +1,4 @@
-// Row operations for AVX2 with FMA and F16C. Codes of 2 to 4 bits are multiplied with the 8-bit digits of x and added
-// in 16 bits; wider codes go through floats.
+// Row operations for AVX2 with FMA and F16C.
 
 #include "row_generic.inl"
 
@@ -7,261 +6,235 @@
 
 #include <immintrin.h>
 
+#if defined(__GNUC__)
+#define FLOE_UNROLL _Pragma("GCC unroll 8")
+#define FLOE_NOINLINE __attribute__((noinline))
+#define FLOE_ADDRESS(p) __asm__("" : "+r"(p))
+#else
+#define FLOE_UNROLL
+#define FLOE_NOINLINE
+#define FLOE_ADDRESS(p)
+#endif
+
+#include "codes_avx2.inl"
+#include "dot_avx2.inl"
+
 namespace floe {
 namespace {
 
-constexpr int64_t kMaxChunks = kMaxChunked / kChunk;
-
-inline __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
-
-inline float sum8(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
-}
-
-// 32 bytes of codes, plane by plane: one half of a register as row_generic.inl's Fill describes it. `top`: the upper
-// bits of its two chunks of 3-bit codes.
-template <int BITS> inline void unpack_planes(__m256i raw, const uint8_t *top, __m256i *codes) {
-    if (BITS == 4) {
-        const __m256i mask = _mm256_set1_epi8(0x0f);
-        codes[0] = _mm256_and_si256(raw, mask);
-        codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), mask);
-        return;
-    }
-    const __m256i mask = _mm256_set1_epi8(3);
-    codes[0] = _mm256_and_si256(raw, mask);
-    codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 2), mask);
-    codes[2] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), mask);
-    codes[3] = _mm256_and_si256(_mm256_srli_epi16(raw, 6), mask);
-    if (BITS == 2) return;
-    // 8 bytes a chunk: bit 2k belongs to the first 8 of a plane's 16 codes, bit 2k + 1 to the rest.
-    const __m128i bytes = _mm_loadu_si128((const __m128i *)top);
-    const __m256i twice = _mm256_set_m128i(_mm_unpackhi_epi64(bytes, bytes), _mm_unpacklo_epi64(bytes, bytes));
-    for (int k = 0; k < 4; k++) {
-        const long long low = 0x0101010101010101ll << (2 * k), high = (long long)(0x0202020202020202ull << (2 * k));
-        const __m256i bit = _mm256_setr_epi64x(low, high, low, high);
-        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(twice, bit), bit);
-        codes[k] = _mm256_or_si256(codes[k], _mm256_and_si256(set, _mm256_set1_epi8(4)));
-    }
-}
-
-// Integer sums of one half register with one token. 16-bit sums of at most 8 products of 15 and 127 do not overflow.
-template <int BITS, int DIGITS> inline __m256 sum_half(const __m256i *codes, const int8_t *digits) {
-    constexpr int kPlanes = BITS == 4 ? 2 : 4;
-    __m256i total = _mm256_setzero_si256();
-    for (int d = 0; d < DIGITS; d++) {
-        __m256i a = _mm256_maddubs_epi16(codes[0], load(digits + d * kPlanes * kChunk));
-        for (int k = 1; k < kPlanes; k++)
-            a = _mm256_add_epi16(a, _mm256_maddubs_epi16(codes[k], load(digits + (d * kPlanes + k) * kChunk)));
-        const __m256i weight = _mm256_set1_epi16((short)(1 << (7 * (DIGITS - 1 - d))));
-        total = _mm256_add_epi32(total, _mm256_madd_epi16(a, weight));
-    }
-    return _mm256_cvtepi32_ps(total);
-}
-
-inline float half(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
-
-inline void halves(const uint8_t *p, int64_t count, float *out) {
-    int64_t g = 0;
-    for (; g + 8 <= count; g += 8)
-        _mm256_storeu_ps(out + g, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 2 * g))));
-    for (; g < count; g++) out[g] = half_to_float(load16(p + 2 * g));
-}
-
-template <int BITS, int DIGITS>
-float dot_codes(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
-    constexpr int kPlanes = BITS == 4 ? 2 : 4, kStride = DIGITS * kPlanes * kChunk;
-    constexpr int kPerHalf = kPlanes / 2, kBytes = BITS == 3 ? 96 : 64; // chunks in 32 bytes; bytes of a register
-    float scales[kMaxChunks + 4], zeros[kMaxChunks];
-    const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
-    Pace pace(ahead, (chunks + kPlanes - 1) / kPlanes);
-    halves(w.scale, v.n / v.group, scales);
-    halves(w.zero, v.n / v.group, zeros);
-    float lanes[8] = {};
-    for (int64_t c = chunks - 1; c >= 0; c--) { // from the end, since one group's scale spreads over later places
-        lanes[c & 7] -= scales[c / per_group] * zeros[c / per_group] * token.sums[c];
-        scales[c] = scales[c / per_group] * token.scale[c];
-    }
-    for (int64_t c = chunks; c < chunks + 4; c++) scales[c] = 0;
-    __m256 sum[2] = {_mm256_loadu_ps(lanes), _mm256_setzero_ps()};
-    const uint8_t *p = w.codes;
-    const int8_t *digits = token.digits;
-    for (int64_t c = 0; c < chunks; c += kPlanes, p += kBytes, digits += kStride) {
-        const int64_t here = chunks - c < kPlanes ? chunks - c : kPlanes;
-        uint8_t padded[96] = {}; // the last register, if it is not full
-        const uint8_t *codes = p, *top = p + 64;
-        if (here < kPlanes) {
-            memcpy(padded, p, (size_t)(here * 64 / kPlanes));
-            if (BITS == 3) memcpy(padded + 64, p + here * 16, (size_t)(here * 8));
-            codes = padded;
-            top = padded + 64;
-        }
-        pace.step();
-        for (int half = 0; half < 2; half++) {
-            __m256i planes[kPlanes];
-            unpack_planes<BITS>(load(codes + 32 * half), top + 16 * half, planes);
-            const float *scale = scales + c + half * kPerHalf;
-            const __m256 factor = kPerHalf == 1 ? _mm256_set1_ps(scale[0])
-                                                : _mm256_set_m128(_mm_set1_ps(scale[1]), _mm_set1_ps(scale[0]));
-            sum[half] = _mm256_fmadd_ps(sum_half<BITS, DIGITS>(planes, digits + 32 * half), factor, sum[half]);
-        }
-    }
-    return sum8(_mm256_add_ps(sum[0], sum[1]));
-}
-
-inline __m256 bytes8(const uint8_t *p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-}
-
-float dot8(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
-    Pace pace(ahead, v.n / v.group);
-    __m256 sum = _mm256_setzero_ps();
-    float zeros = 0;
-    for (int64_t g = 0; g < v.n / v.group; g++) {
-        const uint8_t *q = w.codes + g * v.group;
-        const float *x = token.x + g * v.group;
-        __m256 a = _mm256_setzero_ps(), b = _mm256_setzero_ps();
-        pace.step();
-        for (int64_t i = 0; i < v.group; i += 16) {
-            a = _mm256_fmadd_ps(bytes8(q + i), _mm256_loadu_ps(x + i), a);
-            b = _mm256_fmadd_ps(bytes8(q + i + 8), _mm256_loadu_ps(x + i + 8), b);
-        }
-        const float scale = half(load16(w.scale + 2 * g));
-        sum = _mm256_fmadd_ps(_mm256_add_ps(a, b), _mm256_set1_ps(scale), sum);
-        zeros += scale * half(load16(w.zero + 2 * g)) * token.sums[g];
-    }
-    return sum8(sum) - zeros;
-}
-
-inline __m256 wide(const uint8_t *p, bool bfloat16) {
-    const __m128i raw = _mm_loadu_si128((const __m128i *)p);
-    if (bfloat16) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
-    return _mm256_cvtph_ps(raw);
-}
-
-float dot16(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
-    Pace pace(ahead, v.n / 32);
-    __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    int64_t i = 0;
-    for (; i + 32 <= v.n; i += 32) {
-        pace.step();
-        for (int l = 0; l < 4; l++)
-            sums[l] = _mm256_fmadd_ps(wide(w.codes + 2 * (i + 8 * l), v.bfloat16 != 0),
-                                      _mm256_loadu_ps(token.x + i + 8 * l), sums[l]);
-    }
-    float rest = 0;
-    for (; i < v.n; i++) rest += wide16(load16(w.codes + 2 * i), v.bfloat16) * token.x[i];
-    return rest + sum8(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
-}
-
-float dot_one(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
-    switch (token.digit_count * 16 + v.bits) {
-    case 2 * 16 + 2: return dot_codes<2, 2>(v, w, token, ahead);
-    case 2 * 16 + 3: return dot_codes<3, 2>(v, w, token, ahead);
-    case 2 * 16 + 4: return dot_codes<4, 2>(v, w, token, ahead);
-    case 3 * 16 + 2: return dot_codes<2, 3>(v, w, token, ahead);
-    case 3 * 16 + 3: return dot_codes<3, 3>(v, w, token, ahead);
-    case 3 * 16 + 4: return dot_codes<4, 3>(v, w, token, ahead);
-    default: return v.bits == 16 ? dot16(v, w, token, ahead) : dot8(v, w, token, ahead);
-    }
-}
-
 void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count, const uint8_t *wanted,
          float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
-    if (v.bits < 16 && !chunked(v)) return generic_dot(v, w, rows, tokens, count, wanted, out, scratch, ahead);
-    for (int r = 0; r < rows; r++) {
-        Ahead rest = ahead[r];
-        for (int t = 0; t < count; t++) {
-            if (!is_wanted(wanted, r, t)) continue;
-            out[r][t] = dot_one(v, w[r], *tokens[t], rest);
-            rest.lines = 0;
+    switch (tokens[0]->digit_count * 16 + v.bits) {
+    case 2 * 16 + 2: return dot_codes<2, 2>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 2 * 16 + 3: return dot_codes<3, 2>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 2 * 16 + 4: return dot_codes<4, 2>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 2 * 16 + 8: return dot_codes<8, 2>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 3 * 16 + 2: return dot_codes<2, 3>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 3 * 16 + 3: return dot_codes<3, 3>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 3 * 16 + 4: return dot_codes<4, 3>(v, w, rows, tokens, count, wanted, out, ahead);
+    default:
+        if (v.bits == 16 || chunked(v)) return dot_floats(v, w, rows, tokens, count, wanted, out, ahead);
+        return generic_dot(v, w, rows, tokens, count, wanted, out, scratch, ahead);
+    }
+}
+
+// a · scale of each chunk, and its zero point's share into the bias of each group.
+inline void factors_for_axpy(const floe_vector &v, const Stored &w, float a, float *scales, float *bias) {
+    const int64_t groups = v.n / v.group, per_group = v.group / kChunk;
+    int64_t g = 0;
+    for (; g + 8 <= groups; g += 8) {
+        const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(a), _mm256_cvtph_ps(load128(w.scale + 2 * g)));
+        const __m256 zero = _mm256_cvtph_ps(load128(w.zero + 2 * g));
+        _mm256_storeu_ps(scales + g, scale);
+        _mm256_storeu_ps(bias + g, _mm256_fnmadd_ps(scale, zero, _mm256_loadu_ps(bias + g)));
+    }
+    for (; g < groups; g++) {
+        scales[g] = a * half(w.scale + 2 * g);
+        bias[g] -= scales[g] * half(w.zero + 2 * g);
+    }
+    for (int64_t c = v.n / kChunk - 1; per_group > 1 && c >= 0; c--) scales[c] = scales[c / per_group];
+}
+
+template <int BITS>
+void axpy_codes(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
+                const Ahead *ahead) {
+    float scales[kBatch][kMaxChunks];
+    Pace paces[kBatch];
+    // Lines to fetch ahead come one by one: many at once would make everything else wait.
+    const int64_t chunks = v.n / kChunk, every = ahead[0].lines > 0 ? (chunks - 1) / ahead[0].lines + 1 : chunks;
+    for (int r = 0; r < count; r++) {
+        factors_for_axpy(v, w[r], a[r], scales[r], bias);
+        paces[r] = Pace(ahead[r], chunks / every);
+    }
+    int64_t until = 0; // chunks before the next lines are fetched
+    for (int64_t c = 0; c < chunks; c++, y += kChunk, until--) {
+        const bool fetch = until == 0;
+        if (fetch) until = every;
+        __m256 sums[8];
+        FLOE_UNROLL for (int j = 0; j < 8; j++) sums[j] = _mm256_loadu_ps(y + 8 * j);
+        for (int r = 0; r < count; r++) {
+            if (fetch) paces[r].step();
+            const __m256 factor = _mm256_broadcast_ss(scales[r] + c);
+            each_eight<BITS>(
+                chunk_at<BITS>(w[r].codes, c), BITS == 3 ? top_at(w[r].codes, c, chunks) : nullptr,
+                [&](int j, __m256i q) { sums[j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(q), factor, sums[j]); });
         }
+        FLOE_UNROLL for (int j = 0; j < 8; j++) _mm256_storeu_ps(y + 8 * j, sums[j]);
     }
 }
 
-inline void add_bytes(float *y, const uint8_t *codes, int64_t count, __m256 scale) {
-    for (int64_t i = 0; i < count; i += 8)
-        _mm256_storeu_ps(y + i, _mm256_fmadd_ps(bytes8(codes + i), scale, _mm256_loadu_ps(y + i)));
-}
-
-void axpy_codes(const floe_vector &v, const Stored &w, float a, float *y, float *bias, uint8_t *scratch) {
-    const int64_t groups = v.n / v.group;
-    const uint8_t *codes = w.codes;
-    if (v.bits != 8) {
-        unpack(v.bits, v.n, w.codes, scratch);
-        codes = scratch;
-    }
-    for (int64_t g = 0; g < groups; g++) {
-        const float scale = a * half(load16(w.scale + 2 * g));
-        bias[g] -= scale * half(load16(w.zero + 2 * g));
-        add_bytes(y + g * v.group, codes + g * v.group, v.group, _mm256_set1_ps(scale));
-    }
-}
-
-void axpy16(const floe_vector &v, const Stored &w, float a, float *y) {
-    const __m256 factor = _mm256_set1_ps(a);
+void axpy16(const floe_vector &v, const Stored *w, const float *a, int count, float *y, const Ahead *ahead) {
+    const bool bfloat16 = v.bfloat16 != 0;
+    Pace paces[kBatch];
+    for (int r = 0; r < count; r++) paces[r] = Pace(ahead[r], v.n / 32);
     int64_t i = 0;
-    for (; i + 8 <= v.n; i += 8) {
-        const __m256 weights = wide(w.codes + 2 * i, v.bfloat16 != 0);
-        _mm256_storeu_ps(y + i, _mm256_fmadd_ps(weights, factor, _mm256_loadu_ps(y + i)));
+    for (; i + 32 <= v.n; i += 32) {
+        __m256 sums[4];
+        FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] = _mm256_loadu_ps(y + i + 8 * j);
+        for (int r = 0; r < count; r++) {
+            paces[r].step();
+            const __m256 factor = _mm256_broadcast_ss(a + r);
+            FLOE_UNROLL for (int j = 0; j < 4; j++) sums[j] =
+                _mm256_fmadd_ps(wide(w[r].codes + 2 * (i + 8 * j), bfloat16), factor, sums[j]);
+        }
+        FLOE_UNROLL for (int j = 0; j < 4; j++) _mm256_storeu_ps(y + i + 8 * j, sums[j]);
     }
-    for (; i < v.n; i++) y[i] += a * wide16(load16(w.codes + 2 * i), v.bfloat16);
+    for (; i < v.n; i++)
+        for (int r = 0; r < count; r++) y[i] += a[r] * wide16(load16(w[r].codes + 2 * i), v.bfloat16);
 }
 
 void axpy(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias, uint8_t *scratch,
           const Ahead *ahead) {
-    for (int r = 0; r < count; r++) {
-        Pace(ahead[r], 0);
-        if (v.bits == 16) axpy16(v, w[r], a[r], y);
-        else if (chunked(v)) axpy_codes(v, w[r], a[r], y, bias, scratch);
-        else generic_axpy_one(v, w[r], a[r], y, scratch);
+    if (v.bits == 16) return axpy16(v, w, a, count, y, ahead);
+    if (!chunked(v)) return generic_axpy(v, w, a, count, y, bias, scratch, ahead);
+    switch (v.bits) {
+    case 2: return axpy_codes<2>(v, w, a, count, y, bias, ahead);
+    case 3: return axpy_codes<3>(v, w, a, count, y, bias, ahead);
+    case 4: return axpy_codes<4>(v, w, a, count, y, bias, ahead);
+    default: return axpy_codes<8>(v, w, a, count, y, bias, ahead);
     }
 }
 
 void finish(const floe_vector &v, float *y, const float *bias) {
     if (!chunked(v)) return;
-    for (int64_t i = 0; i < v.n; i++) y[i] += bias[i / v.group];
+    for (int64_t g = 0; g < v.n / v.group; g++) {
+        const __m256 share = _mm256_set1_ps(bias[g]);
+        for (const float *end = y + v.group; y < end; y += 8)
+            _mm256_storeu_ps(y, _mm256_add_ps(_mm256_loadu_ps(y), share));
+    }
+}
+
+// x in 16 bits for 8-bit codes.
+void prepare16(const floe_vector &v, Token &token) {
+    for (int64_t c = 0; c < v.n / kChunk; c++) {
+        int8_t split[2 * kChunk];
+        int16_t whole[kChunk];
+        token.sums[c] = split_chunk(token.x + c * kChunk, 2, split, token.scale + c);
+        for (int i = 0; i < kChunk; i++) whole[i] = (int16_t)(split[i] * 128 + split[kChunk + i]);
+        memcpy(token.digits + c * 2 * kChunk, whole, sizeof whole);
+    }
+    // Whole sections are added up: what a last, shorter one lacks must not be what happened to lie in memory.
+    for (int64_t c = v.n / kChunk; c % kSection != 0; c++) token.scale[c] = token.sums[c] = 0;
 }
 
 void prepare(const floe_vector &v, Token &token) {
-    if (chunked(v) && v.bits < 8) return chunked_prepare(v, token);
-    token.digit_count = 0;
-    plain_sums(v, token);
+    if (!chunked(v) || (v.bits == 8 && token.digit_count == 3)) {
+        token.digit_count = 0;
+        return plain_sums(v, token);
+    }
+    if (v.bits == 8) return prepare16(v, token);
+    chunked_prepare(v, token);
+    if (v.bits == 4) return;
+    for (int64_t c = 0; c < v.n / kChunk; c += kSection) {
+        float *const scale = token.scale + c, *const sums = token.sums + c;
+        float placed[2][kSection];
+        for (int64_t i = 0; i < kSection; i++) {
+            placed[0][place_of<2>(i)] = scale[i];
+            placed[1][place_of<2>(i)] = sums[i];
+        }
+        memcpy(scale, placed[0], sizeof placed[0]);
+        memcpy(sums, placed[1], sizeof placed[1]);
+    }
 }
 
-// 64 columns of one token: y += sum of factors[n] · block[which(n)].
-template <class Which>
-inline void add_row(const float *factors, Which which, int64_t count, const float *block, float *y) {
-    __m256 sums[8];
-    for (int j = 0; j < 8; j++) sums[j] = _mm256_loadu_ps(y + 8 * j);
-    for (int64_t n = 0; n < count; n++) {
-        const __m256 factor = _mm256_broadcast_ss(factors + n);
-        const float *from = block + which(n) * kChunk;
-        for (int j = 0; j < 8; j++) sums[j] = _mm256_fmadd_ps(factor, _mm256_loadu_ps(from + 8 * j), sums[j]);
+template <int BITS> void expand_codes(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out) {
+    const int64_t chunks = v.n / kChunk, per_group = v.group / kChunk;
+    for (int64_t c = from / kChunk; c < to / kChunk; c++, out += kTileBlock) {
+        const float scale = half(w.scale + 2 * (c / per_group));
+        const float zero = scale * half(w.zero + 2 * (c / per_group));
+        each_eight<BITS>(
+            chunk_at<BITS>(w.codes, c), BITS == 3 ? top_at(w.codes, c, chunks) : nullptr, [&](int j, __m256i q) {
+                _mm256_storeu_ps(out + 8 * j,
+                                 _mm256_fmsub_ps(_mm256_cvtepi32_ps(q), _mm256_set1_ps(scale), _mm256_set1_ps(zero)));
+            });
     }
-    for (int j = 0; j < 8; j++) _mm256_storeu_ps(y + 8 * j, sums[j]);
+}
+
+void expand(const floe_vector &v, const Stored &w, int64_t from, int64_t to, float *out, uint8_t *scratch) {
+    if (!chunked(v)) return generic_expand(v, w, from, to, out, scratch);
+    switch (v.bits) {
+    case 2: return expand_codes<2>(v, w, from, to, out);
+    case 3: return expand_codes<3>(v, w, from, to, out);
+    case 4: return expand_codes<4>(v, w, from, to, out);
+    default: return expand_codes<8>(v, w, from, to, out);
+    }
+}
+
+// TOKENS tokens and 32 columns: their sums stay in registers while all neurons pass.
+template <int TOKENS>
+inline void add_block(const float *h, const float *block, int64_t neurons, float *y, int64_t y_stride) {
+    __m256 sums[TOKENS][4];
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int j = 0; j < 4; j++) sums[t][j] =
+        _mm256_loadu_ps(y + t * y_stride + 8 * j);
+    for (int64_t n = 0; n < neurons; n++, block += kChunk) {
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+            const __m256 factor = _mm256_broadcast_ss(h + t * kTile + n);
+            FLOE_UNROLL for (int j = 0; j < 4; j++) sums[t][j] =
+                _mm256_fmadd_ps(factor, _mm256_loadu_ps(block + 8 * j), sums[t][j]);
+        }
+    }
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int j = 0; j < 4; j++)
+        _mm256_storeu_ps(y + t * y_stride + 8 * j, sums[t][j]);
 }
 
 void add_products(const float *h, const float *tile, int64_t neurons, int64_t columns, int64_t tokens, float *y,
                   int64_t y_stride) {
-    const auto which = [](int64_t n) { return n; };
     int64_t i = 0;
     for (; i + kChunk <= columns; i += kChunk, tile += kTileBlock)
-        for (int64_t t = 0; t < tokens; t++) add_row(h + t * kTile, which, neurons, tile, y + t * y_stride + i);
+        for (int half = 0; half < kChunk; half += 32) {
+            float *out = y + i + half;
+            int64_t t = 0;
+            for (; t + 3 <= tokens; t += 3)
+                add_block<3>(h + t * kTile, tile + half, neurons, out + t * y_stride, y_stride);
+            for (; t < tokens; t++) add_block<1>(h + t * kTile, tile + half, neurons, out + t * y_stride, y_stride);
+        }
     for (int64_t t = 0; i < columns && t < tokens; t++)
-        add_columns(h + t * kTile, which, neurons, tile, 0, columns - i, y + t * y_stride + i);
+        add_columns(h + t * kTile, [](int64_t n) { return n; }, neurons, tile, 0, columns - i, y + t * y_stride + i);
+}
+
+// 64 columns of one token: y += sum of h[n] · block[which[n]].
+inline void add_row(const float *h, const uint8_t *which, int count, const float *block, float *y) {
+    __m256 sums[8];
+    FLOE_UNROLL for (int j = 0; j < 8; j++) sums[j] = _mm256_loadu_ps(y + 8 * j);
+    for (int n = 0; n < count; n++) {
+        const __m256 factor = _mm256_broadcast_ss(h + n);
+        const float *from = block + which[n] * kChunk;
+        FLOE_ADDRESS(from);
+        FLOE_UNROLL for (int j = 0; j < 8; j++) sums[j] =
+            _mm256_fmadd_ps(factor, _mm256_loadu_ps(from + 8 * j), sums[j]);
+    }
+    FLOE_UNROLL for (int j = 0; j < 8; j++) _mm256_storeu_ps(y + 8 * j, sums[j]);
 }
 
 void add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const uint8_t *counts, const float *tile,
                 int64_t columns, int64_t tokens, float *y, int64_t y_stride) {
     int64_t i = 0;
     for (; i + kChunk <= columns; i += kChunk, tile += kTileBlock)
-        for (int64_t t = 0; t < tokens; t++)
-            add_row(h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, y + t * y_stride + i);
+        for (int64_t t = 0; t < tokens; t++) add_row(h[t], which[t], counts[t], tile, y + t * y_stride + i);
     for (int64_t t = 0; i < columns && t < tokens; t++)
         add_columns(
-            h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
+            h[t], [&](int64_t n) { return (int64_t)which[t][n]; }, counts[t], tile, 0, columns - i,
+            y + t * y_stride + i);
 }
 
 void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {
@@ -278,7 +251,7 @@ uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
     int64_t i = 0;
     for (; i + 64 <= bytes; i += 64) {
         FLOE_PREFETCH(ahead + i);
-        for (int l = 0; l < 2; l++) lanes[l] = _mm256_xor_si256(lanes[l], load(from + i + 32 * l));
+        FLOE_UNROLL for (int l = 0; l < 2; l++) lanes[l] = _mm256_xor_si256(lanes[l], load(from + i + 32 * l));
     }
     uint64_t words[4], rest = 0;
     _mm256_storeu_si256((__m256i *)words, _mm256_xor_si256(lanes[0], lanes[1]));
@@ -286,7 +259,7 @@ uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
     return rest ^ words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 
-const RowOps ops = {"avx2", prepare, dot, axpy, finish, generic_expand, add_products, add_active, copy, read};
+const RowOps ops = {"avx2", prepare, dot, axpy, finish, expand, add_products, add_active, copy, read};
 
 } // namespace
 

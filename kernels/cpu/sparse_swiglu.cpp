@@ -22,6 +22,7 @@ constexpr int64_t kColumns = 512; // of y, summed over the slices as one item
 
 struct Slice {
     int64_t call, start, end; // of the active list
+    int64_t kept;             // neurons that reached the second threshold
 };
 
 struct Context {
@@ -32,7 +33,7 @@ struct Context {
     const int64_t *call_token, *call_expert, *active;
     const float *weights, *values, *down_thresholds;
     const Token *tokens;
-    const Slice *slices;
+    Slice *slices;
     int64_t slice_count, token_count;
     uint8_t *scratch;
     int64_t scratch_bytes;
@@ -94,6 +95,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     // gates of the one after arrive: the memory is never idle, and x's digits and y take turns in the L1 cache.
     for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), gate_lines);
     Batch batch = gates(slice.start, Batch());
+    int64_t kept = 0;
     for (int64_t start = slice.start; start < slice.end; start += kBatch) {
         const int64_t next = start + kBatch, after = next + kBatch;
         Batch following;
@@ -104,9 +106,11 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         for (int r = 0; r < kBatch && after + r < slice.end; r++) ahead[r] = {row(after + r), gate_lines};
         for (int r = batch.count; r < kBatch; r++) prefetch_lines(ahead[r].at, ahead[r].lines);
         if (batch.count) ops.axpy(*c.down, batch.down, batch.a, batch.count, sum, bias, scratch, ahead);
+        kept += batch.count;
         batch = following;
     }
     ops.finish(*c.down, sum, bias);
+    c.slices[item].kept = kept; // once: neighbouring slices share a cache line
 }
 
 // One token's columns item * kColumns ..., summed over the slices of its calls.
@@ -154,7 +158,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
                        const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes, const int32_t *slots,
                        int64_t slot_count, int64_t calls, const int64_t *call_token, const int64_t *call_expert,
                        const float *weights, const int64_t *offsets, const int64_t *active, const float *values,
-                       const float *down_thresholds, int digits, int threads, float *y) {
+                       const float *down_thresholds, int digits, int threads, float *y, int64_t *kept) {
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
     if (gate_codes < 0 || down_codes < 0 || gate->n != down->n || tokens < 0 || experts < 0 || neurons < 0 ||
@@ -190,7 +194,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     int64_t filled = 0;
     for (int64_t p = 0; p < calls; p++)
         for (int64_t start = offsets[p]; start < offsets[p + 1]; start += rows_each)
-            slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1]};
+            slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1], 0};
     c.gate = gate;
     c.down = down;
     c.rows = rows;
@@ -212,5 +216,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     c.y = y;
     parallel_for(threads, slice_count, compute_slice, &c);
     parallel_for(threads, tokens * ((width + kColumns - 1) / kColumns), add_slices, &c);
+    for (int64_t p = 0; p < calls; p++) kept[p] = 0;
+    for (int64_t s = 0; s < slice_count; s++) kept[slices[s].call] += slices[s].kept;
     return FLOE_OK;
 }

@@ -22,13 +22,20 @@ FEW = 8  # tokens up to which a layer's weights go through the GEMV kernel, code
 
 
 def expert_swiglu(
-    x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, threshold: float, exact: bool = True
-) -> tuple[Tensor, int]:
-    """One expert over many tokens (prefill): x (B, H) -> y (B, H) and the number of active neurons over all tokens.
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows,
+    expert: int,
+    threshold: float,
+    down_threshold: float = 0.0,
+    exact: bool = True,
+) -> tuple[Tensor, int, int]:
+    """One expert over many tokens (prefill): x (B, H) -> y (B, H).
 
-    Each third of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe
-    a copy beforehand is faster. `exact` changes nothing. A v that is not a number counts as active. Waits for the
-    device once.
+    Also, over all tokens, how many neurons were active and how many of those reached the second threshold. Each third
+    of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe a copy
+    beforehand is faster. `exact` changes nothing. What is not a number reaches both thresholds. Waits for the device
+    once.
 
     Raises:
         ValueError: weights that the device of x cannot read.
@@ -46,17 +53,19 @@ def expert_swiglu(
     block = block_rows(x, neurons, hidden + 8 * tokens)
     scratch = torch.empty(min(block, neurons), hidden, dtype=x.dtype, device=device)
     y = torch.zeros(tokens, hidden, dtype=torch.float32, device=device)
-    active = torch.zeros((), dtype=torch.int64, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)  # active, and those that reach the second threshold
     scales = scale.view(torch.uint8), zero.view(torch.uint8)
     for start in range(0, neurons if tokens else 0, block):
         count, first = min(block, neurons - start), expert * neurons + start
         v = F.linear(x, unpack(up.q, *scales, vector, first, count, scratch))
         g = F.linear(x, unpack(rows.data, rows.data, rows.data, gate, first, count, scratch))
-        idle = v.abs() < threshold
-        active += idle.numel() - idle.sum()
-        h = (F.silu(g) * v).masked_fill_(idle, 0)
-        y += h @ unpack(rows.data, rows.data, rows.data, down, first, count, scratch)
-    return y.to(x.dtype), int(active)
+        h = F.silu(g) * v
+        active = ~(v.abs() < threshold)
+        kept = active & ~(h.abs() < down_threshold)
+        counts += torch.stack([active.sum(), kept.sum()])
+        y += h.masked_fill_(~kept, 0) @ unpack(rows.data, rows.data, rows.data, down, first, count, scratch)
+    found = counts.tolist()
+    return y.to(x.dtype), found[0], found[1]
 
 
 def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:

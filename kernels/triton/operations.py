@@ -68,7 +68,7 @@ def sparse_swiglu(
     spans = torch.stack([active.offsets[:-1], active.offsets[1:]]).to(x.device)
     found, values = active.neurons.to(x.device), active.values.to(x.device)
     listed = _List(spans, found.contiguous(), values.contiguous(), active.neurons.numel())
-    return _swiglu(x, rows, _moved(calls, x.device), listed, down_thresholds)
+    return _swiglu(x, rows, _moved(calls, x.device), listed, down_thresholds)[0]
 
 
 def moe_step(
@@ -85,14 +85,16 @@ def moe_step(
     With calls and thresholds on the device already, and once it has run, this can be captured in a CUDA graph.
 
     Returns:
-        y (B, H) and how many neurons of each call were active, (P,) int64 on the device.
+        y (B, H) and counts (P, 2) int64 on the device: how many neurons of each call were active, and how many of those
+        reached the second threshold (absent from a pool, they do not).
 
     Raises:
         ValueError: weights that the device of x cannot read.
     """
     calls = _moved(calls, x.device)
     active = _find(x, up, calls, thresholds, packed=False)
-    return _swiglu(x, rows, calls, active, down_thresholds), active.spans[1] - active.spans[0]
+    y, reached = _swiglu(x, rows, calls, active, down_thresholds)
+    return y, torch.stack([active.spans[1] - active.spans[0], reached], dim=1)
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
@@ -170,12 +172,16 @@ def _find(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed:
     return _List(spans, found, values, neurons)
 
 
-def _swiglu(x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List, limits: Tensor | None) -> Tensor:
+def _swiglu(
+    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List, limits: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """y (B, H), and how many neurons of each call reach its limit (P,) int64: all, if there are no limits."""
     device, count, hidden = x.device, calls.experts.numel(), x.shape[1]
     launch.check_device(device)
     launch.check_weights(device, "rows", rows.data)
+    everybody = active.spans[1] - active.spans[0]
     if not count or not active.most:
-        return torch.zeros_like(x)
+        return torch.zeros_like(x), everybody
     pool = isinstance(rows, PoolRows)
     slots = rows.slots.to(device).contiguous() if isinstance(rows, PoolRows) else active.found
     neurons = slots.shape[1] if pool else rows.data.shape[1]
@@ -188,6 +194,7 @@ def _swiglu(x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List,
     partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
     y = torch.empty(x.shape, dtype=x.dtype, device=device)
     tiles = min(launch.GATE_PROGRAMS, triton.cdiv(active.most, launch.GATE_ROWS))
+    reached = torch.empty(count, tiles, dtype=torch.int32, device=device)
     with launch.on(device):
         spread = launch.spread(x, gate)
         gate_kernel[(count, tiles)](
@@ -198,6 +205,7 @@ def _swiglu(x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List,
                 slots,
                 h,
                 place,
+                reached,
                 neurons,
                 count,
                 launch.magic(device),
@@ -210,4 +218,4 @@ def _swiglu(x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List,
         combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](
             calls.tokens, partial, y, count, hidden, slices, launch.COMBINE_COLUMNS
         )
-    return y
+    return y, everybody if limits is None else reached.sum(1)

@@ -23,12 +23,13 @@ from .jit import device_code
 
 @device_code("neurons", "calls")
 def gate_kernel(
-    x, tokens, experts, weights, spans, found, values, limits, data, slots, h, place, neurons, calls, magic,
+    x, tokens, experts, weights, spans, found, values, limits, data, slots, h, place, reached, neurons, calls, magic,
     V: tl.constexpr, POOL: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · silu(gate_n · x) v_n of every active neuron, and the number of its record into place.
 
-    h is zero for what is below its limit or absent from the pool.
+    h is zero for what is below its limit or absent from the pool. With LIMIT also reached (P, programs): how many of
+    each program's neurons are neither.
     """
     call = tl.program_id(0)
     begin = tl.load(spans + call)
@@ -36,6 +37,7 @@ def gate_kernel(
     token = tl.load(tokens + call)
     expert = tl.load(experts + call)
     weight = tl.load(weights + call).to(tl.float32)
+    count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
         at = start + tl.arange(0, ROWS)
         live = at < end
@@ -48,8 +50,11 @@ def gate_kernel(
         product = g / (1.0 + tl.exp(-g)) * tl.load(values + at, mask=live, other=0.0).to(tl.float32)
         if LIMIT:
             there = there & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
+            count += there.to(tl.int32)
         tl.store(h + at, tl.where(there, product * weight, 0.0), mask=live)
         tl.store(place + at, row, mask=live)
+    if LIMIT:
+        tl.store(reached + call * tl.num_programs(1) + tl.program_id(1), tl.sum(count, 0))
 
 
 @device_code("calls")

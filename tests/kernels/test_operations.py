@@ -153,10 +153,10 @@ def test_no_calls_give_zeros(widths: Widths) -> None:
     assert y.shape == x.shape and not y.any()
 
 
-def dense_expert(layer_x: Tensor, gate: Tensor, up: Tensor, down: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+def dense_expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """(y, v) of one expert over all tokens in float64."""
-    v = layer_x @ up.T
-    g = layer_x @ gate.T
+    v = x @ up.T
+    g = x @ gate.T
     h = g / (1 + torch.exp(-g)) * torch.where(v.abs() >= threshold, v, 0.0)
     return h @ down, v
 
@@ -173,7 +173,8 @@ def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
     if dtype == torch.bfloat16:
         v = v.bfloat16().double()
     truth, _ = dense_expert(x.double(), gate, up, down, threshold)
-    y, active = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
+    y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
+    assert kept == active
     unsure = int(((v.abs() - threshold).abs() <= TOLERANCE[dtype] * v.abs().max()).sum())
     assert abs(active - int((v.abs() >= threshold).sum())) <= (unsure if dtype == torch.bfloat16 else 0)
     # A neuron at the threshold is worth at most a threshold's part of y: only exact sets are compared closely.
@@ -183,15 +184,19 @@ def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
 
 @every_width
 @every_size
-def test_expert_swiglu_equals_up_gemv_and_sparse_swiglu(size: Size, widths: Widths) -> None:
+@pytest.mark.parametrize("keep", [0.5, 1.0])
+def test_expert_swiglu_equals_the_sparse_operations(size: Size, widths: Widths, keep: float) -> None:
     layer, x, expert = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), size[0] // 2
     every_token = kernels.Calls(torch.arange(TOKENS), torch.full((TOKENS,), expert), torch.ones(TOKENS))
     v = torch.cat(up_values(layer, x, every_token))
     threshold = threshold_between(v, 0.6)
-    active = kernels.up_gemv(x, layer.stored_up, every_token, torch.full((TOKENS,), threshold))
-    one_by_one = kernels.sparse_swiglu(x, layer.rows, every_token, active)
-    together, count = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
-    assert count == active.neurons.numel()
+    g = x.double() @ layer.gate[expert].T
+    products = (g / (1 + torch.exp(-g))).flatten() * torch.where(v.abs() >= threshold, v, 0.0)
+    limit = threshold_between(products, 0.6 * keep) if keep < 1 else 0.0
+    limits = torch.full((TOKENS,), threshold), torch.full((TOKENS,), limit)
+    one_by_one, counts = kernels.moe_step(x, layer.stored_up, layer.rows, every_token, *limits)
+    together, *count = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold, limit)
+    assert count == counts.sum(0).tolist()
     assert relative_rms(together, one_by_one) <= TOLERANCE[torch.float32]
 
 
@@ -203,17 +208,38 @@ def test_moe_step_is_both_operations(size: Size, widths: Widths) -> None:
     active = kernels.up_gemv(x, layer.stored_up, calls, thresholds)
     limits = torch.full((4,), 0.05)
     y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds, limits)
-    assert torch.equal(counts, active.offsets.diff())
+    assert counts.dtype == torch.int64 and torch.equal(counts[:, 0], active.offsets.diff())
     assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, limits))
+    _, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds)
+    assert torch.equal(counts, active.offsets.diff()[:, None].expand(4, 2))
+
+
+@every_width
+@every_size
+def test_moe_step_counts_what_reaches_the_second_threshold(size: Size, widths: Widths) -> None:
+    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
+    limits: list[float] = []
+    reached: list[int] = []
+    pairs = zip(calls.tokens.tolist(), calls.experts.tolist(), up_values(layer, x, calls), strict=True)
+    for call, (token, expert, v) in enumerate(pairs):
+        g = layer.gate[expert] @ x[token].double()
+        product = g / (1 + torch.exp(-g)) * v
+        limits.append(threshold_between(product, (0.5, 1.0, 0.3, 0.0)[call]))
+        reached.append(int((product.abs() >= limits[-1]).sum()))
+    _, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, torch.zeros(4), torch.tensor(limits))
+    assert counts.tolist() == [[size[1], kept] for kept in reached]
 
 
 def test_nan_reaches_the_result() -> None:
     layer, x, calls = make_layer((3, 7, 40, 20), (2, 4, 4)), make_x(2, 40, torch.float32), make_calls([0, 1], [0, 1])
     x[1, 3] = float("nan")
-    y, _ = kernels.moe_step(x, layer.stored_up, layer.rows, calls, torch.full((2,), 0.5))
-    assert y[0].isfinite().all() and y[1].isnan().all()
-    y, _ = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.5)
-    assert y[0].isfinite().all() and y[1].isnan().all()
+    for seconds in (None, torch.full((2,), 0.5), torch.full((2,), torch.inf)):
+        y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, torch.full((2,), 0.5), seconds)
+        assert y[0].isfinite().all() and y[1].isnan().all() and counts[1].tolist() == [7, 7]
+    for second in (0.0, 0.5, torch.inf):
+        y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.5, second)
+        assert y[0].isfinite().all() and y[1].isnan().all() and active >= kept >= 7
+    assert kept == 7
 
 
 def test_operations_leave_their_arguments_alone() -> None:

@@ -127,6 +127,12 @@ def test_expert_swiglu_refuses_experts(expert: int) -> None:
         kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, expert, 0.0)
 
 
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_expert_swiglu_refuses_second_thresholds(limit: float) -> None:
+    with pytest.raises(ValueError, match="down_threshold"):
+        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, 0, 0.0, limit)
+
+
 @pytest.mark.parametrize("x", BAD_X[:-1])
 def test_expert_swiglu_refuses_x(x: Tensor) -> None:
     with pytest.raises(ValueError):

@@ -27,6 +27,7 @@ def sanitizer_runtime() -> str:
     return path
 
 
+@pytest.mark.timeout(1200)  # instrumented code is slow, more so beside other programs
 def test_cpu_kernels_touch_only_their_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = sanitizer_runtime()
     monkeypatch.setenv("CXX", "g++")

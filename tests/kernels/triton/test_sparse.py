@@ -117,10 +117,11 @@ def test_moe_step_is_both_in_one(size: Size, tokens: int, device: torch.device) 
     active = kernels.up_gemv(x, layer.stored_up, calls, limits)
     for second in (None, seconds):
         y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits, second)
-        assert counts.device.type == device.type and counts.tolist() == active.offsets.diff().tolist()
+        assert counts.device.type == device.type and counts[:, 0].tolist() == active.offsets.diff().tolist()
         assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, second))
-        again, _ = kernels.moe_step(x, layer.stored_up, pool_of(layer.rows), calls, limits, second)
-        assert torch.equal(y, again)
+        again, same = kernels.moe_step(x, layer.stored_up, pool_of(layer.rows), calls, limits, second)
+        assert torch.equal(y, again) and torch.equal(counts, same)
+        assert bool(counts[0, 1] < counts[0, 0]) == (second is not None) and counts[1:, 0].equal(counts[1:, 1])
 
 
 @pytest.mark.parametrize("size", [(2, 21, 40, 20), (2, 21, 64, 64)], ids=size_id)
@@ -155,6 +156,8 @@ def test_below_the_second_threshold_down_is_not_read(widths: Widths, size: Size,
     y = kernels.sparse_swiglu(x.to(device), rows, calls_on(device, calls), active, torch.tensor(limits))
     truth = swiglu(layer, x.double(), calls, kept, [up[mine] for up, mine in zip(v, kept, strict=True)])
     assert relative_rms(y, truth) <= TOLERANCE[torch.float32]
+    step = x.to(device), layer.stored_up, rows, calls_on(device, calls), torch.zeros(2), torch.tensor(limits)
+    assert kernels.moe_step(*step)[1].tolist() == [[size[1], mine.numel()] for mine in kept]
 
 
 @pytest.mark.parametrize("size", [(2, 7, 40, 20), (2, 7, 64, 64)], ids=size_id)
@@ -164,7 +167,7 @@ def test_what_is_not_a_number_shows_in_the_result(size: Size, device: torch.devi
     calls, limits = calls_on(device, make_calls([0, 1], [0, 1])), torch.tensor([1.0, 1.0])
     y, counts = kernels.moe_step(x.to(device), layer.stored_up, layer.rows, calls, limits)
     assert y[0].isnan().all() and not y[1].isnan().any()
-    assert int(counts[0]) == size[1]
+    assert counts[0].tolist() == [size[1], size[1]]
 
 
 @pytest.mark.parametrize("size", [(2, 7, 40, 20), (2, 7, 64, 64)], ids=size_id)

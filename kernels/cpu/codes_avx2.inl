@@ -1,0 +1,133 @@
+// How AVX2 reads codes and scales; included by row_avx2.cpp.
+// A step is what one 32-byte load of codes holds: two chunks of 2 or 3 bits, one of 4 bits. Eight chunks make a
+// section, whose scales fill one register.
+
+namespace floe {
+namespace {
+
+constexpr int64_t kMaxChunks = kMaxChunked / kChunk;
+constexpr int64_t kSection = 8; // chunks
+
+inline __m256i load(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+inline __m128i load128(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+inline __m256i bytes8(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+inline float half(const uint8_t *p) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load16(p)))); }
+
+// How codes of a width fill registers (row_generic.inl: Fill) and memory.
+template <int BITS> struct Width {
+    static constexpr int kPlanes = BITS == 8 ? 1 : BITS == 4 ? 2 : 4;
+    static constexpr int kChunks = BITS <= 3 ? 2 : 1;                        // in a step
+    static constexpr int kChunkBytes = BITS == 8 ? 64 : BITS == 4 ? 32 : 16; // of 3-bit codes, their lower bits
+};
+
+// Where chunk c of a vector lies, and the upper bits of 3-bit codes.
+template <int BITS> inline const uint8_t *chunk_at(const uint8_t *p, int64_t c) {
+    return BITS == 3 ? p + c / 4 * 96 + c % 4 * 16 : p + c * Width<BITS>::kChunkBytes;
+}
+
+inline const uint8_t *top_at(const uint8_t *p, int64_t c, int64_t chunks) {
+    const int64_t here = chunks - c / 4 * 4 < 4 ? chunks % 4 : 4; // chunks in this block
+    return p + c / 4 * 96 + here * 16 + c % 4 * 8;
+}
+
+// The codes of a step as bytes, plane by plane.
+template <int BITS> inline void unpack_planes(__m256i raw, __m128i top, __m256i *codes) {
+    const __m256i nibble = _mm256_set1_epi8(0x0f);
+    if (BITS == 4) {
+        codes[0] = _mm256_and_si256(raw, nibble);
+        codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
+    } else if (BITS == 2) {
+        const __m256i mask = _mm256_set1_epi8(3);
+        codes[0] = _mm256_and_si256(raw, mask);
+        codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 2), mask);
+        codes[2] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), mask);
+        codes[3] = _mm256_and_si256(_mm256_srli_epi16(raw, 6), mask);
+    } else {
+        // A chunk's upper bits are 8 bytes: bit 2k belongs to the first 8 of a plane's 16 codes, bit 2k + 1 to the
+        // rest. Once they are all at 2k, planes 0 and 2 are put together in nibbles, likewise 1 and 3.
+        const __m256i twice = _mm256_permute4x64_epi64(_mm256_castsi128_si256(top), 0x50);
+        const __m256i upper = _mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 1, 0, 1));
+        const __m256i low = _mm256_set1_epi8(0x33), high = _mm256_set1_epi8(0x44);
+        const __m256i even =
+            _mm256_or_si256(_mm256_and_si256(raw, low), _mm256_and_si256(_mm256_slli_epi16(upper, 2), high));
+        const __m256i odd =
+            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(raw, 2), low), _mm256_and_si256(upper, high));
+        codes[0] = _mm256_and_si256(even, nibble);
+        codes[1] = _mm256_and_si256(odd, nibble);
+        codes[2] = _mm256_and_si256(_mm256_srli_epi16(even, 4), nibble);
+        codes[3] = _mm256_and_si256(_mm256_srli_epi16(odd, 4), nibble);
+    }
+}
+
+// The codes of the step that begins with chunk c, which is a constant, of those that start at p. `here`: how many
+// chunks there are, unless it is FULL and there are whole blocks of them; a step's second chunk may be missing.
+template <int BITS, bool FULL> inline void step_codes(const uint8_t *p, int64_t c, int64_t here, __m256i *planes) {
+    const uint8_t *top = BITS == 3 ? top_at(p, c, FULL ? kSection : here) : nullptr;
+    p = chunk_at<BITS>(p, c);
+    if (BITS == 8) { // as 16-bit numbers
+        FLOE_UNROLL for (int j = 0; j < 4; j++) planes[j] = _mm256_cvtepu8_epi16(load128(p + 16 * j));
+    } else if (FULL || BITS == 4 || here - c > 1) {
+        unpack_planes<BITS>(load(p), BITS == 3 ? load128(top) : __m128i(), planes);
+    } else {
+        const __m128i upper = BITS == 3 ? _mm_loadl_epi64((const __m128i *)top) : __m128i();
+        unpack_planes<BITS>(_mm256_zextsi128_si256(load128(p)), upper, planes);
+    }
+}
+
+// Codes of one chunk as 32-bit numbers, eight at a time: use(j, q) gets values 8j...
+template <int BITS, class Use> inline void each_eight(const uint8_t *p, const uint8_t *top, Use use) {
+    if (BITS == 8) {
+        FLOE_UNROLL for (int j = 0; j < 8; j++) use(j, bytes8(p + 8 * j));
+    } else if (BITS == 4) {
+        const __m256i nibble = _mm256_set1_epi32(0x0f);
+        FLOE_UNROLL for (int j = 0; j < 4; j++) {
+            const __m256i q = bytes8(p + 8 * j);
+            use(j, _mm256_and_si256(q, nibble));
+            use(4 + j, _mm256_srli_epi32(q, 4));
+        }
+    } else {
+        const __m256i low = _mm256_set1_epi32(3), high = _mm256_set1_epi32(4);
+        __m256i upper = BITS == 3 ? _mm256_slli_epi32(bytes8(top), 2) : __m256i();
+        FLOE_UNROLL for (int j = 0; j < 2; j++) {
+            const __m256i q = bytes8(p + 8 * j);
+            FLOE_UNROLL for (int k = 0; k < 4; k++) {
+                __m256i code = _mm256_and_si256(_mm256_srli_epi32(q, 2 * k), low);
+                if (BITS == 3)
+                    code = _mm256_or_si256(code, _mm256_and_si256(_mm256_srli_epi32(upper, 2 * k + j), high));
+                use(2 * k + j, code);
+            }
+        }
+    }
+}
+
+// Where chunk i of a section has its place among the scales: with two chunks in a step, the even ones stand in the
+// lower lane and the odd ones in the upper lane, so that one permutation within lanes serves both.
+template <int BITS> inline int64_t place_of(int64_t i) { return Width<BITS>::kChunks == 2 ? i / 2 + i % 2 * 4 : i; }
+
+template <int BITS> inline __m256 section_halves(const uint8_t *p) {
+    __m128i raw = load128(p);
+    if (Width<BITS>::kChunks == 2)
+        raw = _mm_shuffle_epi8(raw, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    return _mm256_cvtph_ps(raw);
+}
+
+// float16 of the groups that a section's chunks belong to, in the chunks' places; zero behind the last chunk.
+template <int BITS> FLOE_NOINLINE __m256 gather_halves(const floe_vector &v, const uint8_t *p, int64_t start) {
+    const int64_t per_group = v.group / kChunk, here = v.n / kChunk - start;
+    float values[kSection] = {};
+    for (int64_t i = 0; i < kSection && i < here; i++)
+        values[place_of<BITS>(i)] = half(p + 2 * ((start + i) / per_group));
+    return _mm256_loadu_ps(values);
+}
+
+// Scales of a section's chunks in their places, and scale · zero.
+template <int BITS, bool FULL>
+inline void section_scales(const floe_vector &v, const Stored &w, int64_t start, __m256 *scale, __m256 *zero) {
+    const bool direct = FULL && v.group == kChunk;
+    *scale = direct ? section_halves<BITS>(w.scale + 2 * start) : gather_halves<BITS>(v, w.scale, start);
+    *zero = direct ? section_halves<BITS>(w.zero + 2 * start) : gather_halves<BITS>(v, w.zero, start);
+    *zero = _mm256_mul_ps(*scale, *zero);
+}
+
+} // namespace
+} // namespace floe

@@ -1,0 +1,203 @@
+// Products of stored vectors with tokens in AVX2; included by row_avx2.cpp.
+// Codes of up to 4 bits are multiplied with the 8-bit digits of x and added in 16 bits; 8-bit codes, which would
+// overflow there, with x in 16 bits, or as floats where x must keep its precision.
+
+namespace floe {
+namespace {
+
+constexpr int kTokens = 4; // at a time: their sums, scales and the codes of a step fill the registers
+
+inline float sum8(__m256 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+
+// Integer sums of a step with one token. 16-bit sums of at most 8 products of 15 and 127 do not overflow.
+template <int BITS, int DIGITS> inline __m256 step_sum(const __m256i *codes, const int8_t *digits) {
+    if (BITS == 8) {
+        __m256i total = _mm256_madd_epi16(codes[0], load(digits));
+        FLOE_UNROLL for (int j = 1; j < 4; j++) total =
+            _mm256_add_epi32(total, _mm256_madd_epi16(codes[j], load(digits + 32 * j)));
+        return _mm256_cvtepi32_ps(total);
+    }
+    constexpr int kPlanes = Width<BITS>::kPlanes;
+    __m256i total = _mm256_setzero_si256();
+    FLOE_UNROLL for (int d = 0; d < DIGITS; d++) {
+        __m256i a = _mm256_maddubs_epi16(codes[0], load(digits + d * kPlanes * kChunk));
+        FLOE_UNROLL for (int k = 1; k < kPlanes; k++) a =
+            _mm256_add_epi16(a, _mm256_maddubs_epi16(codes[k], load(digits + (d * kPlanes + k) * kChunk)));
+        a = _mm256_madd_epi16(a, _mm256_set1_epi16((short)(1 << (7 * (DIGITS - 1 - d)))));
+        total = d ? _mm256_add_epi32(total, a) : a;
+    }
+    return _mm256_cvtepi32_ps(total);
+}
+
+// Where a token's digits for the step that begins with chunk c lie, counted from those of its section.
+template <int BITS, int DIGITS> inline int64_t step_digits(int64_t c) {
+    constexpr int64_t kChunks = Width<BITS>::kPlanes, kStride = DIGITS * kChunks * kChunk; // of a 64-byte register
+    return BITS == 8 ? c * 2 * kChunk : c / kChunks * kStride + c % kChunks / Width<BITS>::kChunks * 32;
+}
+
+// A section from chunk `start` on (shorter unless FULL) of a vector with TOKENS tokens, added to total[token].
+template <int BITS, int DIGITS, int TOKENS, bool FULL>
+inline void add_section(const floe_vector &v, const Stored &w, const Token *const *tokens, int64_t start,
+                        __m256 *total) {
+    constexpr int64_t kChunks = Width<BITS>::kChunks;
+    const uint8_t *p = chunk_at<BITS>(w.codes, start);
+    const int8_t *digits[TOKENS];
+    __m256 scale, zero, scales[TOKENS];
+    alignas(32) float single[TOKENS][kSection];
+    section_scales<BITS, FULL>(v, w, start, &scale, &zero);
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+        digits[t] = tokens[t]->digits + start / kSection * step_digits<BITS, DIGITS>(kSection);
+        scales[t] = _mm256_mul_ps(scale, _mm256_loadu_ps(tokens[t]->scale + start));
+        total[t] = _mm256_fnmadd_ps(zero, _mm256_loadu_ps(tokens[t]->sums + start), total[t]);
+        if (kChunks == 1) _mm256_store_ps(single[t], scales[t]);
+    }
+    FLOE_UNROLL for (int64_t c = 0; c < kSection; c += kChunks) {
+        const int64_t here = v.n / kChunk - start;
+        if (!FULL && c >= here) break;
+        __m256i codes[4];
+        step_codes<BITS, FULL>(p, c, here, codes);
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+            const __m256 factor = kChunks == 1 ? _mm256_broadcast_ss(single[t] + c)
+                                               : _mm256_permutevar_ps(scales[t], _mm256_set1_epi32((int)(c / 2)));
+            const __m256 sum = step_sum<BITS, DIGITS>(codes, digits[t] + step_digits<BITS, DIGITS>(c));
+            total[t] = _mm256_fmadd_ps(sum, factor, total[t]);
+        }
+    }
+}
+
+// Sections `from`..`to` (in chunks) of one vector, onto sums[token].
+template <int BITS, int DIGITS, int TOKENS>
+inline void add_sections(const floe_vector &v, const Stored &w, const Token *const *tokens, int64_t from, int64_t to,
+                         __m256 *sums, Pace &pace) {
+    __m256 total[TOKENS];
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) total[t] = sums[t];
+    for (; from + kSection <= to; from += kSection) {
+        pace.step();
+        add_section<BITS, DIGITS, TOKENS, true>(v, w, tokens, from, total);
+    }
+    if (from < to) add_section<BITS, DIGITS, TOKENS, false>(v, w, tokens, from, total);
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = total[t];
+}
+
+template <int BITS, int DIGITS>
+void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
+               const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
+    __m256 sums[kBatch][kBatch];
+    const Token *own[kBatch][kBatch]; // each vector meets its own tokens
+    int counts[kBatch];
+    Pace paces[kBatch];
+    const int64_t chunks = v.n / kChunk;
+    for (int r = 0; r < rows; r++) {
+        paces[r] = Pace(ahead[r], chunks / kSection);
+        counts[r] = 0;
+        for (int t = 0; t < count; t++) {
+            if (!is_wanted(wanted, r, t)) continue;
+            sums[r][counts[r]] = _mm256_setzero_ps();
+            own[r][counts[r]++] = tokens[t];
+        }
+    }
+    // One or two tokens' digits stay in the first cache as they are; those of more only section by section.
+    const int64_t span = count > 2 ? kSection : chunks;
+    for (int64_t from = 0; from < chunks; from += span) {
+        const int64_t to = from + span < chunks ? from + span : chunks;
+        for (int r = 0; r < rows; r++) {
+            Pace done, *pace = paces + r;
+            int t = 0;
+            for (; t + kTokens <= counts[r]; t += kTokens, pace = &done)
+                add_sections<BITS, DIGITS, kTokens>(v, w[r], own[r] + t, from, to, sums[r] + t, *pace);
+            switch (counts[r] - t) {
+            case 3: add_sections<BITS, DIGITS, 3>(v, w[r], own[r] + t, from, to, sums[r] + t, *pace); break;
+            case 2: add_sections<BITS, DIGITS, 2>(v, w[r], own[r] + t, from, to, sums[r] + t, *pace); break;
+            case 1: add_sections<BITS, DIGITS, 1>(v, w[r], own[r] + t, from, to, sums[r] + t, *pace); break;
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int t = 0, i = 0; t < count; t++)
+            if (is_wanted(wanted, r, t)) out[r][t] = sum8(sums[r][i++]);
+}
+
+// 8-bit codes of a chunked vector with up to kTokens tokens in floats.
+template <int TOKENS>
+void dot_bytes(const floe_vector &v, const Stored &w, const Token *const *tokens, float *out, Ahead ahead) {
+    constexpr int kLanes = TOKENS == 1 ? 4 : 2; // sums of a token, so that none waits for the one before
+    Pace pace(ahead, v.n / v.group);
+    __m256 sums[TOKENS];
+    float zeros[TOKENS] = {};
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < v.n / v.group; g++) {
+        const int64_t start = g * v.group;
+        const float scale = half(w.scale + 2 * g), zero = scale * half(w.zero + 2 * g);
+        __m256 a[TOKENS][kLanes];
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) FLOE_UNROLL for (int j = 0; j < kLanes; j++) a[t][j] =
+            _mm256_setzero_ps();
+        pace.step();
+        for (int64_t i = start; i < start + v.group; i += 8 * kLanes) {
+            FLOE_UNROLL for (int j = 0; j < kLanes; j++) {
+                const __m256 q = _mm256_cvtepi32_ps(bytes8(w.codes + i + 8 * j));
+                FLOE_UNROLL for (int t = 0; t < TOKENS; t++) a[t][j] =
+                    _mm256_fmadd_ps(q, _mm256_loadu_ps(tokens[t]->x + i + 8 * j), a[t][j]);
+            }
+        }
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+            __m256 sum = _mm256_add_ps(a[t][0], a[t][1]);
+            if (kLanes == 4) sum = _mm256_add_ps(sum, _mm256_add_ps(a[t][kLanes - 2], a[t][kLanes - 1]));
+            sums[t] = _mm256_fmadd_ps(sum, _mm256_set1_ps(scale), sums[t]);
+            zeros[t] += zero * tokens[t]->sums[g];
+        }
+    }
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) out[t] = sum8(sums[t]) - zeros[t];
+}
+
+inline __m256 wide(const uint8_t *p, bool bfloat16) {
+    if (bfloat16) return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
+    return _mm256_cvtph_ps(load128(p));
+}
+
+// 16-bit values with up to kTokens tokens.
+template <int TOKENS>
+void dot_halves(const floe_vector &v, const Stored &w, const Token *const *tokens, float *out, Ahead ahead) {
+    const bool bfloat16 = v.bfloat16 != 0;
+    Pace pace(ahead, v.n / 16);
+    __m256 sums[TOKENS][2];
+    float rest[TOKENS] = {};
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t][0] = sums[t][1] = _mm256_setzero_ps();
+    int64_t i = 0;
+    for (; i + 16 <= v.n; i += 16) {
+        pace.step();
+        FLOE_UNROLL for (int j = 0; j < 2; j++) {
+            const __m256 q = wide(w.codes + 2 * (i + 8 * j), bfloat16);
+            FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t][j] =
+                _mm256_fmadd_ps(q, _mm256_loadu_ps(tokens[t]->x + i + 8 * j), sums[t][j]);
+        }
+    }
+    for (; i < v.n; i++)
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) rest[t] +=
+            wide16(load16(w.codes + 2 * i), v.bfloat16) * tokens[t]->x[i];
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) out[t] = rest[t] + sum8(_mm256_add_ps(sums[t][0], sums[t][1]));
+}
+
+// Vectors that go through floats.
+void dot_floats(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
+                const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
+    const auto one = v.bits == 16 ? dot_halves<1> : dot_bytes<1>, four = v.bits == 16 ? dot_halves<4> : dot_bytes<4>;
+    for (int r = 0; r < rows; r++) {
+        const Token *own[kBatch];
+        float found[kBatch];
+        int mine = 0, done = 0;
+        for (int t = 0; t < count; t++)
+            if (is_wanted(wanted, r, t)) own[mine++] = tokens[t];
+        Ahead rest = ahead[r];
+        for (; done + 4 <= mine; done += 4, rest.lines = 0) four(v, w[r], own + done, found + done, rest);
+        for (; done < mine; done++, rest.lines = 0) one(v, w[r], own + done, found + done, rest);
+        for (int t = 0, i = 0; t < count; t++)
+            if (is_wanted(wanted, r, t)) out[r][t] = found[i++];
+    }
+}
+
+} // namespace
+} // namespace floe
