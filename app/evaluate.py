@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..models.errors import PackError, UsageError
+from . import progress
+from .against import source_of, text_ids
+from .progress import rounded
 from .widgets import units
 from .widgets.plain import printable
 
@@ -80,12 +80,12 @@ def evaluate(
     from ..models.catalog import find
 
     pack = find(model)
-    origin = _source(pack, source)
-    ids = _text_ids(pack, text_file)
+    origin = source_of(pack, source)
+    ids = text_ids(pack, text_file)
     try:
-        found = run(pack, origin, ids, presets, tokens, device, Told(_step, _note))
+        found = run(pack, origin, ids, presets, tokens, device, Told(progress.step, progress.note))
     finally:
-        _clear()
+        progress.clear()
     if not as_json:
         click.echo(table(found) + "\n")
     text = "built-in" if text_file is None else str(text_file)
@@ -121,91 +121,7 @@ def _row(row: Measured) -> str:
     )
 
 
-def _source(pack: Path, given: Path | None) -> Path:
-    """Raises UsageError: the folder given is a pack, or none was given and none lies beside the pack."""
-    if given is not None:
-        if (given / "manifest.json").exists():
-            raise UsageError(
-                f"{given} is itself packed", "", "Give the folder of the 16-bit checkpoint that was packed as --source."
-            )
-        return given
-    from ..models.manifest import Manifest
-
-    name = Manifest.read(pack).source.name
-    beside = pack.resolve().parent / Path(name).name
-    if (beside / "config.json").is_file() and not (beside / "manifest.json").exists():
-        return beside
-    raise UsageError(
-        "The source of the pack is not known",
-        f"It was packed from a folder called {name}, and there is no checkpoint at {beside}.",
-        "Give that folder: --source FOLDER.",
-    )
-
-
-def _text_ids(pack: Path, file: Path | None) -> list[int]:
-    """The text by the pack's tokenizer. The built-in one lacks the passages that thresholds were measured on."""
-    from tokenizers import Tokenizer
-
-    from ..models.calibration import read_tokens
-    from ..models.catalog import asset
-
-    path = pack / "tokenizer.json"
-    text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else _read(file)
-    try:
-        ids: list[int] = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
-    # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
-    except Exception as error:
-        raise PackError(f"{path} cannot be read", str(error), "Restore it from the source checkpoint.") from error
-    return ids if file is not None else _without(ids, read_tokens(pack, text).tolist())
-
-
-def _without(ids: list[int], passages: list[list[int]]) -> list[int]:
-    """`ids` without `passages`, which lie in it in order."""
-    left: list[int] = []
-    begin = 0
-    for passage in passages:
-        at = next(place for place in range(begin, len(ids)) if ids[place : place + len(passage)] == passage)
-        left += ids[begin:at]
-        begin = at + len(passage)
-    return left + ids[begin:]
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error
-
-
 def _fields(found: Evaluation) -> dict[str, Any]:
     fields: dict[str, Any] = dataclasses.asdict(found)
     fields["presets"] = [row | row.pop("divergence") for row in fields["presets"]]
-    return _rounded(fields)
-
-
-def _rounded(value: Any) -> Any:
-    """Six digits of every number; what is infinite, such as the perplexity of an absurd model, is null."""
-    if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-def _step(what: str) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r{what[:99]:<99}", nl=False, err=True)
-
-
-def _note(what: str) -> None:
-    _clear()
-    click.echo(f"floe-chat: {printable(what)}", err=True)
-
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r{'':99}\r", nl=False, err=True)
+    return rounded(fields)

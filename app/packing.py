@@ -13,14 +13,13 @@ from ..models.pack import PackSpec, pack
 
 
 def pack_folder(
-    source: Path, destination: Path, up: int, rows: int, dense: int, name: str, progress: Callable[[str, float], None]
+    source: Path, destination: Path, spec: PackSpec, name: str, progress: Callable[[str, float], None]
 ) -> tuple[Manifest, int]:
     """Pack `source`, calibrating on the built-in text; returns the manifest and the pack's bytes.
 
     Raises:
         FloeError: whatever `Checkpoint` and `pack` raise.
     """
-    spec = PackSpec(up=up, gate=rows, down=rows, dense=dense)
     checkpoint = Checkpoint(source)
     tokens = read_tokens(source, asset("calibration.txt").read_text(encoding="utf-8"))
     manifest = pack(checkpoint, destination, spec, tokens, name, progress)

@@ -18,5 +18,6 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) -> (..., N) of x's dtype."""
-        y = kernels.linear(x.flatten(0, -2), self.weights, exact=self.control.exact).unflatten(0, x.shape[:-1])
+        exact = self.control.preset.lossless
+        y = kernels.linear(x.flatten(0, -2), self.weights, exact=exact).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias

@@ -81,16 +81,17 @@ class Told:
 
 
 def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
-    """The presets to measure, least sparse first: those named, or all that the pack can run and NO_SPARSITY.
+    """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY.
 
     Raises:
         UsageError: a name that is no preset, or one that this pack cannot run.
     """
-    wanted = names or (NO_SPARSITY.name, *quality.available(manifest))
-    chosen = {
-        NO_SPARSITY if name.lower() == NO_SPARSITY.name.lower() else quality.get(name, manifest) for name in wanted
+    runnable = quality.of(manifest)
+    every = [*(p for p in runnable if p.lossless), NO_SPARSITY, *(p for p in runnable if not p.lossless)]
+    wanted = {
+        NO_SPARSITY if name.lower() == NO_SPARSITY.name.lower() else quality.get(name, manifest) for name in names
     }
-    return sorted(chosen, key=lambda preset: (preset.sparsity, not preset.lossless))
+    return [preset for preset in every if not names or preset in wanted]
 
 
 def run(
@@ -121,9 +122,9 @@ def run(
         raise damaged(pack, f"Its tokenizer knows token {int(windows.max())}; the weights have fewer.")
     reference = Reference(checkpoint, identity, told)
     expected = reference.logits(windows[:, :-1], keep)
-    found = [_divergence(loaded, preset, windows, expected, told) for preset in presets]
+    found = [measured_divergence(loaded, preset, windows, expected, told) for preset in presets]
     prompts = cut_prompts(ids, checkpoint.config)
-    answers = [_continue(loaded, preset, prompts, told) for preset in presets]
+    answers = [continuation(loaded, preset, prompts, told) for preset in presets]
     parted = _where_parted(reference, prompts, [answer.tokens for answer in answers])
     return Evaluation(
         model=facts.model,
@@ -161,11 +162,14 @@ class Reference:
 
 
 def _use(loaded: LoadedModel, preset: Preset) -> None:
-    loaded.control.sparsity, loaded.control.exact = preset.sparsity, preset.lossless
+    loaded.control.preset = preset
     loaded.control.counting = False
 
 
-def _divergence(loaded: LoadedModel, preset: Preset, windows: Tensor, expected: Tensor, told: Told) -> Divergence:
+def measured_divergence(
+    loaded: LoadedModel, preset: Preset, windows: Tensor, expected: Tensor, told: Told
+) -> Divergence:
+    """How far a pack is from its source at one preset; expected: (N, keep, V), the source's logits of each window."""
     _use(loaded, preset)
     keep = expected.shape[1]
     scores: list[Scores] = []
@@ -193,15 +197,16 @@ def _pack_logits(loaded: LoadedModel, ids: Tensor, keep: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Continued:
-    """tokens: (P, T) int64, what follows each prompt greedily; means of what was counted meanwhile."""
+class Continued:
+    """What follows each prompt greedily, tokens (P, T) int64, and means of what was counted meanwhile."""
 
     tokens: Tensor
     active_neurons: float | None
     bytes_per_token: float | None
 
 
-def _continue(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Told) -> _Continued:
+def continuation(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Told) -> Continued:
+    """Continue prompts (P, T) greedily at one preset."""
     _use(loaded, preset)
     tokens: list[list[int]] = []
     active: list[float] = []
@@ -224,7 +229,7 @@ def _continue(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Told) 
         stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=loaded.window)
         active += [] if stats.active_neurons is None else [stats.active_neurons]
         nbytes += [] if stats.bytes_per_token is None else [stats.bytes_per_token]
-    return _Continued(torch.tensor(tokens), _mean(active), _mean(nbytes))
+    return Continued(torch.tensor(tokens), _mean(active), _mean(nbytes))
 
 
 def _where_parted(reference: Reference, prompts: Tensor, answers: list[Tensor]) -> list[tuple[int | None, ...]]:

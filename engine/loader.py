@@ -70,7 +70,7 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     backend = kernels.choose(torch.device(place).type)
     threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
     torch.set_num_threads(threads)
-    control = Control(chosen.sparsity, exact=chosen.lossless)
+    control = Control(chosen)
     telemetry = Telemetry(manifest.architecture.layers, manifest.architecture.experts)
     report("Reading the dense part", 0.5)
     packed_bytes = 0  # of what lies on the device as codes
@@ -146,4 +146,5 @@ def _to(layer: PackedLayer, device: str) -> PackedLayer:
         up=replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device)),
         rows=replace(rows, data=rows.data.to(device)),
         thresholds=layer.thresholds.to(device),
+        products=layer.products.to(device),
     )

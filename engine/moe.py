@@ -7,6 +7,7 @@ neurons, compute. Locating, placing and looking ahead slot in between.
 from __future__ import annotations
 
 import threading
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from .. import kernels
 from ..kernels.types import Calls
 from ..models.calibration import threshold_at
 from ..models.packed import PackedLayer
+from . import selection
+from .quality import Preset
 from .telemetry import Telemetry
 
 DECODE_TOKENS = 8  # in one step: up to so many go neuron by neuron, more expert by expert
@@ -31,13 +34,12 @@ class Control:
     """What a running answer can be told from another thread.
 
     Attributes:
-        sparsity: 0..1, read by each layer at each step. exact: whether the kernels keep float32's precision of what
-            experts read. cancelled: set to stop within one layer.
+        preset: what a token may skip, read by each layer at each step. cancelled: set to stop within one layer.
         counting: whether layers add to the telemetry (decode does, prefill does not).
     """
 
-    def __init__(self, sparsity: float, *, exact: bool) -> None:
-        self.sparsity, self.exact = sparsity, exact
+    def __init__(self, preset: Preset) -> None:
+        self.preset = preset
         self.cancelled = threading.Event()
         self.counting = False
 
@@ -48,8 +50,7 @@ class MoELayer(nn.Module):
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
-        self._sparsity: float | None = None
-        self._thresholds = torch.empty(0)
+        self._plan = _Plan(packed, control.preset)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
@@ -59,48 +60,87 @@ class MoELayer(nn.Module):
         """
         if self.control.cancelled.is_set():
             raise Cancelled
-        if self._sparsity != self.control.sparsity:
-            self._sparsity = self.control.sparsity
-            self._thresholds = threshold_at(self.packed.thresholds, self._sparsity)
-        compute = self._decode if hidden.shape[0] <= DECODE_TOKENS else self._prefill
-        return compute(hidden, top_k_index, top_k_weights)
-
-    def _decode(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        tokens = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(top_k_index.shape[1])
-        calls = Calls(tokens, top_k_index.flatten(), top_k_weights.flatten())
-        thresholds = self._thresholds[calls.experts]
-        y, active = kernels.moe_step(
-            hidden, self.packed.up, self.packed.rows, calls, thresholds, exact=self.control.exact
-        )
+        if self._plan.preset is not self.control.preset:
+            self._plan = _Plan(self.packed, self.control.preset)
+        calls = self._plan.calls(top_k_index, top_k_weights)
+        if hidden.shape[0] > DECODE_TOKENS:
+            return self._prefill(hidden, calls)
+        y, counts = self._step(hidden, calls)
         if self.control.counting:
-            self._count(calls, int(active.sum()))
+            self._count(top_k_index, calls, counts)
         return y
 
-    def _prefill(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        few = FEW_TOKENS_SPARSE if self.control.sparsity >= 0.5 else FEW_TOKENS
-        exact = self.control.exact
-        up, rows = self.packed.up, self.packed.rows
-        flat, weights = top_k_index.flatten(), top_k_weights.flatten()
-        tokens = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(top_k_index.shape[1])
-        counts = flat.bincount(minlength=rows.data.shape[0])
-        rare = counts[flat] <= few
-        calls = Calls(tokens[rare], flat[rare], weights[rare])
-        out, _ = kernels.moe_step(hidden, up, rows, calls, self._thresholds[calls.experts], exact=exact)
+    def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
+        plan = self._plan
+        up, rows, exact = plan.layer.up, plan.layer.rows, plan.preset.lossless
+        down_thresholds = None if plan.products is None else plan.products[calls.experts]
+        thresholds = plan.thresholds[calls.experts]
+        return kernels.moe_step(hidden, up, rows, calls, thresholds, down_thresholds, exact=exact)
+
+    def _prefill(self, hidden: Tensor, calls: Calls) -> Tensor:
+        plan = self._plan
+        few = FEW_TOKENS_SPARSE if plan.preset.sparsity >= 0.5 else FEW_TOKENS
+        counts = calls.experts.bincount(minlength=len(plan.thresholds))
+        rare = counts[calls.experts] <= few
+        out, _ = self._step(hidden, Calls(calls.tokens[rare], calls.experts[rare], calls.weights[rare]))
         for expert in (counts > few).nonzero().squeeze(1).tolist():
             if self.control.cancelled.is_set():
                 raise Cancelled
-            mine = flat == expert
-            token = tokens[mine]
-            threshold = float(self._thresholds[expert])
-            y, _ = kernels.expert_swiglu(hidden[token], up, rows, expert, threshold, exact=exact)
-            out.index_add_(0, token, y * weights[mine, None].to(y.dtype))
+            mine = calls.experts == expert
+            token = calls.tokens[mine]
+            y, _, _ = kernels.expert_swiglu(
+                hidden[token],
+                plan.layer.up,
+                plan.layer.rows,
+                expert,
+                float(plan.thresholds[expert]),
+                0.0 if plan.products is None else float(plan.products[expert]),
+                exact=plan.preset.lossless,
+            )
+            out.index_add_(0, token, y * calls.weights[mine, None].to(y.dtype))
         return out
 
-    def _count(self, calls: Calls, active: int) -> None:
-        counts = self.telemetry.layers[self.index]
-        rows = self.packed.rows
-        counts.neurons += calls.experts.numel() * rows.data.shape[1]
-        counts.active += active
-        counts.bytes += calls.experts.numel() * self.packed.up.bytes_per_expert() + active * rows.layout.nbytes
-        for expert in calls.experts.tolist():
-            counts.calls[expert] += 1
+    def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
+        layer, telemetry = self._plan.layer, self.telemetry.layers[self.index]
+        active, kept = counts.sum(0).tolist()
+        gate = layer.rows.layout.gate.nbytes
+        telemetry.neurons += chosen.numel() * self.packed.rows.data.shape[1]
+        telemetry.active += active
+        telemetry.bytes += calls.experts.numel() * layer.up.bytes_per_expert()
+        telemetry.bytes += active * gate + kept * (layer.rows.layout.nbytes - gate)
+        for expert in chosen.flatten().tolist():
+            telemetry.calls[expert] += 1
+
+
+class _Plan:
+    """What a preset makes of a layer: experts, whole or as halves, and their thresholds (E,) or (2E,).
+
+    Attributes:
+        products: thresholds of what enters down; None where the preset has none.
+    """
+
+    def __init__(self, packed: PackedLayer, preset: Preset) -> None:
+        self.preset, self._split = preset, preset.major > preset.drop
+        self.layer = packed.halved() if self._split else packed
+        self.thresholds = threshold_at(self.layer.thresholds, preset.sparsity)
+        self.products = threshold_at(self.layer.products, preset.product) if preset.product else None
+
+    def calls(self, index: Tensor, weights: Tensor) -> Calls:
+        """index and weights (B, K), the router's choice -> what is computed of it."""
+        if not self.preset.drop and not self._split:
+            tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
+            return Calls(tokens, index.flatten(), weights.flatten())
+        places: list[int] = []
+        experts: list[int] = []
+        # In plain Python, since a decode step has two of them and each operation on tensors costs as much as them all.
+        halves = selection.halves(weights.tolist(), self.preset.drop, self.preset.major)
+        for place, (expert, part) in enumerate(zip(chain(*index.tolist()), chain(*halves), strict=True)):
+            wanted = [2 * expert, 2 * expert + 1][:part] if self._split else [expert][:part]
+            places += [place] * len(wanted)
+            experts += wanted
+        at = torch.tensor(places, dtype=torch.int64, device=index.device)
+        return Calls(
+            at // index.shape[1],
+            torch.tensor(experts, dtype=torch.int64, device=index.device),
+            weights.flatten()[at],
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..models.errors import UsageError
 from ..models.manifest import Manifest
@@ -10,25 +10,49 @@ from ..models.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`sparsity` is the share of an expert's neurons that is skipped on text like the calibration's (FloE eq. 6)."""
+    """What a token may skip. Shares are of an expert's neurons, on text like the calibration's.
+
+    Attributes:
+        sparsity: share left out by |up · x| (FloE eq. 6). product: share whose down half is left out, by
+            |silu(gate · x) · up · x|.
+        drop, major: scores of the router, relative to the mean of a token's experts, below which an expert is left out,
+            or only its major half computed (DualSparse-MoE section 4).
+        lossless: nothing is left out, and the kernels keep all of float32's precision.
+    """
 
     name: str
     sparsity: float
+    product: float = 0.0
+    drop: float = 0.0
+    major: float = 0.0
     lossless: bool = False
 
 
 PRESETS = (
     Preset("Exact", 0.0, lossless=True),
-    Preset("High", 0.4),
-    Preset("Balanced", 0.6),
-    Preset("Fast", 0.8),
+    Preset("High", 0.3, 0.5, drop=0.2, major=0.2),
+    Preset("Balanced", 0.5, 0.7, drop=0.2, major=0.4),
+    Preset("Fast", 0.6, 0.8, drop=0.4, major=0.8),
 )
 DEFAULT = "Balanced"
 
 
+def of(manifest: Manifest) -> tuple[Preset, ...]:
+    """The presets that a pack can run, best first.
+
+    Exact is there only where all weights are the source's own 16-bit weights. High, Balanced and Fast are those that
+    were measured on this very pack (`floe-chat tune`), or else shares that did well on others.
+    """
+    tuned = {t.name: Preset(t.name, t.sparsity, t.product, t.drop, t.major) for t in manifest.tuned}
+    presets = [tuned.get(p.name, p) for p in PRESETS if manifest.lossless or not p.lossless]
+    if manifest.architecture.intermediate % 2:  # an odd number of neurons has no halves
+        presets = [replace(p, major=p.drop) for p in presets]
+    return tuple(presets)
+
+
 def available(manifest: Manifest) -> tuple[str, ...]:
-    """The presets that a pack can run: Exact only where all weights are the source's own 16-bit weights."""
-    return tuple(preset.name for preset in PRESETS if manifest.lossless or not preset.lossless)
+    """The names of the presets that a pack can run, best first."""
+    return tuple(preset.name for preset in of(manifest))
 
 
 def get(name: str, manifest: Manifest) -> Preset:
@@ -37,13 +61,14 @@ def get(name: str, manifest: Manifest) -> Preset:
     Raises:
         UsageError: there is no such preset, or this pack cannot run it.
     """
-    preset = next((preset for preset in PRESETS if preset.name.lower() == name.lower()), None)
-    if preset is None:
+    known = next((preset.name for preset in PRESETS if preset.name.lower() == name.lower()), None)
+    if known is None:
         raise UsageError(f"There is no preset {name!r}", "", f"Choose one of {', '.join(p.name for p in PRESETS)}.")
-    if preset.lossless and not manifest.lossless:
+    preset = next((preset for preset in of(manifest) if preset.name == known), None)
+    if preset is None:
         raise UsageError(
-            f"This pack cannot run {preset.name}",
-            f"It holds {manifest.widths.describe()}; {preset.name} needs the source's own 16-bit weights.",
+            f"This pack cannot run {known}",
+            f"It holds {manifest.widths.describe()}; {known} needs the source's own 16-bit weights.",
             f"Choose one of {', '.join(available(manifest))}, or pack with --up 16 --rows 16 --dense 16.",
         )
     return preset

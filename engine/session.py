@@ -152,7 +152,7 @@ class Session:
 
         loaded = self._need_model()
         preset = quality.get(command.preset, loaded.packed.manifest)
-        loaded.control.sparsity, loaded.control.exact = preset.sparsity, preset.lossless
+        loaded.control.preset = preset
         self._events.put(PresetChanged(preset.name))
 
     def _need_model(self) -> LoadedModel:

@@ -31,13 +31,19 @@ class SourceModel:
     """A checkpoint that answers with logits.
 
     Args:
-        report: called with each step in words.
+        report: called with each step in words. experts: layer and its router -> what computes its experts; by default
+            they are transformers' own.
 
     Raises:
         CheckpointError: tensors that are missing or of another shape than config.json asks for.
     """
 
-    def __init__(self, checkpoint: Checkpoint, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        report: Callable[[str], None],
+        experts: Callable[[int, nn.Module], nn.Module] | None = None,
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         self._checkpoint, self._report = checkpoint, report
@@ -51,10 +57,13 @@ class SourceModel:
         if config.tie_word_embeddings:
             self._published.setdefault("lm_head.weight", self._published.get("model.embed_tokens.weight", ""))
         for index, layer in enumerate(model.model.layers):
-            experts = layer.mlp.experts
-            del experts.gate_up_proj, experts.down_proj
-            experts.gate_up_proj = _Shelf(checkpoint, index, ("gate", "up"))
-            experts.down_proj = _Shelf(checkpoint, index, ("down",))
+            if experts is None:
+                own = layer.mlp.experts
+                del own.gate_up_proj, own.down_proj
+                own.gate_up_proj = _Shelf(checkpoint, index, ("gate", "up"))
+                own.down_proj = _Shelf(checkpoint, index, ("down",))
+            else:
+                layer.mlp.experts = experts(index, layer.mlp.gate)
             self._stream(layer, f"model.layers.{index}", f"Source: layer {index + 1} of {config.num_hidden_layers}")
         self._stream(model.model.embed_tokens, "model.embed_tokens", "Source: embedding")
         self._stream(model.model.norm, "model.norm", "Source: last norm")
@@ -82,6 +91,16 @@ class SourceModel:
                 "Download the checkpoint again.",
             )
         return logits
+
+    def states(self, ids: Tensor) -> Tensor:
+        """ids (N, T) int64 -> what enters the output head, (N, T, H) float32."""
+        with torch.inference_mode():
+            return self._model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def head(self, states: Tensor) -> Tensor:
+        """states (..., H) -> logits (..., V) float32."""
+        with torch.inference_mode():
+            return self._model.lm_head(states)
 
     def _stream(self, module: nn.Module, prefix: str, step: str) -> None:
         places = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]

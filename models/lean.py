@@ -7,22 +7,29 @@ import sys
 
 
 def import_model_code() -> None:
-    """Import transformers' model code, with its KV cache module told that hqq is absent.
+    """Import transformers' model code, with its modules told that hqq and scipy are absent where they do not matter.
 
-    That module imports hqq for a quantized cache that floe-chat does not use, and hqq decorates functions with
+    Its KV cache imports hqq for a quantized cache that floe-chat does not use, and hqq decorates functions with
     torch.compile at import, which loads torch._inductor: 1.5 to 2.5 s of CPU before the first answer (of 7 to 8).
-    `models/quantize.py` imports hqq itself, when something is packed.
+    `models/quantize.py` imports hqq itself, when something is packed. Its losses import scipy, where it is installed,
+    for training detectors: another second.
     """
-    if "transformers.cache_utils" in sys.modules:
+    _import_without("is_hqq_available", "transformers.cache_utils")
+    _import_without("is_scipy_available", "transformers.loss.loss_utils")
+
+
+def _import_without(available: str, module: str) -> None:
+    """Import `module` while transformers' question `available` is answered with no."""
+    if module in sys.modules:
         return
     import transformers.utils
 
-    original = transformers.utils.is_hqq_available
-    transformers.utils.is_hqq_available = _absent
+    original = getattr(transformers.utils, available)
+    setattr(transformers.utils, available, _absent)
     try:
-        importlib.import_module("transformers.cache_utils")
+        importlib.import_module(module)
     finally:
-        transformers.utils.is_hqq_available = original
+        setattr(transformers.utils, available, original)
 
 
 def _absent(min_version: str = "") -> bool:

@@ -1,7 +1,8 @@
 """The dense part's linear layers at low width: attention projections and head as HQQ codes (DESIGN section 4).
 
 dense.safetensors holds such a layer as three tensors, named as published with .q, .scale and .zero for .weight.
-Norms, routers, embeddings and biases stay as published, and with `dense` at 16 bit so do the linear layers.
+Norms, routers, embeddings and biases stay as published, and with `dense` at 16 bit so do the linear layers. The head is
+never below HEAD_BITS: it is read once per token, not once per layer, and what it rounds goes straight into the logits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from ..kernels.layouts import LinearWeights, VectorLayout, group_size, packed_by
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, PackError
 from .quantize import store_matrix
+
+HEAD_BITS = 8
+
+
+def width_of(layer: str, bits: int) -> int:
+    """Bits per weight of `layer`, by its name in transformers' module, in a pack whose `dense` is `bits`."""
+    return max(bits, HEAD_BITS) if layer == "lm_head" else bits
 
 
 def layout_of(columns: int, bits: int) -> VectorLayout:

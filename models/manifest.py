@@ -16,7 +16,7 @@ from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
 from .errors import PackError
 
 FORMAT = "floe-chat packed model"
-VERSION = 2  # 1 packed codes in another order
+VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 FILE_NAME = "manifest.json"
 UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
 COPIED = (  # as published, where the source has them
@@ -89,8 +89,27 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuned:
+    """A preset that `floe-chat tune` derived for this very pack.
+
+    Attributes:
+        sparsity, product, drop, major: what a token may skip, see engine/quality.py.
+        kl: mean KL divergence from the source that this pack was measured to have there, nats.
+        bytes_per_token: of experts' weights that it was measured to read.
+    """
+
+    name: str
+    sparsity: float
+    product: float
+    drop: float
+    major: float
+    kl: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a packed model that is not a tensor."""
+    """Everything about a packed model that is not a tensor. `tuned` is empty until its presets have been measured."""
 
     name: str
     source: Source
@@ -98,6 +117,7 @@ class Manifest:
     widths: Widths
     calibration: Calibration
     files: dict[str, FileEntry]
+    tuned: tuple[Tuned, ...] = ()
 
     @property
     def lossless(self) -> bool:
@@ -198,6 +218,8 @@ def damaged(folder: Path, cause: str) -> PackError:
 
 
 def _parse(fields: dict[str, Any]) -> Manifest:
+    if type(fields["tuned"]) is not list:
+        raise TypeError("tuned")
     manifest = Manifest(
         name=str(fields["name"]),
         source=_typed(Source, fields["source"]),
@@ -205,6 +227,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         widths=_typed(Widths, fields["widths"]),
         calibration=_typed(Calibration, fields["calibration"]),
         files={name: _typed(FileEntry, entry) for name, entry in dict(fields["files"]).items()},
+        tuned=tuple(_typed(Tuned, entry) for entry in fields["tuned"]),
     )
     a, w = manifest.architecture, manifest.widths
     if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
@@ -212,6 +235,10 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     known = w.dense in DENSE_WIDTHS and not {w.up, w.gate, w.down} - set(WIDTHS)
     if not known or w.float16 not in _FLOAT16 or a.hidden % w.group:
         raise ValueError("its bit widths")
+    for preset in manifest.tuned:
+        shares = (preset.sparsity, preset.product, preset.drop, preset.major)
+        if not all(0 <= share <= 1 for share in shares) or (preset.major > preset.drop and a.intermediate % 2):
+            raise ValueError(f"the preset {preset.name!r}")
     for name in manifest.files:
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
             raise ValueError(f"the file name {name!r}")
@@ -224,8 +251,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     return manifest
 
 
-_Part = TypeVar("_Part", Source, Architecture, Widths, Calibration, FileEntry)
-_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}
+_Part = TypeVar("_Part", Source, Architecture, Widths, Calibration, FileEntry, Tuned)
+_TYPES = {"int": (int,), "float": (float, int), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}
 
 
 def _typed(kind: type[_Part], fields: dict[str, Any]) -> _Part:

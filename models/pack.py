@@ -42,13 +42,14 @@ from .workplace import claimed
 class PackSpec:
     """Bits per weight; 16 is the source's own. `group` values of an expert share a scale, fewer where H needs it.
 
-    `dense` is the width of attention projections and head, in groups of 64 or fewer.
+    `dense` is the width of attention projections, in groups of 64 or fewer; the head has at least 8 bit. The defaults
+    are what lost least for the bytes that a token reads (BENCHMARKS.md, the frontier).
     """
 
-    up: int = 2
+    up: int = 3
     gate: int = 4
     down: int = 4
-    dense: int = 8
+    dense: int = 4
     group: int = 64
 
     def __post_init__(self) -> None:
@@ -105,7 +106,8 @@ def pack(
     low = linears.matrices(source, dense, spec.dense)
     dense = {name: tensor for name, tensor in dense.items() if name.removesuffix(".weight") not in low}
     dense_bytes = sum(tensor.nbytes for tensor in dense.values())
-    dense_bytes += sum(len(matrix) * linears.layout_of(matrix.shape[1], spec.dense).nbytes for matrix in low.values())
+    for layer, matrix in low.items():
+        dense_bytes += len(matrix) * linears.layout_of(matrix.shape[1], linears.width_of(layer, spec.dense)).nbytes
     try:
         with claimed(folder, source.folder, expected_bytes(manifest, dense_bytes)):
             _fill(folder, source, manifest, dense, low, tokens, report)
@@ -133,7 +135,7 @@ def _fill(
     dense = {name: t if source.exact else t.to(torch.bfloat16) for name, t in dense.items()}
     for index, (layer, matrix) in enumerate(low.items()):
         report("Packing the dense part", _DENSE_SHARE * index / len(low))
-        dense |= linears.store(layer, matrix, bits)
+        dense |= linears.store(layer, matrix, linears.width_of(layer, bits))
     _write(folder / "dense.safetensors", dense)
     layers: list[_PackingExperts] = []
 
@@ -239,7 +241,9 @@ class _PackingExperts(nn.Module):
         v = F.linear(x, packed_up.dense(0, x.dtype))
         file["threshold"][expert] = calibration.quantile_table(v)
         packed_gate, packed_down = row_layout.read(records, x.dtype)
-        return (F.silu(F.linear(x, packed_gate)) * v) @ packed_down
+        h = F.silu(F.linear(x, packed_gate)) * v
+        file["product"][expert] = calibration.quantile_table(h)
+        return h @ packed_down
 
 
 def _plan(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str) -> Manifest:
@@ -271,6 +275,7 @@ def _layer_plan(manifest: Manifest) -> Plan:
         "up.scale": (torch.float16, (a.experts, a.intermediate, groups)),
         "up.zero": (torch.float16, (a.experts, a.intermediate, groups)),
         "threshold": (torch.float32, (a.experts, calibration.QUANTILES)),
+        "product": (torch.float32, (a.experts, calibration.QUANTILES)),
     }
 
 

@@ -18,11 +18,34 @@ from .manifest import FILE_NAME, Manifest, damaged, file_entry, layer_file
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """The experts of one layer. thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1."""
+    """The experts of one layer.
+
+    Attributes:
+        thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1.
+        products: likewise |silu(gate · x) up · x|.
+    """
 
     up: UpWeights
     rows: ExpertRows
     thresholds: Tensor
+    products: Tensor
+
+    def halved(self) -> PackedLayer:
+        """The same layer with expert e as two of half as many neurons: 2e, the major half, and 2e + 1 (DualSparse-MoE).
+
+        Neurons lie by falling importance, so halves are views. The number of neurons has to be even.
+        """
+        up, rows = self.up, self.rows
+        experts, neurons = up.q.shape[:2]
+        q, scale, zero, data = (
+            part.view(2 * experts, neurons // 2, part.shape[2]) for part in (up.q, up.scale, up.zero, rows.data)
+        )
+        return PackedLayer(
+            UpWeights(up.layout, q, scale, zero),
+            ExpertRows(rows.layout, data),
+            self.thresholds.repeat_interleave(2, 0),
+            self.products.repeat_interleave(2, 0),
+        )
 
 
 class PackedModel:
@@ -79,6 +102,7 @@ class PackedModel:
             ("up.scale", torch.float16, (a.experts, a.intermediate, groups)),
             ("up.zero", torch.float16, (a.experts, a.intermediate, groups)),
             ("threshold", torch.float32, (a.experts, m.calibration.quantiles)),
+            ("product", torch.float32, (a.experts, m.calibration.quantiles)),
         ):
             found = tensors.get(tensor)
             if found is None or found.dtype != dtype or tuple(found.shape) != shape:
@@ -88,6 +112,7 @@ class PackedModel:
             up=UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"]),
             rows=ExpertRows(m.row_layout, tensors["rows"]),
             thresholds=tensors["threshold"],
+            products=tensors["product"],
         )
 
     def dense(self) -> dict[str, Tensor]:

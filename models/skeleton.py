@@ -60,7 +60,8 @@ def build(
     if bits < 16:
         for name, layer in list(model.named_modules()):
             if family.is_linear(name):
-                stored = linears.load(weights, name, layer.out_features, layer.in_features, bits)
+                width = linears.width_of(name, bits)
+                stored = linears.load(weights, name, layer.out_features, layer.in_features, width)
                 model.set_submodule(name, linear(stored, layer.bias))
     if config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))

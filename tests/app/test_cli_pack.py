@@ -36,15 +36,17 @@ def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tm
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--up", "16", "--rows", "16", "--dense", "8"]], ids=["default", "wide-experts"]
+    ("options", "dense"),
+    [([], "dense 4 bit"), (["--up", "16", "--rows", "16", "--dense", "8"], "dense 8 bit")],
+    ids=["default", "wide-experts"],
 )
 def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(
-    tiny_checkpoint: Path, tmp_path: Path, options: list[str]
+    tiny_checkpoint: Path, tmp_path: Path, options: list[str], dense: str
 ) -> None:
     packed = tmp_path / "p"
-    assert "dense 8 bit" in run_cli("pack", str(tiny_checkpoint), str(packed), *options).err
+    assert dense in run_cli("pack", str(tiny_checkpoint), str(packed), *options).err
     told = explained(run_cli("ask", "hi", "-m", str(packed), "-p", "exact"), 2)
-    assert "dense 8 bit" in told and "--dense 16" in told
+    assert dense in told and "--dense 16" in told
 
 
 @pytest.fixture
@@ -115,3 +117,10 @@ def test_an_interrupted_pack_says_so_and_can_be_repeated(
     assert ran.code == 130 and "interrupted" in ran.err and "Traceback" not in ran.err
     assert "incomplete" in explained(run_cli("ask", "hi", "-m", str(tmp_path / "out")), 1)
     assert run_cli(*arguments).code == 0
+
+
+def test_gate_and_down_may_differ(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "p"
+    ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--rows", "8", "--gate", "3")
+    assert ran.code == 0 and "gate 3 bit, down 8 bit" in ran.err
+    assert run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3").code == 0

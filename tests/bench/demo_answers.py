@@ -56,7 +56,7 @@ def main() -> None:
     right: dict[str, int] = {}
     for name in options.presets:
         preset = quality.get(name, loaded.packed.manifest)
-        loaded.control.sparsity, loaded.control.exact = preset.sparsity, preset.lossless
+        loaded.control.preset = preset
         right[name] = sum(not missing_facts(check, reply(loaded, chat, check)) for check in checks)
         print(f"{name}: {right[name]} of {len(checks)} right ({right[name] / len(checks):.1%})", flush=True)
     widths = loaded.packed.manifest.widths.describe()

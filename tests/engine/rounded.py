@@ -20,7 +20,8 @@ def use_stored_linears(model: Any, pack: Path) -> set[str]:
         layer = model.get_submodule(name)
         scale, zero = (tensors[f"{name}.{part}"].float()[..., None] for part in ("scale", "zero"))
         rows, columns = layer.weight.shape
-        codes = unpack_codes(tensors[f"{name}.q"], columns, bits).float().view(rows, scale.shape[1], -1)
+        width = max(bits, 8) if name == "lm_head" else bits
+        codes = unpack_codes(tensors[f"{name}.q"], columns, width).float().view(rows, scale.shape[1], -1)
         # A new parameter, since a tied embedding keeps the old one.
         layer.weight = torch.nn.Parameter(((codes - zero) * scale).view(rows, columns))
     return names

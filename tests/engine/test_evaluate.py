@@ -82,7 +82,7 @@ def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_chec
     with torch.inference_mode():
         p, q = (
             model(input_ids=rows[:, :-1], use_cache=False).logits[:, -keep:].double().softmax(-1)
-            for model in (reference_model(tiny_checkpoint), plain_model(tiny_checkpoint, loaded, 0.6))
+            for model in (reference_model(tiny_checkpoint), plain_model(tiny_checkpoint, loaded, loaded.control.preset))
         )
     kl = (p * (p / q).log()).sum(-1)
     assert row.divergence.kl_mean > 1e-3

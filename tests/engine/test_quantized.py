@@ -9,6 +9,7 @@ import pytest
 import torch
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import DECODE_TOKENS
+from floe_chat.engine.quality import Preset
 from floe_chat.models.calibration import threshold_at
 from floe_chat.models.pack import PackSpec
 from torch import Tensor
@@ -18,7 +19,7 @@ from .driver import answer, open_model
 from .rounded import use_stored_linears
 
 SPECS = {
-    "up2-rows4-dense8": PackSpec(),
+    "up2-rows4-dense8": PackSpec(up=2, dense=8),
     "up3-gate2-down8-dense4": PackSpec(up=3, gate=2, down=8, dense=4),
     "up8-gate16-down3-dense16": PackSpec(up=8, gate=16, down=3, dense=16),
 }
@@ -32,14 +33,16 @@ def packed(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
 
 
 class SkippingExperts(torch.nn.Module):
-    """Mixtral's experts written down plainly: all neurons of every chosen expert, those under the threshold zeroed."""
+    """Mixtral's experts written down plainly: all neurons of every chosen expert, those that are skipped zeroed."""
 
-    def __init__(self, loaded: LoadedModel, layer: int, sparsity: float) -> None:
+    def __init__(self, loaded: LoadedModel, layer: int, preset: Preset) -> None:
         super().__init__()
+        self.preset = preset
         stored = loaded.packed.layer(layer)
         self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
-        self.thresholds = threshold_at(stored.thresholds, sparsity)
+        self.thresholds = threshold_at(stored.thresholds, preset.sparsity)
+        self.products = threshold_at(stored.products, preset.product)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -49,15 +52,21 @@ class SkippingExperts(torch.nn.Module):
                 v = self.up[expert] @ hidden[token]
                 v = torch.where(v.abs() >= self.thresholds[expert], v, 0.0)
                 h = torch.nn.functional.silu(gate @ hidden[token]) * v
+                h = torch.where(h.abs() >= self.products[expert], h, 0.0)
+                score = top_k_weights[token, slot] / top_k_weights[token].mean()
+                if score < self.preset.drop:
+                    continue
+                if score < self.preset.major:
+                    h[len(h) // 2 :] = 0.0
                 out[token] += top_k_weights[token, slot] * (h @ down)
         return out
 
 
-def plain_model(checkpoint: Path, loaded: LoadedModel, sparsity: float) -> Any:
+def plain_model(checkpoint: Path, loaded: LoadedModel, preset: Preset) -> Any:
     model = reference_model(checkpoint)
     use_stored_linears(model, loaded.packed.folder)
     for layer in range(2):
-        model.model.layers[layer].mlp.experts = SkippingExperts(loaded, layer, sparsity)
+        model.model.layers[layer].mlp.experts = SkippingExperts(loaded, layer, preset)
     return model
 
 
@@ -65,23 +74,35 @@ def prompt_of(length: int) -> list[int]:
     return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-@pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.9])
+SKIPPING = {
+    "nothing": Preset("", 0.0, lossless=True),
+    "sparsity": Preset("", 0.6, lossless=True),
+    "much": Preset("", 0.9, lossless=True),
+    "product": Preset("", 0.0, 0.7, lossless=True),
+    "experts": Preset("", 0.0, drop=0.9, major=0.9, lossless=True),
+    "halves": Preset("", 0.0, major=0.96, lossless=True),
+    "all": Preset("", 0.4, 0.7, 0.8, 0.96, lossless=True),
+}
+
+
+@pytest.mark.parametrize("preset", SKIPPING.values(), ids=SKIPPING)
 @pytest.mark.parametrize("length", [1, DECODE_TOKENS, DECODE_TOKENS + 1, 40])
 def test_logits_are_those_of_the_rounded_weights(
-    packed: Path, tiny_checkpoint: Path, sparsity: float, length: int
+    packed: Path, tiny_checkpoint: Path, preset: Preset, length: int
 ) -> None:
     loaded = open_model(packed)
-    loaded.control.sparsity, loaded.control.exact = sparsity, True
+    loaded.control.preset = preset
     ids = torch.tensor([prompt_of(length)])
     with torch.inference_mode():
         ours = loaded.model(input_ids=ids).logits
-        theirs = plain_model(tiny_checkpoint, loaded, sparsity)(input_ids=ids, use_cache=False).logits
+        theirs = plain_model(tiny_checkpoint, loaded, preset)(input_ids=ids, use_cache=False).logits
     assert relative_rms(ours, theirs) <= 1e-4
 
 
 def test_a_prompt_is_the_same_in_one_piece_and_token_by_token(packed: Path) -> None:
     prompt = prompt_of(24)
-    loaded = open_model(packed, "Fast")
+    loaded = open_model(packed)
+    loaded.control.preset = Preset("", 0.6, 0.8, 0.6, 0.9, lossless=True)
     with torch.inference_mode():
         whole = loaded.model(input_ids=torch.tensor([prompt])).logits[0]
         pieces = [loaded.model(input_ids=torch.tensor([prompt[: end + 1]])).logits[0, -1] for end in range(24)]
@@ -93,7 +114,7 @@ def test_an_answer_goes_on_when_no_neuron_of_an_expert_is_active(packed: Path) -
     for layer in loaded.model.model.layers:
         thresholds = layer.mlp.experts.packed.thresholds
         thresholds[:, 1:] = 1e9
-    loaded.control.sparsity, loaded.control.exact = 0.8, True
+    loaded.control.preset = Preset("", 0.8, lossless=True)
     assert len(answer(loaded, prompt_of(5), max_new_tokens=4).tokens) == 4
 
 
@@ -104,22 +125,22 @@ def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
     stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
     assert stats.active_neurons is not None
     # Text of its own making is not the text that thresholds were measured on: the share is near, not equal.
-    asked = {"High": 0.6, "Balanced": 0.4, "Fast": 0.2}[preset]
+    asked = 1 - loaded.control.preset.sparsity
     assert abs(stats.active_neurons - asked) <= 0.15
 
 
 def test_only_exact_keeps_all_of_float32(exact_pack: Path, packed: Path) -> None:
-    assert open_model(exact_pack, "Exact").control.exact
-    assert not open_model(packed).control.exact
+    assert open_model(exact_pack, "Exact").control.preset.lossless
+    assert not open_model(packed).control.preset.lossless
 
 
 @pytest.mark.parametrize("length", [1, 40])
 def test_fewer_bits_of_x_change_little(packed: Path, length: int) -> None:
     loaded = open_model(packed)
-    loaded.control.sparsity = 0.0  # so that no neuron can fall to the other side of a threshold
+    loaded.control.preset = Preset("", 0.0)  # so that no neuron can fall to the other side of a threshold
     ids = torch.tensor([prompt_of(length)])
     with torch.inference_mode():
         fewer = loaded.model(input_ids=ids).logits
-        loaded.control.exact = True
+        loaded.control.preset = Preset("", 0.0, lossless=True)
         exact = loaded.model(input_ids=ids).logits
     assert relative_rms(fewer, exact) <= 1e-3

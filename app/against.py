@@ -1,0 +1,69 @@
+"""What `eval` and `tune` compare a pack with, and on what: its 16-bit source, and a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..models.errors import PackError, UsageError
+
+
+def source_of(pack: Path, given: Path | None) -> Path:
+    """The checkpoint that was packed: the folder given, or the one beside the pack of the name that it was packed from.
+
+    Raises:
+        UsageError: the folder given is a pack, or none was given and none lies there.
+    """
+    if given is not None:
+        if (given / "manifest.json").exists():
+            raise UsageError(
+                f"{given} is itself packed", "", "Give the folder of the 16-bit checkpoint that was packed as --source."
+            )
+        return given
+    from ..models.manifest import Manifest
+
+    name = Manifest.read(pack).source.name
+    beside = pack.resolve().parent / Path(name).name
+    if (beside / "config.json").is_file() and not (beside / "manifest.json").exists():
+        return beside
+    raise UsageError(
+        "The source of the pack is not known",
+        f"It was packed from a folder called {name}, and there is no checkpoint at {beside}.",
+        "Give that folder: --source FOLDER.",
+    )
+
+
+def text_ids(pack: Path, file: Path | None) -> list[int]:
+    """The text by the pack's tokenizer. The built-in one lacks the passages that thresholds were measured on."""
+    from tokenizers import Tokenizer
+
+    from ..models.calibration import read_tokens
+    from ..models.catalog import asset
+
+    path = pack / "tokenizer.json"
+    text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else _read(file)
+    try:
+        ids: list[int] = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
+    # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
+    except Exception as error:
+        raise PackError(f"{path} cannot be read", str(error), "Restore it from the source checkpoint.") from error
+    return ids if file is not None else _without(ids, read_tokens(pack, text).tolist())
+
+
+def _without(ids: list[int], passages: list[list[int]]) -> list[int]:
+    """`ids` without `passages`, which lie in it in order."""
+    left: list[int] = []
+    begin = 0
+    for passage in passages:
+        at = next(place for place in range(begin, len(ids)) if ids[place : place + len(passage)] == passage)
+        left += ids[begin:at]
+        begin = at + len(passage)
+    return left + ids[begin:]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error

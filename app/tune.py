@@ -1,0 +1,157 @@
+"""`floe-chat tune`: the measured frontier of a pack as a plot and tables, JSON as its last line; progress on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from . import progress
+from .against import source_of, text_ids
+from .progress import rounded
+from .scatter import scatter
+from .widgets import units
+from .widgets.plain import printable
+
+if TYPE_CHECKING:
+    from ..engine.candidates import Setting
+    from ..engine.frontier import Frontier, Point
+    from ..engine.tune import Tuning
+
+_PLOT = (86, 20)
+_HEAD = (
+    f"  {'widths':<9}{'rank':>4}{'sparse':>7}{'product':>8}{'drop':>5}{'major':>6}"
+    f"{'KL':>10}{'same top':>9}{'bytes':>9}{'bits':>6}{'absent':>7}"
+)
+_LEGEND = (
+    "widths       bits per weight of up/gate/down; rank: of a compensator for the rounding of up",
+    "sparse       share of neurons left out by |up · x|",
+    "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
+    "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
+    "KL           mean divergence of the next-token distribution from the source's, nats",
+    "bytes        of experts' weights per token; bits: the same per weight of the chosen experts",
+    "absent       share of those bytes in experts not resident, if the last used half of them is",
+)
+
+
+@click.command()
+@click.argument("model", default="demo", metavar="[MODEL]")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="The checkpoint that was packed.  [default: the folder of that name beside the pack]",
+)
+@click.option(
+    "--text",
+    "text_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A text like those you will chat about.  [default: the built-in one]",
+)
+@click.option("--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How much of the text to read.")
+@click.option("--widths/--no-widths", default=True, show_default=True, help="Try other widths than the pack's too.")
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
+def tune(
+    model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
+) -> None:
+    """Measure what MODEL loses for every byte it does not read, and set its presets High, Balanced and Fast by that.
+
+    Each dial is measured alone, then the combinations that promise most: bits per weight, neurons and experts left
+    out. The 16-bit checkpoint is read layer by layer, as often as memory asks for. The presets are written into the
+    pack.
+
+    Example: floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
+    """
+    from ..engine.evaluate import Told
+    from ..engine.tune import fields_of, run
+    from ..models.catalog import find
+
+    pack = find(model)
+    origin = source_of(pack, source)
+    ids = text_ids(pack, text_file)
+    try:
+        found = run(pack, origin, ids, tokens, Told(progress.step, progress.note), widths=widths, device=device)
+    finally:
+        progress.clear()
+    if not as_json:
+        click.echo(text(found) + "\n")
+    fields = {
+        "version": version("floe-chat"),
+        "model": found.model,
+        "source": found.source,
+        "widths": found.widths,
+        "text": "built-in" if text_file is None else str(text_file),
+        "scored": found.scored,
+        "unskipped_kl": found.unskipped_kl,
+        "presets": [{name: getattr(preset, name) for name in preset.__slots__} for preset in found.presets],
+        "frontier": [fields_of(point) for point in found.frontier.pareto(own=False)],
+        "points": [fields_of(point) for point in found.frontier.points],
+    }
+    click.echo(json.dumps(rounded(fields)))
+
+
+def text(found: Tuning) -> str:
+    """Everything for people, 100 columns wide."""
+    from ..engine.frontier import PROBES
+
+    frontier = found.frontier
+    presets = {point.setting: name for name, point in frontier.presets().items()}
+    measured = {point.setting: point for point in frontier.points}
+    probes = {setting: name for setting, name in PROBES.items() if setting in measured}
+    wide = any(point.setting not in presets for point in frontier.pareto(own=False)) and probes
+    lines = [
+        f"floe-chat {version('floe-chat')}, {found.model} tuned on its 16-bit source {found.source}",
+        f"  {found.widths}; {len(frontier.points)} settings, {found.scored} tokens predicted",
+        "",
+        *plot(frontier),
+        "",
+        "The frontier at this pack's widths",
+        *_table(frontier.pareto(own=True), presets),
+    ]
+    if wide:
+        lines += ["", "The frontier over all widths", *_table(frontier.pareto(own=False), presets)]
+        lines += ["", "To compare with", *_table([measured[setting] for setting in probes], probes)]
+    alone = [point for point in frontier.points if _dials(point) == 1]
+    lines += ["", "Each dial alone", *_table(alone, {}), "", *_LEGEND, "", "Presets, measured again on the pack itself"]
+    lines.append(f"  {'nothing left out':<18} KL {found.unskipped_kl:.2e}")
+    lines += [f"  {p.name:<18} KL {p.kl:.2e}   {units.size(p.bytes_per_token)} per token" for p in found.presets]
+    return printable("\n".join(lines))
+
+
+def plot(frontier: Frontier) -> list[str]:
+    """All points, KL over bits: . measured, o the frontier over all widths, x that of the pack's own, H B F presets."""
+    marked = [(point, ".") for point in frontier.points if not point.setting.alpha]
+    marked += [(point, "o") for point in frontier.pareto(own=False)] + [(p, "x") for p in frontier.pareto(own=True)]
+    marked += [(point, name[0]) for name, point in frontier.presets().items()]
+    points = [(point.bits, point.kl, mark) for point, mark in marked if point.kl > 0]
+    lines = scatter(points, *_PLOT, "bits read per weight of the chosen experts", "KL, nats")
+    return [*lines, "  . measured   o frontier   x frontier at this pack's widths   H B F presets"]
+
+
+def _dials(point: Point) -> int:
+    s = point.setting
+    widths = (s.up < 16 or s.rank > 0) + (s.gate < 16) + (s.down < 16)
+    return widths + bool(s.sparsity or s.product) + bool(s.drop or s.major) + bool(s.alpha)
+
+
+def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
+    return [_HEAD, *(_row(point, names.get(point.setting, "")) for point in points)]
+
+
+def _row(point: Point, name: str) -> str:
+    s, d = point.setting, point.divergence
+    stored = f"  {f'{s.up}/{s.gate}/{s.down}':<9}{s.rank or '-':>4}"
+    skipped = f"{_part(s.sparsity):>7}{_part(s.product):>8}{_part(s.drop):>5}{_part(s.major):>6}"
+    figures = f"{d.kl_mean:>10.2e}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
+    absent = f"{units.share(point.missed / point.read if point.read else None):>7}"
+    return f"{stored}{skipped}{figures}{absent}  {name or (f'alpha {s.alpha:g}' if s.alpha else '')}".rstrip()
+
+
+def _part(share: float) -> str:
+    return f"{share:g}" if share else "-"

@@ -1,0 +1,99 @@
+"""Which experts a token really meets, from the router's scores: dropping and substitution. Off unless asked for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DROPPED, MAJOR, WHOLE = 0, 1, 2  # how many halves of an expert's neurons are computed
+
+
+def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> list[list[int]]:
+    """How much of each chosen expert is computed (DualSparse-MoE sections 4.1 and 4.2, 1T- and 2T-drop).
+
+    An expert's score is taken relative to the mean of those that were chosen for the token (the paper's normalized
+    score times K, so that one limit suits any K). Below `drop` it is left out, below `major` only the half of its
+    neurons that matters more is computed. No weight changes. With both at one value this is 1T-drop.
+
+    Args:
+        weights: the router's, token by token. drop, major: 0..1; 0 leaves all whole.
+
+    Returns:
+        DROPPED, MAJOR or WHOLE for each weight.
+    """
+    found: list[list[int]] = []
+    for row in weights:
+        mean = sum(row) / len(row)
+        # Written so that a score that is not a number stays, and is noticed.
+        found.append([(not w < drop * mean) + (not w < max(drop, major) * mean) for w in row])
+    return found
+
+
+class Residency:
+    """Which of a layer's experts are taken to be in fast memory: the last `capacity` different ones that were used."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._used = capacity, OrderedDict[int, None]()
+
+    def __contains__(self, expert: int) -> bool:
+        return expert in self._used
+
+    def use(self, expert: int) -> bool:
+        """Note a use; whether the expert was there."""
+        there = expert in self._used
+        self._used[expert] = None
+        self._used.move_to_end(expert)
+        if len(self._used) > self._capacity:
+            self._used.popitem(last=False)
+        return there
+
+
+def substitute(scores: list[float], chosen: list[int], resident: Residency, alpha: float) -> list[int]:
+    """The experts for one token when resident ones may stand in for absent ones of about the same score.
+
+    The expert-cache router (importance-driven scheduling, section 5.1 and algorithm 1): with β the best score that was
+    not chosen, an absent expert scoring at most (1 + α) β gives way to the best resident one of at least (1 - α) β.
+
+    Args:
+        scores: of all experts, after softmax. chosen: the top-k, best first.
+
+    Returns:
+        As many experts as were chosen, best first.
+    """
+    rest = sorted(set(range(len(scores))) - set(chosen), key=lambda expert: -scores[expert])
+    if not rest:
+        return chosen
+    beta = scores[rest[0]]
+    stand_ins = [expert for expert in rest if scores[expert] >= (1 - alpha) * beta and expert in resident]
+    absent = [expert for expert in chosen if scores[expert] <= (1 + alpha) * beta and expert not in resident]
+    # The lowest of the absent ones go first, for the best of the resident ones.
+    swapped = dict(zip(reversed(absent), stand_ins, strict=False))
+    return sorted((swapped.get(expert, expert) for expert in chosen), key=lambda expert: -scores[expert])
+
+
+def substitute_all(
+    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Residency, alpha: float
+) -> tuple[Tensor, Tensor]:
+    """`substitute` for token after token, each finding resident what those before it used.
+
+    Args:
+        probabilities: (B, E) the router's. index, weights: (B, K) what it chose. Some families weigh experts by
+            their probabilities, others make these add up to a constant first; so do the weights of stand-ins.
+
+    Returns:
+        index and weights, (B, K).
+    """
+    rows: list[list[int]] = []
+    for scores, chosen in zip(probabilities.tolist(), index.tolist(), strict=True):
+        row = substitute(scores, chosen, resident, alpha)
+        for expert in row:
+            resident.use(expert)
+        rows.append(row)
+    taken = torch.tensor(rows, device=index.device)
+    kept = probabilities.gather(1, taken)
+    if not torch.allclose(probabilities.gather(1, index), weights.float()):
+        kept = kept / kept.sum(-1, keepdim=True) * weights.sum(-1, keepdim=True)
+    return taken, kept.to(weights.dtype)

@@ -1,0 +1,111 @@
+"""`floe-chat tune`: what it prints, what it writes into the pack, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from floe_chat.app.scatter import scatter
+from floe_chat.engine import evaluate, frontier, quality, tune, windows
+from floe_chat.models.manifest import Manifest
+from floe_chat.models.pack import PackSpec
+from floe_chat.models.packed import PackedModel
+
+from ..helpers import Ran, explained, make_checkpoint, make_pack, run_cli
+
+LEVELS = ["High", "Balanced", "Fast"]
+
+
+@pytest.fixture(autouse=True)
+def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few settings and short windows, since the figures do not matter here."""
+    monkeypatch.setattr(windows, "WINDOW", 64)
+    monkeypatch.setattr(windows, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(evaluate, "NEW_TOKENS", 4)
+    monkeypatch.setattr(frontier, "SKIPS", ((0.5, 0.0), (0.5, 0.7)))
+    monkeypatch.setattr(frontier, "DROPS", ((0.6, 0.6), (0.4, 0.8)))
+    monkeypatch.setattr(frontier, "_TOGETHER", 3)
+
+
+@pytest.fixture
+def own_pack(tiny_pack: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_pack, tmp_path / "pack"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("A crane stood with its arm raised against a grey sky. " * 5, encoding="utf-8")
+    return path
+
+
+def run_tune(pack: Path, source: Path, *options: str) -> Ran:
+    return run_cli("tune", str(pack), "--source", str(source), "--device", "cpu", "--tokens", "64", *options)
+
+
+def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
+    before = Manifest.read(own_pack)
+    ran = run_tune(own_pack, tiny_checkpoint, "--text", str(text))
+    assert (ran.code, ran.err) == (0, "")
+    *lines, last = ran.out.splitlines()
+    assert max(map(len, lines)) <= 100
+    fields: dict[str, Any] = json.loads(last)
+    after = Manifest.read(own_pack)
+    assert [preset.name for preset in after.tuned] == LEVELS == [preset["name"] for preset in fields["presets"]]
+    assert (after.files, after.widths, before.tuned) == (before.files, before.widths, ())
+    for tuned, printed in zip(after.tuned, fields["presets"], strict=True):
+        assert tuned.kl > 0 and tuned.bytes_per_token > 0
+        assert tuned.kl == pytest.approx(printed["kl"], rel=1e-4)
+        preset = quality.get(tuned.name, after)
+        assert (preset.sparsity, preset.product, preset.drop, preset.major) == (
+            *(tuned.sparsity, tuned.product, tuned.drop, tuned.major),
+        )
+    kept = json.loads((own_pack / tune.FILE_NAME).read_text())["points"]
+    assert len(kept) == len(fields["points"]) and any(entry["pareto"] for entry in kept)
+    PackedModel.open(own_pack)  # still whole
+    assert run_cli("ask", "--model", str(own_pack), "--max-tokens", "3", "hello").code == 0
+
+
+def test_the_pack_measures_about_what_the_frontier_said(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "pack", PackSpec(up=2, dense=16))
+    ran = run_tune(tmp_path / "pack", tiny_checkpoint, "--text", str(text), "--json", "--no-widths")
+    fields = json.loads(ran.out)
+    own = next(entry for entry in fields["points"] if entry["setting"] == {"up": 2, "gate": 4, "down": 4})
+    assert own["kl"] == pytest.approx(fields["unskipped_kl"], rel=1e-3)
+    assert not any("rank" in entry["setting"] for entry in fields["points"])
+
+
+def test_what_it_refuses(own_pack: Path, tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.", encoding="utf-8")
+    assert "too short" in explained(run_tune(own_pack, tiny_checkpoint, "--text", str(short)), 2)
+    other = make_checkpoint(tmp_path / "other", seed=9)
+    assert "not the source" in explained(run_tune(own_pack, other, "--text", str(text)), 2)
+    assert "is itself packed" in explained(run_tune(own_pack, own_pack, "--text", str(text)), 2)
+    assert Manifest.read(own_pack).tuned == ()
+
+
+def test_a_pack_that_may_only_be_read_is_refused_at_once(
+    own_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write anywhere, so that the answer has to be made up.
+    def refuse(_path: Path, _mode: int) -> bool:
+        return False
+
+    monkeypatch.setattr(tune, "os", SimpleNamespace(access=refuse, W_OK=os.W_OK))
+    assert "may only be read" in explained(run_tune(own_pack, tiny_checkpoint), 1)
+
+
+def test_points_are_drawn_where_they_lie() -> None:
+    lines = scatter([(2.0, 0.1, "a"), (4.0, 0.001, "b"), (3.0, 0.01, "."), (3.0, 0.01, "c")], 21, 11, "x", "y")
+    rows = [line[11:] for line in lines[1:12]]
+    assert rows[0] == "a" and rows[5] == " " * 10 + "c" and rows[10] == " " * 20 + "b"
+    assert [line[:11].strip() for line in lines[1:12] if "+" in line] == ["0.1 +", "0.01 +", "0.001 +"]
+    assert "2" in lines[13] and "4" in lines[13] and lines[14].strip() == "x"
+    (alone,) = [line for line in scatter([(1.0, 0.5, "*")], 5, 3, "x", "y") if "*" in line]
+    assert alone

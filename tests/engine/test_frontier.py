@@ -1,0 +1,104 @@
+"""Pareto sets, presets and the search, on made-up figures and on a tiny source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.engine import frontier
+from floe_chat.engine.candidates import Setting, Taken
+from floe_chat.engine.divergence import Divergence
+from floe_chat.engine.frontier import Frontier, Point, described, search
+from floe_chat.models.checkpoint import Checkpoint
+
+from ..helpers import make_checkpoint
+
+OWN = Setting(4, 4, 4)
+
+
+def point(setting: Setting, read: float, kl: float) -> Point:
+    figures = Divergence(10, 5.0, 5.0, kl, kl, kl, 1.0, 0.0)
+    return Point(setting, figures, read, read / 2, read, Taken())
+
+
+def test_the_frontier_is_what_nothing_beats() -> None:
+    points = (
+        *(
+            point(OWN, 10, 0.001),
+            point(replace(OWN, sparsity=0.5), 6, 0.004),
+            point(replace(OWN, sparsity=0.9), 2, 0.3),
+        ),
+        *(point(replace(OWN, drop=0.3), 6, 0.003), point(replace(OWN, product=0.5), 8, 0.005)),
+        *(point(Setting(3, 3, 3), 5, 0.002), point(replace(OWN, alpha=0.5), 1, 0.0)),
+    )
+    found = Frontier(OWN, points)
+    assert [(p.read, p.kl) for p in found.pareto(own=True)] == [(2, 0.3), (6, 0.003), (10, 0.001)]
+    assert [(p.read, p.kl) for p in found.pareto(own=False)] == [(2, 0.3), (5, 0.002), (10, 0.001)]
+
+
+def test_presets_are_the_cheapest_points_within_their_loss() -> None:
+    base = 0.02  # of the widths alone, which no preset can undo
+    kept = [
+        point(replace(OWN, sparsity=s), 10 * (1 - s), base + kl) for s, kl in ((0.2, 0.001), (0.5, 0.009), (0.6, 0.011))
+    ]
+    found = Frontier(OWN, (point(OWN, 10, base), *kept)).presets()
+    assert {name: p.setting.sparsity for name, p in found.items()} == {"High": 0.2, "Balanced": 0.5, "Fast": 0.6}
+    alone = Frontier(OWN, (point(OWN, 10, base),)).presets()
+    assert {name: p.setting for name, p in alone.items()} == {"High": OWN, "Balanced": OWN, "Fast": OWN}
+
+
+def test_only_what_is_not_a_default_is_told() -> None:
+    assert described(Setting()) == {} and described(Setting(up=2, product=0.5)) == {"up": 2, "product": 0.5}
+
+
+@pytest.mark.parametrize("intermediate", [96, 37])
+@pytest.mark.parametrize("widths", [True, False])
+def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate: int, widths: bool) -> None:
+    monkeypatch.setattr(frontier, "_TOGETHER", 4)
+    monkeypatch.setattr(frontier, "SKIPS", ((0.0, 0.7), (0.5, 0.0), (0.5, 0.7), (0.9, 0.0)))
+    source = make_checkpoint(tmp_path / "source", intermediate=intermediate, layers=1, experts=3)
+    draw = torch.Generator().manual_seed(5)
+    passages, windows = (torch.randint(3, 250, (3, length), generator=draw) for length in (23, 24))
+    steps: list[str] = []
+    own = Setting(3, 4, 4)
+    with torch.inference_mode():
+        found = search(Checkpoint(source), own, passages, windows, 12, steps.append, widths=widths)
+    settings = [p.setting for p in found.points]
+    assert len(settings) == len(set(settings)), "each setting is measured once"
+    measured = {p.setting: p for p in found.points}
+    assert measured[Setting()].kl < 1e-9 and measured[Setting()].bits == pytest.approx(16)
+    assert measured[Setting(sparsity=0.9)].kl > measured[Setting(sparsity=0.5)].kl > 0
+    assert all(p.kl >= 0 and 0 <= p.missed <= p.read for p in found.points)
+    own_points = [p for p in found.points if frontier.has_widths(p.setting, own)]
+    assert 2 <= len(own_points) <= 5 and own in measured
+    assert bool({Setting(gate=2), *frontier.PROBES} <= set(settings)) is widths
+    assert any(s.rank for s in settings) is widths
+    assert any(s.major > s.drop for s in settings) is (intermediate % 2 == 0)
+    presets = found.presets()
+    assert list(presets) == ["High", "Balanced", "Fast"]
+    assert presets["High"].read >= presets["Balanced"].read >= presets["Fast"].read
+    assert any("combinations" in step for step in steps) and any("layer 1 of 1" in step for step in steps)
+
+
+def test_a_source_is_read_in_as_many_passes_as_memory_asks_for(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windows = torch.randint(3, 250, (1, 17), generator=torch.Generator().manual_seed(6))
+    settings = [Setting(sparsity=share) for share in (0.2, 0.4, 0.6, 0.8, 0.9)]
+
+    def measure() -> tuple[list[Point], set[str]]:
+        told: set[str] = set()
+        with torch.inference_mode():
+            run = frontier._Measure(Checkpoint(tiny_checkpoint), windows[:, :-1], windows, 8, told.add)  # pyright: ignore[reportPrivateUsage]
+            return run(settings, "settings"), told
+
+    at_once, told = measure()
+    assert not any("pass" in step for step in told)
+    monkeypatch.setattr(frontier, "_MEMORY_SHARE", 1e-9)
+    singly, told = measure()
+    assert any("pass 5 of 5" in step for step in told)
+    assert [p.setting for p in singly] == settings
+    for one, other in zip(singly, at_once, strict=True):
+        assert one.kl == pytest.approx(other.kl, rel=1e-3) and one.read == other.read

@@ -1,0 +1,84 @@
+"""Dropping and substitution of experts, by hand-made scores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from floe_chat.engine.selection import Residency, halves, substitute, substitute_all
+
+
+def resident(*experts: int, capacity: int = 8) -> Residency:
+    kept = Residency(capacity)
+    for expert in experts:
+        kept.use(expert)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("drop", "major", "expected"),
+    [
+        (0.0, 0.0, [[2, 2], [2, 2]]),
+        (0.6, 0.6, [[2, 0], [2, 2]]),  # 1T-drop
+        (0.0, 0.6, [[2, 1], [2, 2]]),
+        (0.2, 0.9, [[2, 1], [2, 1]]),
+        (0.6, 0.9, [[2, 0], [2, 1]]),  # 2T-drop
+        (0.6, 0.2, [[2, 0], [2, 2]]),  # a lower one for halves changes nothing
+        (2.0, 2.0, [[0, 0], [0, 0]]),
+    ],
+)
+def test_scores_decide_how_much_of_an_expert_is_computed(drop: float, major: float, expected: list[list[int]]) -> None:
+    assert halves([[0.8, 0.2], [0.6, 0.4]], drop, major) == expected
+    assert halves([[0.24, 0.06], [0.18, 0.12]], drop, major) == expected, "scores are relative"
+
+
+def test_a_score_that_is_not_a_number_is_not_hidden() -> None:
+    assert halves([[math.nan, 0.5]], 0.3, 0.4) == [[2, 2]]
+
+
+def test_what_was_used_last_is_resident() -> None:
+    kept = resident(1, 2, capacity=2)
+    assert kept.use(1) and not kept.use(3)
+    assert 1 in kept and 3 in kept and 2 not in kept
+
+
+SCORES = [0.4, 0.22, 0.2, 0.15, 0.03]  # 0 and 1 are chosen; the best of the rest has 0.2
+
+
+@pytest.mark.parametrize(
+    ("there", "alpha", "expected"),
+    [
+        ((2, 3), 0.05, [0, 1]),  # 1 is above 1.05 * 0.2: too good to be replaced
+        ((2, 3), 0.2, [0, 2]),
+        ((3,), 0.2, [0, 1]),  # 3 is below 0.8 * 0.2: too bad to stand in
+        ((3,), 0.3, [0, 3]),
+        ((1, 2), 0.5, [0, 1]),  # 1 is there itself
+        ((), 0.9, [0, 1]),  # nobody can stand in
+        ((2, 3), 1.5, [2, 3]),  # both absent, both replaced
+        ((2,), 1.5, [0, 2]),  # one stand-in: the lower one gives way
+    ],
+)
+def test_a_resident_expert_stands_in_for_an_absent_one(
+    there: tuple[int, ...], alpha: float, expected: list[int]
+) -> None:
+    assert substitute(SCORES, [0, 1], resident(*there), alpha) == expected
+
+
+def test_without_other_experts_nothing_is_replaced() -> None:
+    assert substitute([0.6, 0.4], [0, 1], resident(), 2.0) == [0, 1]
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_stand_ins_get_the_weights_that_the_family_would_give_them(normalized: bool) -> None:
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.2, 0.3]])
+    index = torch.tensor([[0, 1], [0, 2]])
+    weights = probabilities.gather(1, index)
+    if normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    taken, new = substitute_all(probabilities, index, weights, resident(0, 1, capacity=2), 0.9)
+    assert taken.tolist() == [[0, 1], [0, 1]], "the second token takes what the first one left there"
+    expected = torch.tensor([[0.5, 0.3], [0.5, 0.2]])
+    if normalized:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(new, expected)
