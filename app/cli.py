@@ -17,7 +17,9 @@ from click.core import ParameterSource
 from ..models.errors import FloeError, UsageError
 from .bench import bench
 from .evaluate import evaluate
+from .harness import harness
 from .log import log_file, start_log
+from .tune import tune
 from .widgets.plain import printable
 
 EXIT_INTERRUPTED = 130
@@ -120,18 +122,29 @@ def ask(
 @cli.command()
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
-@click.option("--up", type=int, default=2, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
+@click.option("--up", type=int, default=3, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
 @click.option("--rows", type=int, default=4, show_default=True, help="Bits of gate and down: 2, 3, 4, 8 or 16.")
-@click.option(
-    "--dense", type=int, help="Bits of attention and head: 4, 8 or 16.  [default: 8, or 16 if all the rest is 16]"
-)
+@click.option("--gate", type=int, help="Bits of gate, if not those of --rows.")
+@click.option("--down", type=int, help="Bits of down, if not those of --rows.")
+@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all the rest is 16]")
 @click.option("--name", help="What the model is called.  [default: the destination folder's name]")
-def pack(source: Path, destination: Path, up: int, rows: int, dense: int | None, name: str | None) -> None:
+def pack(
+    source: Path,
+    destination: Path,
+    up: int,
+    rows: int,
+    gate: int | None,
+    down: int | None,
+    dense: int | None,
+    name: str | None,
+) -> None:
     """Pack the checkpoint in folder SOURCE into folder DESTINATION.
 
     SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. With --up 16 --rows 16
-    nothing is rounded, and the preset Exact gives the original model's own answers.
+    nothing is rounded, and the preset Exact gives the original model's own answers. `floe-chat tune` measures what
+    other widths would lose and save.
     """
+    gate, down = rows if gate is None else gate, rows if down is None else down
     with click.progressbar(length=1000, label="Reading", file=sys.stderr, show_pos=False) as bar:
         shown = 0
 
@@ -141,12 +154,14 @@ def pack(source: Path, destination: Path, up: int, rows: int, dense: int | None,
             bar.update(int(share * 1000) - shown)
             shown = int(share * 1000)
 
+        from ..models.pack import PackSpec
         from .packing import pack_folder
 
         if dense is None:
-            dense = 16 if up == rows == 16 else 8
+            dense = 16 if up == gate == down == 16 else 4
         called = name or destination.resolve().name
-        manifest, size = pack_folder(source, destination, up, rows, dense, called, progress)
+        spec = PackSpec(up, gate, down, dense)
+        manifest, size = pack_folder(source, destination, spec, called, progress)
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
 
@@ -180,12 +195,14 @@ def completion(shell: str) -> None:
 
 cli.add_command(bench)
 cli.add_command(evaluate)
+cli.add_command(tune)
+cli.add_command(harness)
 
 
 def main() -> None:
     """Run the command: every failure ends in a sentence and an exit code (SystemExit), never in a traceback."""
-    # Read by huggingface_hub and transformers when they are imported: nothing here needs a network, and their advice
-    # to programmers would land between the person's lines.
+    # Read by huggingface_hub and transformers when they are imported: nothing here needs a network (`harness` asks for
+    # it by itself), and their advice to programmers would land between the person's lines.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
