@@ -14,12 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from ... import kernels
-from ...kernels.cpu import native
-from ...models.errors import FloeError, UsageError
-from .. import hardware
+from ...models.errors import FloeError
 from . import figures as figures_of
-from . import weights
+from . import machine, weights
 from .load import Others
 from .measure import Figure, Report, Section, Table, measure
 from .weights import MIXTRAL, Shapes
@@ -57,33 +54,19 @@ def run(
         UsageError: more threads than cores. FloeError: too little memory, or kernels that were forced and cannot run.
     """
     shapes = shapes or MIXTRAL
-    machine = hardware.probe(Path.cwd())
-    threads = threads or hardware.choose_threads(shapes.hidden, shapes.neurons)[0]
-    if threads > machine.cores_usable:
-        cores = f"This process may use {machine.cores_usable}."
-        raise UsageError(f"There are no cores for {threads} threads", cores, "Give --threads a smaller number.")
-    try:
-        backend = kernels.choose("cpu")
-    except native.NativeUnavailableError as error:
-        raise FloeError("The CPU kernels cannot run", f"{error}.", "Unset FLOE_CPU_ISA.") from error
-    compiled = backend.name != "reference"
-    plans, notes = _affordable(shapes, threads, quick=quick, compiled=compiled)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with machine.computing(threads, shapes.hidden, shapes.neurons) as threads:
+        backend = machine.backend("cpu")
+        compiled = backend.name != "reference"
+        plans, notes = _affordable(shapes, threads, quick=quick, compiled=compiled)
         sections = tuple(_section(plan, runs, report) for plan in plans)
-    finally:
-        torch.set_num_threads(before)
-    facts: dict[str, str | int] = {
-        "kernels": backend.name,
-        "reason": backend.reason,
-        "cpu": machine.cpu,
-        "threads": threads,
-        "sizes": f"hidden {shapes.hidden}, {shapes.neurons} neurons per expert, groups of {shapes.group}",
-        "pages": _pages_told(quick=quick) if compiled else _small_pages(),
-        "runs": runs,
-        "warm_up": WARM,
-    }
+    facts = machine.facts(
+        backend,
+        threads=threads,
+        sizes=shapes.describe(),
+        pages=_pages_told(quick=quick) if compiled else _small_pages(),
+        runs=runs,
+        warm_up=WARM,
+    )
     return Table("kernels", "cpu", facts, sections, notes if compiled else (*notes, _NO_NATIVE))
 
 

@@ -107,7 +107,7 @@ def run(
         "kernels": backend.name,
         "reason": backend.reason,
         "gpu": torch.cuda.get_device_name() if device == "cuda" else device,
-        "sizes": f"hidden {shapes.hidden}, {shapes.neurons} neurons per expert, groups of {shapes.group}",
+        "sizes": shapes.describe(),
         "values": str(dtype).removeprefix("torch."),
         "runs": RUNS,
         "warm_up": WARM_UP,

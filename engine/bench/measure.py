@@ -7,12 +7,14 @@ taken within each round, and the median of the rounds is what is told.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
+from typing import TypeVar
 
 NOISY = 0.15  # a spread above this is marked: something else was running
 
+K = TypeVar("K", bound=Hashable)
 Report = Callable[[str, int, int], None]  # what is being measured, rounds done, rounds in all
 
 
@@ -39,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a figure's runs took: seconds and bytes of one call, run by run."""
+    """What a figure's runs took: seconds and bytes of one call, run by run. `note` is what else has to be said."""
 
     name: str
     seconds: Sequence[float]
@@ -47,6 +49,7 @@ class Timed:
     floor: str | None = None
     peer: str | None = None
     tokens: int = 0
+    note: str = ""
 
     def rates(self) -> list[float]:
         """Bytes per second, run by run."""
@@ -62,6 +65,7 @@ class Row:
         spread: the middle half of the runs, (p75 - p25) / median; `noisy` where it is above NOISY.
         gb_s: median rate in 1e9 bytes per second. of_floor: that rate over the floor's.
         speedup: the peer's time over this one's: 2 is twice as fast. tokens_s: tokens per second.
+        note: what else has to be known beside the figure, such as a goal.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Row:
     peer: str | None
     speedup: float | None
     tokens_s: float | None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,32 @@ def measure(
     )
 
 
+def in_turn(
+    parts: Sequence[Callable[[], Mapping[K, float]]],
+    *,
+    warm: int = 3,
+    runs: int = 5,
+    report: Callable[[int, int], None] | None = None,
+) -> dict[K, list[float]]:
+    """Call all parts in each of `warm` rounds that do not count and `runs` that do.
+
+    Args:
+        parts: each returns values by name, such as seconds that it took itself. report: as in `measure`.
+
+    Returns:
+        Each name's values, round by round.
+    """
+    found: dict[K, list[float]] = {}
+    for done in range(1, warm + runs + 1):
+        for part in parts:
+            values = part()
+            for name, value in values.items() if done > warm else ():
+                found.setdefault(name, []).append(value)
+        if report:
+            report(done, warm + runs)
+    return found
+
+
 def summarise(timed: Sequence[Timed]) -> tuple[Row, ...]:
     """One row per figure, in order; floors and peers are found by name among them."""
     named = {figure.name: figure for figure in timed}
@@ -165,4 +196,5 @@ def _row(figure: Timed, named: dict[str, Timed]) -> Row:
         peer=figure.peer,
         speedup=median(b / a for a, b in zip(seconds, peer.seconds, strict=False)) if peer else None,
         tokens_s=figure.tokens / middle if figure.tokens else None,
+        note=figure.note,
     )

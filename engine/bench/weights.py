@@ -32,6 +32,10 @@ class Shapes:
     tokens: int = 32
     cache: int | None = None
 
+    def describe(self) -> str:
+        """In words, for a table."""
+        return f"hidden {self.hidden}, {self.neurons} neurons per expert, groups of {self.group}"
+
     def vector(self, bits: int) -> VectorLayout:
         """A row of H values."""
         return VectorLayout(self.hidden, bits, self.group)
@@ -40,10 +44,14 @@ class Shapes:
         """Bytes of one expert's up projection."""
         return self.neurons * self.vector(bits).nbytes
 
+    def row_layout(self, bits: int) -> RowLayout:
+        """A neuron's record, gate and down of `bits` each."""
+        vector = self.vector(bits)
+        return RowLayout(vector, vector, torch.bfloat16)
+
     def rows_bytes(self, bits: int) -> int:
         """Bytes of one expert's gate rows and down columns."""
-        vector = self.vector(bits)
-        return self.neurons * RowLayout(vector, vector, torch.bfloat16).nbytes
+        return self.neurons * self.row_layout(bits).nbytes
 
 
 MIXTRAL = Shapes(4096, 14336)
@@ -87,8 +95,7 @@ def make_up(shapes: Shapes, bits: int, experts: int) -> UpWeights:
 
 def make_rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool = False) -> ExpertRows:
     """The records of `experts` experts, gate and down of `bits` (below 16) each."""
-    vector = shapes.vector(bits)
-    layout = RowLayout(vector, vector, torch.bfloat16)
+    vector, layout = shapes.vector(bits), shapes.row_layout(bits)
     data = filled(experts, shapes.neurons, layout.nbytes, hugepages=hugepages)
     for start in (0, vector.nbytes):
         head = data[:, :, start : start + 4 * vector.groups].view(torch.float16)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from floe_chat.app.bench import text
+from floe_chat.app.bench_table import text
 from floe_chat.engine.bench import kernels_cpu
 from floe_chat.engine.bench.measure import Row, Section, Table
 from floe_chat.engine.bench.weights import Shapes
@@ -27,6 +29,7 @@ ROW_FIELDS = {
     "peer": str | None,
     "speedup": float | None,
     "tokens_s": float | None,
+    "note": str,
 }
 
 
@@ -37,7 +40,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_fields(fields: dict[str, Any]) -> None:
-    assert set(fields) == {"version", "bench", "device", "facts", "sections", "notes"}
+    assert set(fields) == {"version", "bench", "device", "facts", "sections", "notes", "history"}
+    assert set(fields["history"]) == {"compared_with", "regressions"}
     assert (fields["bench"], fields["device"]) == ("kernels", "cpu")
     assert {"kernels", "reason", "cpu", "threads", "pages", "runs"} <= set(fields["facts"])
     assert fields["facts"]["threads"] == 1 and fields["facts"]["runs"] == 2
@@ -86,10 +90,14 @@ def test_bench_says_what_it_can_measure(arguments: list[str]) -> None:
     explained(run_cli(*arguments), 2)
 
 
-@pytest.mark.parametrize("arguments", [["bench"], ["bench", "kernels"]], ids=" ".join)
-def test_help_has_an_example(arguments: list[str]) -> None:
-    ran = run_cli(*arguments, "--help")
-    assert ran.code == 0 and "Example: floe-chat bench kernels" in ran.out
+COMMANDS = ("kernels", "transfer", "decode", "prefill", "ablation", "startup")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example(command: str) -> None:
+    ran = run_cli("bench", command, "--help")
+    assert ran.code == 0 and f"Example: floe-chat bench {command}" in ran.out
+    assert command in run_cli("bench", "--help").out
 
 
 def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +138,14 @@ def test_an_interrupted_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_table_fits_and_marks_what_is_noisy() -> None:
     plain = Row("read (floor)", 0.0123, 5, 0.02, False, 33.333, None, None, None, None, None)
     noisy = Row("60 % sparse, bfloat16 x", 1234.5, 5, 0.23, True, 0.0004, "a", 0.5, "dense int4", 1.8, None)
-    once = Row("plain torch", 12.0, 1, None, False, None, None, None, None, None, 1234.0)
+    once = Row("plain torch", 12.0, 1, None, False, None, None, None, None, None, 1234.0, "goal: less")
     reason = "plain torch, since " + "one thing after another " * 10
     shown = text(Table("kernels", "cpu", {"reason": reason}, (Section("All", (plain, noisy, once)),), (reason,)))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
     assert any("23 % !" in line and "1.80x dense int4" in line and "1.23 s" in line for line in lines)
     assert any("0.0123 ms" in line and "33.3 GB/s" in line and "!" not in line for line in lines)
-    assert any("one run" in line and "1234 tok/s" in line for line in lines)
+    assert any("one run" in line and "1234 tok/s" in line and line.endswith("goal: less") for line in lines)
 
 
 @pytest.mark.parametrize(("cores", "warned"), [(None, False), (0.1, False), (0.94, True)])
@@ -145,3 +153,32 @@ def test_a_section_that_others_disturbed_says_so(cores: float | None, warned: bo
     quiet = Row("read (floor)", 1.0, 5, 0.0, False, 30.0, None, None, None, None, None)
     shown = text(Table("kernels", "cpu", {}, (Section("All", (quiet,), cores),), ()))
     assert ("kept 0.9 cores busy" in shown) is warned
+
+
+def test_a_second_run_is_compared_with_another_release(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_cli(*QUICK)
+    assert "nothing to compare with yet" in first.out
+    (kept,) = own_folders.rglob("*-kernels.jsonl")
+    entry: dict[str, Any] = json.loads(kept.read_text().strip())
+    assert entry["time"] and entry.pop("version") == version("floe-chat")
+
+    def faster(fields: dict[str, Any]) -> dict[str, Any]:
+        rows = [row | {"ms": row["ms"] / 1e3, "of_floor": row["of_floor"] and 1e3} for row in fields["rows"]]
+        return fields | {"rows": rows}
+
+    old = entry | {"version": "0.0.9", "sections": [faster(section) for section in entry["sections"]]}
+    with kept.open("a") as file:
+        file.write(json.dumps(old) + "\n" + '{"version": "0.0')
+    second = run_cli(*QUICK)
+    assert any(line.startswith("regression: ") and "in 0.0.9" in line for line in second.out.splitlines())
+    history = json.loads(second.out.splitlines()[-1])["history"]
+    assert history["compared_with"] == "0.0.9" and history["regressions"]
+    assert [json.loads(line)["version"] for line in kept.read_text().splitlines() if line.endswith("}")][-1] != "0.0.9"
+
+
+def test_a_history_that_cannot_be_kept_is_no_failure(own_folders: Path) -> None:
+    for parent in (own_folders / ".local" / "state", own_folders / "Library"):
+        parent.parent.mkdir(parents=True, exist_ok=True)
+        parent.write_text("a file where a folder should be")
+    ran = run_cli(*QUICK, "--json")
+    assert ran.code == 0 and "not kept" in ran.err and json.loads(ran.out)

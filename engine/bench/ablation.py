@@ -1,0 +1,176 @@
+"""What each part of the engine is worth: added in turn, each beside the step before it and beside the first.
+
+Every row is really run, on one model: transformers' own in 16 bit, then the same sizes with packed experts, and so on.
+A figure is the time of one layer (layers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.manifest import DENSE_WIDTHS
+from .. import quality
+from ..evaluate import NO_SPARSITY
+from ..moe import Control
+from ..quality import Preset
+from ..telemetry import Telemetry
+from . import synthetic
+from .floor import READ
+from .layers import Found, Key, answered, floor_figures, floor_parts, slope, told_apart
+from .load import Others
+from .machine import backend, computing, facts
+from .measure import Report, Section, Table, Timed, in_turn, summarise
+from .speed import WARM
+from .subject import Subject
+from .synthetic import Spec
+
+PROMPT = 4  # tokens: few, since decoding is what is timed
+_FLOAT16 = 2  # bytes
+_PLAIN = "transformers' own, 16 bit"
+_EXACT = Preset("Exact", 0.0, lossless=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One more part of the engine: on which model, and with what skipped."""
+
+    name: str
+    subject: Subject
+    preset: Preset = NO_SPARSITY
+
+
+def of_spec(spec: Spec, report: Callable[[str], None], *, quick: bool) -> list[Step]:
+    """The steps of a synthetic model, whose dense part can have every width; `quick` leaves out transformers' own.
+
+    Raises:
+        FloeError: too little memory for all models at once; they share their experts.
+    """
+    widths = sorted(DENSE_WIDTHS, reverse=True)
+    specs = {bits: replace(spec, dense=bits) for bits in widths}
+    experts = synthetic.nbytes(spec) - synthetic.dense_bytes(spec)
+    wanted = experts + sum(synthetic.dense_bytes(one) for one in specs.values())
+    wanted += 0 if quick else _plain_bytes(spec.config())
+    synthetic.need_memory(wanted, "All steps together", "Add --quick, which leaves out the largest.")
+    report("Making weights")
+    layers = synthetic.expert_layers(spec)
+    subjects = {bits: synthetic.build(one, layers, "cpu") for bits, one in specs.items()}
+    report("Measuring thresholds")
+    synthetic.calibrate(subjects[spec.dense])
+    first, *others = widths
+    steps = [] if quick else _first(subjects[first], report)
+    steps.append(Step("packed experts, dense 16 bit, exact", subjects[first], _EXACT))
+    steps.append(Step("x read with 15 bits", subjects[first]))
+    steps += [Step(f"dense {bits} bit", subjects[bits]) for bits in others if bits >= spec.dense]
+    steps += _skipping(subjects[spec.dense])
+    return steps + [Step(f"dense {bits} bit", subjects[bits], steps[-1].preset) for bits in others if bits < spec.dense]
+
+
+def of_pack(subject: Subject, report: Callable[[str], None], *, quick: bool) -> list[Step]:
+    """The steps of a pack, whose dense part has the width that it has; `quick` leaves out transformers' own.
+
+    Raises:
+        FloeError: too little memory for its 16-bit twin.
+    """
+    if not quick:
+        hint = "Add --quick, which leaves it out."
+        synthetic.need_memory(_plain_bytes(subject.model.config), "This model's weights in 16 bit", hint)
+    exact = Step(f"packed experts, dense {subject.manifest.widths.dense} bit, exact", subject, _EXACT)
+    steps = [] if quick else _first(subject, report)
+    return [*steps, exact, Step("x read with 15 bits", subject), *_skipping(subject)]
+
+
+def _first(subject: Subject, report: Callable[[str], None]) -> list[Step]:
+    report("Making 16-bit weights")
+    return [Step(_PLAIN, plain(subject))]
+
+
+def _skipping(subject: Subject) -> list[Step]:
+    """The default preset's means of skipping, one by one; those that it does not use are left out."""
+    preset = quality.get(quality.DEFAULT, subject.manifest)
+    steps = [Step(f"{preset.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", preset.sparsity))]
+    if preset.product:
+        name = f"{preset.product * 100:.0f} % of down halves skipped"
+        steps.append(Step(name, subject, Preset("", preset.sparsity, preset.product)))
+    if preset.drop or preset.major:
+        steps.append(Step("experts of low score skipped", subject, preset))
+    return steps
+
+
+def plain(subject: Subject) -> Subject:
+    """transformers' own model of the same sizes in bfloat16, its experts one by one, weights random."""
+    from transformers import AutoModelForCausalLM
+
+    config: Any = subject.model.config
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="eager")
+    rotary = model.model.rotary_emb
+    model = model.to_empty(device="cpu").eval()
+    model.model.rotary_emb = type(rotary)(config=config)
+    for parameter in model.parameters():
+        _fill(parameter.data)
+    a = subject.manifest.architecture
+    name = f"{subject.name} by transformers"
+    control, telemetry = Control(NO_SPARSITY), Telemetry(a.layers, a.experts)
+    return replace(subject, name=name, model=model, control=control, telemetry=telemetry)
+
+
+def _fill(tensor: Tensor) -> None:
+    """Ones for a norm, else normal values that repeat: to draw billions of them would take minutes."""
+    if tensor.ndim == 1:
+        tensor.fill_(1)
+        return
+    drawn = torch.empty(min(tensor.numel(), 1 << 20)).normal_(0, 0.02).to(tensor.dtype)
+    for part in tensor.view(-1).split(drawn.numel()):
+        part.copy_(drawn[: part.numel()])
+
+
+def _plain_bytes(config: Any) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    return _FLOAT16 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def run(steps: list[Step], *, threads: int | None, runs: int, report: Report) -> Table:
+    """Measure.
+
+    Raises:
+        UsageError: more threads than cores.
+    """
+    subject = steps[-1].subject
+    a, chosen, title = subject.manifest.architecture, backend("cpu"), f"ablation of {subject.name}"
+    with computing(threads, a.hidden, a.intermediate) as threads:
+        parts, others = floor_parts("cpu"), Others()
+        parts += [lambda step=step: _timed(step) for step in steps]
+        found = in_turn(parts, warm=WARM, runs=runs, report=lambda done, total: report(title, done, total))
+        cores = others.cores()
+    rows, notes = _rows(steps, found)
+    told = {"model": subject.describe(), **facts(chosen, threads=threads, runs=runs, warm_up=WARM)}
+    section = Section("One token, one layer by the difference of layer counts", summarise(rows), cores)
+    return Table("ablation", "cpu", told, (section,), notes)
+
+
+def _timed(step: Step) -> dict[Key, float]:
+    step.subject.control.preset = step.preset
+    return answered(step.name, step.subject, step.subject.prompt(PROMPT), prefill=False)
+
+
+def _rows(steps: list[Step], found: Found) -> tuple[list[Timed], tuple[str, ...]]:
+    """A figure per step, beside the one before it and, in its note, beside the first."""
+    counts = {step.name: (1, step.subject.layers) for step in steps}
+    clear, notes = told_apart(found, counts)
+    rows = floor_figures(found)
+    floor = READ if rows else None
+    for before, name in zip([None, *clear], clear, strict=False):
+        seconds, read = (slope(found, name, counts[name], what) for what in ("seconds", "read"))
+        first = slope(found, clear[0], counts[clear[0]], "seconds")
+        note = f"{median(a / b for a, b in zip(first, seconds, strict=True)):.2f}x in all" if before else ""
+        rows.append(Timed(name, seconds, read, floor, before, note=note))
+    return rows, notes

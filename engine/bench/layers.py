@@ -1,0 +1,90 @@
+"""The values of a round, and the time of one layer: the difference of layer counts, shared out.
+
+So embedding, head and whatever a step costs by itself cancel out, for the engine and for whom it is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from .floor import READ, reader
+from .measure import Timed
+from .subject import Subject
+
+ANSWER = 8  # tokens that are decoded in one run, after the first one; a run is their median
+_NEXT_TO_NOTHING = 1e-9
+_READS = 4
+_DROWNED = "The time of one layer drowned in noise here: {names}. More layers or a quieter machine would help."
+
+
+class Key(NamedTuple):
+    """A value of a round: of which contestant (a preset, a peer, the floor), with how many layers, and what."""
+
+    who: str
+    layers: int
+    what: str
+
+
+Part = Callable[[], Mapping[Key, float]]
+Found = Mapping[Key, Sequence[float]]
+
+
+def floor_parts(device: str) -> list[Part]:
+    """What measures the floor in a round; nothing where it cannot be measured.
+
+    It is the fastest of a few reads: a floor cannot be beaten, and a peer that just had its turn may still be spinning.
+    """
+    read = reader(device)
+    if read is None:
+        return []
+
+    def part() -> dict[Key, float]:
+        seconds, nbytes = min(read() for _ in range(_READS))
+        return {Key(READ, 0, "seconds"): seconds, Key(READ, 0, "read"): nbytes}
+
+    return [part]
+
+
+def floor_figures(found: Found) -> list[Timed]:
+    """The floor as a figure, if there is one."""
+    seconds = found.get(Key(READ, 0, "seconds"))
+    return [Timed(READ, seconds, found[Key(READ, 0, "read")])] if seconds else []
+
+
+def answered(who: str, subject: Subject, prompt: Sequence[int], *, prefill: bool) -> dict[Key, float]:
+    """One answer with all layers and one with the first alone: what a token takes, or with `prefill` the prompt."""
+    found: dict[Key, float] = {}
+    for layers in {1, subject.layers}:
+        with subject.first_layers(layers):
+            answer = subject.answer(prompt, 0 if prefill else ANSWER)
+        read = subject.weight_bytes(layers, experts=1.0) if prefill else answer.read
+        found[Key(who, layers, "seconds")] = answer.prefill if prefill else answer.token
+        found[Key(who, layers, "read")] = read
+        found[Key(who, layers, "first")] = answer.first
+        if answer.active is not None:
+            found[Key(who, layers, "active")] = answer.active
+    return found
+
+
+def slope(found: Found, who: str, counts: tuple[int, int], what: str) -> list[float]:
+    """Run by run, what one layer adds: in a noisy run it may be less than nothing, but never nothing itself."""
+    few, many = counts
+    pairs = zip(found[Key(who, few, what)], found[Key(who, many, what)], strict=True)
+    return [(more - less) / (many - few) or _NEXT_TO_NOTHING for less, more in pairs]
+
+
+def told_apart(found: Found, counts: Mapping[str, tuple[int, int]]) -> tuple[list[str], tuple[str, ...]]:
+    """Whose layers can be told from noise, and a note about the others. One layer alone has no difference."""
+    several = [who for who, (few, many) in counts.items() if few < many]
+    clear = [who for who in several if median(slope(found, who, counts[who], "seconds")) > 0]
+    drowned = [who for who in several if who not in clear]
+    return clear, (_DROWNED.format(names=", ".join(drowned)),) if drowned else ()
+
+
+def active_note(found: Found, who: str, layers: int) -> str:
+    """The share of neurons that was really active."""
+    shares: Iterable[float] = found.get(Key(who, layers, "active"), ())
+    active = list(shares)
+    return f"{100 * sum(active) / len(active):.0f} % active" if active else ""

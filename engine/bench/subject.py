@@ -1,0 +1,174 @@
+"""A model that is measured: a pack, or one made in memory (synthetic.py), whole or its first layers alone.
+
+Answers go through `generate`, so that embedding, attention, norms, router, experts, head, KV cache, drawing a token
+and Python itself all count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...models.calibration import read_tokens
+from ...models.errors import UsageError
+from ...models.manifest import Manifest
+from ..dense import PackedLinear
+from ..events import Sampling
+from ..generate import KVCache, generate
+from ..loader import load
+from ..moe import Control, MoELayer
+from ..telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one answer took, in seconds.
+
+    Attributes:
+        prefill: until the prompt is in the KV cache. first: until the first token was drawn. token: the median of the
+            tokens after it. read: bytes that each of those had to read. active: the share of its experts' neurons
+            that was active, None where there were none.
+    """
+
+    prefill: float
+    first: float
+    token: float
+    read: float
+    active: float | None
+
+
+@dataclass(slots=True)
+class Subject:
+    """A model with what controls it and what it counts."""
+
+    name: str
+    model: Any
+    manifest: Manifest
+    control: Control
+    telemetry: Telemetry
+    window: int
+    device: str
+    text: Sequence[int] | None = None
+
+    @property
+    def layers(self) -> int:
+        return len(self.model.model.layers)
+
+    def describe(self) -> str:
+        """In words: name, layers and widths."""
+        return f"{self.name}, {self.layers} layers, {self.manifest.widths.describe()}"
+
+    @contextmanager
+    def first_layers(self, count: int) -> Generator[None]:
+        """The model without the layers after the first `count`: transformers runs as many as its configuration says."""
+        config: Any = self.model.config
+        whole = config.num_hidden_layers
+        config.num_hidden_layers = count
+        try:
+            yield
+        finally:
+            config.num_hidden_layers = whole
+
+    def prompt(self, tokens: int) -> list[int]:
+        """`tokens` ids: the calibration text by the pack's tokenizer, random ones where the model has no tokenizer.
+
+        Raises:
+            UsageError: so many that no answer fits the window.
+        """
+        if tokens >= self.window // 2:
+            raise UsageError(
+                f"A prompt of {tokens} tokens leaves no room",
+                f"The window of {self.name} holds {self.window} tokens.",
+                f"Give --tokens at most {self.window // 2 - 1}.",
+            )
+        if self.text is None:
+            vocabulary = self.model.config.vocab_size
+            return torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+        return (list(self.text) * (tokens // len(self.text) + 1))[:tokens]
+
+    def weight_bytes(self, layers: int, *, experts: float) -> int:
+        """Bytes of all weights that the first `layers` and head multiply by, with that share of the experts'."""
+        later = {module for layer in self.model.model.layers[layers:] for module in layer.modules()}
+        return sum(_weights(module, experts) for module in self.model.modules() if module not in later)
+
+    def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
+        """Answer once with a first token and `tokens` more."""
+        kv, began = KVCache(), time.perf_counter()
+        self.telemetry.begin(0, len(prompt), began)
+        steps = generate(
+            self.model,
+            kv,
+            prompt,
+            # Random tokens rather than the likeliest: those of a random model soon repeat, and so would their experts.
+            Sampling(temperature=1.0, min_p=0.0, seed=0),
+            max_new_tokens=tokens + 1,
+            stop_ids=(),
+            window=self.window,
+            control=self.control,
+            telemetry=self.telemetry,
+        )
+        times: list[float] = []
+        prefill = first = 0.0
+        last = began
+        for step in steps:
+            if self.device != "cpu":
+                torch.cuda.synchronize(self.device)  # a prompt's step ends before the device does
+            now = time.perf_counter()
+            if step.token is None:
+                prefill = now - began
+            elif not first:
+                first = now - began
+            else:
+                times.append(now - last)
+            last = now
+        stats = self.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=self.window)
+        middle = sorted(times)[len(times) // 2] if times else 0.0
+        a = self.manifest.architecture
+        # transformers' own experts are not counted as they compute: they read each expert whole.
+        uncounted = 0.0 if stats.bytes_per_token else a.top_k / a.experts
+        weights = self.weight_bytes(self.model.config.num_hidden_layers, experts=uncounted)
+        read = weights + kv.nbytes() + (stats.bytes_per_token or 0.0)
+        return Answer(prefill, first, middle, read, stats.active_neurons)
+
+
+def from_pack(folder: Path, device: str, text: str) -> Subject:
+    """A pack, loaded as the chat loads it; `text` is what prompts are made of.
+
+    Raises:
+        FloeError: what `load` raises.
+    """
+    loaded, event = load(folder, None, device, lambda _step, _share: None)
+    ids = read_tokens(folder, text).flatten().tolist()
+    return Subject(
+        event.model,
+        loaded.model,
+        loaded.packed.manifest,
+        loaded.control,
+        loaded.telemetry,
+        loaded.window,
+        loaded.device,
+        ids,
+    )
+
+
+def _weights(module: nn.Module, experts: float) -> int:
+    """Bytes that the module itself holds and multiplies by; a table that is looked up in is not read whole."""
+    match module:
+        case PackedLinear():
+            stored = module.weights
+            return stored.q.nbytes + stored.scale.nbytes + stored.zero.nbytes
+        case MoELayer():
+            up, rows = module.packed.up, module.packed.rows
+            return int(experts * (up.bytes_per_expert() * len(up.q) + rows.data.nbytes))
+        case nn.Embedding():
+            return 0
+        case _:
+            held = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+            return int(experts * held) if hasattr(module, "gate_up_proj") else held

@@ -1,0 +1,303 @@
+"""A model of a published model's full width with random weights, made in memory: what nobody has to download.
+
+It is built by the engine's own parts: transformers' skeleton, `MoELayer`, `PackedLinear`. Thresholds come from the
+hidden states that its layers see, as packing takes them (models/pack.py), so that a preset skips what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ... import kernels
+from ...kernels.layouts import ExpertRows, LinearWeights, UpWeights, group_size
+from ...models import skeleton
+from ...models.calibration import QUANTILES, quantile_table
+from ...models.checkpoint import FAMILIES, Family
+from ...models.errors import FloeError, UsageError
+from ...models.lean import import_model_code
+from ...models.linears import layout_of, width_of
+from ...models.manifest import Architecture, Calibration, Manifest, Source, Widths
+from ...models.pack import PackSpec
+from ...models.packed import PackedLayer
+from .. import context
+from ..dense import PackedLinear
+from ..evaluate import NO_SPARSITY
+from ..moe import Control, MoELayer
+from ..telemetry import Telemetry
+from .subject import Subject
+from .weights import filled
+
+# Sizes as published, by transformers' names; num_hidden_layers is what the published model has.
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32768,
+    },
+}
+CALIBRATION_TOKENS = 96  # an expert of Mixtral sees about 24 of them, which is 344,000 values for a table
+_OWN_USE = 1 << 30  # activations, dequantized blocks, torch
+_SAMPLED = 16  # every which neuron's gate is looked at: to dequantize all of them would take half a minute
+_WEIGHT = 0.02  # the standard deviation of all weights, as transformers initializes them
+
+
+_PACKED = PackSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which model, how many layers of it, and its bits per weight: those of a pack unless told otherwise.
+
+    Raises:
+        UsageError: there is no such model, or a width that no pack can have.
+    """
+
+    name: str
+    layers: int
+    up: int = _PACKED.up
+    rows: int = _PACKED.gate
+    dense: int = _PACKED.dense
+
+    def __post_init__(self) -> None:
+        if self.name not in MODELS:
+            raise UsageError(f"There is no synthetic model {self.name!r}", "", f"Choose {', '.join(MODELS)}.")
+        published = self.published_layers
+        if not 2 <= self.layers <= published:
+            raise UsageError(
+                f"A synthetic model cannot have {self.layers} layers",
+                "Its time per layer is the difference between all of its layers and one.",
+                f"Give --layers 2 to {published}.",
+            )
+        PackSpec(up=self.up, gate=self.rows, down=self.rows, dense=self.dense)
+
+    @property
+    def published_layers(self) -> int:
+        return MODELS[self.name]["num_hidden_layers"]
+
+    def config(self) -> Any:
+        """transformers' configuration."""
+        import_model_code()
+        from transformers import AutoConfig
+
+        sizes: dict[str, Any] = {**MODELS[self.name], "num_hidden_layers": self.layers}
+        return AutoConfig.for_model(**sizes)
+
+    def manifest(self) -> Manifest:
+        """What the manifest of such a pack says."""
+        config = self.config()
+        experts = int(getattr(config, "num_local_experts", None) or config.num_experts)
+        sizes = (self.layers, experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size)
+        widths = Widths(self.up, self.rows, self.rows, self.dense, "bfloat16", group_size(config.hidden_size))
+        return Manifest(
+            name=self.name,
+            source=Source("random weights", None, exact=True),
+            architecture=Architecture(config.model_type, *sizes),
+            widths=widths,
+            calibration=Calibration(CALIBRATION_TOKENS, QUANTILES),
+            files={},
+        )
+
+
+def make(spec: Spec, device: str, report: Callable[[str], None], *, beside: int = 0) -> Subject:
+    """A model with weights and thresholds; `beside` is memory in bytes that others will need in this run.
+
+    Raises:
+        FloeError: too little memory.
+    """
+    need_memory(nbytes(spec) + beside, f"{spec.layers} layers of {spec.name}", "Give --layers a smaller number.")
+    report("Making weights")
+    subject = build(spec, expert_layers(spec), device)
+    report("Measuring thresholds")
+    calibrate(subject)
+    return subject
+
+
+def need_memory(wanted: int, what: str, hint: str) -> None:
+    """Raises FloeError: `wanted` bytes and what measuring takes itself are not free."""
+    available = psutil.virtual_memory().available
+    if wanted + _OWN_USE > available:
+        raise FloeError(
+            f"{what} need {(wanted + _OWN_USE) / 1e9:.1f} GB of free memory",
+            f"{available / 1e9:.1f} GB are available.",
+            f"{hint} Or close other programs.",
+        )
+
+
+def nbytes(spec: Spec) -> int:
+    """What the model takes in memory."""
+    manifest = spec.manifest()
+    a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
+    neuron = up.row_bytes + 4 * up.vector.groups + rows.nbytes
+    return dense_bytes(spec) + a.layers * a.experts * a.intermediate * neuron
+
+
+def dense_bytes(spec: Spec) -> int:
+    """What all of it takes that is no expert."""
+    family, total = FAMILIES[spec.manifest().architecture.model_type], 0
+    for name, shape in _dense_shapes(spec).items():
+        bits = _dense_width(name.removesuffix(".weight"), spec, family)
+        total += shape[0] * layout_of(shape[1], bits).nbytes if bits < 16 else 4 * shape.numel()
+    return total
+
+
+def expert_layers(spec: Spec) -> list[PackedLayer]:
+    """The experts of every layer, their thresholds all 0: nothing is skipped yet."""
+    manifest = spec.manifest()
+    return [_expert_layer(manifest) for _ in range(spec.layers)]
+
+
+def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
+    """The model around these experts; the dense part is made."""
+    manifest, config = spec.manifest(), spec.config()
+    a = manifest.architecture
+    control, telemetry = Control(NO_SPARSITY), Telemetry(a.layers, a.experts)
+    family = FAMILIES[a.model_type]
+
+    def linear(weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:
+        parts = (part.to(device) for part in (weights.q, weights.scale, weights.zero))
+        return PackedLinear(LinearWeights(weights.vector, *parts), bias, control)
+
+    model = skeleton.build(
+        config,
+        family,
+        _dense(spec, family),
+        spec.dense,
+        lambda index: MoELayer(index, _to(layers[index], device), control, telemetry),
+        linear,
+        torch.float32 if device == "cpu" else manifest.row_layout.float16,
+        device,
+    )
+    return Subject(spec.name, model, manifest, control, telemetry, context.window(config), device)
+
+
+def calibrate(subject: Subject) -> None:
+    """Set every expert's quantile table from the tokens that reach it, layer after layer.
+
+    Raises:
+        FloeError: the kernels compute something that is not a number.
+    """
+    layers = [module for module in subject.model.modules() if isinstance(module, MoELayer)]
+    handles = [layer.register_forward_pre_hook(_measure) for layer in layers]
+    subject.control.preset = NO_SPARSITY
+    ids = torch.tensor([subject.prompt(CALIBRATION_TOKENS)], device=subject.device)
+    with torch.inference_mode():
+        subject.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    for handle in handles:
+        handle.remove()
+    if not all(
+        bool(table.isfinite().all()) for one in layers for table in (one.packed.thresholds, one.packed.products)
+    ):
+        raise FloeError(
+            "The kernels compute something wrong, so nothing was timed",
+            "Of weights and inputs that are all finite, results are not.",
+            "Please report it with the output of: floe-chat doctor",
+        )
+
+
+def _measure(layer: nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The tables of a layer that is about to compute: hidden (B, H), top_k_index (B, K)."""
+    assert isinstance(layer, MoELayer)
+    hidden, chosen, _ = arguments
+    for expert in range(len(layer.packed.up.q)):
+        mine = (chosen == expert).any(dim=1)
+        x = hidden[mine] if mine.any() else hidden
+        v = _up(layer.packed.up, expert, x)
+        layer.packed.thresholds[expert] = quantile_table(v)
+        rows = layer.packed.rows
+        gate, _ = rows.layout.read(rows.data[expert, ::_SAMPLED], x.dtype)
+        layer.packed.products[expert] = quantile_table(F.silu(F.linear(x, gate)) * v[:, ::_SAMPLED])
+
+
+def _up(up: UpWeights, expert: int, x: Tensor) -> Tensor:
+    if up.layout.vector.bits == 16:
+        return F.linear(x, up.dense(expert, x.dtype))
+    weights = LinearWeights(up.layout.vector, up.q[expert], up.scale[expert], up.zero[expert])
+    return kernels.linear(x, weights)
+
+
+def _expert_layer(manifest: Manifest) -> PackedLayer:
+    a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
+    shape = (a.experts, a.intermediate)
+    data = filled(*shape, rows.nbytes)
+    for start, vector in ((0, rows.gate), (rows.gate.nbytes, rows.down)):
+        part = data[:, :, start : start + vector.nbytes]
+        if vector.bits == 16:
+            part.view(rows.float16).copy_(_normal(vector.n).to(rows.float16))
+        else:
+            head = part[:, :, : 4 * vector.groups].view(torch.float16)
+            head[:, :, : vector.groups], head[:, :, vector.groups :] = _scale(vector.bits), _zero(vector.bits)
+    if up.vector.bits == 16:
+        q = _normal(*shape, up.vector.n).to(up.float16).view(torch.uint8)
+    else:
+        q = filled(*shape, up.row_bytes)
+    # Codes repeat every MiB; scales that differ keep two neurons with the same codes apart.
+    scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
+    up_weights = UpWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)))
+    tables = (torch.zeros(a.experts, manifest.calibration.quantiles) for _ in range(2))
+    return PackedLayer(up_weights, ExpertRows(rows, data), *tables)
+
+
+def _to(layer: PackedLayer, device: str) -> PackedLayer:
+    up, rows = layer.up, layer.rows
+    parts = (part.to(device) for part in (up.q, up.scale, up.zero))
+    return PackedLayer(
+        UpWeights(up.layout, *parts),
+        ExpertRows(rows.layout, rows.data.to(device)),
+        layer.thresholds.to(device),
+        layer.products.to(device),
+    )
+
+
+def _dense_shapes(spec: Spec) -> dict[str, torch.Size]:
+    """Everything that is no expert, by the names of transformers' modules."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(spec.config())
+    return {name: weight.shape for name, weight in model.named_parameters() if ".experts." not in name}
+
+
+def _dense(spec: Spec, family: Family) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, shape in _dense_shapes(spec).items():
+        layer = name.removesuffix(".weight")
+        if (bits := _dense_width(layer, spec, family)) < 16:
+            vector = layout_of(shape[1], bits)
+            tensors[f"{layer}.q"] = filled(shape[0], vector.nbytes - 4 * vector.groups)
+            tensors[f"{layer}.scale"] = torch.full((shape[0], vector.groups), _scale(bits)).half()
+            tensors[f"{layer}.zero"] = torch.full((shape[0], vector.groups), _zero(bits)).half()
+        else:
+            tensors[name] = torch.ones(shape) if len(shape) == 1 else _normal(*shape)
+    return tensors
+
+
+def _dense_width(layer: str, spec: Spec, family: Family) -> int:
+    """Bits of a layer as packing stores it; 16 for what is no low-bit layer."""
+    return width_of(layer, spec.dense) if spec.dense < 16 and family.is_linear(layer) else 16
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.empty(shape).normal_(0, _WEIGHT)
+
+
+def _scale(bits: int) -> float:
+    """What makes weights of random codes as wide as `_WEIGHT`: 0..2^bits - 1 are spread by sqrt((4^bits - 1) / 12)."""
+    return _WEIGHT / ((4**bits - 1) / 12) ** 0.5
+
+
+def _zero(bits: int) -> float:
+    return ((1 << bits) - 1) / 2

@@ -1,0 +1,195 @@
+"""Moving rows: packing absent ones into a buffer, and on a GPU copying them there (FloE section 4.1, figure 7).
+
+A random fifth of one expert's neurons is moved, `chunk` neurons at a time, from another expert each time so that none
+is in a cache. Beside it, in the same rounds, what a linear read of the memory or one large copy to the GPU reaches.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ...kernels.layouts import ExpertRows
+from . import weights
+from .floor import READ, reader
+from .load import Others
+from .machine import backend, computing, facts
+from .measure import Figure, Report, Section, Table, measure
+from .synthetic import need_memory
+from .weights import MIXTRAL, Shapes
+
+WARM = 3
+SHARE = 0.2  # of an expert's neurons
+CHUNKS = (1, 5, 10, 25, 50, 100, 500, 2000)
+STREAMS = (1, 2, 4)
+COPY = "memcpy"
+LINK = "one large copy (floor)"
+_QUICK = (5, 50, 500)
+_TORCH = "torch index_select"
+PAPER = (
+    "FloE's figure 7 (RTX 3090, PCIe 4.0, 64 cores at 2.3 GHz, 20 % of an expert's 16-bit rows, DRAM to VRAM): up to "
+    "88 % of the link's measured peak, 12.6x torch's own way, best at chunks of 50 neurons."
+)
+
+
+def run(
+    *,
+    threads: int | None = None,
+    runs: int = 5,
+    quick: bool = False,
+    shapes: Shapes | None = None,
+    gpu: str | None,
+    no_gpu: str = "",
+    report: Report = lambda _what, _done, _total: None,
+) -> Table:
+    """Measure.
+
+    Args:
+        quick: 4-bit rows and three chunk sizes. gpu: a CUDA device, None where there is none; `no_gpu` says why.
+
+    Raises:
+        UsageError: more threads than cores. FloeError: too little memory.
+    """
+    shapes = shapes or MIXTRAL
+    cache = weights.last_level_cache() if shapes.cache is None else shapes.cache
+    widths = (4,) if quick else (4, 16)
+    most = max(_experts(shapes, bits, cache) * shapes.rows_bytes(bits) for bits in widths)
+    need_memory(most, "The rows", "Try --quick.")
+    sections: list[Section] = []
+    with computing(threads, shapes.hidden, shapes.neurons) as threads:
+        chosen = backend("cpu")
+        for bits in widths:
+            rows = rows_of(shapes, bits, _experts(shapes, bits, cache))
+            moved = round(SHARE * shapes.neurons)
+            chunks = [*(chunk for chunk in (_QUICK if quick else CHUNKS) if chunk < moved), moved]
+            title = f"Packing 20 % of an expert, {bits}-bit rows, by neurons in a chunk"
+            sections.append(_section(title, packing(rows, chunks), runs, report))
+            if gpu:
+                title = f"To the GPU, {bits}-bit rows, by neurons in a chunk and streams"
+                sections.append(_section(title, copying(rows, chunks, gpu), runs, report))
+            del rows
+    told = facts(
+        chosen,
+        threads=threads,
+        gpu=torch.cuda.get_device_name(gpu) if gpu else f"none: {no_gpu}",
+        sizes=shapes.describe(),
+        runs=runs,
+        warm_up=WARM,
+    )
+    unmeasured = () if gpu else (f"Copies to a GPU, streams and reading in place were not measured: {no_gpu}.",)
+    return Table("transfer", "cuda" if gpu else "cpu", told, tuple(sections), (*unmeasured, PAPER))
+
+
+def packing(rows: ExpertRows, chunks: list[int]) -> list[Figure]:
+    """`gather_rows` into a buffer by chunk, beside a contiguous copy of as many bytes and torch's own way."""
+    experts, neurons, nbytes = rows.data.shape
+    chosen = chosen_of(neurons)
+    target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8)
+
+    def copied(turn: int) -> int:
+        target.copy_(rows.data[turn % experts, : chosen.numel()])
+        return target.nbytes
+
+    def indexed(turn: int) -> int:
+        torch.index_select(rows.data[turn % experts], 0, chosen, out=target)
+        return target.nbytes
+
+    def packed(turn: int, chunk: int) -> int:
+        for wanted, place in zip(chosen.split(chunk), target.split(chunk), strict=True):
+            kernels.gather_rows(rows, turn % experts, wanted, place)
+        return target.nbytes
+
+    floor = [Figure(READ, lambda _turn: read()[1], inner=1)] if (read := reader("cpu")) else []
+    named = READ if floor else None
+    known = [Figure(COPY, copied, named), Figure(_TORCH, indexed, named)]
+    return [*floor, *known] + [
+        Figure(_name(chunk, chosen), lambda turn, chunk=chunk: packed(turn, chunk), named, _TORCH) for chunk in chunks
+    ]
+
+
+def copying(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
+    """Packing into pinned memory and copying from there, chunk after chunk on one to several streams; and in place."""
+    experts, neurons, nbytes = rows.data.shape
+    chosen = chosen_of(neurons)
+    cuda = gpu != "cpu"  # a test has no GPU
+    buffer = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8, pin_memory=cuda)
+    target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8, device=gpu)
+    large = torch.empty(rows.data[0].shape, dtype=torch.uint8, pin_memory=cuda)
+    landing = torch.empty(large.shape, dtype=torch.uint8, device=gpu)
+    streams: list[Any] = [torch.cuda.Stream(gpu) if cuda else None for _ in range(max(STREAMS))]
+
+    def on(stream: Any) -> Any:
+        return torch.cuda.stream(stream) if cuda else nullcontext()
+
+    def finish() -> None:
+        if cuda:
+            torch.cuda.synchronize(gpu)
+
+    def at_once(_turn: int) -> int:
+        landing.copy_(large, non_blocking=True)
+        finish()
+        return large.nbytes
+
+    def from_torch(turn: int) -> int:
+        target.copy_(rows.data[turn % experts].index_select(0, chosen))
+        finish()
+        return target.nbytes
+
+    def in_chunks(turn: int, chunk: int, count: int) -> int:
+        parts = zip(chosen.split(chunk), buffer.split(chunk), target.split(chunk), strict=True)
+        for index, (wanted, packed, place) in enumerate(parts):
+            kernels.gather_rows(rows, turn % experts, wanted, packed)
+            with on(streams[index % count]):
+                place.copy_(packed, non_blocking=True)
+        finish()
+        return target.nbytes
+
+    naive = f"{_TORCH}, copied"
+    figures = [Figure(LINK, at_once), Figure(naive, from_torch, LINK)]
+    for chunk in chunks:
+        for count in STREAMS:
+            streams_told = "1 stream" if count == 1 else f"{count} streams"
+
+            def work(turn: int, chunk: int = chunk, count: int = count) -> int:
+                return in_chunks(turn, chunk, count)
+
+            figures.append(Figure(f"{_name(chunk, chosen)}, {streams_told}", work, LINK, naive))
+    pinned = ExpertRows(rows.layout, rows.data[:1].pin_memory() if cuda else rows.data[:1])
+    wanted = chosen.to(gpu)
+
+    def in_place(_turn: int) -> int:
+        kernels.gather_rows(pinned, 0, wanted, target)
+        finish()
+        return target.nbytes
+
+    return [*figures, Figure("read in place by the GPU", in_place, LINK, naive)]
+
+
+def _section(title: str, figures: list[Figure], runs: int, report: Report) -> Section:
+    others = Others()
+    rows = measure(figures, warm=WARM, runs=runs, report=lambda done, total: report(title, done, total))
+    return Section(title, rows, others.cores())
+
+
+def _name(chunk: int, chosen: Tensor) -> str:
+    return "all at once" if chunk >= chosen.numel() else f"{chunk} neurons" if chunk > 1 else "1 neuron"
+
+
+def _experts(shapes: Shapes, bits: int, cache: int) -> int:
+    """So many that what is moved of all of them exceeds the caches."""
+    return weights.needed(round(SHARE * shapes.rows_bytes(bits)), cache)
+
+
+def rows_of(shapes: Shapes, bits: int, experts: int) -> ExpertRows:
+    """Rows as they lie in a pack; what they hold does not matter to a copy."""
+    layout = shapes.row_layout(bits)
+    return ExpertRows(layout, weights.filled(experts, shapes.neurons, layout.nbytes))
+
+
+def chosen_of(neurons: int) -> Tensor:
+    """The neurons that are moved, rising."""
+    return weights.random_active(SHARE, neurons, 0).neurons[: round(SHARE * neurons)]

@@ -1,0 +1,134 @@
+"""`floe-chat bench decode`, `prefill`, `ablation`, `transfer` and `startup` on tiny models, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.engine.bench import floor, peer, startup, synthetic, transfer
+from floe_chat.engine.bench.measure import Table
+from floe_chat.engine.bench.weights import Shapes
+
+from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
+from ..helpers import explained, run_cli
+
+TINY: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
+ONCE = ("--runs", "1", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that take no time."""
+    monkeypatch.setitem(synthetic.MODELS, "tiny", TINY)
+    monkeypatch.setattr(floor, "LEAST", 1 << 16)
+    monkeypatch.setattr(transfer, "MIXTRAL", Shapes(128, 400, cache=0))
+    monkeypatch.setattr("floe_chat.engine.bench.weights.last_level_cache", lambda: 1 << 10)
+    monkeypatch.setattr("floe_chat.engine.bench.speed.WARM", 0)
+    monkeypatch.setattr("floe_chat.engine.bench.ablation.WARM", 0)
+
+
+@pytest.mark.parametrize("bench", ["decode", "prefill"])
+def test_a_synthetic_model_is_measured(bench: str) -> None:
+    options = ("--synthetic", "tiny", "--layers", "2", "--up", "4", "--rows", "8", "--dense", "4", "--tokens", "12")
+    ran = run_cli("bench", bench, *options, "--device", "cpu", "--quick", *ONCE)
+    assert (ran.code, ran.err) == (0, "")
+    fields = json.loads(ran.out.splitlines()[-1])
+    assert (fields["bench"], fields["device"]) == (bench, "cpu")
+    assert fields["facts"]["model"] == "tiny, 2 layers, up 4 bit, rows 8 bit, dense 4 bit"
+    assert fields["facts"]["prompt"] == "12 tokens"
+    names = {row["name"] for section in fields["sections"] for row in section["rows"]}
+    assert names <= {floor.READ, "Balanced"} and "Balanced" in names
+    assert "% active" in ran.out or bench == "prefill"
+
+
+def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
+    (tmp_path / "gguf.py").write_text(FAKE_GGUF)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(synthetic.MODELS, "wide", TINY | {"hidden_size": 256, "num_local_experts": 8})
+    files = ("--peer", sys.executable, "--peer-files", str(tmp_path / "files"))
+    options = ("--synthetic", "wide", "--device", "cpu", "--quick", "--tokens", "40", "--runs", "1", *files)
+    ran = run_cli("bench", "decode", *options)
+    assert ran.code == 0 and "llama-cpp-python 9.9.9" in ran.out, ran
+    assert len(list((tmp_path / "files").iterdir())) == 4
+    first = json.loads(ran.out.splitlines()[-1])
+    assert "llama.cpp Q4_K_M" in ran.out or "drowned in noise" in first["notes"][0]
+
+
+def test_a_pack_is_measured_at_the_preset_that_was_named(tiny_pack: Path) -> None:
+    ran = run_cli("bench", "decode", str(tiny_pack), "--device", "cpu", "-p", "fast", *ONCE, "--json")
+    fields = json.loads(ran.out)
+    assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {floor.READ, "Fast"}
+
+
+def test_an_ablation_is_measured(tiny_pack: Path) -> None:
+    for model in ((str(tiny_pack),), ("--synthetic", "tiny")):
+        ran = run_cli("bench", "ablation", *model, *ONCE)
+        assert ran.code == 0, ran
+        last = ran.out.splitlines()[-1]
+        # A layer this small may drown in noise; then a note names it.
+        assert json.loads(last)["bench"] == "ablation" and "transformers' own, 16 bit" in last
+
+
+def test_transfer_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ran = run_cli("bench", "transfer", "--quick", *ONCE)
+    assert ran.code == 0 and "were not measured: " in ran.out and "memcpy" in ran.out
+
+
+def test_startup_asks_the_model_named(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def measured(ask: list[str], pack: Path, model: str, **_rest: object) -> Table:
+        asked.append(ask)
+        return Table("startup", "cpu", {"model": model}, (), (str(pack),))
+
+    monkeypatch.setattr(startup, "run", measured)
+    ran = run_cli("bench", "startup", str(tiny_pack))
+    assert ran.code == 0 and str(tiny_pack) in ran.out
+    assert asked[0][0] == sys.executable and asked[0][asked[0].index("--model") + 1] == str(tiny_pack)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["nonesuch"], "no model 'nonesuch'"),
+        (["--synthetic", "nonesuch"], "no synthetic model"),
+        (["--synthetic", "tiny", "--layers", "0"], "0 layers"),
+        (["--synthetic", "tiny", "--dense", "3"], "dense cannot be 3 bit"),
+        (["demo", "--synthetic", "tiny"], "Leave out demo"),
+        (["--layers", "2"], "--layers is for a synthetic model"),
+        (["--dense", "4"], "--synthetic"),
+        (["--preset", "nonesuch"], "no preset"),
+        (["--preset", "exact"], "cannot run Exact"),
+        (["--tokens", "100000"], "leaves no room"),
+        (["--threads", "9999"], "9999 threads"),
+        (["--peer", "/nonesuch/python"], "cannot be run"),
+        (["--peer", sys.executable], "cannot run llama.cpp"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_usage_errors(options: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert words in explained(run_cli("bench", "decode", "--device", "cpu", *options), 2)
+
+
+def test_a_model_without_a_peer_of_its_widths_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "version_of", str)
+    for model in (["demo"], ["--synthetic", "tiny"]):
+        told = explained(run_cli("bench", "decode", *model, "--device", "cpu", "--peer", "python"), 2)
+        assert "no llama.cpp model" in told

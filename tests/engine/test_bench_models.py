@@ -1,0 +1,288 @@
+"""Benchmarks of whole models, on tiny ones: which figures there are, and what is refused. No test waits for a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from floe_chat.engine import quality
+from floe_chat.engine.bench import ablation, floor, layers, speed, synthetic
+from floe_chat.engine.bench.layers import Key
+from floe_chat.engine.bench.measure import Section, Table
+from floe_chat.engine.bench.speed import Plan
+from floe_chat.engine.bench.subject import Subject, from_pack
+from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
+from floe_chat.kernels.layouts import LinearWeights
+from floe_chat.models.errors import FloeError, UsageError
+
+TINY: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
+TEXT = "Some words that a tokenizer of bytes makes many tokens of. " * 4
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that takes no time, and a floor that takes little."""
+    monkeypatch.setitem(synthetic.MODELS, "tiny", TINY)
+    monkeypatch.setattr(floor, "LEAST", 1 << 16)
+    monkeypatch.setattr("floe_chat.engine.bench.weights.last_level_cache", lambda: 1 << 10)
+
+
+def silent(_step: str, _done: int = 0, _total: int = 0) -> None:
+    """Nobody watches."""
+
+
+def make(**widths: int) -> Subject:
+    torch.manual_seed(0)
+    return synthetic.make(Spec("tiny", 3, **widths), "cpu", silent)
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers whose times are made up: a first token after 10 ms, 1 ms per layer and 2 ms beside them."""
+    whole = Subject.answer
+
+    def answer(subject: Subject, prompt: Sequence[int], tokens: int) -> Any:
+        made = whole(subject, prompt, tokens)
+        run = subject.model.config.num_hidden_layers
+        seconds = (2 + run) / 1e3
+        return type(made)(seconds, 0.01, seconds, made.read, made.active)
+
+    monkeypatch.setattr(Subject, "answer", answer)
+
+
+def named(table: Table, title: str) -> Section:
+    return next(section for section in table.sections if title in section.title)
+
+
+@pytest.mark.parametrize("widths", [{}, {"up": 4, "rows": 8, "dense": 4}, {"up": 16, "rows": 16, "dense": 16}], ids=str)
+def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[str, int]) -> None:
+    subject = make(**widths)
+    assert synthetic.nbytes(Spec("tiny", 3, **widths)) >= subject.weight_bytes(3, experts=1.0)
+    for sparsity in (0.0, 0.5, 0.8):
+        subject.control.preset = quality.Preset("", sparsity)
+        answer = subject.answer(subject.prompt(20), 30)
+        assert answer.active == pytest.approx(1 - sparsity, abs=0.08)
+        assert 0 < answer.prefill <= answer.first and answer.token > 0
+
+
+def test_thresholds_of_products_are_measured_too() -> None:
+    subject = make()
+    tables = subject.model.model.layers[1].mlp.experts.packed.products
+    assert tables.shape == (8, 101) and bool((tables.diff(dim=1) >= 0).all()) and bool((tables[:, -1] > 0).all())
+
+
+def test_results_that_are_not_finite_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: torch.Tensor, weights: LinearWeights, *, exact: bool = True) -> torch.Tensor:
+        return torch.full((x.shape[0], weights.q.shape[0]), torch.nan if exact else 0.0)
+
+    monkeypatch.setattr("floe_chat.kernels.linear", wrong)
+    with pytest.raises(FloeError, match="nothing was timed"):
+        make()
+
+
+def test_the_first_layers_alone_are_a_smaller_model() -> None:
+    subject = make()
+    with subject.first_layers(1):
+        one = subject.answer(subject.prompt(8), 2)
+    whole = subject.answer(subject.prompt(8), 2)
+    assert subject.model.config.num_hidden_layers == 3
+    assert subject.weight_bytes(1, experts=1.0) < subject.weight_bytes(3, experts=1.0)
+    assert one.read < whole.read <= subject.weight_bytes(3, experts=1.0) + 3 * 11 * 2 * 64 * 4
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("bench", ["decode", "prefill"])
+def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
+    told: list[str] = []
+    plan = Plan(bench, (), 12, 1, 2, quick=False, published_layers=6)
+    table = speed.run(make(), plan, [], lambda what, _done, _total: told.append(what))
+    assert set(told) == {f"{bench} of tiny"} and len(told) == speed.WARM + 2
+    presets = ["No sparsity", *quality.available(make().manifest)]
+    for title, ms in (("3 layers with", 5), ("one layer by", 1), ("all 6 layers", 8), ("First token", 10)):
+        rows = [row for row in named(table, title).rows if row.name != floor.READ]
+        assert [row.name for row in rows] == presets
+        assert all(row.ms == pytest.approx(ms) and row.runs == 2 for row in rows)
+    whole = named(table, "3 layers with")
+    measured = any(row.name == floor.READ for row in whole.rows)
+    assert all((row.of_floor is not None) == (measured and row.name != floor.READ) for row in whole.rows)
+    if bench == "decode":
+        assert "100 % active" in [row.note for row in whole.rows]
+        assert [row.tokens_s for row in whole.rows][-1] == pytest.approx(200)
+    else:
+        assert [row.tokens_s for row in whole.rows][-1] == pytest.approx(12 / 0.005)
+
+
+@pytest.mark.usefixtures("steady")
+def test_quick_is_the_default_preset_and_a_preset_can_be_named() -> None:
+    for plan, names in (
+        (Plan("decode", (), 8, 1, 1, quick=True), {"Balanced"}),
+        (Plan("decode", ("fast", "no sparsity"), 8, 1, 1, quick=False), {"Fast", "No sparsity"}),
+    ):
+        rows = named(speed.run(make(), plan, [], silent), "3 layers").rows
+        assert {row.name for row in rows} - {floor.READ} == names
+
+
+@pytest.mark.usefixtures("steady")
+def test_without_compiled_kernels_there_is_no_floor_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "reader", lambda _device="": None)
+    table = speed.run(make(), Plan("decode", ("Fast",), 8, 1, 1, quick=False), [], silent)
+    assert [row.name for row in table.sections[0].rows] == ["Fast"] and table.sections[0].rows[0].of_floor is None
+    assert any("what the memory delivers" in note for note in table.notes)
+
+
+@pytest.mark.usefixtures("steady")
+def test_weights_that_a_cache_may_hold_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "last_level_cache", lambda: 1 << 30)
+    assert "caches" in speed.run(make(), Plan("decode", ("Fast",), 8, 1, 1, quick=False), [], silent).notes[0]
+
+
+class FakePeer:
+    """Half a layer's time of ours."""
+
+    name, layers, version = "llama.cpp Q9", (1, 3), "llama.cpp 9"
+
+    def answer(self, prompt: int, tokens: int, layers: int) -> tuple[float, float]:
+        return (1 + layers) * prompt / 1e3, (1 + layers) * (tokens > 0) / 2e3
+
+    def read_bytes(self, layers: int, *, all_experts: bool) -> int:
+        return layers * (4000 if all_experts else 1000)
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_peer_takes_part_in_every_round_and_all_are_compared_with_it() -> None:
+    table = speed.run(make(), Plan("decode", ("Fast",), 8, 1, 2, quick=False), [FakePeer()], silent)
+    layer = {row.name: row for row in named(table, "one layer").rows}
+    assert layer["llama.cpp Q9"].ms == pytest.approx(0.5) and layer["llama.cpp Q9"].peer is None
+    assert layer["Fast"].peer == "llama.cpp Q9" and layer["Fast"].speedup == pytest.approx(0.5)
+    assert FakePeer.name not in {row.name for row in named(table, "3 layers").rows}
+    assert table.facts["peer"] == "llama.cpp 9"
+
+
+def test_what_drowned_in_noise_is_said_and_not_shown() -> None:
+    found: Mapping[Key, Sequence[float]] = {
+        Key("a", 1, "seconds"): [1.0, 2.0],
+        Key("a", 3, "seconds"): [3.0, 4.0],
+        Key("b", 1, "seconds"): [1.0, 2.0, 2.0],
+        Key("b", 3, "seconds"): [3.0, 1.9, 1.8],
+        Key("c", 1, "seconds"): [1.0, 2.0, 2.0],
+        Key("c", 3, "seconds"): [3.0, 3.0, 2.0],
+    }
+    clear, notes = layers.told_apart(found, {"a": (1, 3), "b": (1, 3), "c": (1, 3), "one": (1, 1)})
+    assert clear == ["a", "c"] and len(notes) == 1 and "here: b." in notes[0]
+    assert layers.slope(found, "a", (1, 3), "seconds") == [1.0, 1.0]
+    assert layers.slope(found, "c", (1, 3), "seconds")[2] > 0
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_pack_is_measured_on_its_own_text(tiny_pack: Path) -> None:
+    subject = from_pack(tiny_pack, "cpu", TEXT)
+    assert len(subject.prompt(100)) == 100 and subject.prompt(20) == subject.prompt(100)[:20]
+    table = speed.run(subject, Plan("decode", ("High",), 8, 1, 1, quick=False), [], silent)
+    assert str(table.facts["model"]).startswith("tiny, 2 layers") and not [
+        s for s in table.sections if "all " in s.title
+    ]
+    with pytest.raises(UsageError, match="leaves no room") as caught:
+        subject.prompt(300)
+    assert "--tokens" in caught.value.hint
+
+
+@pytest.mark.usefixtures("steady")
+@pytest.mark.parametrize("dense", [4, 8])
+def test_an_ablation_adds_one_part_after_the_other(dense: int) -> None:
+    spec = Spec("tiny", 2, dense=dense)
+    torch.manual_seed(0)
+    steps = ablation.of_spec(spec, silent, quick=False)
+    names = [step.name for step in steps]
+    assert names[0].startswith("transformers' own") and "exact" in names[1]
+    assert steps[1].preset.lossless and steps[2].preset == NO_SPARSITY
+    widths = [name for name in names if name.startswith("dense")]
+    assert widths == ["dense 8 bit", "dense 4 bit"]
+    assert (names.index("dense 4 bit") == len(names) - 1) is (dense == 8)
+    table = ablation.run(steps, threads=1, runs=2, report=silent)
+    rows = [row for row in table.sections[0].rows if row.name != floor.READ]
+    assert [row.name for row in rows] == names
+    assert [row.peer for row in rows] == [None, *names[:-1]]
+    assert all(row.note == "1.00x in all" for row in rows[1:])
+
+
+@pytest.mark.usefixtures("steady")
+def test_an_ablation_of_a_pack_keeps_its_dense_width(tiny_pack: Path) -> None:
+    subject = from_pack(tiny_pack, "cpu", TEXT)
+    assert ablation.of_pack(subject, silent, quick=True)[0].preset.lossless
+    steps = ablation.of_pack(subject, silent, quick=False)
+    assert f"dense {subject.manifest.widths.dense} bit" in steps[1].name and not [
+        s for s in steps[2:] if "dense" in s.name
+    ]
+    preset = quality.get(quality.DEFAULT, steps[1].subject.manifest)
+    assert steps[-1].preset.sparsity == preset.sparsity and steps[-1].preset.product == preset.product
+
+
+def test_transformers_own_experts_count_as_read_whole() -> None:
+    subject = make()
+    plain = ablation.plain(subject)
+    expert = 3 * 128 * 256 * 2
+    difference = plain.weight_bytes(3, experts=0.25) - plain.weight_bytes(3, experts=0.0)
+    assert difference == 3 * 2 * expert
+    assert plain.answer(plain.prompt(4), 1).read > difference
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "nonesuch", "layers": 2}, "nonesuch"),
+        ({"name": "tiny", "layers": 0}, "0 layers"),
+        ({"name": "tiny", "layers": 1}, "1 layers"),
+        ({"name": "tiny", "layers": 7}, "7 layers"),
+        ({"name": "tiny", "layers": 2, "up": 5}, "up cannot be 5 bit"),
+        ({"name": "tiny", "layers": 2, "rows": 1}, "cannot be 1 bit"),
+        ({"name": "tiny", "layers": 2, "dense": 2}, "dense cannot be 2 bit"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_that_cannot_be_made_are_usage_errors(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        Spec(**spec)
+    assert caught.value.hint
+
+
+def test_too_little_memory_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**30, available=2**30))
+
+    def made(_spec: Spec) -> None:
+        pytest.fail("weights were made")
+
+    monkeypatch.setattr(synthetic, "expert_layers", made)
+    with pytest.raises(FloeError, match="GB of free memory") as caught:
+        synthetic.make(Spec("mixtral-8x7b", 3), "cpu", silent)
+    assert "1.1 GB are available" in caught.value.cause and "--layers" in caught.value.hint
+    with pytest.raises(FloeError, match="GB of free memory"):
+        ablation.of_spec(Spec("mixtral-8x7b", 2), silent, quick=True)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(UsageError, match="9999 threads"):
+        speed.run(make(), Plan("decode", (), 8, 9999, 1, quick=True), [], silent)
+
+
+def test_a_full_width_mixtral_is_as_large_as_it_says() -> None:
+    one, two = (synthetic.nbytes(Spec("mixtral-8x7b", count)) for count in (2, 3))
+    assert 0.7e9 < two - one < 0.85e9

@@ -1,0 +1,83 @@
+"""The benchmarks of moving rows and of starting: which figures there are; no test waits for a clock."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.engine.bench import floor, startup, transfer
+from floe_chat.engine.bench.weights import Shapes
+from floe_chat.models.errors import FloeError, UsageError
+
+TINY = Shapes(128, 400, cache=0)
+
+
+@pytest.fixture(autouse=True)
+def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "LEAST", 1 << 16)
+    monkeypatch.setattr("floe_chat.engine.bench.weights.last_level_cache", lambda: 1 << 10)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_packing_is_measured_by_chunk_and_copies_are_named_as_missing(quick: bool) -> None:
+    table = transfer.run(threads=1, runs=1, quick=quick, shapes=TINY, gpu=None, no_gpu="there is no card")
+    titles = [section.title for section in table.sections]
+    assert ["16-bit" in title for title in titles] == ([False] if quick else [False, True])
+    for section in table.sections:
+        names = [row.name for row in section.rows if row.name != floor.READ]
+        chunks = ["5 neurons", "50 neurons"] if quick else ["1 neuron", *(f"{n} neurons" for n in (5, 10, 25, 50))]
+        assert names == ["memcpy", "torch index_select", *chunks, "all at once"]
+        assert all(row.peer == "torch index_select" for row in section.rows if "neuron" in row.name)
+    assert table.device == "cpu" and table.facts["gpu"] == "none: there is no card"
+    assert "not measured: there is no card" in table.notes[0] and "figure 7" in table.notes[1]
+
+
+def test_what_is_packed_is_what_was_chosen() -> None:
+    rows = transfer.rows_of(TINY, 4, 2)
+    for figure in transfer.packing(rows, [7, 80]):
+        assert figure.work(0) > 0
+    chosen = transfer.chosen_of(TINY.neurons)
+    assert chosen.numel() == 80 and bool((chosen.diff() > 0).all())
+
+
+def test_the_figures_of_copies_work_on_another_device() -> None:
+    rows = transfer.rows_of(TINY, 4, 2)
+    figures = transfer.copying(rows, [30, 80], "cpu")
+    names = [figure.name for figure in figures]
+    assert names[:2] == [transfer.LINK, "torch index_select, copied"]
+    assert names[2:5] == [f"30 neurons, {streams}" for streams in ("1 stream", "2 streams", "4 streams")]
+    assert names[-1] == "read in place by the GPU"
+    assert {figure.work(1) for figure in figures[1:]} == {80 * rows.layout.nbytes}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_on_a_gpu() -> None:
+    table = transfer.run(runs=1, quick=True, shapes=TINY, gpu="cuda")
+    assert table.device == "cuda" and any("stream" in row.name for row in table.sections[1].rows)
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(UsageError, match="9999 threads"):
+        transfer.run(threads=9999, shapes=TINY, gpu=None)
+
+
+def printing(text: str, code: int = 0) -> list[str]:
+    return [sys.executable, "-c", f"import sys; sys.stdout.write({text!r}); sys.exit({code})"]
+
+
+def test_starting_is_timed_in_parts_beside_the_goals(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "WARM", 0)
+    table = startup.run(printing(json.dumps({"first_token_s": 0.25})), tiny_pack, "tiny", runs=1)
+    rows = {row.name: row for section in table.sections for row in section.rows}
+    assert list(rows) == ["ask", "first token", "python", "import torch", "import transformers", "load the model"]
+    assert rows["first token"].ms == 250 and rows["ask"].note == "goal: under 4 s"
+    assert all(row.ms > 0 for row in rows.values())
+
+
+def test_a_question_that_fails_is_explained(tiny_pack: Path) -> None:
+    with pytest.raises(FloeError, match="could not be started"):
+        startup.run(printing("", 1), tiny_pack, "tiny", runs=1)
