@@ -12,7 +12,7 @@ chat: $(STAMP)  ## talk to the built-in demo model
 	@$(BIN)/floe-chat
 
 test: $(STAMP_DEV)  ## every test
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n auto --dist worksteal
 
 check: $(STAMP_DEV)  ## lint, format, types, import arrows
 	$(BIN)/ruff check .

@@ -170,10 +170,22 @@ def test_thresholds_are_measured_on_the_quantized_up(tmp_path: Path, tiny_checkp
         assert abs(skipped - 0.7) <= 0.012
 
 
+def test_product_tables_leave_out_the_share_they_say(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    packed = PackedModel.open(tiny_pack)
+    x, index, _ = what_experts_get(tiny_checkpoint, linears_of=tiny_pack)[0]
+    layer = packed.layer(0)
+    for expert in range(4):
+        seen = x[(index == expert).any(dim=1)]
+        gate, _ = layer.rows.layout.read(layer.rows.data[expert], torch.float32)
+        h = torch.nn.functional.silu(seen @ gate.T) * (seen @ layer.up.dense(expert, torch.float32).T)
+        left_out = float((h.abs() < threshold_at(layer.products, 0.7)[expert]).float().mean())
+        assert abs(left_out - 0.7) <= 0.012
+
+
 def test_widths_may_differ_and_make_the_files_smaller(tmp_path: Path, tiny_checkpoint: Path, exact_pack: Path) -> None:
     make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=3, gate=2, down=8))
     packed = PackedModel.open(tmp_path / "p")
-    assert packed.manifest.widths.describe() == "up 3 bit, gate 2 bit, down 8 bit, dense 8 bit"
+    assert packed.manifest.widths.describe() == "up 3 bit, gate 2 bit, down 8 bit, dense 4 bit"
     gate, _, down = Checkpoint(tiny_checkpoint).expert(0, 0)
     records = packed.layer(0).rows
     stored_gate, stored_down = records.layout.read(records.data[0], torch.float32)
@@ -202,8 +214,9 @@ def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Pa
     assert all(torch.equal(dense[name], source.tensor(name)) for name in kept)
     for name in linears:
         matrix = source.tensor(f"{name}.weight")
-        codes, scale, zero = quantize(matrix, bits, matrix.shape[1] if matrix.shape[1] < 64 else 64)
-        assert torch.equal(dense[f"{name}.q"], pack_codes(codes, bits)), name
+        width = 8 if name == "lm_head" else bits
+        codes, scale, zero = quantize(matrix, width, matrix.shape[1] if matrix.shape[1] < 64 else 64)
+        assert torch.equal(dense[f"{name}.q"], pack_codes(codes, width)), name
         assert torch.equal(dense[f"{name}.scale"], scale) and torch.equal(dense[f"{name}.zero"], zero), name
 
 
