@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Generator, Sequence
@@ -164,9 +165,10 @@ class Worker:
 
     def __init__(self, python: str, arguments: Sequence[str]) -> None:
         command = [python, str(WORKER), "answer", *arguments]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        # How our own threads wait (app/cli.py) is not how llama.cpp's do.
+        own = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=own)
         self._usage = psutil.Process(self._process.pid)
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
