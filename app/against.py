@@ -2,9 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import click
 
 from ..models.errors import PackError, UsageError
+
+Command = Callable[..., Any]
+_OPTIONS: tuple[Callable[[Command], Command], ...] = (
+    click.argument("model", default="demo", metavar="[MODEL]"),
+    click.option(
+        "--source",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="The checkpoint that was packed.  [default: the folder of that name beside the pack]",
+    ),
+    click.option(
+        "--text",
+        "text_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="What to predict, as UTF-8.  [default: the parts of the built-in text that packing did not use]",
+    ),
+    click.option(
+        "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How much of the text to read."
+    ),
+    click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
+    click.option("--json", "as_json", is_flag=True, help="Print only the JSON object."),
+)
+
+
+def comparing(command: Command) -> Command:
+    """The model and the options of a command that compares a pack with its source."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 def source_of(pack: Path, given: Path | None) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import progress
-from .against import source_of, text_ids
+from .against import comparing, source_of, text_ids
 from .progress import rounded
 from .widgets import units
 from .widgets.plain import printable
@@ -35,20 +35,7 @@ _LEGEND = (
 
 
 @click.command(name="eval")
-@click.argument("model", default="demo", metavar="[MODEL]")
-@click.option(
-    "--source",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="The checkpoint that was packed.  [default: the folder of that name beside the pack]",
-)
-@click.option(
-    "--text",
-    "text_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="What to predict, as UTF-8.  [default: the parts of the built-in text that packing did not use]",
-)
+@comparing
 @click.option(
     "--preset",
     "-p",
@@ -57,9 +44,6 @@ _LEGEND = (
     metavar="NAME",
     help='Only this one, or "No sparsity"; may be repeated.  [default: all that the pack can run]',
 )
-@click.option("--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How much of the text to read.")
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
-@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
 def evaluate(
     model: str,
     source: Path | None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import progress
-from .against import source_of, text_ids
+from .against import comparing, source_of, text_ids
 from .progress import rounded
 from .scatter import scatter
 from .widgets import units
@@ -39,24 +39,8 @@ _LEGEND = (
 
 
 @click.command()
-@click.argument("model", default="demo", metavar="[MODEL]")
-@click.option(
-    "--source",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="The checkpoint that was packed.  [default: the folder of that name beside the pack]",
-)
-@click.option(
-    "--text",
-    "text_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="A text like those you will chat about.  [default: the built-in one]",
-)
-@click.option("--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How much of the text to read.")
+@comparing
 @click.option("--widths/--no-widths", default=True, show_default=True, help="Try other widths than the pack's too.")
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
-@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
 def tune(
     model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
 ) -> None:
