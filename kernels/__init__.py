@@ -57,7 +57,7 @@ def sparse_swiglu(
     down_thresholds: Tensor | None = None,
     *,
     exact: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
 
     Args:
@@ -66,7 +66,8 @@ def sparse_swiglu(
             halves are not read.
 
     Returns:
-        y (B, H) of x's dtype; zero for tokens without a call.
+        y (B, H) of x's dtype, zero for tokens without a call; and (P,) int64 how many neurons of each call reached the
+        second threshold (all, if there is none).
 
     Raises:
         ValueError: shapes that do not fit, an index out of range, a neuron twice within one call, or one that the

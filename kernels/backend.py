@@ -32,7 +32,7 @@ class Backend:
     reason: str
     checks_active: bool
     up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, bool], Active]
-    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, bool], Tensor]
+    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, bool], tuple[Tensor, Tensor]]
     moe_step: Callable[
         [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]
     ]

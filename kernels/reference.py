@@ -44,18 +44,12 @@ def sparse_swiglu(
     active: Active,
     down_thresholds: Tensor | None = None,
     exact: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
 
-    With down_thresholds (P,), neurons with |silu(gate_n · x) v_n| below the call's are left out.
+    With down_thresholds (P,), neurons with |silu(gate_n · x) v_n| below the call's are left out. Beside y (B, H), how
+    many neurons of every call were not, (P,) int64.
     """
-    return _sparse_swiglu(x, rows, calls, active, down_thresholds)[0]
-
-
-def _sparse_swiglu(
-    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """y (B, H), and how many neurons of every call reached the second threshold (P,) int64."""
     y = torch.zeros_like(x)
     reached = active.offsets.diff()
     offsets = active.offsets.tolist()
@@ -90,7 +84,7 @@ def moe_step(
     counts: how many neurons of every call were active, and how many of those reached the second threshold.
     """
     active = up_gemv(x, up, calls, thresholds, exact)
-    y, reached = _sparse_swiglu(x, rows, calls, active, down_thresholds)
+    y, reached = sparse_swiglu(x, rows, calls, active, down_thresholds)
     return y, torch.stack([active.offsets.diff(), reached], dim=1)
 
 

@@ -193,23 +193,19 @@ def sparse_swiglu(
     active: Active,
     down_thresholds: Tensor | None = None,
     exact: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
 
     Args:
         down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below it, and does not read their down
             columns.
 
+    Returns:
+        y (B, H), and how many neurons of every call reached the second threshold (P,) int64.
+
     Raises:
         ValueError: sizes or indices that do not fit, or a neuron twice within one call.
     """
-    return _sparse_swiglu(x, rows, calls, active, down_thresholds, exact)[0]
-
-
-def _sparse_swiglu(
-    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: Active, down_thresholds: Tensor | None, exact: bool
-) -> tuple[Tensor, Tensor]:
-    """y (B, H), and how many neurons of every call reached the second threshold (P,) int64."""
     library = _library()
     x32, tokens, experts, weights = (
         _float32(x),
@@ -256,7 +252,7 @@ def moe_step(
         ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
     """
     active = up_gemv(x, up, calls, thresholds, exact)
-    y, kept = _sparse_swiglu(x, rows, calls, active, down_thresholds, exact)
+    y, kept = sparse_swiglu(x, rows, calls, active, down_thresholds, exact)
     return y, torch.stack([active.offsets.diff(), kept], dim=1)
 
 

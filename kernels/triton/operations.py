@@ -56,11 +56,14 @@ def sparse_swiglu(
     active: Active,
     down_thresholds: Tensor | None = None,
     exact: bool = True,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call, y (B, H).
 
     Neurons that are absent from a pool add nothing. With `down_thresholds` (P,) neurons with |silu(gate_n · x) v_n|
     below the call's are left out and their down columns are not read. Repeats bit for bit.
+
+    Returns:
+        y, and how many neurons of every call reached the second threshold (P,) int64 (absent from a pool, they do not).
 
     Raises:
         ValueError: rows that the device of x cannot read.
@@ -68,7 +71,7 @@ def sparse_swiglu(
     spans = torch.stack([active.offsets[:-1], active.offsets[1:]]).to(x.device)
     found, values = active.neurons.to(x.device), active.values.to(x.device)
     listed = _List(spans, found.contiguous(), values.contiguous(), active.neurons.numel())
-    return _swiglu(x, rows, _moved(calls, x.device), listed, down_thresholds)[0]
+    return _swiglu(x, rows, _moved(calls, x.device), listed, down_thresholds)
 
 
 def moe_step(

@@ -68,7 +68,7 @@ def test_sparse_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
     generator = torch.Generator().manual_seed(1)
     chosen = [torch.randperm(size[1], generator=generator)[:count] for count in (size[1], 1, (size[1] + 1) // 2, 2)]
     values = [v[neurons] for v, neurons in zip(values, chosen, strict=True)]
-    y = kernels.sparse_swiglu(x, layer.rows, calls, as_active(chosen, values, dtype))
+    y, _ = kernels.sparse_swiglu(x, layer.rows, calls, as_active(chosen, values, dtype))
     assert y.dtype == dtype and y.shape == x.shape
     assert not y[1].any()
     assert relative_rms(y, swiglu(layer, x, calls, chosen, values)) <= TOLERANCE[dtype]
@@ -96,8 +96,8 @@ def test_rows_in_a_pool_give_the_same(size: Size, widths: Widths) -> None:
     slots = torch.full((size[0] * size[1],), -1, dtype=torch.int32)
     slots[needed] = places.int()
     pooled = PoolRows(layer.rows.layout, pool, slots.view(size[0], size[1]))
-    y = kernels.sparse_swiglu(x, pooled, calls, active)
-    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active))
+    y, _ = kernels.sparse_swiglu(x, pooled, calls, active)
+    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active)[0])
 
 
 @every_width
@@ -112,7 +112,7 @@ def test_a_second_threshold_leaves_out_small_products(size: Size, widths: Widths
         product = g / (1 + torch.exp(-g)) * values[call].float().double()
         limits.append(threshold_between(product, (0.5, 1.0, 0.3, 0.0)[call]))
         kept.append(product.abs() >= limits[-1])
-    y = kernels.sparse_swiglu(
+    y, _ = kernels.sparse_swiglu(
         x, layer.rows, calls, as_active(chosen, values, torch.float32), down_thresholds=torch.tensor(limits)
     )
     fewer = [[part[mask] for part, mask in zip(parts, kept, strict=True)] for parts in (chosen, values)]
@@ -138,7 +138,7 @@ def test_a_call_without_active_neurons_adds_nothing(widths: Widths, dtype: torch
     layer, x, calls = make_layer((3, 7, 96, 32), widths), make_x(2, 96, dtype), make_calls([0, 1], [1, 2])
     nobody, everybody = torch.empty(0, dtype=torch.long), torch.arange(7)
     values = [torch.empty(0, dtype=torch.float64), torch.ones(7, dtype=torch.float64)]
-    y = kernels.sparse_swiglu(x, layer.rows, calls, as_active([nobody, everybody], values, dtype))
+    y, _ = kernels.sparse_swiglu(x, layer.rows, calls, as_active([nobody, everybody], values, dtype))
     assert not y[0].any()
     truth = swiglu(layer, x, calls, [nobody, everybody], values)
     assert relative_rms(y, truth) <= TOLERANCE[dtype]
@@ -149,7 +149,7 @@ def test_no_calls_give_zeros(widths: Widths) -> None:
     layer, x, calls = make_layer((3, 7, 40, 20), widths), make_x(2, 40, torch.float32), make_calls([], [])
     active = kernels.up_gemv(x, layer.stored_up, calls, torch.empty(0))
     assert active.offsets.tolist() == [0] and active.neurons.numel() == 0
-    y = kernels.sparse_swiglu(x, layer.rows, calls, active)
+    y, _ = kernels.sparse_swiglu(x, layer.rows, calls, active)
     assert y.shape == x.shape and not y.any()
 
 
@@ -209,7 +209,7 @@ def test_moe_step_is_both_operations(size: Size, widths: Widths) -> None:
     limits = torch.full((4,), 0.05)
     y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds, limits)
     assert counts.dtype == torch.int64 and torch.equal(counts[:, 0], active.offsets.diff())
-    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, limits))
+    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, limits)[0])
     _, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds)
     assert torch.equal(counts, active.offsets.diff()[:, None].expand(4, 2))
 

@@ -58,7 +58,7 @@ def test_sparse_swiglu_is_the_formula(widths: Widths, size: Size, device: torch.
     layer, x, calls = layer_on(device, size, widths), make_x(3, size[2], torch.float32), some_calls(size[0])
     chosen, values = some_active(up_values(layer, x.double(), calls))
     active = active_on(device, as_active(chosen, values, torch.float32))
-    y = kernels.sparse_swiglu(x.to(device), layer.rows, calls_on(device, calls), active)
+    y, _ = kernels.sparse_swiglu(x.to(device), layer.rows, calls_on(device, calls), active)
     assert y.dtype == x.dtype and y.shape == x.shape and not y[1].any()
     assert relative_rms(y, swiglu(layer, x.double(), calls, chosen, values)) <= TOLERANCE[torch.float32]
 
@@ -94,7 +94,7 @@ def check_step(layer: Layer, x: Tensor, calls: Calls, device: torch.device) -> N
     assert active.values.dtype == x.dtype
     assert relative_rms(active.values, torch.cat(truth)) <= TOLERANCE[x.dtype]
     everybody = [torch.arange(v.numel()) for v in truth]
-    y = kernels.sparse_swiglu(x.to(device), layer.rows, mine, active)
+    y, _ = kernels.sparse_swiglu(x.to(device), layer.rows, mine, active)
     assert y.dtype == x.dtype
     # v is handed on in the type of x: rounded once more.
     error = relative_rms(y, swiglu(layer, x.double(), calls, everybody, truth))
@@ -118,7 +118,7 @@ def test_moe_step_is_both_in_one(size: Size, tokens: int, device: torch.device) 
     for second in (None, seconds):
         y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits, second)
         assert counts.device.type == device.type and counts[:, 0].tolist() == active.offsets.diff().tolist()
-        assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, second))
+        assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, second)[0])
         again, same = kernels.moe_step(x, layer.stored_up, pool_of(layer.rows), calls, limits, second)
         assert torch.equal(y, again) and torch.equal(counts, same)
         assert bool(counts[0, 1] < counts[0, 0]) == (second is not None) and counts[1:, 0].equal(counts[1:, 1])
@@ -132,7 +132,7 @@ def test_a_pool_leaves_out_what_is_absent(size: Size, device: torch.device) -> N
     everybody = [torch.arange(size[1])] * 2
     here = [(pool.slots[expert] >= 0).nonzero().squeeze(1).cpu() for expert in calls.experts.tolist()]
     active = active_on(device, as_active(everybody, v, torch.float32))
-    y = kernels.sparse_swiglu(x.to(device), pool, calls_on(device, calls), active)
+    y, _ = kernels.sparse_swiglu(x.to(device), pool, calls_on(device, calls), active)
     truth = swiglu(layer, x.double(), calls, here, [call[mine] for call, mine in zip(v, here, strict=True)])
     assert relative_rms(y, truth) <= TOLERANCE[torch.float32]
 
@@ -153,7 +153,7 @@ def test_below_the_second_threshold_down_is_not_read(widths: Widths, size: Size,
         poisoned[expert, :, layer.rows.layout.gate.nbytes :] = part.masked_fill(idle[:, None], 0xFF)
     active = active_on(device, as_active([torch.arange(size[1])] * 2, v, torch.float32))
     rows = replace(layer.rows, data=poisoned)
-    y = kernels.sparse_swiglu(x.to(device), rows, calls_on(device, calls), active, torch.tensor(limits))
+    y, _ = kernels.sparse_swiglu(x.to(device), rows, calls_on(device, calls), active, torch.tensor(limits))
     truth = swiglu(layer, x.double(), calls, kept, [up[mine] for up, mine in zip(v, kept, strict=True)])
     assert relative_rms(y, truth) <= TOLERANCE[torch.float32]
     step = x.to(device), layer.stored_up, rows, calls_on(device, calls), torch.zeros(2), torch.tensor(limits)
@@ -177,7 +177,7 @@ def test_nothing_to_do_gives_zeros(size: Size, device: torch.device) -> None:
         limits = torch.full((calls.tokens.numel(),), limit)
         active = kernels.up_gemv(x, layer.stored_up, calls_on(device, calls), limits)
         assert active.offsets.tolist() == [0] * (1 + calls.tokens.numel()) and active.neurons.numel() == 0
-        y = kernels.sparse_swiglu(x, layer.rows, calls_on(device, calls), active)
+        y, _ = kernels.sparse_swiglu(x, layer.rows, calls_on(device, calls), active)
         step, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls_on(device, calls), limits)
         assert y.shape == step.shape == x.shape and not y.any() and not step.any() and not counts.any()
 
