@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,21 @@ def need_terminal() -> None:
             "Standard input, output or error is a file or a pipe.",
             'Run floe-chat in a terminal, or use: floe-chat ask "your question"',
         )
+
+
+def memory_size(text: str | None) -> int | None:
+    """Bytes of a size such as "10gb", "10 GiB" or "900mb": multiples of 1024, as memory is sold; None stays None.
+
+    Raises:
+        UsageError: something else.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mg])i?b\s*", text, re.IGNORECASE)
+    size = float(match[1]) * 2 ** {"m": 20, "g": 30}[match[2].lower()] if match else 0.0
+    if not 1 <= size < 2**60:
+        raise UsageError(f"{text!r} is no size of memory", "", "Give it in GB or MB, such as --vram 10gb.")
+    return int(size)
 
 
 def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, str | None]:

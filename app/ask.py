@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import sys
@@ -88,6 +89,7 @@ def _close(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, *,
         "decode_tokens_per_s": stats.decode_tps_mean,
         "active_neurons": stats.active_neurons,
         "bytes_per_token": stats.bytes_per_token,
+        "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
     }
     sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
 

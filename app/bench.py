@@ -74,6 +74,31 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
 
 @bench.command()
 @click.argument("model", default="demo", metavar="[MODEL]")
+@click.option("--card", "cards", multiple=True, metavar="NAME", help="A virtual card, such as sim:rtx3060-12gb@8gb.")
+@click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="How many the model reads.")
+@click.option("--skew", type=click.FloatRange(0), help="Draw the routing with this skew instead of the model's own.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
+def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None, as_json: bool) -> None:
+    """Compare engines where the model is larger than the card, on virtual cards.
+
+    What MODEL asks for while it reads a text drives this engine and others at Mixtral's width. Nothing is downloaded
+    and no GPU is needed; times are virtual. A card takes about a minute.
+
+    Example: floe-chat bench offload --card sim:rtx3060-12gb
+    """
+    from ..engine.bench import offload as bench_offload
+    from ..models.catalog import asset, find
+
+    pack, text = find(model), asset("calibration.txt").read_text(encoding="utf-8")
+    with measuring() as report:
+        table = bench_offload.run(
+            pack, model, text, cards or bench_offload.CARDS, tokens=tokens, skew=skew, report=report
+        )
+    finish(table, as_json=as_json)
+
+
+@bench.command()
+@click.argument("model", default="demo", metavar="[MODEL]")
 @with_options(*RUNS)
 def startup(model: str, runs: int | None, as_json: bool) -> None:
     """Time how long a person waits: a whole `floe-chat ask`, its parts, and the first token of a loaded model.

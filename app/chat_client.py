@@ -65,9 +65,9 @@ Update = Event | TextDelta
 class ChatClient:
     """Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`."""
 
-    def __init__(self, pack: Path, preset: str | None = None, device: str = "auto") -> None:
+    def __init__(self, pack: Path, preset: str | None = None, device: str = "auto", vram: int | None = None) -> None:
         self._pack = pack
-        self._load = Load(str(pack), preset, device)
+        self._load = Load(str(pack), preset, device, vram)
         self._session = Session()
         self._format: ChatFormat | FloeError | None = None
         self._format_ready = threading.Event()

@@ -36,7 +36,16 @@ _MODEL = (
         help="A packed model: a name that `doctor` lists, or a folder.",
     ),
     click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
-    click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
+    click.option(
+        "--device",
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:N; sim:NAME plays a card in virtual time.",
+    ),
+    click.option(
+        "--vram", metavar="SIZE", help="Use at most so much GPU memory, such as 10gb.  [default: what is free]"
+    ),
 )
 _SAMPLING = (
     click.option("--temperature", type=float, help="0 always takes the likeliest.  [default: the model's, or 0.7]"),
@@ -63,7 +72,7 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
 @_with(*_MODEL, *_SAMPLING)
 @click.version_option(version("floe-chat"), prog_name="floe-chat")
 @click.pass_context
-def cli(ctx: click.Context, model: str, preset: str | None, device: str, **sampling: Any) -> None:
+def cli(ctx: click.Context, model: str, preset: str | None, device: str, vram: str | None, **sampling: Any) -> None:
     """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
 
     Without a command, opens the chat screen.
@@ -77,7 +86,7 @@ def cli(ctx: click.Context, model: str, preset: str | None, device: str, **sampl
             )
         return
     from ..models.catalog import find
-    from .arguments import need_terminal, sampling_from
+    from .arguments import memory_size, need_terminal, sampling_from
 
     need_terminal()
     from .chat_client import ChatClient
@@ -85,7 +94,7 @@ def cli(ctx: click.Context, model: str, preset: str | None, device: str, **sampl
 
     pack = find(model)
     chosen, max_tokens, system = sampling_from(sampling, pack)
-    ctx.exit(run_app(ChatClient(pack, preset, device), chosen, max_tokens, system))
+    ctx.exit(run_app(ChatClient(pack, preset, device, memory_size(vram)), chosen, max_tokens, system))
 
 
 @cli.command()
@@ -102,6 +111,7 @@ def ask(
     model: str,
     preset: str | None,
     device: str,
+    vram: str | None,
     **sampling: Any,
 ) -> None:
     """Answer one question on stdout.
@@ -109,14 +119,16 @@ def ask(
     The question is PROMPT, the --file, and what is piped in, whichever are given, in this order.
     """
     from ..models.catalog import find
-    from .arguments import question, sampling_from
+    from .arguments import memory_size, question, sampling_from
     from .ask import answer
     from .chat_client import ChatClient
 
     text = question(prompt, file)
     pack = find(model)
     chosen, max_tokens, system = sampling_from(sampling, pack)
-    ctx.exit(answer(ChatClient(pack, preset, device), text, chosen, max_tokens, system, as_json=as_json))
+    ctx.exit(
+        answer(ChatClient(pack, preset, device, memory_size(vram)), text, chosen, max_tokens, system, as_json=as_json)
+    )
 
 
 @cli.command()

@@ -31,11 +31,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Open the packed model in folder `pack` on `device` ("auto", "cpu", "cuda", "cuda:1")."""
+    """Open the packed model in folder `pack` on `device` ("auto", "cpu", "cuda", "cuda:1", or a test device).
+
+    `vram` is the most of the device's memory to use, in bytes; None: what is free.
+    """
 
     pack: str
     preset: str | None = None
     device: str = "auto"
+    vram: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,46 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the rows of active neurons came from in an answer's decode, where device memory holds a part of them only.
+
+    Shares are 0..1; None before anything was counted.
+
+    Attributes:
+        ready, coming, copied, on_cpu: shares of active neurons whose rows were in the pool, on their way there, fetched
+            when they were wanted, and computed by the CPU where they lie. The rest was left out (lenient).
+        expert_hits: share of expert calls of which at least half the rows were there or on their way.
+        recall, precision: of the neurons that were named one layer ahead.
+        substituted: share of experts for which resident ones stood in. dropped: of expert halves, by score.
+        moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
+        link_bytes_s: what the link reached while it was busy. link_peak: what it can, bytes per second.
+        link_busy: share of decode's time in which it was.
+        pool, pool_used, up, dense: bytes of device memory for rows, those that hold one, up projections, all else.
+        virtual: whether times are those of a device that is not there.
+    """
+
+    ready: float | None
+    coming: float | None
+    copied: float | None
+    on_cpu: float | None
+    expert_hits: float | None
+    recall: float | None
+    precision: float | None
+    substituted: float | None
+    dropped: float | None
+    moved_per_token: float | None
+    waited_per_token: float | None
+    link_bytes_s: float | None
+    link_peak: float
+    link_busy: float | None
+    pool: int
+    pool_used: int
+    up: int
+    dense: int
+    virtual: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counters of the answer that runs or of the last one (DESIGN section 8 has the words).
 
@@ -147,6 +191,8 @@ class Stats:
         ram_bytes: resident memory of this process. vram_bytes: device memory in use; None without a GPU.
         kv_bytes: bytes in the KV cache.
         context_used, context_window: tokens.
+        reused_tokens: of the prompt, those that the KV cache held from the turn before.
+        rows: None where all rows lie where they are computed.
     """
 
     request: int
@@ -165,6 +211,8 @@ class Stats:
     kv_bytes: int
     context_used: int
     context_window: int
+    reused_tokens: int = 0
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +254,17 @@ _KINDS: dict[str, type[Any]] = {
     for kind in (
         *(Load, Generate, Cancel, SetPreset, Unload, Shutdown),
         *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Finished, Unloaded, Failed),
-        Sampling,
+        *(Sampling, Rows),
     )
 }
 
 
-def encode(message: Command | Event | Sampling) -> dict[str, Any]:
+def encode(message: Command | Event | Sampling | Rows) -> dict[str, Any]:
     """A JSON-ready dict of a command or event; `decode` gives an equal object back."""
     fields: dict[str, Any] = {"kind": type(message).__name__}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        fields[field.name] = encode(value) if isinstance(value, Sampling | Stats) else value
+        fields[field.name] = encode(value) if isinstance(value, Sampling | Stats | Rows) else value
     return fields
 
 

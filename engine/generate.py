@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .events import Sampling
+from .kv import KVCache
 from .moe import Control
 from .sampling import Sampler
+from .step import Decoder, LibraryDecoder
 from .telemetry import Telemetry
 
 PREFILL_CHUNK = 256  # tokens: bounds activations, and sets how often progress is told
@@ -25,22 +26,8 @@ class Step:
     done: int
 
 
-class KVCache:
-    """The keys and values of one sequence, on the model's device."""
-
-    def __init__(self) -> None:
-        from transformers import DynamicCache
-
-        self.cache: Any = DynamicCache()
-
-    def nbytes(self) -> int:
-        """Bytes that the cached keys and values take."""
-        layers = (layer for layer in self.cache.layers if getattr(layer, "is_initialized", False))
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-
-
 def generate(
-    model: Any,
+    model: Decoder | nn.Module,
     kv: KVCache,
     prompt: Sequence[int],
     sampling: Sampling,
@@ -53,35 +40,43 @@ def generate(
 ) -> Generator[Step, None, str]:
     """Yield a step for every prefill chunk and every new token; the generator's return value says why it ended.
 
+    What of the prompt `kv` holds already is not computed again, except for the prompt's last token; if there is some,
+    a step says so first.
+
+    Args:
+        model: what computes the next tokens; a transformers model is called as it is.
+
     Returns (through StopIteration):
         "stop": a stop id was drawn (it is not yielded); "length": max_new_tokens; "context": the window is full.
 
     Raises:
         ValueError: an empty prompt, or one that leaves no room in the window.
-        Cancelled: `control.cancelled` was set; seen at the next layer.
+        Cancelled: `control.cancelled` was set; seen at the next layer. `kv` is valid with what was computed.
     """
     if not 0 < len(prompt) < window:
         raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
-    device = model.get_input_embeddings().weight.device
+    decoder = LibraryDecoder(model) if isinstance(model, nn.Module) else model
     sampler = Sampler(sampling)
     stop = frozenset(stop_ids)
-    ids = torch.tensor([list(prompt)], dtype=torch.long)
-    started = time.perf_counter()
+    if kept := kv.keep(prompt, control.preset):
+        telemetry.reused(kept)
+        yield Step(None, kept)
+    started = telemetry.clock()
     control.counting = False
     logits = torch.empty(0)
-    for start in range(0, len(prompt), PREFILL_CHUNK):
-        chunk = ids[:, start : start + PREFILL_CHUNK]
-        logits = _forward(model, kv, chunk.to(device))
-        yield Step(None, start + chunk.shape[1])
-    telemetry.prefill_done(time.perf_counter() - started)
+    for start in range(kept, len(prompt), PREFILL_CHUNK):
+        logits = _forward(decoder, kv, prompt[start : start + PREFILL_CHUNK], control)
+        yield Step(None, kv.length)
+    telemetry.prefill_done(telemetry.clock() - started)
     control.counting = True
+    ids = torch.tensor([list(prompt)], dtype=torch.long)
     for step in range(max_new_tokens):
-        began = time.perf_counter()
+        began = telemetry.clock()
         if step:
-            logits = _forward(model, kv, ids[:, -1:].to(device))
+            logits = _forward(decoder, kv, ids[0, -1:].tolist(), control)
         token = sampler.draw(ids, logits)
         if step:
-            telemetry.decoded(time.perf_counter() - began)
+            telemetry.decoded(telemetry.clock() - began)
         if token in stop:
             return "stop"
         telemetry.token()
@@ -92,7 +87,9 @@ def generate(
     return "length"
 
 
-def _forward(model: Any, kv: KVCache, ids: torch.Tensor) -> torch.Tensor:
-    """ids (1, T) -> logits of the last position (1, V)."""
-    with torch.inference_mode():
-        return model(input_ids=ids, past_key_values=kv.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:
+    """Logits (1, V) after `ids`, which are in `kv` from then on."""
+    preset = control.preset
+    logits = decoder.forward(ids, kv)
+    kv.computed(ids, preset)
+    return logits

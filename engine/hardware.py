@@ -84,11 +84,11 @@ def probe(folder: Path) -> Hardware:
     )
 
 
-def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
+def choose_device(wanted: str) -> tuple[str, str]:
     """The device that will compute, and why.
 
     Args:
-        wanted: "auto", "cpu", "cuda" or "cuda:N". pack_bytes: the whole pack; in this version a GPU must hold it all.
+        wanted: "auto", "cpu", "cuda" or "cuda:N".
 
     Raises:
         ValueError: a device that does not exist here.
@@ -97,14 +97,7 @@ def choose_device(wanted: str, pack_bytes: int) -> tuple[str, str]:
         return "cpu", "it was asked for"
     gpus, reason = _gpus()
     if wanted == "auto":
-        if not gpus:
-            return "cpu", reason
-        if gpus[0].vram_free < pack_bytes * 1.2:
-            return (
-                "cpu",
-                f"{gpus[0].name} has {gpus[0].vram_free / 1e9:.1f} GB free, the pack needs all of its bytes there",
-            )
-        return "cuda:0", f"{gpus[0].name} holds the whole pack"
+        return ("cuda:0", f"there is a {gpus[0].name}") if gpus else ("cpu", reason)
     device = torch.device(wanted)
     if device.type != "cuda":
         raise ValueError(f"floe-chat computes on cpu or cuda, not on {device.type}")

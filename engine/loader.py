@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +15,74 @@ from torch import nn
 
 from .. import kernels
 from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
-from ..models import skeleton
+from ..models import heat, skeleton
 from ..models.checkpoint import FAMILIES, read_config
-from ..models.errors import UsageError
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture, damaged
 from ..models.packed import PackedLayer, PackedModel
-from . import context, hardware, quality
+from . import context, hardware, opening, predictor, quality, step
 from .dense import PackedLinear
 from .events import Loaded
 from .moe import Control, MoELayer
+from .offload import Offload, Parts
+from .offloaded import OffloadedLayer
+from .step import Decoder
 from .telemetry import Telemetry
 
 Report = Callable[[str, float], None]
+_log = logging.getLogger("floe_chat.engine")
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model in memory, what controls it, and what it counts."""
+    """A model in memory, what controls it, and what it counts.
+
+    Attributes:
+        decoder: computes the next tokens. offload: what its layers share where rows lie in RAM; else None.
+    """
 
     model: Any
+    decoder: Decoder
     packed: PackedModel
     control: Control
     telemetry: Telemetry
     window: int
     device: str
+    offload: Offload | None
+
+    def close(self) -> None:
+        """End what runs beside the engine, and keep for the next start what was used how much."""
+        if self.offload is not None:
+            self.offload.close()
+            try:
+                heat.write(heat.file_of(self.packed.folder), self.offload.pool.heat())
+            except OSError as error:
+                _log.warning("what was used is not kept: %s", error)
 
     def vram_bytes(self) -> int | None:
         """Device memory that torch holds; None without a GPU."""
         return torch.cuda.memory_reserved(self.device) if self.device.startswith("cuda") else None
 
 
-def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple[LoadedModel, Loaded]:
+def load(
+    folder: Path,
+    preset: str | None,
+    device: str,
+    report: Report,
+    *,
+    vram: int | None = None,
+    parts: Parts | None = None,
+) -> tuple[LoadedModel, Loaded]:
     """Open a pack and make it answer.
 
     Args:
-        preset: None for the default one. device: "auto", "cpu", "cuda" or "cuda:N".
+        preset: None for the default one. device: "auto", "cpu", "cuda", "cuda:N" or a test device, see opening.py.
+        vram: the most of a device's memory to use, in bytes. parts: of the engine, where rows lie in RAM.
         report: called with a step in words and the share that is done, 0..1.
 
     Raises:
         PackError: the pack is incomplete, of another version, or damaged.
-        UsageError: a preset that this pack cannot run, or a device that does not exist.
+        UsageError: a preset that this pack cannot run, or a device that does not exist or has too little memory.
     """
     started = time.perf_counter()
     report("Starting transformers", 0.05)
@@ -62,11 +91,11 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
     packed = PackedModel.open(folder)
     manifest = packed.manifest
     chosen = quality.get(preset or quality.DEFAULT, manifest)
-    pack_bytes = sum(entry.size for entry in manifest.files.values())
-    try:
-        place, why = hardware.choose_device(device, pack_bytes)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"The device {device!r} cannot be used", str(error), "Use --device cpu.") from error
+    config: Any = read_config(folder)
+    _compare(folder, config, manifest.architecture)
+    ram = [packed.layer(index) for index in range(manifest.architecture.layers)]
+    choice = opening.choose(device, manifest, ram, config, vram)
+    place = choice.place
     backend = kernels.choose(torch.device(place).type)
     threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
     torch.set_num_threads(threads)
@@ -81,20 +110,10 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         packed_bytes += q.nbytes + scale.nbytes + zero.nbytes
         return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias, control)
 
-    def experts(index: int) -> MoELayer:
-        nonlocal packed_bytes
-        report(
-            f"Mapping layer {index + 1} of {manifest.architecture.layers}",
-            0.5 + 0.5 * index / manifest.architecture.layers,
-        )
-        layer = _to(packed.layer(index), place)
-        packed_bytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
-        return MoELayer(index, layer, control, telemetry)
-
-    config: Any = read_config(folder)
-    _compare(folder, config, manifest.architecture)
     # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
     dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
+    shared = opening.offload(choice, ram, parts or Parts())
+    experts = _Experts(ram, place, shared, control, telemetry, report)
     model: Any = skeleton.build(
         config,
         FAMILIES[manifest.architecture.model_type],
@@ -105,7 +124,11 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         dtype,
         place,
     )
+    if shared is not None:
+        report("Filling the pool of rows", 1.0)
+        experts.join(model, packed, shared)
     window = context.window(config)
+    decoder = step.choose(model, window)
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     loaded = Loaded(
         model=manifest.name,
@@ -114,13 +137,65 @@ def load(folder: Path, preset: str | None, device: str, report: Report) -> tuple
         presets=quality.available(manifest),
         preset=chosen.name,
         widths=manifest.widths.describe(),
-        device=place,
+        device=place if shared is None else shared.device.name,
         backend=backend.name,
-        reason=f"{backend.reason}; on {place}, since {why}; {why_threads}",
+        reason=f"{backend.reason}; {decoder.reason}; on {place}, since {choice.why}; {why_threads}",
         seconds=time.perf_counter() - started,
-        memory_bytes=parameter_bytes + packed_bytes,
+        memory_bytes=parameter_bytes + packed_bytes + experts.nbytes,
     )
-    return LoadedModel(model, packed, control, telemetry, window, place), loaded
+    return LoadedModel(model, decoder, packed, control, telemetry, window, place, shared), loaded
+
+
+class _Experts:
+    """Makes each layer's experts: where their rows lie, or offloaded.
+
+    Attributes:
+        nbytes: device memory of the up projections.
+    """
+
+    def __init__(
+        self,
+        ram: Sequence[PackedLayer],
+        place: str,
+        shared: Offload | None,
+        control: Control,
+        telemetry: Telemetry,
+        report: Report,
+    ) -> None:
+        self._ram, self._place, self._shared = ram, place, shared
+        self._control, self._telemetry, self._report = control, telemetry, report
+        self._made: list[OffloadedLayer] = []
+        self.nbytes = 0
+
+    def __call__(self, index: int) -> MoELayer:
+        count = len(self._ram)
+        self._report(f"Mapping layer {index + 1} of {count}", 0.5 + 0.5 * index / count)
+        layer = _to(self._ram[index], self._place, rows=self._shared is None)
+        self.nbytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
+        if self._shared is None:
+            return MoELayer(index, layer, self._control, self._telemetry)
+        made = OffloadedLayer(index, layer, self._ram[index], self._shared, self._control, self._telemetry)
+        self._made.append(made)
+        return made
+
+    def join(self, model: Any, packed: PackedModel, shared: Offload) -> None:
+        """Let offloaded layers know each other and their routers, and fill the pool."""
+        self._telemetry.memory = shared
+        if not shared.device.real:
+            self._telemetry.clock = shared.device.now
+        for layer, following in pairwise(self._made):
+            layer.following = following
+        for layer, block in zip(self._made, model.model.layers, strict=True):
+            layer.router = block.mlp.gate.weight
+        shared.look_ahead_with(predictor.make("auto", model, packed), predictor.carries(model))
+        shared.warm(_heat(packed))
+
+
+def _heat(packed: PackedModel) -> heat.Heat:
+    """What was used before, or else what calibration found popular."""
+    a = packed.manifest.architecture
+    kept = heat.read(heat.file_of(packed.folder), a.layers, a.experts, a.intermediate)
+    return kept or heat.from_popularity(packed.profile()["popularity"].numpy(), a.intermediate)
 
 
 def _compare(folder: Path, config: Any, a: Architecture) -> None:
@@ -137,14 +212,15 @@ def _compare(folder: Path, config: Any, a: Architecture) -> None:
             raise damaged(folder, f"Its {name} is {packed} by the manifest and {configured} by config.json.")
 
 
-def _to(layer: PackedLayer, device: str) -> PackedLayer:
+def _to(layer: PackedLayer, device: str, *, rows: bool) -> PackedLayer:
+    """A layer on the device; its rows too, or not."""
     if device == "cpu":
         return layer
     up: UpWeights = layer.up
-    rows: ExpertRows = layer.rows
+    own: ExpertRows = layer.rows
     return PackedLayer(
         up=replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device)),
-        rows=replace(rows, data=rows.data.to(device)),
+        rows=replace(own, data=own.data.to(device)) if rows else own,
         thresholds=layer.thresholds.to(device),
         products=layer.products.to(device),
     )

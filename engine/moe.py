@@ -7,6 +7,8 @@ neurons, compute. Locating, placing and looking ahead slot in between.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -45,12 +47,19 @@ class Control:
 
 
 class MoELayer(nn.Module):
-    """The experts of one layer from the packed layout."""
+    """The experts of one layer from the packed layout.
+
+    Attributes:
+        plan: what the preset in force makes of it. chosen, scores: (B, K) the experts and weights of this step.
+    """
+
+    chosen: Tensor
+    scores: Tensor
 
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
-        self._plan = _Plan(packed, control.preset)
+        self.plan = Plan(packed, control.preset)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
@@ -60,50 +69,59 @@ class MoELayer(nn.Module):
         """
         if self.control.cancelled.is_set():
             raise Cancelled
-        if self._plan.preset is not self.control.preset:
-            self._plan = _Plan(self.packed, self.control.preset)
-        calls = self._plan.calls(top_k_index, top_k_weights)
+        if self.plan.preset is not self.control.preset:
+            self.plan = Plan(self.packed, self.control.preset)
+        self.chosen, self.scores = self._choose(hidden, top_k_index, top_k_weights)
+        calls = self.plan.calls(self.chosen, self.scores)
         if hidden.shape[0] > DECODE_TOKENS:
             return self._prefill(hidden, calls)
         y, counts = self._step(hidden, calls)
         if self.control.counting:
-            self._count(top_k_index, calls, counts)
+            self._count(self.chosen, calls, counts)
         return y
 
+    def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts (B, K) and weights that are taken instead of the router's choice: here the same."""
+        return index, weights
+
     def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
-        plan = self._plan
+        plan = self.plan
         up, rows, exact = plan.layer.up, plan.layer.rows, plan.preset.lossless
         down_thresholds = None if plan.products is None else plan.products[calls.experts]
         thresholds = plan.thresholds[calls.experts]
         return kernels.moe_step(hidden, up, rows, calls, thresholds, down_thresholds, exact=exact)
 
     def _prefill(self, hidden: Tensor, calls: Calls) -> Tensor:
-        plan = self._plan
+        plan = self.plan
         few = FEW_TOKENS_SPARSE if plan.preset.sparsity >= 0.5 else FEW_TOKENS
         counts = calls.experts.bincount(minlength=len(plan.thresholds))
         rare = counts[calls.experts] <= few
         out, _ = self._step(hidden, Calls(calls.tokens[rare], calls.experts[rare], calls.weights[rare]))
-        for expert in (counts > few).nonzero().squeeze(1).tolist():
-            if self.control.cancelled.is_set():
-                raise Cancelled
-            mine = calls.experts == expert
-            token = calls.tokens[mine]
-            y, _, _ = kernels.expert_swiglu(
-                hidden[token],
-                plan.layer.up,
-                plan.layer.rows,
-                expert,
-                float(plan.thresholds[expert]),
-                0.0 if plan.products is None else float(plan.products[expert]),
-                exact=plan.preset.lossless,
-            )
-            out.index_add_(0, token, y * calls.weights[mine, None].to(y.dtype))
+        shares = [Share.of(calls, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
+        self._many(hidden, shares, out)
         return out
 
+    def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
+        """Add to out (B, H) what experts make of the many tokens that each has."""
+        plan = self.plan
+        for share in shares:
+            if self.control.cancelled.is_set():
+                raise Cancelled
+            y, _, _ = kernels.expert_swiglu(
+                hidden[share.tokens],
+                plan.layer.up,
+                plan.layer.rows,
+                share.expert,
+                *plan.limits(share.expert),
+                exact=plan.preset.lossless,
+            )
+            out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
+
     def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
-        layer, telemetry = self._plan.layer, self.telemetry.layers[self.index]
+        layer, telemetry = self.plan.layer, self.telemetry.layers[self.index]
         active, kept = counts.sum(0).tolist()
         gate = layer.rows.layout.gate.nbytes
+        telemetry.dropped += 2 * chosen.numel() - self.plan.halves(calls)
         telemetry.neurons += chosen.numel() * self.packed.rows.data.shape[1]
         telemetry.active += active
         telemetry.bytes += calls.experts.numel() * layer.up.bytes_per_expert()
@@ -112,18 +130,40 @@ class MoELayer(nn.Module):
             telemetry.calls[expert] += 1
 
 
-class _Plan:
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One expert's part of a prompt: tokens (T,) int64 and the router's weights for them (T, 1)."""
+
+    expert: int
+    tokens: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, calls: Calls, expert: int) -> Share:
+        mine = calls.experts == expert
+        return cls(expert, calls.tokens[mine], calls.weights[mine, None])
+
+
+class Plan:
     """What a preset makes of a layer: experts, whole or as halves, and their thresholds (E,) or (2E,).
 
     Attributes:
         products: thresholds of what enters down; None where the preset has none.
     """
 
-    def __init__(self, packed: PackedLayer, preset: Preset) -> None:
-        self.preset, self._split = preset, preset.major > preset.drop
+    def __init__(self, packed: PackedLayer, preset: Preset, *, halves: bool = True) -> None:
+        self.preset, self._split = preset, halves and preset.major > preset.drop
         self.layer = packed.halved() if self._split else packed
         self.thresholds = threshold_at(self.layer.thresholds, preset.sparsity)
         self.products = threshold_at(self.layer.products, preset.product) if preset.product else None
+
+    def halves(self, calls: Calls) -> int:
+        """Halves of experts that these calls compute."""
+        return calls.experts.numel() * (1 if self._split else 2)
+
+    def limits(self, expert: int) -> tuple[float, float]:
+        """Both thresholds of an expert."""
+        return float(self.thresholds[expert]), 0.0 if self.products is None else float(self.products[expert])
 
     def calls(self, index: Tensor, weights: Tensor) -> Calls:
         """index and weights (B, K), the router's choice -> what is computed of it."""

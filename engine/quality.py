@@ -17,6 +17,9 @@ class Preset:
             |silu(gate · x) · up · x|.
         drop, major: scores of the router, relative to the mean of a token's experts, below which an expert is left out,
             or only its major half computed (DualSparse-MoE section 4).
+        alpha: how far from the best rejected score an absent expert may be replaced by a resident one, and the other
+            way round (importance-driven scheduling section 5.1). lenient: rows that are not on the device are left out
+            instead of waited for (CORM).
         lossless: nothing is left out, and the kernels keep all of float32's precision.
     """
 
@@ -25,6 +28,8 @@ class Preset:
     product: float = 0.0
     drop: float = 0.0
     major: float = 0.0
+    alpha: float = 0.0
+    lenient: bool = False
     lossless: bool = False
 
 

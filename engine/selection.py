@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,16 @@ def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> lis
     return found
 
 
+class Resident(Protocol):
+    """Which of a layer's experts are in fast memory."""
+
+    def __contains__(self, expert: int) -> bool: ...
+
+    def use(self, expert: int) -> bool:
+        """Note a use; whether the expert was there."""
+        ...
+
+
 class Residency:
     """Which of a layer's experts are taken to be in fast memory: the last `capacity` different ones that were used."""
 
@@ -51,7 +62,7 @@ class Residency:
         return there
 
 
-def substitute(scores: list[float], chosen: list[int], resident: Residency, alpha: float) -> list[int]:
+def substitute(scores: list[float], chosen: list[int], resident: Resident, alpha: float) -> list[int]:
     """The experts for one token when resident ones may stand in for absent ones of about the same score.
 
     The expert-cache router (importance-driven scheduling, section 5.1 and algorithm 1): with β the best score that was
@@ -75,7 +86,7 @@ def substitute(scores: list[float], chosen: list[int], resident: Residency, alph
 
 
 def substitute_all(
-    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Residency, alpha: float
+    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Resident, alpha: float
 ) -> tuple[Tensor, Tensor]:
     """`substitute` for token after token, each finding resident what those before it used.
 

@@ -31,7 +31,7 @@ from .events import (
 )
 
 if TYPE_CHECKING:
-    from .generate import KVCache
+    from .kv import KVCache
     from .loader import LoadedModel
 
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
@@ -54,6 +54,7 @@ class Session:
         self._running: int | None = None
         self._closing = False
         self._loaded: LoadedModel | None = None
+        self._kv: KVCache | None = None  # of the loaded model; outlives an answer, for the conversation's next turn
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
     def start(self) -> None:
@@ -97,6 +98,7 @@ class Session:
         while True:
             command = self._waiting.popleft() if self._waiting else self._commands.get()
             if self._closing:
+                self._forget()
                 return
             try:
                 self._obey(command)
@@ -118,7 +120,7 @@ class Session:
             case SetPreset():
                 self._set_preset(command)
             case Unload():
-                self._loaded = None
+                self._forget()
                 self._events.put(Unloaded())
             case Cancel() | Shutdown():  # dealt with where they arrive
                 pass
@@ -127,18 +129,26 @@ class Session:
         request = command.request if isinstance(command, Generate) else None
         self._events.put(Failed(title, cause, hint, request, exit_code))
 
+    def _forget(self) -> None:
+        """Let the model go, and what was computed with it."""
+        loaded, self._loaded, self._kv = self._loaded, None, None
+        if loaded is not None:
+            loaded.close()
+
     def _load(self, command: Load) -> None:
         self._events.put(Loading("Starting torch", 0.0))
+        from .kv import KVCache
         from .loader import load
 
-        self._loaded = None  # the old model's memory goes before the new one's comes
+        self._forget()  # the old model's memory goes before the new one's comes
         loaded, event = load(
             Path(command.pack),
             command.preset,
             command.device,
             lambda step, share: self._events.put(Loading(step, share)),
+            vram=command.vram,
         )
-        self._loaded = loaded
+        self._loaded, self._kv = loaded, KVCache()
         self._events.put(event)
         # Memory is known before anything was asked; what was not measured stays None.
         self._events.put(
@@ -161,12 +171,12 @@ class Session:
         return self._loaded
 
     def _generate(self, command: Generate) -> None:
-        from .generate import KVCache
+        from .kv import KVCache
         from .moe import Cancelled
 
         loaded = self._need_model()
-        loaded.telemetry.begin(command.request, len(command.prompt), time.perf_counter())
-        kv = KVCache()
+        loaded.telemetry.begin(command.request, len(command.prompt), loaded.telemetry.clock())
+        kv = self._kv = self._kv or KVCache()
         with self._lock:
             loaded.control.cancelled.clear()
             self._running = command.request
@@ -186,7 +196,7 @@ class Session:
         from .generate import generate
 
         steps = generate(
-            loaded.model,
+            loaded.decoder,
             kv,
             command.prompt,
             command.sampling,
@@ -212,13 +222,16 @@ class Session:
                 self._events.put(self._stats(loaded, kv, command))
 
     def _obey_between_tokens(self) -> None:
-        """Take a preset change at once; everything else waits for the answer to end."""
+        """Take a preset change at once; everything else waits for the answer to end.
+
+        A change sent behind a load or unload is meant for the model that comes then, so it waits behind it.
+        """
         while True:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(command, SetPreset):
+            if isinstance(command, SetPreset) and not any(isinstance(c, Load | Unload) for c in self._waiting):
                 try:
                     self._set_preset(command)
                 except FloeError as error:
@@ -227,10 +240,9 @@ class Session:
                 self._waiting.append(command)
 
     def _stats(self, loaded: LoadedModel, kv: KVCache, command: Generate) -> Stats:
-        length = kv.cache.get_seq_length()
         return loaded.telemetry.stats(
             kv_bytes=kv.nbytes(),
             vram_bytes=loaded.vram_bytes(),
-            context_used=max(length, len(command.prompt)),
+            context_used=max(kv.length, len(command.prompt)),
             context_window=loaded.window,
         )

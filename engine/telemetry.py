@@ -7,39 +7,80 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import psutil
 
-from .events import Stats
+from .events import Rows, Stats
 
 
 @dataclass(slots=True)
 class LayerCounts:
-    """What one MoE layer did in decode: neurons it looked at, those that were active, bytes read, calls by expert."""
+    """What one MoE layer did in decode.
+
+    Attributes:
+        neurons: of the chosen experts. active: of those. bytes: of weights that were read. calls: by expert.
+        ready, coming, copied, on_cpu: of an offloaded layer's active neurons, those whose rows were in the pool, on
+            their way there, fetched now, and computed by the CPU. waited: seconds for rows on their way.
+        guessed, needed, right: neurons that the predictor named, that were active, and both.
+        looked, hit: expert calls, and those of which at least half the rows were there or on their way.
+        substituted, dropped: chosen experts that resident ones stood in for, and halves that were left out by score.
+    """
 
     experts: int
     neurons: int = 0
     active: int = 0
     bytes: int = 0
+    ready: int = 0
+    coming: int = 0
+    copied: int = 0
+    on_cpu: int = 0
+    waited: float = 0.0
+    guessed: int = 0
+    needed: int = 0
+    right: int = 0
+    looked: int = 0
+    hit: int = 0
+    substituted: int = 0
+    dropped: int = 0
     calls: list[int] = field(default_factory=list[int])
 
     def __post_init__(self) -> None:
         self.calls = [0] * self.experts
 
 
+class Memory(Protocol):
+    """What a pool of rows tells about itself, see `Offload`."""
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes that the link moved so far, and the seconds in which it was busy."""
+        ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of device memory: pool, pool_used, up, dense."""
+        ...
+
+    def link_peak(self) -> float:
+        """Bytes per second that the link can move."""
+        ...
+
+
 class Telemetry:
     """Counts one answer at a time; `begin` starts the next one.
 
-    Times are seconds of `time.perf_counter`. Decode counts leave the prompt out: its tokens share each expert's
-    weights, so bytes per token would mean something else there.
+    Times are seconds of `clock`, which is a virtual device's own where there is one. Decode counts leave the prompt
+    out: its tokens share each expert's weights, so bytes per token would mean something else there.
     """
 
     def __init__(self, layers: int, experts: int) -> None:
         self._experts = experts
         self.layers = [LayerCounts(experts) for _ in range(layers)]
         self._process = psutil.Process()
-        self.begin(-1, 0, time.perf_counter())
+        self.clock: Callable[[], float] = time.perf_counter
+        self.memory: Memory | None = None
+        self.begin(-1, 0, self.clock())
 
     def begin(self, request: int, prompt_tokens: int, asked_at: float) -> None:
         """Start counting the answer to `request`, which was asked for at `asked_at`."""
@@ -53,10 +94,18 @@ class Telemetry:
         self._new_tokens = 0
         self._decoded = 0
         self._recent: deque[float] = deque(maxlen=4096)
+        self._reused = 0
+        self._moved_before = (0, 0.0)
+
+    def reused(self, tokens: int) -> None:
+        """So many of the prompt's tokens are in the KV cache already."""
+        self._reused = tokens
 
     def prefill_done(self, seconds: float) -> None:
         """The whole prompt is in the KV cache; it took `seconds` of computing."""
         self._prefill_s = seconds
+        if self.memory is not None:
+            self._moved_before = self.memory.moved()
 
     def decoded(self, seconds: float) -> None:
         """A decode step ended, whatever it drew; it took `seconds`."""
@@ -65,7 +114,7 @@ class Telemetry:
 
     def token(self) -> None:
         """A token of the answer was drawn."""
-        now = time.perf_counter()
+        now = self.clock()
         self._new_tokens += 1
         self._recent.append(now)
         if self._first_token_s is None:
@@ -73,7 +122,7 @@ class Telemetry:
 
     def stats(self, *, kv_bytes: int, vram_bytes: int | None, context_used: int, context_window: int) -> Stats:
         """The counters as they stand. What was not measured yet is None."""
-        now = time.perf_counter()
+        now = self.clock()
         while self._recent and now - self._recent[0] > 1.0:
             self._recent.popleft()
         neurons = sum(layer.neurons for layer in self.layers)
@@ -83,7 +132,7 @@ class Telemetry:
             new_tokens=self._new_tokens,
             decode_tps=_rate(len(self._recent) - 1, now - self._recent[0] if self._recent else 0.0),
             decode_tps_mean=_rate(self._decoded, self._decode_s),
-            prefill_tps=_rate(self._prompt_tokens, self._prefill_s or 0.0),
+            prefill_tps=_rate(self._prompt_tokens - self._reused, self._prefill_s or 0.0),
             first_token_s=self._first_token_s,
             active_neurons=sum(layer.active for layer in self.layers) / neurons if neurons else None,
             bytes_per_token=sum(layer.bytes for layer in self.layers) / self._decoded if self._decoded else None,
@@ -96,7 +145,41 @@ class Telemetry:
             kv_bytes=kv_bytes,
             context_used=context_used,
             context_window=context_window,
+            reused_tokens=self._reused,
+            rows=None if self.memory is None else self._rows(self.memory),
         )
+
+    def _rows(self, memory: Memory) -> Rows:
+        def total(name: str) -> float:
+            return sum(getattr(layer, name) for layer in self.layers)
+
+        active, looked, guessed, needed = total("active"), total("looked"), total("guessed"), total("needed")
+        chosen = sum(sum(layer.calls) for layer in self.layers)
+        moved, busy = memory.moved()
+        moved, busy = moved - self._moved_before[0], busy - self._moved_before[1]
+        decoded = self._decoded > 0
+        return Rows(
+            ready=_share(total("ready"), active),
+            coming=_share(total("coming"), active),
+            copied=_share(total("copied"), active),
+            on_cpu=_share(total("on_cpu"), active),
+            expert_hits=_share(total("hit"), looked),
+            recall=_share(total("right"), needed),
+            precision=_share(total("right"), guessed),
+            substituted=_share(total("substituted"), chosen),
+            dropped=_share(total("dropped"), 2 * chosen),
+            moved_per_token=moved / self._decoded if decoded else None,
+            waited_per_token=total("waited") / self._decoded if decoded else None,
+            link_bytes_s=_share(moved, busy) if decoded else None,
+            link_peak=memory.link_peak(),
+            link_busy=_share(busy, self._decode_s) if decoded else None,
+            virtual=self.clock is not time.perf_counter,
+            **memory.sizes(),
+        )
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 def _rate(count: int, seconds: float) -> float | None:

@@ -9,7 +9,7 @@ expert of the source at a time.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.layouts import WIDTHS, LinearWeights, UpWeights, group_size
-from . import calibration, linears, skeleton
+from . import calibration, foresight, linears, skeleton
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FloeError, PackError, UsageError
 from .manifest import (
@@ -147,6 +147,7 @@ def _fill(
         model = skeleton.build(source.config, source.family, dense, bits, experts, _dequantized, torch.float32, "cpu")
     except PackError as error:
         raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error
+    training = _taught(model, layers, report)
     with torch.inference_mode():
         model.model(input_ids=tokens, use_cache=False)  # pyright: ignore[reportCallIssue]
     report("Writing the profile", 0.99)
@@ -156,6 +157,7 @@ def _fill(
             "popularity": torch.stack([layer.popularity for layer in layers]),
             "importance": torch.stack([layer.importance for layer in layers]),
             "router_score": torch.stack([layer.router_score for layer in layers]),
+            **training.tensors(),
         },
     )
     for file in COPIED:
@@ -166,6 +168,30 @@ def _fill(
         if (folder / file).is_file():
             manifest.files[file] = file_entry(folder / file)
     manifest.write(folder)
+
+
+def _taught(model: Any, layers: Sequence[_PackingExperts], report: Progress) -> foresight.Training:
+    """What learns to look ahead from each layer to the next while the model reads the calibration text."""
+
+    def told(layer: int) -> None:
+        report(f"Learning to look ahead from layer {layer + 1} of {len(layers)}", _share((layer + 1) / len(layers)))
+
+    blocks = model.model.layers
+    norms = [block.post_attention_layernorm.weight for block in blocks]
+    training = foresight.Training([block.mlp.gate.weight for block in blocks], norms, told)
+
+    def reached(experts: nn.Module, given: tuple[Tensor, ...]) -> None:
+        assert isinstance(experts, _PackingExperts)
+        training.reach(experts.layer, given[0], given[1])
+
+    for experts in layers:
+        experts.register_forward_pre_hook(reached)
+    return training
+
+
+def _share(layers: float) -> float:
+    """The share of packing that is done when that share of the layers is."""
+    return _DENSE_SHARE + (0.98 - _DENSE_SHARE) * layers
 
 
 def _dequantized(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
@@ -205,8 +231,7 @@ class _PackingExperts(nn.Module):
         with TensorFile(self.folder / layer_file(self.layer), _layer_plan(self.manifest)) as file:
             for expert in range(a.experts):
                 share = (self.layer + expert / a.experts) / a.layers
-                share = _DENSE_SHARE + (0.98 - _DENSE_SHARE) * share
-                self.report(f"Packing layer {self.layer + 1} of {a.layers}", share)
+                self.report(f"Packing layer {self.layer + 1} of {a.layers}", _share(share))
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
                 self.popularity[expert] = token.numel() / max(1, top_k_index.numel())
                 # An expert that the text never reaches is measured on all of it: a rough table beats none.

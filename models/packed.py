@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.layouts import ExpertRows, UpWeights
+from . import foresight
+from .errors import UsageError
 from .manifest import FILE_NAME, Manifest, damaged, file_entry, layer_file
 
 
@@ -120,8 +122,31 @@ class PackedModel:
         return self._tensors("dense.safetensors")
 
     def profile(self) -> dict[str, Tensor]:
-        """popularity (L, E) · importance (L, E, F, 4) · router_score (L, Q): measured on the calibration text."""
+        """popularity (L, E) · importance (L, E, F, 4) · router_score (L, Q): from calibration; and see lookahead."""
         return self._tensors("profile.safetensors")
+
+    def has_lookahead(self) -> bool:
+        """Whether packing learned to look ahead; packs of earlier versions and those of very little text did not."""
+        return foresight.RECALL in self.profile()
+
+    def lookahead(self) -> list[foresight.Lookahead]:
+        """The learned predictors of the next layer's experts, one for each layer but the last.
+
+        Raises:
+            UsageError: this pack has none. PackError: they do not fit the model.
+        """
+        a = self.manifest.architecture
+        try:
+            found = foresight.load(self.profile(), a.layers, a.hidden, a.experts)
+        except ValueError as error:
+            raise damaged(self.folder, f"profile.safetensors holds {error}.") from error
+        if not found:
+            raise UsageError(
+                "This pack has no learned predictor",
+                "It was packed by an earlier floe-chat, on too little text, or the model has a single layer.",
+                'Choose the predictor "gate", which needs no training, or pack the source checkpoint again.',
+            )
+        return found
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         try:

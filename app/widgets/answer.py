@@ -129,6 +129,8 @@ def summary(reason: str, stats: Stats) -> str:
         parts.append(rate_of(stats.decode_tps_mean))
     if stats.first_token_s is not None:
         parts.append(f"first token {seconds(stats.first_token_s)}")
+    if stats.rows is not None and stats.rows.virtual:
+        parts.append("virtual time")
     parts.append(_REASONS.get(reason, reason))
     return " · ".join(parts)
 

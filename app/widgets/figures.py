@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from textual.content import Content
 
-from ...engine.events import Loaded, Stats
+from ...engine.events import Loaded, Rows, Stats
 from . import units
 from .heat import bars, condense, stretch
 from .themes import MUTED
 
 SAMPLES = 60
+VIRTUAL = "bold $warning"
 
 
 @dataclass(slots=True)
@@ -24,6 +25,11 @@ class Figures:
     stats: Stats | None = None
     running: bool = False
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    @property
+    def rows(self) -> Rows | None:
+        """Where rows came from; None where they all lie where they are computed, and before anything is known."""
+        return self.stats.rows if self.stats else None
 
     def take(self, stats: Stats, *, running: bool) -> None:
         """Newer figures came."""
@@ -38,11 +44,11 @@ Draw = Callable[[Figures, int], Content]
 
 
 def speed_heading(figures: Figures, width: int) -> Content:
-    """The section's name, and which answer the figures belong to."""
+    """The section's name, which answer the figures belong to, and whether a virtual device's clock gave their times."""
     stats = figures.stats
     if stats is None or (stats.first_token_s is None and not figures.running):
         return heading("Speed", width, "not measured yet")
-    return heading("Speed", width, "this answer" if figures.running else "last answer")
+    return heading("Speed", width, "this answer" if figures.running else "last answer", virtual=is_virtual(figures))
 
 
 def speed_beside(figures: Figures, width: int) -> Content:
@@ -50,9 +56,9 @@ def speed_beside(figures: Figures, width: int) -> Content:
     stats = figures.stats
     return Content("\n").join(
         [
-            _muted("tokens/s decode"),
-            _row(figures, "mean", units.rate(stats and stats.decode_tps_mean), width),
-            _row(figures, "prefill", units.rate(stats and stats.prefill_tps), width),
+            muted("tokens/s decode"),
+            row(figures, "mean", units.rate(stats and stats.decode_tps_mean), width),
+            row(figures, "prefill", units.rate(stats and stats.prefill_tps), width),
         ]
     )
 
@@ -62,18 +68,20 @@ def speed_lines(figures: Figures, width: int) -> Content:
     stats = figures.stats
     return Content("\n").join(
         [
-            _row(figures, "decode, last second", units.rate_of(_decode(figures)), width),
-            _row(figures, "decode, mean", units.rate_of(stats and stats.decode_tps_mean), width),
-            _row(figures, "prefill", units.rate_of(stats and stats.prefill_tps), width),
+            row(figures, "decode, last 1 s", units.rate_of(_decode(figures)), width),
+            row(figures, "decode, mean", units.rate_of(stats and stats.decode_tps_mean), width),
+            row(figures, "prefill", units.rate_of(stats and stats.prefill_tps), width),
         ]
     )
 
 
 def speed_course(figures: Figures, width: int) -> Content:
-    """The sparkline of decode speeds, and the time to first token."""
+    """The sparkline of decode speeds, the time to first token, and what of the prompt needed no prefill."""
     stats = figures.stats
     lines = [Content.styled(line, "$primary") for line in sparkline(figures, width, rows=2)]
-    lines.append(_row(figures, "time to first token", units.seconds(stats and stats.first_token_s), width))
+    lines.append(row(figures, "time to first token", units.seconds(stats and stats.first_token_s), width))
+    if stats and stats.reused_tokens:
+        lines.append(row(figures, "tokens kept", f"{stats.reused_tokens} of {stats.prompt_tokens}", width))
     return Content("\n").join(lines)
 
 
@@ -88,59 +96,33 @@ def sparkline(figures: Figures, width: int, *, rows: int) -> list[str]:
 def neurons(figures: Figures, width: int) -> Content:
     """How many neurons took part, over all and by layer, and what that read."""
     stats = figures.stats
-    active = stats.active_neurons if stats else None
-    lines = [heading("Neurons", width)]
-    if active is None:
-        lines.append(_row(figures, "active share", units.NOT_MEASURED, width))
-    else:
-        label, value = "active share ", f" {units.share(active):>5}"
-        room = max(0, width - len(label) - len(value))
-        filled = round(active * room)
-        bar = [("━" * filled, "$primary"), ("─" * (room - filled), "$primary 35%")]
-        lines.append(Content.assemble((label, MUTED), *bar, value))
-    lines += [
-        _row(figures, "bytes read per token", units.size(stats and stats.bytes_per_token), width),
+    lines = [
+        heading("Neurons", width),
+        gauge(figures, "active share", stats and stats.active_neurons, width),
+        row(figures, "bytes read per token", units.size(stats and stats.bytes_per_token), width),
     ]
     layers = condense(stats.layer_activity, width) if stats else []
     if layers:
         spread = f"{units.share(min(layers))} to {units.share(max(layers))}"
-        lines.append(_row(figures, "active by layer", spread, width))
+        lines.append(row(figures, "active by layer", spread, width))
         lines.append(Content.styled(stretch(bars(layers)[0], width), "$primary"))
     else:
-        lines.append(_row(figures, "active by layer", units.NOT_MEASURED, width))
+        lines.append(row(figures, "active by layer", units.NOT_MEASURED, width))
         lines.append(Content(""))
     return Content("\n").join(lines)
-
-
-def memory(figures: Figures, width: int) -> Content:
-    """What lies where."""
-    stats, loaded = figures.stats, figures.loaded
-    if stats is None:
-        gpu = units.NOT_MEASURED
-    else:
-        gpu = "no GPU" if stats.vram_bytes is None else units.size(stats.vram_bytes)
-    return Content("\n").join(
-        [
-            heading("Memory", width),
-            _row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
-            _row(figures, "VRAM", gpu, width),
-            _row(figures, "KV cache", units.size(stats and stats.kv_bytes), width),
-            _row(figures, "model, resident part", units.size(loaded and loaded.memory_bytes), width),
-        ]
-    )
 
 
 def backend(figures: Figures, width: int) -> Content:
     """Where the model computes, with which kernels, and why."""
     loaded = figures.loaded
     if loaded is None:
-        return Content("\n").join([heading("Backend", width), _muted("known when the model is loaded")])
+        return Content("\n").join([heading("Backend", width), muted("known when the model is loaded")])
     return Content("\n").join(
         [
             heading("Backend", width),
             Content(f"{loaded.device} · {loaded.backend}"),
             Content(loaded.widths),
-            _muted(f"Why: {loaded.reason}"),
+            muted(f"Why: {loaded.reason}"),
         ]
     )
 
@@ -149,22 +131,27 @@ def strip(figures: Figures, width: int) -> Content:
     """The panel in two lines, for a terminal without room for a column; what does not fit is left out."""
     stats, loaded = figures.stats, figures.loaded
     if stats is None:
-        speeds = [_muted("speed, neurons and memory: not measured yet")]
+        speeds = [muted("speed, neurons and memory: not measured yet")]
         places: list[Content] = []
     else:
+        rows = stats.rows
+        virtual: list[tuple[str, str]] = [("virtual ", VIRTUAL)] if is_virtual(figures) else []
+        speed = [*virtual, (units.rate_of(_decode(figures)), "bold")]
         spark = sparkline(figures, 12 if width >= 74 else 5, rows=1)[0]
         speeds = [
-            Content.assemble((spark, "$primary"), " ", (units.rate_of(_decode(figures)), "bold")),
+            Content.assemble((spark, "$primary"), " ", *speed),
             Content(f"first token {units.seconds(stats.first_token_s)}"),
+            *([] if rows is None else [Content(f"hits {units.share(rows.ready)}")]),
             Content(f"neurons {units.share(stats.active_neurons)}"),
             Content(f"prefill {units.rate_of(stats.prefill_tps)}"),
         ]
-        vram = "no GPU" if stats.vram_bytes is None else f"VRAM {units.size(stats.vram_bytes)}"
+        held = vram_bytes(stats)
+        vram = "no GPU" if held is None else f"VRAM {units.size(held)}"
         places = [Content(f"RAM {units.size(stats.ram_bytes)}"), Content(vram)]
     if loaded is None:
-        places.append(_muted("backend known when the model is loaded"))
+        places.append(muted("backend known when the model is loaded"))
     else:
-        places.append(_muted(f"{loaded.device} · {loaded.backend}: {loaded.reason}"))
+        places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.reason}"))
     while len(speeds) > 1 and Content.assemble(*between(speeds)).cell_length > width:
         speeds.pop()
     lines = [Content.assemble(*between(parts)).truncate(width, ellipsis=True) for parts in (speeds, places)]
@@ -175,7 +162,7 @@ def between(parts: Sequence[Content]) -> list[Content]:
     """`parts` with a dot between each two."""
     joined: list[Content] = []
     for part in parts:
-        joined += [_muted(" · "), part] if joined else [part]
+        joined += [muted(" · "), part] if joined else [part]
     return joined
 
 
@@ -183,18 +170,50 @@ def _decode(figures: Figures) -> float | None:
     return figures.stats.decode_tps if figures.stats else None
 
 
-def heading(name: str, width: int, remark: str = "") -> Content:
-    """A section's name, and a remark at the right end of the line."""
-    gap = max(1, width - len(name) - len(remark))
-    return Content.assemble((name, "bold $primary"), " " * gap, (remark, f"italic {MUTED}"))
+def is_virtual(figures: Figures) -> bool:
+    """Whether times are those of a device that is not there."""
+    return figures.rows is not None and figures.rows.virtual
 
 
-def _row(figures: Figures, label: str, value: str, width: int) -> Content:
+def vram_bytes(stats: Stats) -> int | None:
+    """Device memory in use, or what a stand-in for a device holds; None without either."""
+    rows = stats.rows
+    if stats.vram_bytes is None and rows is not None:
+        return rows.dense + rows.up + rows.pool
+    return stats.vram_bytes
+
+
+def heading(name: str, width: int, remark: str = "", *, virtual: bool = False) -> Content:
+    """A section's name, and at the right end of the line that times are `virtual` and, given room, a remark."""
+    remarks: list[Content] = [Content.styled("virtual time", VIRTUAL)] if virtual else []
+    if remark:
+        remarks.append(Content.styled(remark, f"italic {MUTED}"))
+    right = Content.assemble(*between(remarks))
+    if virtual and len(name) + 1 + right.cell_length > width:
+        right = remarks[0]
+    gap = max(1, width - len(name) - right.cell_length)
+    return Content.assemble((name, "bold $primary"), " " * gap, right)
+
+
+def row(figures: Figures, label: str, value: str, width: int) -> Content:
+    """What a figure is, and the figure at the right end of the line."""
     if value == units.NOT_MEASURED and figures.stats is not None:
         value = f"{value} not yet"
     gap = max(1, width - len(label) - len(value))
     return Content.assemble((label, MUTED), " " * gap, value)
 
 
-def _muted(text: str) -> Content:
+def gauge(figures: Figures, label: str, value: float | None, width: int) -> Content:
+    """A share of 0..1 as a bar between its name and its percentage."""
+    if value is None:
+        return row(figures, label, units.NOT_MEASURED, width)
+    after = f" {units.share(value):>5}"
+    room = max(0, width - len(label) - 1 - len(after))
+    filled = round(min(1.0, value) * room)
+    bar = [("━" * filled, "$primary"), ("─" * (room - filled), "$primary 35%")]
+    return Content.assemble((f"{label} ", MUTED), *bar, after)
+
+
+def muted(text: str) -> Content:
+    """Text that matters less."""
     return Content.styled(text, MUTED)

@@ -33,6 +33,26 @@ def bars(values: Sequence[float], *, rows: int = 1, top: float | None = None) ->
     return ["".join(_BARS[min(_FULL, max(0, step - _FULL * row))] for step in steps) for row in reversed(range(rows))]
 
 
+def stack(parts: Sequence[float], width: int) -> list[int]:
+    """How many of `width` cells each of `parts` takes in one bar: all of them, unless all parts are 0.
+
+    A part above zero takes one at least, so that it cannot be mistaken for none, as long as there are enough cells.
+    """
+    whole = sum(parts)
+    if whole <= 0 or width < 1:
+        return [0] * len(parts)
+    exact = [part / whole * width for part in parts]
+    cells = [int(value) for value in exact]
+    by_rest = sorted(range(len(parts)), key=lambda index: cells[index] - exact[index])
+    for index in by_rest[: width - sum(cells)]:
+        cells[index] += 1
+    for index, part in enumerate(parts):
+        if part > 0 and not cells[index] and (most := max(cells)) > 1:
+            cells[cells.index(most)] -= 1
+            cells[index] = 1
+    return cells
+
+
 def stretch(text: str, width: int, *, most: int = 4) -> str:
     """Every character repeated so that the whole fills up to `width` columns, each at most `most` wide."""
     times = max(1, min(most, width // max(1, len(text))))

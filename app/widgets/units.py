@@ -20,15 +20,26 @@ def rate_of(per_second: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """0.12 s, 12.3 s."""
+    """0.12 s, 12.3 s; below a hundredth in smaller units."""
     if value is None:
         return NOT_MEASURED
+    if 0 < value < 0.01:
+        return milliseconds(value)
     return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
 
 
+def milliseconds(value: float | None) -> str:
+    """Seconds as 0.42 ms, 12.3 ms; below a hundredth in µs."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{_three_digits(value * 1e6)} µs" if 0 < value < 1e-5 else f"{_three_digits(value * 1e3)} ms"
+
+
 def share(value: float | None) -> str:
-    """A part of a whole, given in 0..1, as a percentage."""
-    return NOT_MEASURED if value is None else f"{value * 100:.0f} %"
+    """A part of a whole, given in 0..1, as a percentage; a small one never looks like none."""
+    if value is None:
+        return NOT_MEASURED
+    return "<1 %" if 0 < value < 0.005 else f"{value * 100:.0f} %"
 
 
 def size(count: float | None) -> str:
@@ -40,6 +51,13 @@ def size(count: float | None) -> str:
         count /= 1000
         step += 1
     return f"{count:.0f} {_PREFIXES[0]}" if step == 0 else f"{_three_digits(count)} {_PREFIXES[step]}"
+
+
+def size_of(part: float | None, whole: float) -> str:
+    """Bytes of a limit: 3.20 of 4.00 GB, 450 MB of 4.00 GB."""
+    held, limit = size(part), size(whole)
+    unit = limit[limit.rindex(" ") :]
+    return f"{held.removesuffix(unit)} of {limit}"
 
 
 def _three_digits(value: float) -> str:

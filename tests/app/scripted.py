@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import html
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -12,7 +13,7 @@ from floe_chat.app.chat_client import ChatClient, Message, Submitted, Update
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.status_line import StatusLine
-from floe_chat.engine.events import Finished, Loaded, Sampling, Stats
+from floe_chat.engine.events import Finished, Loaded, Rows, Sampling, Stats
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
 from textual.widget import Widget
@@ -32,7 +33,44 @@ LOADED = Loaded(
 )
 
 
-def stats(request: int = 1, *, measured: bool = True, layers: int = 4, experts: int = 8) -> Stats:
+ROWS = Rows(
+    ready=0.62,
+    coming=0.2,
+    copied=0.12,
+    on_cpu=0.04,
+    expert_hits=0.45,
+    recall=0.81,
+    precision=0.57,
+    substituted=0.0,
+    dropped=0.03,
+    moved_per_token=143_000.0,
+    waited_per_token=0.00042,
+    link_bytes_s=2.79e9,
+    link_peak=12.1e9,
+    link_busy=0.31,
+    pool=4_000_000_000,
+    pool_used=3_200_000_000,
+    up=2_300_000_000,
+    dense=1_200_000_000,
+    virtual=False,
+)
+
+_COUNTED = (
+    *("ready", "coming", "copied", "on_cpu", "expert_hits", "recall", "precision", "substituted", "dropped"),
+    *("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy"),
+)
+UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED))
+
+
+def stats(
+    request: int = 1,
+    *,
+    measured: bool = True,
+    layers: int = 4,
+    experts: int = 8,
+    reused_tokens: int = 0,
+    rows: Rows | None = None,
+) -> Stats:
     """Figures of an answer: all of them, or (not `measured`) those that exist before the first token."""
     use = tuple(tuple(1 / experts for _ in range(experts)) for _ in range(layers))
     return Stats(
@@ -52,6 +90,8 @@ def stats(request: int = 1, *, measured: bool = True, layers: int = 4, experts: 
         kv_bytes=450_000,
         context_used=62,
         context_window=1000,
+        reused_tokens=reused_tokens,
+        rows=rows,
     )
 
 

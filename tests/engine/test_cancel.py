@@ -105,6 +105,20 @@ def test_answering_again_after_a_cancel_is_as_if_nothing_happened(engine: Engine
     assert engine.tokens_of(2) == engine.tokens_of(7)
 
 
+@pytest.mark.parametrize(("after", "kept"), [(1, 0), (3, PREFILL_CHUNK), (4, 450), (5, 450), (6, 451), (7, 451)])
+def test_what_a_cancelled_answer_computed_is_not_computed_again(
+    engine: Engine, watch: Watch, after: int, kept: int
+) -> None:
+    prompt = [5, 6, 7] * 150
+    watch.cancel_after = after
+    engine.send(asking(1, prompt))
+    cancelled(engine)
+    prompt += [*engine.tokens_of(1), 9]
+    engine.send(asking(2, prompt))
+    end = engine.end_of(2)
+    assert isinstance(end, Finished) and end.stats.reused_tokens == kept
+
+
 def test_a_cancel_that_comes_too_late_harms_nobody(engine: Engine) -> None:
     engine.send(asking(1, PROMPT, tokens=2))
     engine.end_of(1)

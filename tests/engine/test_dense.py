@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,18 @@ def test_a_layer_keeps_leading_dimensions_and_dtype(dtype: torch.dtype, shape: t
     expected = x.double() @ ((codes.double() - 7.5) * scale.double()).T + (0 if bias is None else bias.double())
     assert y.shape == (*shape, 33) and y.dtype == dtype
     assert y.numel() == 0 or relative_rms(y, expected) <= (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_sizes_that_do_not_fit_are_refused_before_memory_is_read() -> None:
+    codes, scale = torch.zeros(8, 20, dtype=torch.uint8), torch.ones(8, 1).half()
+    good = LinearWeights(VectorLayout(40, 4, 40), codes, scale, scale)
+    layer = PackedLinear(good, None, Control(EVERYTHING))
+    for shape in ((1, 39), (1, 41), (2, 3, 20)):
+        with pytest.raises(ValueError, match="width"):
+            layer(torch.randn(shape))
+    for bad in (replace(good, q=codes[:, 1:]), replace(good, scale=scale[1:]), replace(good, zero=scale[:, :0])):
+        with pytest.raises(ValueError, match="weights"):
+            PackedLinear(bad, None, Control(EVERYTHING))
 
 
 def test_memory_counts_the_codes(tiny_checkpoint: Path, tmp_path: Path) -> None:

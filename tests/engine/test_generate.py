@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,12 @@ import pytest
 import torch
 from floe_chat.engine import context
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.generate import PREFILL_CHUNK, KVCache
+from floe_chat.engine.generate import PREFILL_CHUNK, generate
+from floe_chat.engine.kv import KVCache
 from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.moe import Cancelled, MoELayer
+from floe_chat.engine.quality import Preset
+from floe_chat.engine.step import Decoder, LibraryDecoder
 from floe_chat.models.errors import UsageError
 
 from .driver import GREEDY, answer, open_model
@@ -78,9 +85,9 @@ def test_values_out_of_range_are_refused_before_anything_is_computed(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def computed(*_arguments: Any, **_named: Any) -> None:
-        raise AssertionError("the model was called")
+        raise AssertionError("a layer was called")
 
-    monkeypatch.setattr(loaded.model, "forward", computed)
+    monkeypatch.setattr(MoELayer, "forward", computed)
     with pytest.raises(UsageError):
         answer(loaded, prompt_of(4), sampling=Sampling(temperature=-1))
 
@@ -89,6 +96,170 @@ def test_an_answer_leaves_nothing_behind_for_the_next(loaded: LoadedModel) -> No
     alone = answer(loaded, prompt_of(9)).tokens
     answer(loaded, prompt_of(300), max_new_tokens=3)
     assert answer(loaded, prompt_of(9)).tokens == alone
+
+
+@dataclass
+class Talk:
+    """Turns of a conversation over one cache, each compared with the same prompt on an empty one."""
+
+    loaded: LoadedModel
+    decoder: Decoder
+    kv: KVCache
+
+    def run(self, prompt: list[int], kv: KVCache, steps: int | None = None, tokens: int = 12) -> list[int]:
+        """The answer; after `steps` steps of the generator it is left alone, as a cancelled one is."""
+        self.loaded.telemetry.begin(1, len(prompt), 0.0)
+        running = generate(
+            self.decoder,
+            kv,
+            prompt,
+            GREEDY,
+            max_new_tokens=tokens,
+            stop_ids=(),
+            window=WINDOW,
+            control=self.loaded.control,
+            telemetry=self.loaded.telemetry,
+        )
+        seen = list(itertools.islice(running, steps))
+        self.progress = [step.done for step in seen if step.token is None]
+        return [step.token for step in seen if step.token is not None]
+
+    def turn(self, prompt: list[int], reused: int) -> list[int]:
+        """An answer that must be that of an empty cache, with `reused` tokens of the prompt not computed again."""
+        fresh = self.run(prompt, KVCache())
+        assert self.reused() == 0 and self.progress[0] > 0
+        answer = self.run(prompt, self.kv)
+        assert answer == fresh and len(set(answer)) > 2
+        assert self.reused() == reused
+        assert self.progress[0] == (reused or min(PREFILL_CHUNK, len(prompt))) and self.progress[-1] == len(prompt)
+        return answer
+
+    def reused(self) -> int:
+        stats = self.loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=WINDOW)
+        return stats.reused_tokens
+
+
+@pytest.fixture(scope="module")
+def exact(exact_pack: Path) -> LoadedModel:
+    return open_model(exact_pack, "Exact")
+
+
+@pytest.fixture(params=["lean", "library"])
+def talk(request: pytest.FixtureRequest, exact: LoadedModel) -> Iterator[Talk]:
+    preset = exact.control.preset
+    yield Talk(exact, exact.decoder if request.param == "lean" else LibraryDecoder(exact.model), KVCache())
+    exact.control.preset = preset
+    exact.control.cancelled.clear()
+
+
+def test_each_turn_computes_only_what_is_new(talk: Talk) -> None:
+    text = prompt_of(20)
+    first = talk.turn(text, 0)
+    # The token drawn last was never computed.
+    second = talk.turn(text + first + prompt_of(7), 31)
+    talk.turn(text + first + prompt_of(7) + second + prompt_of(290), 31 + 1 + 7 + 11)
+
+
+def test_an_edited_message_is_computed_from_the_edit_on(talk: Talk) -> None:
+    text = prompt_of(300)
+    answer = talk.turn(text, 0)
+    edited = [*text[:270], 7 if text[270] != 7 else 8, *text[271:]]
+    talk.turn(edited, 270)
+    talk.turn(text + answer + prompt_of(4), 270)
+
+
+def test_branches_share_their_beginning(talk: Talk) -> None:
+    text = prompt_of(40)
+    talk.turn(text, 0)
+    for token in (9, 10, 11):
+        branch = [*text[:33], token, token]
+        talk.turn(branch, 33 if text[33] != token else 34)
+    talk.turn([13, 14], 0)
+    talk.turn(text, 0)
+
+
+def test_the_same_prompt_again_computes_its_last_token(talk: Talk) -> None:
+    text = prompt_of(30)
+    talk.turn(text, 0)
+    talk.turn(text, 29)
+    talk.turn(text[:12], 11)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+def test_an_answer_that_was_left_alone_leaves_what_it_computed(talk: Talk, steps: int) -> None:
+    text = prompt_of(PREFILL_CHUNK + 44)
+    left = talk.run(text, talk.kv, steps=steps)
+    there = PREFILL_CHUNK if steps == 1 else len(text) + max(0, len(left) - 1)
+    talk.turn(text + left + prompt_of(9), there)
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 6, 9])
+def test_a_cancel_between_two_layers_leaves_whole_tokens(
+    talk: Talk, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, calls = prompt_of(PREFILL_CHUNK + 44), itertools.count(1)
+    original = MoELayer.forward
+
+    def forward(layer: MoELayer, *arguments: Any) -> Any:
+        if next(calls) == call:
+            talk.loaded.control.cancelled.set()
+        return original(layer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MoELayer, "forward", forward)
+        with pytest.raises(Cancelled):
+            talk.run(text, talk.kv)
+    talk.loaded.control.cancelled.clear()
+    passes = (call - 1) // 2  # of two layers each: two for the prompt, then one for each token
+    there = [0, PREFILL_CHUNK, len(text), len(text) + 1, len(text) + 2][passes]
+    assert talk.kv.length == there
+    answer = talk.run(text, KVCache())
+    talk.turn(text + answer, there)
+
+
+def test_a_fault_leaves_whole_tokens_too(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = prompt_of(50)
+    answer = talk.turn(text, 0)
+
+    def broken(*_arguments: Any) -> None:
+        raise RuntimeError("a fault in a layer")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
+        patch.setattr(talk.loaded.model.model.layers[1].mlp.experts, "forward", broken)
+        talk.run(text + answer + [3, 4], talk.kv)
+    talk.turn(text + answer + [3, 4], 61)
+
+
+def test_a_finer_preset_computes_all_anew_and_a_coarser_one_does_not(talk: Talk) -> None:
+    text = prompt_of(50)
+    talk.loaded.control.preset = Preset("", 0.6, lossless=True)
+    talk.turn(text, 0)
+    talk.loaded.control.preset = Preset("", 0.3, lossless=True)
+    talk.turn(text, 0)
+    talk.loaded.control.preset = Preset("", 0.6, lossless=True)
+    talk.run(text, talk.kv)
+    assert talk.reused() == 49
+
+
+def test_conversations_take_no_more_memory_than_the_window(talk: Talk) -> None:
+    sizes: list[int] = []
+    for number in range(50):
+        talk.run([*prompt_of(90 + 37 * (number % 10)), 3], talk.kv, tokens=2)
+        sizes.append(talk.kv.nbytes())
+    # 2 layers, keys and values of the whole window, hidden 64 over all heads, float32
+    assert max(sizes) <= 2 * 2 * WINDOW * 64 * 4
+    assert max(sizes[10:]) == max(sizes[:10])
+
+
+def test_prompt_tokens_per_second_count_computed_tokens(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(talk.loaded.telemetry, "clock", lambda: float(next(clock)))
+    rates: list[float | None] = []
+    for _ in range(2):
+        talk.run(prompt_of(40), talk.kv, steps=3)
+        stats = talk.loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=WINDOW)
+        rates.append(stats.prefill_tps)
+    assert rates == [40.0, 1.0]
 
 
 def test_the_cache_says_how_large_it_is(loaded: LoadedModel) -> None:

@@ -203,6 +203,59 @@ def test_a_preset_that_does_not_exist_does_not_end_the_answer(engine: Engine, mo
     assert len(engine.tokens_of(1)) == 16
 
 
+@pytest.mark.parametrize("first", [Load, Unload])
+def test_a_preset_behind_a_load_is_for_the_model_that_comes(
+    engine: Engine, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch, first: type[Load | Unload]
+) -> None:
+    commands: list[Command] = [Load(str(tiny_pack), "High", "cpu"), SetPreset("Fast"), asking(2, PROMPT, tokens=2)]
+    if first is Unload:
+        commands.insert(0, Unload())
+
+    def on_call(number: int) -> None:
+        if number == 10:
+            engine.send(*commands)
+
+    watch_calls(monkeypatch, on_call)
+    engine.send(asking(1, PROMPT))
+    assert isinstance(engine.end_of(1), Finished)
+    assert not [event for event in engine.seen if isinstance(event, PresetChanged | Failed)]
+    assert engine.until(Loaded).preset == "High"
+    assert engine.until(PresetChanged).preset == "Fast"
+    assert isinstance(engine.end_of(2), Finished)
+
+
+def reused(engine: Engine, request: int, prompt: list[int]) -> int:
+    """Ask; how many of the prompt's tokens were not computed again."""
+    engine.send(asking(request, prompt))
+    finished = engine.end_of(request)
+    assert isinstance(finished, Finished)
+    steps = [event for event in engine.seen if isinstance(event, PrefillProgress) and event.request == request]
+    kept = finished.stats.reused_tokens
+    assert [(step.done, step.total) for step in steps] == [(n, len(prompt)) for n in (kept, len(prompt)) if n]
+    assert finished.stats.prompt_tokens == len(prompt)
+    # All but the token drawn last.
+    assert finished.stats.context_used == len(prompt) + 15
+    return kept
+
+
+def test_a_conversation_is_computed_once(engine: Engine, tiny_pack: Path) -> None:
+    assert reused(engine, 1, PROMPT) == 0
+    longer = [*PROMPT, *engine.tokens_of(1), 9, 10]
+    assert reused(engine, 2, longer) == len(PROMPT) + 15
+    assert reused(engine, 3, [*longer[:7], 99, 98]) == 7
+    assert reused(engine, 4, [99, *longer]) == 0
+    engine.load(tiny_pack)
+    assert reused(engine, 5, [99, *longer]) == 0
+    assert engine.tokens_of(5) == engine.tokens_of(4)
+
+
+def test_what_a_coarser_preset_computed_is_computed_anew(engine: Engine) -> None:
+    for request, preset, kept in ((1, "Fast", 0), (2, "High", 0), (3, "Fast", 3), (4, "Fast", 3)):
+        engine.send(SetPreset(preset))
+        # The third keeps what High computed; its answer is Fast's, and so is what it adds.
+        assert reused(engine, request, PROMPT) == kept
+
+
 def test_shutdown_ends_a_running_answer(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     engine = Engine()

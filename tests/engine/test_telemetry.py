@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.events import Finished, Stats
+from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality import Preset
 from safetensors.torch import load_file
@@ -134,8 +135,9 @@ def test_an_answers_counters(engine: Engine) -> None:
     assert stats.prefill_tps and stats.prefill_tps > 0
     assert stats.decode_tps_mean and stats.decode_tps_mean > 0
     assert stats.ram_bytes > 50_000_000
-    # The last token was drawn but not read: 3 + 8 are in the cache. 2 layers, keys and values, hidden 64, float32.
-    assert stats.context_used == 11 and stats.kv_bytes == 11 * 2 * 2 * 64 * 4
+    # The last token was drawn but not read: 3 + 8 are in the cache. Memory for keys and values grows by blocks; there
+    # are 2 layers of both, hidden 64, float32.
+    assert stats.context_used == 11 and stats.kv_bytes == BLOCK * 2 * 2 * 64 * 4
     assert stats.vram_bytes is None
 
 

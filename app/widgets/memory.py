@@ -1,0 +1,129 @@
+"""What the panel says of memory: where the rows of active neurons came from, the link, and what lies where.
+
+Parts of a whole are told apart by their glyphs; colours only help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual.content import Content
+
+from . import units
+from .figures import Figures, gauge, heading, is_virtual, muted, row, vram_bytes
+from .heat import stack
+from .themes import MUTED
+
+_TONES = ("$success", "$primary", "$warning", "$accent")
+_ROUNDING = 1e-9  # of shares that add up to 1
+_NARROWEST_PAIR = 32
+_GAP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of a bar: how it looks, how much it is, and its words in the legend."""
+
+    glyph: str
+    style: str
+    amount: float | None
+    name: str
+    value: str
+
+
+def origins(figures: Figures, width: int) -> Content:
+    """Where the rows of decode's active neurons came from, and how well they were foreseen; blank without a pool."""
+    rows = figures.rows
+    if rows is None:
+        return Content("")
+    shares = (rows.ready, rows.coming, rows.copied, rows.on_cpu)
+    remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.ready)}"
+    named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
+    parts = [_Part(glyph, tone, share, name, units.share(share)) for glyph, tone, share, name in named]
+    left_out = 1 - sum(share or 0.0 for share in shares)
+    if rows.ready is not None and left_out > _ROUNDING:
+        parts.append(_Part("·", MUTED, left_out, "left out", units.share(left_out)))
+    lines = [
+        heading("Rows", width, remark),
+        _bar(parts, width),
+        *_legend(parts, width),
+        gauge(figures, "expert hit rate ", rows.expert_hits, width),
+        gauge(figures, "predictor recall", rows.recall, width),
+        gauge(figures, "its precision   ", rows.precision, width),
+    ]
+    for label, share in (("experts substituted", rows.substituted), ("expert halves dropped", rows.dropped)):
+        if share:
+            lines.append(row(figures, label, units.share(share), width))
+    return Content("\n").join(lines)
+
+
+def link(figures: Figures, width: int) -> Content:
+    """What decode moved over the link, how fast, and how long it waited for that; blank without a pool."""
+    rows = figures.rows
+    if rows is None:
+        return Content("")
+    rate, peak = rows.link_bytes_s, rows.link_peak
+    return Content("\n").join(
+        [
+            heading("Link", width, virtual=is_virtual(figures)),
+            row(figures, "moved per token", units.size(rows.moved_per_token), width),
+            row(figures, "wait per token", units.milliseconds(rows.waited_per_token), width),
+            row(figures, "rate", f"{units.size_of(rate, peak)}/s", width),
+            gauge(figures, "of its peak", None if rate is None or peak <= 0 else rate / peak, width),
+            gauge(figures, "time in use", rows.link_busy, width),
+        ]
+    )
+
+
+def memory(figures: Figures, width: int) -> Content:
+    """What lies where; with a pool of rows, what the device's memory is used for."""
+    stats, loaded, rows = figures.stats, figures.loaded, figures.rows
+    if stats is None:
+        gpu = units.NOT_MEASURED
+    else:
+        held = vram_bytes(stats)
+        gpu = "no GPU" if held is None else units.size(held)
+    lines = [
+        heading("Memory", width),
+        row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
+        row(figures, "KV cache", units.size(stats and stats.kv_bytes), width),
+        row(figures, "VRAM", gpu, width),
+    ]
+    if rows is None:
+        lines.append(row(figures, "model, resident part", units.size(loaded and loaded.memory_bytes), width))
+        return Content("\n").join(lines)
+    dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
+    up = _Part("▓", _TONES[1], rows.up, "up", units.size(rows.up))
+    used = _Part("▒", _TONES[2], rows.pool_used, "pool", "")
+    free = _Part("░", MUTED, rows.pool - rows.pool_used, "", "")
+    pool = Content.assemble((used.glyph, used.style), (free.glyph, free.style), (" pool, used", MUTED))
+    value = units.size_of(rows.pool_used, rows.pool)
+    gap = max(1, width - pool.cell_length - len(value))
+    lines += [_bar([dense, up, used, free], width), *_legend([dense, up], width)]
+    lines.append(Content.assemble(pool, " " * gap, value))
+    return Content("\n").join(lines)
+
+
+def _bar(parts: Sequence[_Part], width: int) -> Content:
+    cells = stack([part.amount or 0.0 for part in parts], width)
+    if not any(cells):
+        return muted("┄" * width)
+    return Content.assemble(*((part.glyph * count, part.style) for part, count in zip(parts, cells, strict=True)))
+
+
+def _legend(parts: Sequence[_Part], width: int) -> list[Content]:
+    """Two parts to a line where there is room."""
+    if width < _NARROWEST_PAIR:
+        return [_entry(part, width) for part in parts]
+    half = (width - _GAP) // 2
+    lines: list[Content] = []
+    for index in range(0, len(parts), 2):
+        pair = [_entry(part, half) for part in parts[index : index + 2]]
+        lines.append(Content(" " * _GAP).join(pair))
+    return lines
+
+
+def _entry(part: _Part, width: int) -> Content:
+    gap = max(1, width - 2 - len(part.name) - len(part.value))
+    return Content.assemble((f"{part.glyph} ", part.style), (part.name, MUTED), " " * gap, part.value)

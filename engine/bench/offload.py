@@ -1,0 +1,129 @@
+"""The engine against others where the model is larger than the card's memory, on virtual cards.
+
+A trace of a real small model drives all of them at Mixtral's width (trace.py); the engine's own code decides for the
+engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine is added in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...models.calibration import read_tokens
+from ...models.errors import UsageError
+from .. import virtual
+from ..offload import Parts
+from ..quality import PRESETS, Preset
+from ..virtual import Card
+from . import baselines
+from .measure import Report, Section, Table, Timed, summarise
+from .replay import Played, Width, play
+from .trace import Trace, record
+
+CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
+# Of the memory's rate, what the CPU's kernels reach on codes: BENCHMARKS.md has 38 % by AVX2, more by AVX-512.
+CPU_REACHED = 0.4
+OTHERS = "FloE, 90 %"  # what all others are compared with
+_FLOE = Parts(eviction="lru", cpu=False)
+_IN_PLACE = 1e15  # bytes per second of packing, where nothing is packed
+
+
+def run(
+    pack: Path, name: str, text: str, cards: Sequence[str], *, tokens: int, skew: float | None, report: Report
+) -> Table:
+    """Play the trace of a pack on cards.
+
+    Args:
+        name: the pack's, to be told. text: what it reads. tokens: of it, of which the first third warms up.
+        skew: routing drawn with that skew instead of the trace's own; None for its own.
+
+    Raises:
+        UsageError: no such card, or too little text.
+    """
+    chosen = [virtual.card(card) for card in cards]
+    report("Recording", 0, 1)
+    ids = read_tokens(pack, text).flatten().tolist()[:tokens]
+    if len(ids) < tokens:
+        raise UsageError(f"The text has {len(ids)} tokens", f"{tokens} are wanted.", "Give fewer with --tokens.")
+    trace = record(pack, ids, name)
+    if skew is not None:
+        trace = trace.skewed(skew)
+    sections = [_section(card, trace, tokens // 3, report) for card in chosen]
+    facts: dict[str, str | int] = {
+        "model": f"Mixtral-8x7B's width, {trace.index.shape[1]} of 32 layers, memory scaled to them",
+        "routing": trace.source,
+        "time": "virtual, by the cards' profiles; none of them was at hand",
+        "prompt": tokens,
+    }
+    return Table("offload", "virtual cards", facts, tuple(sections), _NOTES)
+
+
+_NOTES = (
+    "tok/s counts all 32 layers and the head. MB is what crosses the link for one token; hidden is the share of the "
+    "link's time for which nobody waits.",
+    "Python's own time is not counted, for anyone. Others are played by their published policies: whole experts in 16 "
+    f"bit, or in 3 bit for mixtral-offloading; FloE with 2-bit up and 16-bit rows. The CPU computes codes at "
+    f"{CPU_REACHED:.0%} of its memory's rate, as measured by AVX2, and 16-bit experts (Fiddler) at all of it.",
+    "Packing and the CPU's computing share the memory, which is not modelled; read in place, rows are not packed.",
+)
+
+
+def _section(card: Card, trace: Trace, warm: int, report: Report) -> Section:
+    found: list[Timed] = []
+
+    def add(name: str, what: Callable[[], Played | None]) -> None:
+        report(f"{card.name}: {name}", 0, 1)
+        played = what()
+        if played is None:
+            missing.append(name)
+            return
+        note = f"{played.moved / 1e6:,.0f} MB"
+        note += "" if played.hidden is None else f", {played.hidden:.0%} hidden"
+        peer = None if name == OTHERS else OTHERS
+        found.append(Timed(name, [played.seconds], [0.0], peer=peer, tokens=1, note=note))
+
+    missing: list[str] = []
+    add("whole experts, 16 bit, on demand", lambda: baselines.naive(card, trace, warm))
+    add("mixtral-offloading", lambda: baselines.mixtral_offloading(card, trace, warm))
+    add("Fiddler", lambda: baselines.fiddler(card, trace, warm))
+    add("all of it on the GPU, 2 bit", lambda: baselines.gpu_int2(card, trace, warm))
+    for name, width, preset, parts, ahead, in_place in steps():
+        own = dataclasses.replace(card, pack_bytes_s=_IN_PLACE) if in_place else card
+        share = CPU_REACHED if parts.cpu else 1.0
+        add(name, lambda: _played(own, width, trace, preset, parts, ahead, share, warm))  # noqa: B023 - called at once
+    title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
+    title += f"; does not fit: {', '.join(missing)}" if missing else ""
+    return Section(title, summarise(found))
+
+
+def _played(
+    card: Card, width: Width, trace: Trace, preset: Preset, parts: Parts, ahead: bool, share: float, warm: int
+) -> Played | None:
+    try:
+        return play(card, width, trace, preset, parts, ahead=ahead, cpu_share=share, warm=warm)
+    except ValueError:
+        return None  # without any row it takes more memory than there is
+
+
+Step = tuple[str, Width, Preset, Parts, bool, bool]
+
+
+def steps() -> list[Step]:
+    """FloE as in the paper, then this engine, a part more with each: name, widths, what is skipped, parts, whether it
+    looks ahead, whether rows are read in place."""
+    floe, own = Width(up=2, rows=16, dense=16), Width()
+    sparse = Preset("60 %", 0.6)
+    presets = {preset.name: preset for preset in PRESETS}
+    balanced, fast = presets["Balanced"], presets["Fast"]
+    return [
+        ("FloE, 80 %", floe, Preset("80 %", 0.8), _FLOE, True, False),
+        (OTHERS, floe, Preset("90 %", 0.9), _FLOE, True, False),
+        ("3-bit up, 4-bit rows, 60 %", own, sparse, _FLOE, False, False),
+        ("+ looking ahead", own, sparse, _FLOE, True, False),
+        ("+ eviction by score", own, sparse, Parts(cpu=False), True, False),
+        ("+ the CPU's share", own, sparse, Parts(), True, False),
+        ("+ Balanced instead of 60 %", own, balanced, Parts(), True, False),
+        ("+ rows read in place", own, balanced, Parts(), True, True),
+        ("Fast likewise", own, fast, Parts(), True, True),
+    ]

@@ -1,0 +1,212 @@
+"""What computes while rows come to it over a link: a GPU, or what stands in for one where there is none.
+
+The engine asks a device for the same few things whatever it is: the up projections, rows in its memory, rows where they
+lie beside it, and what time it is. The throttled device is a test device: the CPU computes and RAM is its memory, but
+threads, bytes and the link's slowness are real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels.layouts import ExpertRows, UpWeights
+from ..kernels.types import Active, Calls
+from .placement import Measured, Rates
+from .transfer import Link, Transfer
+from .virtual import PREFIX, Card, Clock, VirtualLink
+
+DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
+Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
+
+
+class Device:
+    """Device memory behind a link, a processor beside it, and the CPU that shares the work.
+
+    Attributes:
+        name: for people. place: torch's name of where its tensors lie. link: the way into its memory.
+        rates: what the lanes reach. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
+        real: whether `now` is real time.
+    """
+
+    real = True
+
+    def __init__(self, name: str, place: str, link: Link, rates: Rates, cpu_share: float = 1.0) -> None:
+        self.name, self.place, self.link, self.rates, self.cpu_share = name, place, link, rates, cpu_share
+        self._cpu = ThreadPoolExecutor(1, thread_name_prefix="floe-cpu-lane")
+
+    def now(self) -> float:
+        """Seconds, from no particular start."""
+        return time.perf_counter()
+
+    def dense(self, tokens: int) -> None:
+        """The dense part of one layer has been told to run for `tokens`; a virtual clock goes on by that."""
+
+    def up(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
+        """The active neurons, listed on the host, their values on the device. The host waits for the device here."""
+        active = self._find(x, up, calls, thresholds, exact)
+        return Active(active.offsets, active.neurons.cpu(), active.values)
+
+    def rows(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+    ) -> Partial:
+        """What rows in device memory add to y; they are one expert's, and active.neurons are places among them."""
+        one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
+        return self._sum(x, rows, one, active, limits, exact)
+
+    def expert(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, exact: bool
+    ) -> Tensor:
+        """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
+        return kernels.expert_swiglu(x, up, rows, 0, threshold, product, exact=exact)[0]
+
+    def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
+        """Copy rows[slots] to target[places], both in device memory."""
+        kernels.pool_scatter(target, places, rows.index_select(0, slots.to(rows.device)))
+
+    def rows_beside(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+    ) -> Future[Partial]:
+        """Start what rows add to y on the CPU, where they lie; all tensors are the CPU's."""
+        nbytes = active.neurons.numel() * rows.layout.nbytes
+        return self._beside(lambda: self._sum(x, rows, calls, active, limits, exact), "cpu", nbytes)
+
+    def expert_beside(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[float, float], exact: bool
+    ) -> Future[Partial]:
+        """Start one expert over many tokens on the CPU; y is not weighted."""
+
+        def work() -> Partial:
+            y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, exact=exact)
+            return y, torch.tensor([kept])
+
+        return self._beside(work, "cpu_batch", rows.data[0].nbytes * len(x))
+
+    def joined(self, started: Future[Partial]) -> Partial:
+        """What was started beside the device, on the device, once it is there."""
+        y, reached = started.result()
+        return y.to(self.place), reached.to(self.place)
+
+    def finish(self) -> None:
+        """The host waits until the device has done all that it was told."""
+        if self.place != "cpu":
+            torch.cuda.synchronize(self.place)
+
+    def wait(self, transfer: Transfer) -> float:
+        """Until the rows are there for what computes next; seconds that this took."""
+        return self.link.wait(transfer)
+
+    def close(self) -> None:
+        """End the link and the CPU's thread."""
+        self.link.close()
+        self._cpu.shutdown()
+
+    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
+        return kernels.up_gemv(x, up, calls, thresholds, exact=exact)
+
+    def _sum(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+    ) -> Partial:
+        return kernels.sparse_swiglu(x, rows, calls, active, limits, exact=exact)
+
+    def _beside(self, work: Callable[[], Partial], what: Measured, nbytes: int) -> Future[Partial]:
+        def timed() -> Partial:
+            begun = time.perf_counter()
+            with torch.inference_mode():
+                found = work()
+            self.rates.observed(what, nbytes, time.perf_counter() - begun, self.cpu_share)
+            return found
+
+        return self._cpu.submit(timed)
+
+
+class VirtualDevice(Device):
+    """A card that is not there: the CPU computes what it would, and its profile says how long that would take.
+
+    Host time is not counted beyond launches: the profile knows nothing of Python.
+    """
+
+    real = False
+
+    def __init__(self, card: Card, row_bytes: int, hidden: int, dense_bytes: int, cpu_share: float = 1.0) -> None:
+        """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'."""
+        self.clock, self.card = Clock(), card
+        self._row_bytes, self._dense_bytes = row_bytes, dense_bytes
+        # A row is two vectors of `hidden` weights: a product and a sum for each.
+        self._flops = 4.0 * hidden
+        self._true = card.rates(self._flops / row_bytes)
+        self._ends: dict[Future[Partial], float] = {}
+        link = VirtualLink(card, self.clock, row_bytes)
+        super().__init__(f"{PREFIX}{card.name}", "cpu", link, card.rates(self._flops / row_bytes), cpu_share)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.clock.now
+
+    def dense(self, tokens: int) -> None:
+        """One layer's attention, norms and router."""
+        self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
+
+    def up(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
+        """The up projections of the called experts; the host waits."""
+        found = super().up(x, up, calls, thresholds, exact)
+        weights, made = up.q.shape[1] * up.layout.vector.n, calls.experts.numel()
+        self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
+        self.finish()
+        return found
+
+    def rows(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+    ) -> Partial:
+        """Rows of the pool."""
+        found = super().rows(x, rows, calls, active, limits, exact)
+        count = active.neurons.numel()
+        self._gpu(self._read(count, found), self._flops * count, 2)
+        return found
+
+    def expert(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, exact: bool
+    ) -> Tensor:
+        """A whole expert: three matrices, for all tokens."""
+        neurons = rows.data.shape[1]
+        self._gpu(rows.data.nbytes + up.bytes_per_expert(), 1.5 * self._flops * neurons * len(x), 3)
+        return super().expert(x, up, rows, threshold, product, exact)
+
+    def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
+        """Read once and written once."""
+        self._gpu(2 * slots.numel() * rows.shape[1], 0.0, 1)
+        super().gathered(rows, slots, target, places)
+
+    def joined(self, started: Future[Partial]) -> Partial:
+        """The GPU goes on when the CPU has ended."""
+        self.clock.wait("gpu", self._ends.pop(started))
+        return started.result()
+
+    def finish(self) -> None:
+        """The host waits."""
+        self.clock.sync("gpu")
+
+    def _beside(self, work: Callable[[], Partial], what: Measured, nbytes: int) -> Future[Partial]:
+        """Done at once; the CPU's lane has the time that it would take."""
+        found = work()
+        rate, read = self._true.cpu_batch_bytes_s, float(nbytes)
+        if what == "cpu":
+            rate, read = self._true.cpu_bytes_s, self._read(nbytes // self._row_bytes, found)
+        seconds = self._true.cpu_latency_s + read / (rate * self.cpu_share)
+        self.rates.observed(what, nbytes, seconds, self.cpu_share)
+        done: Future[Partial] = Future()
+        done.set_result(found)
+        self._ends[done] = self.clock.run("cpu", seconds)
+        return done
+
+    def _read(self, rows: int, found: Partial) -> float:
+        """Bytes of so many rows, whose down halves are read only where the second threshold is reached."""
+        return self._row_bytes * (rows + int(found[1].sum())) / 2
+
+    def _gpu(self, nbytes: float, flops: float, launches: int) -> None:
+        self.clock.run("gpu", self.card.gpu_s(nbytes, flops, launches))

@@ -1,0 +1,180 @@
+"""What the layers of a model share whose rows do not fit device memory: the pool of rows and the way into it.
+
+The up projections of all layers lie on the device, all rows in RAM, and some of them in the pool (DESIGN section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models.heat import Heat
+from ..models.packed import PackedLayer
+from . import placement
+from .cache import Keys, NeuronPool, Policy, Slots
+from .devices import Device
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from .predictor import Predictor
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which parts of the engine work; each can be switched, to see what it is worth. None changes a token.
+
+    Attributes:
+        eviction: what the pool gives up first, see cache.py. cpu: whether the CPU computes a share of the absent rows.
+        whole: share of active neurons above which an absent expert is moved in one piece (CORM).
+    """
+
+    eviction: Policy = "score"
+    cpu: bool = True
+    whole: float = placement.WHOLE
+
+
+class Offload:
+    """The pool, its bytes, and what is on its way into them. One thread's: the engine's.
+
+    Attributes:
+        pool, rows: which rows are on the device, and their bytes (capacity, nbytes) there.
+        sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
+        predictor, carries: name the next layer's experts, and turn a layer's input into a guess of the next one's, see
+            predictor.py; None where nothing is fetched ahead.
+        buffers: for prompts, two times the rows of one expert, (F, nbytes) each.
+        under_way: transfers into the pool that are not known to have arrived.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        parts: Parts,
+        layers: Sequence[PackedLayer],
+        capacity: int,
+        fixed: Mapping[str, int] | None = None,
+    ) -> None:
+        """A pool of `capacity` rows, or of as many as the layers have.
+
+        Args:
+            fixed: bytes of device memory for up projections ("up") and the dense part ("dense"), to be told.
+
+        Raises:
+            ValueError: a pool without a row.
+        """
+        if capacity < 1:
+            raise ValueError("a pool needs room for at least one row")
+        experts, neurons, nbytes = layers[0].rows.data.shape
+        capacity = min(capacity, len(layers) * experts * neurons)
+        self.device, self.parts = device, parts
+        self._fixed = {"up": 0, "dense": 0, **(fixed or {})}
+        self.predictor: Predictor | None = None
+        self.carries: Sequence[Tensor] = ()
+        self.sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
+        self.pool = NeuronPool(len(layers), experts, neurons, capacity, parts.eviction)
+        self.rows = self._room(capacity, nbytes)
+        self.buffers = [self._room(neurons, nbytes) for _ in range(2)]
+        self.under_way: list[Transfer] = []
+
+    def _room(self, capacity: int, nbytes: int) -> Tensor:
+        return torch.empty((capacity, nbytes), dtype=torch.uint8, device=self.device.place)
+
+    def look_ahead_with(self, predictor: Predictor | None, carries: Sequence[Tensor]) -> None:
+        """Fetch ahead by this predictor from now on."""
+        self.predictor, self.carries = predictor, carries
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes that the link moved so far, and the seconds in which it was busy."""
+        return self.device.link.bytes_moved, self.device.link.busy_s
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of device memory, by use."""
+        used = self.pool.used * self.rows.shape[1]
+        return {"pool": self.rows.nbytes, "pool_used": used, **self._fixed}
+
+    def link_peak(self) -> float:
+        """Bytes per second that the link moves when nothing holds it up."""
+        return self.device.rates.link_bytes_s
+
+    def collect(self) -> None:
+        """Note what has arrived."""
+        for transfer in self.device.link.finished():
+            if transfer in self.under_way:  # others go to a prompt's buffers
+                self.pool.filled(transfer.slots)
+                self.under_way.remove(transfer)
+
+    def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
+        """Ask for the rows of the first of these absent neurons that get a slot; `transfer.index` are those."""
+        slots = self.pool.reserve(layer, keys, urgent=urgent)
+        transfer = Transfer(self.sources[layer], keys[: slots.size], self.rows, slots, urgent, score, layer)
+        if slots.size:
+            self.under_way.append(transfer)
+            self.device.link.submit(transfer)
+        return transfer
+
+    def forget(self, layer: int | None) -> None:
+        """Give up prefetches for a layer (None: for all) that have not begun."""
+        for transfer in self.device.link.drop(layer):
+            self.pool.abandon(transfer.slots)
+            self.under_way.remove(transfer)
+
+    def await_slots(self, layer: int, slots: Slots) -> float:
+        """Until the rows in these slots of a layer have arrived; seconds that this took."""
+        waited = 0.0
+        wanted = np.zeros(self.pool.capacity, np.bool_)
+        wanted[slots] = True
+        for transfer in [t for t in self.under_way if t.layer == layer and wanted[t.slots].any()]:
+            waited += self.device.wait(transfer)
+        self.collect()
+        return waited
+
+    def settle(self) -> None:
+        """Until nothing is on its way and no row is in use."""
+        self.forget(None)
+        for transfer in list(self.under_way):
+            self.device.wait(transfer)
+        self.collect()
+        self.device.finish()
+        self.pool.release()
+
+    def resize(self, capacity: int) -> None:
+        """Another size for the pool, between two steps; rows stay, as many as fit.
+
+        Where there is no room for the old and the new one at once, all rows are given up and fetched again.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the new size either.
+        """
+        self.settle()
+        kept, nbytes = min(capacity, self.pool.capacity), self.rows.shape[1]
+        try:
+            rows = self._room(capacity, nbytes)
+            rows[:kept] = self.rows[:kept]
+        except torch.OutOfMemoryError:
+            self.pool.resize(0)
+            self.rows = self._room(0, nbytes)
+            rows = self._room(capacity, nbytes)
+        self.pool.resize(capacity)
+        self.rows = rows
+
+    def warm(self, heat: Heat) -> None:
+        """Fill the pool with the neurons that were used most, and wait for them.
+
+        Raises:
+            ValueError: heat of another model's shape.
+        """
+        layers, keys = self.pool.warm(heat)
+        for layer in range(len(self.sources)):
+            self.fetch(layer, keys[layers == layer], urgent=False)
+        for transfer in list(self.under_way):
+            self.device.wait(transfer)
+        self.collect()
+
+    def close(self) -> None:
+        """End what runs beside the engine."""
+        self.forget(None)
+        self.device.close()

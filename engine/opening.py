@@ -1,0 +1,199 @@
+"""Which device a pack is opened on, how its memory is shared out, and why: the CPU, a GPU that holds all of it, or one
+that holds the dense part and the up projections, with a pool of rows in the rest.
+
+Test devices stand in where there is no GPU, and are named as such: "throttled:8gb" has a link of 8 GB/s, "sim:NAME"
+counts virtual time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..models.errors import UsageError
+from ..models.manifest import Manifest
+from ..models.packed import PackedLayer
+from . import hardware, virtual
+from .devices import Device, VirtualDevice
+from .links import CudaLink, ThrottledLink
+from .offload import Offload, Parts
+from .placement import Rates
+
+THROTTLED = "throttled:"
+KEPT_FREE = 0.08  # of a GPU's free memory, for torch's own needs and the desktop
+CONTEXT = 4096  # tokens whose keys and values are provided for; a longer conversation takes room from the pool
+# Before anything was measured: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
+GUESS = Rates(
+    link_bytes_s=10e9,
+    link_latency_s=1e-5,
+    cpu_bytes_s=8e9,
+    cpu_batch_bytes_s=2e10,
+    cpu_latency_s=5e-5,
+    gpu_bytes_s=2e11,
+    launch_s=1e-5,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model takes of device memory, in bytes.
+
+    Attributes:
+        dense: attention, norms, embeddings, head. up: the up projections of all layers. row: one neuron's.
+        kv: keys and values of one token.
+    """
+
+    dense: int
+    up: int
+    row: int
+    kv: int
+    layers: int
+    experts: int
+    neurons: int
+    top_k: int
+    hidden: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, element: int) -> Needs:
+        """`element`: bytes of one activation on the device."""
+        a = manifest.architecture
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            dense=manifest.files["dense.safetensors"].size,
+            up=sum(a.experts * layer.up.bytes_per_expert() for layer in layers),
+            row=manifest.row_layout.nbytes,
+            kv=2 * a.layers * heads * size * element,
+            layers=a.layers,
+            experts=a.experts,
+            neurons=a.intermediate,
+            top_k=a.top_k,
+            hidden=a.hidden,
+        )
+
+    def least(self) -> int:
+        """Bytes below which nothing works: all that is fixed, and the rows that one token can want of one layer."""
+        return self._fixed() + self.top_k * self.neurons * self.row
+
+    def whole(self) -> int:
+        """Bytes with which all rows lie on the device."""
+        rows = self.layers * self.experts * self.neurons * self.row
+        return self.dense + self.up + rows + CONTEXT * self.kv
+
+    def pool(self, budget: int) -> int:
+        """Rows that fit the budget, at most all there are.
+
+        Raises:
+            UsageError: not even one layer's working set fits.
+        """
+        if budget < self.least():
+            raise UsageError(
+                f"{size(budget)} of device memory are too little for this model",
+                f"The dense part takes {size(self.dense)}, the up projections {size(self.up)}; with {CONTEXT:,} tokens "
+                f"of context and the rows that one token wants it is at least {size(self.least())}.",
+                "Give it that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
+            )
+        return min((budget - self._fixed()) // self.row, self.layers * self.experts * self.neurons)
+
+    def _fixed(self) -> int:
+        buffers = 2 * self.neurons * self.row  # see Offload
+        return self.dense + self.up + buffers + CONTEXT * self.kv
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where to open a pack.
+
+    Attributes:
+        place: torch's name of the device. why: in words.
+        rows: how many rows the pool on the device holds; None where all lie on it, or none needs to. make: that device.
+    """
+
+    place: str
+    why: str
+    rows: int | None = None
+    make: Callable[[], Device] | None = None
+    needs: Needs | None = None
+
+
+def choose(
+    wanted: str, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, vram: int | None = None
+) -> Choice:
+    """The device for a pack.
+
+    Args:
+        wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
+
+    Raises:
+        UsageError: a device that does not exist here, or has too little memory.
+    """
+    if wanted.startswith((virtual.PREFIX, THROTTLED)):
+        needs = Needs.of(manifest, layers, config, 4)
+        return _virtual(wanted, needs, vram) if wanted.startswith(virtual.PREFIX) else _throttled(wanted, needs, vram)
+    try:
+        place, why = hardware.choose_device(wanted)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"The device {wanted!r} cannot be used", str(error), "Use --device cpu.") from error
+    if place == "cpu":
+        return Choice(place, why)
+    needs = Needs.of(manifest, layers, config, 2)
+    free = int(torch.cuda.mem_get_info(place)[0] * (1 - KEPT_FREE))
+    budget = min(free, vram or free)
+    if needs.whole() <= budget:
+        return Choice(place, f"{why} and the whole pack fits")
+    if wanted == "auto" and budget < needs.least():
+        return Choice("cpu", f"{why} with {size(budget)} to use, of which {size(needs.least())} would be needed")
+    why = f"{why}; with {size(budget)} of its memory it holds a pool of rows, since all of it would take {size(needs.whole())}"
+
+    def make() -> Device:
+        return Device(place, place, CudaLink(torch.device(place), needs.row), dataclasses.replace(GUESS))
+
+    return Choice(place, why, needs.pool(budget), make, needs)
+
+
+def _virtual(wanted: str, needs: Needs, vram: int | None) -> Choice:
+    card = virtual.card(wanted)
+    return Choice(
+        "cpu",
+        f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile",
+        needs.pool(min(card.vram_bytes, vram or card.vram_bytes)),
+        lambda: VirtualDevice(card, needs.row, needs.hidden, needs.dense // needs.layers),
+        needs,
+    )
+
+
+def _throttled(wanted: str, needs: Needs, vram: int | None) -> Choice:
+    rate = wanted.removeprefix(THROTTLED)
+    if not re.fullmatch(r"\d+(\.\d+)?gb", rate) or float(rate[:-2]) <= 0:
+        raise UsageError(
+            f"The device {wanted!r} cannot be used", "", f'Name the rate of its link, as in "{THROTTLED}8gb".'
+        )
+    if vram is None:
+        raise UsageError(f"{wanted} has no memory of its own", "", "Say how much of RAM stands for it: --vram 1gb.")
+    speed = float(rate[:-2]) * 1e9
+
+    def make() -> Device:
+        rates = Rates(speed, 1e-5, GUESS.cpu_bytes_s, GUESS.cpu_batch_bytes_s, 1e-5, GUESS.cpu_bytes_s, 1e-6)
+        return Device(wanted, "cpu", ThrottledLink(needs.row, rate=speed), rates)
+
+    why = f"{wanted} is a test device: RAM stands for its memory, its link is slowed down"
+    return Choice("cpu", why, needs.pool(vram), make, needs)
+
+
+def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
+    """The pool and the device of a choice; None where it has no pool."""
+    if choice.rows is None or choice.make is None or choice.needs is None:
+        return None
+    fixed = {"up": choice.needs.up, "dense": choice.needs.dense}
+    return Offload(choice.make(), parts, layers, choice.rows, fixed)
+
+
+def size(nbytes: int) -> str:
+    """In words, by multiples of 1024, as memory is sold: "11.2 GB", "24 MB"."""
+    unit, name = (2**30, "GB") if nbytes >= 2**30 else (2**20, "MB")
+    return f"{nbytes / unit:.3g} {name}"

@@ -1,0 +1,240 @@
+"""Where work on absent rows is done: copied to the GPU, or computed on the CPU where they lie (Fiddler; FloE; CORM).
+
+Every choice minimises the time at which the later of the two lanes ends, from rates that are measured once per machine
+and corrected while running. A decode step is split by rows, a prompt by experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import platformdirs
+
+EXACT = 16  # experts of which every placement is tried: 65,536 of them take 1 to 3 milliseconds
+WHOLE = 0.75  # of an expert's neurons: above it CORM moves them all (appendix, figure 9)
+
+_FORMAT = 1
+_STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
+_FARTHEST = 2.0  # times the mean: what is farther out counts as this far, so that one hiccup moves a rate by 6 %
+
+_log = logging.getLogger("floe_chat.engine")
+
+Measured = Literal["link", "cpu", "cpu_batch", "gpu"]
+_Seconds = npt.NDArray[np.float64]
+_Chosen = npt.NDArray[np.bool_]
+
+
+class Lane(enum.Enum):
+    """Who computes an expert, and how its absent rows get there."""
+
+    GPU = "gpu"  # nothing is absent, or nothing to do
+    COPY = "copy"  # absent rows are copied, the GPU computes
+    CPU = "cpu"  # absent rows are computed where they lie
+
+
+@dataclass(slots=True)
+class Rates:
+    """What this machine does per second, for rows of one width (unpacking codes costs the CPU more than reading them).
+
+    Attributes:
+        link_bytes_s, link_latency_s: copying rows to the GPU, and what a copy costs beside its bytes.
+        cpu_bytes_s: rows that the CPU computes for one token; cpu_latency_s: activations' way there and back.
+        cpu_batch_bytes_s: the CPU's rows times tokens in a prompt, where it is bound by arithmetic.
+        gpu_bytes_s, launch_s: rows that the GPU computes, and launching its kernels.
+    """
+
+    link_bytes_s: float
+    link_latency_s: float
+    cpu_bytes_s: float
+    cpu_batch_bytes_s: float
+    cpu_latency_s: float
+    gpu_bytes_s: float
+    launch_s: float
+
+    def observed(self, what: Measured, nbytes: float, seconds: float, cap: float = 1.0) -> None:
+        """Correct a rate by what work of `nbytes` really took: a moving mean of seconds per byte.
+
+        Observations that say nothing about a rate are passed over: no time or no bytes, and work shorter than its
+        latency. One that is absurd counts as twice or half the mean.
+
+        Args:
+            nbytes: "cpu_batch": bytes of the rows times tokens. cap: share of the CPU's threads that did it; rates are
+                those of all.
+        """
+        latency = {"link": self.link_latency_s, "gpu": self.launch_s}.get(what, self.cpu_latency_s)
+        took = seconds - latency
+        if not (nbytes > 0 and math.isfinite(nbytes) and took > latency and math.isfinite(took) and cap > 0):
+            return
+        name = f"{what}_bytes_s"
+        mean = 1 / getattr(self, name)
+        each = took / nbytes * (cap if what in ("cpu", "cpu_batch") else 1.0)
+        each = min(max(each, mean / _FARTHEST), mean * _FARTHEST)
+        setattr(self, name, 1 / (mean + _STEP * (each - mean)))
+
+    def save(self, file: Path) -> None:
+        """Keep the rates for the next start; a cache that cannot be written only means measuring again."""
+        partial = file.with_suffix(f".{os.getpid()}.part")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with open(partial, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+                json.dump({"format": _FORMAT, **dataclasses.asdict(self)}, out)
+            partial.replace(file)
+        except OSError as error:
+            _log.warning("The measured rates could not be kept in %s: %s", file, error)
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    @staticmethod
+    def load(file: Path) -> Rates | None:
+        """The rates that were kept, or None: there are none, or they are unusable, which the log explains."""
+        try:
+            kept: Any = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(kept, dict) or kept.pop("format", None) != _FORMAT:
+                raise ValueError("it is of another format")
+            names = {field.name for field in dataclasses.fields(Rates)}
+            if set(kept) != names or not all(type(value) in (int, float) for value in kept.values()):
+                raise ValueError("its fields are not those of rates")
+            rates = Rates(**{name: float(value) for name, value in kept.items()})
+            rates.check()
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, OverflowError, RecursionError) as error:
+            _log.warning("The kept rates in %s are ignored: %s", file, error)
+            return None
+        return rates
+
+    def check(self) -> None:
+        """Raises ValueError where a rate is not a positive number or a latency not a number from 0."""
+        for name, value in dataclasses.asdict(self).items():
+            if not math.isfinite(value) or value < 0 or (value == 0 and name.endswith("_bytes_s")):
+                raise ValueError(f"{name} cannot be {value}")
+
+
+def rates_file(machine: str, device: str, row_bytes: int) -> Path:
+    """Where the rates of a machine (its id), device ("cuda:0") and width of rows are kept."""
+    folder = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "rates"
+    return folder / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"
+
+
+def whole(active: int, neurons: int, cap: float = WHOLE) -> bool:
+    """Whether so many of an expert's neurons are active that moving all of it, in one piece, is quicker (CORM)."""
+    return active > cap * neurons
+
+
+def share(
+    missing: Sequence[int], nbytes: int, weights: Sequence[float], rates: Rates, link_queued_s: float, cap: float
+) -> list[int]:
+    """Split a decode step's absent rows between the link and the CPU so that both end together.
+
+    With c of M rows on the CPU, it ends at cpu_latency + c·s_cpu, the link (and the GPU behind it) at
+    queued + latency + (M - c)·s_copy; a lane without rows ends at 0. The best c is none, all, or beside the crossing
+    of the two lines. Of equally quick splits the one that copies more is taken, and the CPU gets the rows of the calls
+    with the lowest router weights: copied rows stay in the pool, and experts with high scores are wanted again soonest.
+
+    Args:
+        missing: absent rows of each call. nbytes: of one row. weights: the router's weight of each call.
+        link_queued_s: seconds of work that the link has before it. cap: share of the CPU that may be used, 0 to 1.
+
+    Returns:
+        Rows of each call that the CPU computes.
+    """
+    rows = _cpu_rows(sum(missing), nbytes, rates, link_queued_s, cap)
+    taken = [0] * len(missing)
+    if rows:
+        for call in sorted(range(len(missing)), key=weights.__getitem__):
+            taken[call] = min(rows, missing[call])
+            rows -= taken[call]
+    return taken
+
+
+def _cpu_rows(total: int, nbytes: int, rates: Rates, link_queued_s: float, cap: float) -> int:
+    if cap <= 0 or not total:
+        return 0
+    cpu_each = nbytes / (rates.cpu_bytes_s * cap)
+    copy_each = nbytes / rates.link_bytes_s + nbytes / rates.gpu_bytes_s
+    copy_start = link_queued_s + rates.link_latency_s + rates.launch_s
+    best, best_end = 0, copy_start + copy_each * total
+    if total > 1:
+        crossing = (copy_start - rates.cpu_latency_s + copy_each * total) / (copy_each + cpu_each)
+        below = min(max(int(crossing), 1), total - 1)
+        for rows in (below, min(below + 1, total - 1)):
+            end = max(rates.cpu_latency_s + cpu_each * rows, copy_start + copy_each * (total - rows))
+            if end < best_end:
+                best, best_end = rows, end
+    return total if rates.cpu_latency_s + cpu_each * total < best_end else best
+
+
+def prefill(
+    tokens: Sequence[int],
+    resident: Sequence[float],
+    nbytes: int,
+    rates: Rates,
+    link_queued_s: float = 0.0,
+    cap: float = 1.0,
+) -> list[Lane]:
+    """Place each expert of a layer for a prompt (Fiddler section 3.2: argmin of the later lane's end).
+
+    Copying an expert costs its absent bytes, whatever its tokens; the CPU's time grows with tokens once that is more
+    than reading the rows. Resident rows cost neither lane anything, as in Fiddler's model; the GPU computes them.
+
+    Args:
+        tokens: (E,) how many tokens each expert gets. resident: (E,) share of its rows in device memory.
+        nbytes: of one whole expert's rows. link_queued_s, cap: as for `share`.
+    """
+    lanes = [Lane.GPU] * len(tokens)
+    undecided = [e for e in range(len(tokens)) if tokens[e] > 0 and resident[e] < 1]
+    absent = np.array([(1 - resident[e]) * nbytes for e in undecided])
+    copy = rates.link_latency_s + absent / rates.link_bytes_s + absent / rates.gpu_bytes_s
+    if cap <= 0:
+        chosen = np.zeros(len(undecided), np.bool_)
+    else:
+        counts = np.array([tokens[e] for e in undecided])
+        each = np.maximum(1 / rates.cpu_bytes_s, counts / rates.cpu_batch_bytes_s) / cap
+        cpu = rates.cpu_latency_s + absent * each
+        chosen = (_every if len(undecided) <= EXACT else _balanced)(copy, cpu, link_queued_s)
+    for e, on_cpu in zip(undecided, chosen, strict=True):
+        lanes[e] = Lane.CPU if on_cpu else Lane.COPY
+    return lanes
+
+
+def _every(copy: _Seconds, cpu: _Seconds, queued: float) -> _Chosen:
+    """Try all 2**N placements; of equally quick ones the one with the least work for the CPU.
+
+    The queue counts even where nothing is copied: that changes no choice, since every copy would end after it.
+    """
+    cpu_end, copy_end = np.zeros(1), np.zeros(1)
+    for on_cpu, copied in zip(cpu, copy, strict=True):  # bit n of a placement: expert n is on the CPU
+        cpu_end = np.concatenate((cpu_end, cpu_end + on_cpu))
+        copy_end = np.concatenate((copy_end + copied, copy_end))
+    ends = np.maximum(cpu_end, queued + copy_end)
+    equal = np.flatnonzero(ends <= ends.min() * (1 + 1e-12))
+    best = int(equal[cpu_end[equal].argmin()])
+    return (best >> np.arange(len(copy)) & 1).astype(np.bool_)
+
+
+def _balanced(copy: _Seconds, cpu: _Seconds, queued: float) -> _Chosen:
+    """The two-pointer balance (importance-driven scheduling, algorithm 2), the best meeting point found at once.
+
+    Experts stand in order of what the CPU would take per second of copying; the link takes from the front, the CPU
+    from the back. All meeting points are compared, and if experts could be cut one of them would be best: so the end is
+    later than the best possible by at most the shorter time, copied or on the CPU, of the expert there.
+    """
+    order = np.argsort(-cpu / copy, kind="stable")
+    copy_end = queued + np.concatenate(([0.0], np.cumsum(copy[order])))
+    cpu_end = np.concatenate((np.cumsum(cpu[order][::-1])[::-1], [0.0]))
+    copied = int(np.maximum(copy_end, cpu_end).argmin())
+    chosen = np.ones(len(copy), np.bool_)
+    chosen[order[:copied]] = False
+    return chosen

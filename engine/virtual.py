@@ -1,0 +1,332 @@
+"""The virtual-time device "sim:NAME": decisions, bytes and results are real; time is counted from a card's profile.
+
+So what a schedule would cost on a card can be seen, and tested, on any machine. A profile is published figures and
+assumptions, not a measurement; assets/devices.json says for each figure where it is from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from bisect import insort
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .. import kernels
+from ..kernels.layouts import ExpertRows, RowLayout, VectorLayout
+from ..models import catalog
+from ..models.errors import UsageError
+from .placement import Rates
+from .transfer import Transfer
+
+PREFIX = "sim:"
+CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying beside 5 us of latency, so an urgent row waits 47 us at most
+
+# Of a card's published memory rate and tensor throughput, what kernels reach: FloE table 1 computes one Mixtral expert
+# (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
+REACHED = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU and the machine around it: bytes, bytes per second, operations per second, seconds.
+
+    GPU figures are published peaks; link_bytes_s is of large pinned copies, pack_bytes_s of the CPU gathering rows.
+    """
+
+    name: str
+    vram_bytes: int
+    gpu_bytes_s: float
+    gpu_flops: float
+    link_bytes_s: float
+    link_latency_s: float
+    launch_s: float
+    cpu_bytes_s: float
+    cpu_flops: float
+    pack_bytes_s: float
+
+    def gpu_s(self, nbytes: float, flops: float, launches: int) -> float:
+        """The GPU's time for kernels that read `nbytes` and compute `flops`: the longer of the two, and launching."""
+        return max(nbytes / self.gpu_bytes_s, flops / self.gpu_flops) / REACHED + launches * self.launch_s
+
+    def cpu_s(self, nbytes: float, flops: float) -> float:
+        """The CPU's time likewise, with its activations' way down from the GPU and back."""
+        return max(nbytes / self.cpu_bytes_s, flops / self.cpu_flops) + 2 * self.link_latency_s
+
+    def copy_s(self, nbytes: int) -> float:
+        """The link's time for one chunk. Packing it is overlapped with copying the one before: the slower counts."""
+        return self.link_latency_s + nbytes / min(self.link_bytes_s, self.pack_bytes_s)
+
+    def rates(self, flops_per_byte: float) -> Rates:
+        """What a measurement of this machine would find for rows of so many operations per byte and token."""
+        batch = self.cpu_flops / flops_per_byte
+        return Rates(
+            link_bytes_s=CHUNK_BYTES / self.copy_s(CHUNK_BYTES),
+            link_latency_s=self.link_latency_s,
+            cpu_bytes_s=min(self.cpu_bytes_s, batch),
+            cpu_batch_bytes_s=batch,
+            cpu_latency_s=2 * self.link_latency_s,
+            gpu_bytes_s=self.gpu_bytes_s * REACHED,
+            launch_s=self.launch_s,
+        )
+
+
+def card(name: str) -> Card:
+    """The card that "sim:rtx3090-24gb" means, or with less memory "sim:rtx3090-24gb@12gb" (GiB).
+
+    Raises:
+        UsageError: no such card, or a limit that is no number of GB or above what the card has.
+    """
+    known = _cards()
+    wanted, at, limit = name.removeprefix(PREFIX).partition("@")
+    if wanted not in known:
+        names = ", ".join(PREFIX + card for card in known)
+        raise UsageError(f"There is no virtual device {name}", f"There are: {names}.", 'Append "@8gb" for less memory.')
+    found = known[wanted]
+    if not at:
+        return found
+    has = f"{PREFIX}{wanted} has {found.vram_bytes / 2**30:.4g} GB."
+    if not re.fullmatch(r"\d+(\.\d+)?gb", limit):
+        raise UsageError(f'"{limit}" is no limit of memory', has, f'Write it as in "{PREFIX}{wanted}@8gb".')
+    vram = int(float(limit.removesuffix("gb")) * 2**30)
+    if not 0 < vram <= found.vram_bytes:
+        raise UsageError(f"{name} cannot be", has, f"Give a limit up to that, such as {PREFIX}{wanted}@8gb.")
+    return dataclasses.replace(found, name=f"{wanted}@{limit}", vram_bytes=vram)
+
+
+@functools.cache
+def _cards() -> Mapping[str, Card]:
+    told: Any = json.loads(catalog.asset("devices.json").read_text(encoding="utf-8"))
+    cards: dict[str, Card] = {}
+    for name, own in told["cards"].items():
+        figures = {**told["common"], **told["hosts"][own["host"]], **own}
+        fields = (each.name for each in dataclasses.fields(Card) if each.name != "name")
+        cards[name] = Card(name=name, **{each: figures[each]["value"] for each in fields})
+    return cards
+
+
+Timeline = Literal["host", "gpu", "cpu", "link"]
+
+
+class Clock:
+    """Virtual seconds of four lanes that work side by side, each on one thing at a time.
+
+    The host lane is the engine's thread: its end is now. What it hands to another lane begins when that lane is free.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[Timeline, float] = {"host": 0.0, "gpu": 0.0, "cpu": 0.0, "link": 0.0}
+        self._busy: dict[Timeline, float] = dict(self._ends)
+
+    @property
+    def now(self) -> float:
+        """The engine thread's time."""
+        return self._ends["host"]
+
+    def end(self, lane: Timeline) -> float:
+        """When a lane will have done all that it was given."""
+        return self._ends[lane]
+
+    def busy(self, lane: Timeline) -> float:
+        """Seconds of work that a lane was given so far."""
+        return self._busy[lane]
+
+    def run(self, lane: Timeline, seconds: float, after: float = 0.0, asked: float | None = None) -> float:
+        """Give a lane work; returns when it ends.
+
+        Args:
+            after: not before, for work that needs another lane's result. asked: when it was handed over; None: now.
+
+        Raises:
+            ValueError: seconds that are negative or no number.
+        """
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"no work takes {seconds} seconds")
+        begin = max(self._ends[lane], after, self.now if asked is None else asked)
+        self._busy[lane] += seconds
+        self._ends[lane] = begin + seconds
+        return self._ends[lane]
+
+    def wait(self, lane: Timeline, until: float) -> float:
+        """Let a lane begin nothing more before `until`; returns the seconds that it idles for that alone."""
+        free = max(self._ends[lane], self.now)
+        self._ends[lane] = max(self._ends[lane], until)
+        return max(0.0, until - free)
+
+    def sync(self, lane: Timeline) -> float:
+        """The host waits for all that a lane was given; returns the seconds waited."""
+        return self.wait("host", self._ends[lane])
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    transfer: Transfer
+    asked: float
+    rows: int  # that have not begun
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    end: float
+    nbytes: int
+    seconds: float
+    job: _Job | None  # whose last one it is
+
+
+class VirtualLink:
+    """A link whose bytes arrive at once and whose time is virtual (see transfer.Link).
+
+    Bytes are in the target when `submit` returns, so that decisions and results are real; `done` follows the clock's
+    link lane. A chunk is chosen when it begins: urgent transfers in order, then prefetches by score, highest first; a
+    chunk under way is finished. What has landed is what the host's clock says, and what the GPU has waited for.
+    """
+
+    def __init__(self, card: Card, clock: Clock, nbytes: int, chunk: int | None = None) -> None:
+        """`nbytes`: of one row. `chunk`: rows at a time, at most; None: as many as make up `CHUNK_BYTES`."""
+        self.name = PREFIX + card.name
+        self.bytes_moved = 0
+        self.busy_s = 0.0
+        self._card = card
+        self._clock = clock
+        self._nbytes = nbytes
+        self._chunk = chunk or max(1, CHUNK_BYTES // nbytes)
+        self._staging = torch.empty(self._chunk, nbytes, dtype=torch.uint8)
+        plain = VectorLayout(nbytes // 4, 16, nbytes // 4)  # to move bytes, any layout of as many will do
+        self._layout = RowLayout(plain, plain, torch.float16)
+        self._jobs: dict[Transfer, _Job] = {}  # taken, not landed
+        self._urgent: deque[_Job] = deque()
+        self._prefetch: list[_Job] = []
+        self._flying: deque[_Chunk] = deque()
+        self._finished: list[Transfer] = []
+        self._queued = 0
+        self._closed = False
+
+    def queued_bytes(self) -> int:
+        """Bytes that were submitted and have not landed."""
+        self._catch_up()
+        return self._queued
+
+    def submit(self, transfer: Transfer) -> None:
+        """Take a transfer.
+
+        Raises:
+            ValueError: submitted before, or rows, slots or sizes that do not fit.
+        """
+        if self._closed:
+            raise RuntimeError("the link is closed")
+        if transfer.done or transfer in self._jobs:
+            raise ValueError("the transfer was submitted before")
+        if transfer.source.shape[1] != self._nbytes or len(transfer.index) != len(transfer.slots):
+            raise ValueError(f"{len(transfer.index)} rows of {transfer.source.shape[1]} bytes, not of {self._nbytes}")
+        if math.isnan(transfer.score):
+            raise ValueError("a score must be a number")
+        self._catch_up()
+        self._move(transfer)
+        if not len(transfer.index):
+            self._done(transfer)
+            return
+        job = self._jobs[transfer] = _Job(transfer, self._clock.now, len(transfer.index))
+        self._queued += job.rows * self._nbytes
+        if transfer.urgent:
+            self._urgent.append(job)
+        else:
+            insort(self._prefetch, job, key=lambda other: -other.transfer.score)  # behind its equals
+
+    def wait(self, transfer: Transfer) -> float:
+        """The GPU's lane begins nothing more before the rows have landed; virtual seconds that it idles for that alone.
+
+        Raises:
+            ValueError: it was not submitted, or dropped.
+        """
+        if transfer.done:
+            return 0.0
+        job = self._jobs.get(transfer)
+        if job is None:
+            raise ValueError("the transfer is not on this link: it was never submitted, or dropped")
+        self._catch_up()
+        if transfer.done:
+            return 0.0
+        if job in self._prefetch:
+            self._prefetch.remove(job)
+            self._urgent.append(job)
+        transfer.urgent = True
+        while job.rows:  # nothing that is submitted later can overtake what is begun here
+            self._begin_chunk()
+        end = next(chunk.end for chunk in self._flying if chunk.job is job)
+        self._land(end)
+        return self._clock.wait("gpu", end)
+
+    def finished(self) -> list[Transfer]:
+        """What became done since the last call."""
+        self._catch_up()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drop(self, layer: int | None) -> list[Transfer]:
+        """Take prefetches of a layer (None: of all) that have not begun out of the queue."""
+        self._catch_up()
+        gone = [
+            job for job in self._prefetch if job.rows == len(job.transfer.index) and layer in (None, job.transfer.layer)
+        ]
+        for job in gone:
+            self._prefetch.remove(job)
+            del self._jobs[job.transfer]
+            self._queued -= job.rows * self._nbytes
+        return [job.transfer for job in gone]
+
+    def close(self) -> None:
+        """End: what is queued stays undone."""
+        self._urgent.clear()
+        self._prefetch.clear()
+        self._closed = True
+
+    def _move(self, transfer: Transfer) -> None:
+        rows = ExpertRows(self._layout, transfer.source[None])
+        index, slots = torch.from_numpy(transfer.index), torch.from_numpy(transfer.slots).long()
+        for wanted, places in zip(index.split(self._chunk), slots.split(self._chunk), strict=True):
+            packed = self._staging[: len(wanted)]
+            kernels.gather_rows(rows, 0, wanted, packed)
+            kernels.pool_scatter(transfer.target, places, packed)
+
+    def _catch_up(self) -> None:
+        """Begin the chunks that begin before now, and land those that end by now."""
+        while (self._urgent or self._prefetch) and self._begins() < self._clock.now:
+            self._begin_chunk()
+        self._land(self._clock.now)
+
+    def _first(self) -> _Job:
+        return self._urgent[0] if self._urgent else self._prefetch[0]
+
+    def _begins(self) -> float:
+        return max(self._clock.end("link"), self._first().asked)
+
+    def _begin_chunk(self) -> None:
+        job = self._first()
+        rows = min(job.rows, self._chunk)
+        seconds = self._card.copy_s(rows * self._nbytes)
+        end = self._clock.run("link", seconds, asked=job.asked)
+        job.rows -= rows
+        if not job.rows:
+            del (self._urgent or self._prefetch)[0]
+        self._flying.append(_Chunk(end, rows * self._nbytes, seconds, None if job.rows else job))
+
+    def _land(self, until: float) -> None:
+        while self._flying and self._flying[0].end <= until:
+            chunk = self._flying.popleft()
+            self.bytes_moved += chunk.nbytes
+            self.busy_s += chunk.seconds
+            self._queued -= chunk.nbytes
+            if chunk.job:
+                del self._jobs[chunk.job.transfer]
+                self._done(chunk.job.transfer)
+
+    def _done(self, transfer: Transfer) -> None:
+        transfer.done = True
+        self._finished.append(transfer)

@@ -1,0 +1,89 @@
+"""The panel on a screen, when a model's rows do not all fit the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from floe_chat.app.widgets.composer import Composer
+from floe_chat.app.widgets.panel import PerformancePanel
+from floe_chat.engine.events import Rows
+from textual.pilot import Pilot
+
+from .scripted import ROWS, UNCOUNTED, ScriptedClient, ask, composer, ready, screen_text, stats, until, write
+
+VIRTUAL = dataclasses.replace(ROWS, virtual=True)
+
+
+def panel(pilot: Pilot[int]) -> PerformancePanel:
+    return pilot.app.screen_stack[0].query_one(PerformancePanel)
+
+
+def shown(pilot: Pilot[int], name: str) -> bool:
+    widget = panel(pilot).query_one(f"#{name}")
+    return widget.display and widget.size.height > 0
+
+
+async def show(pilot: Pilot[int], client: ScriptedClient, rows: Rows | None, request: int, words: str) -> None:
+    client.say(stats(request, rows=rows, reused_tokens=15))
+    await until(pilot, lambda: words in screen_text(pilot))
+
+
+async def test_rows_come_and_go_with_the_model() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(120, 60)) as pilot:
+        request = await ask(pilot, client)
+        await show(pilot, client, None, request, "15 of 20")
+        await until(pilot, lambda: "no GPU" in screen_text(pilot))
+        assert not shown(pilot, "origins") and not shown(pilot, "link")
+        await show(pilot, client, UNCOUNTED, request, "Link")
+        assert "hit rate 62 %" not in screen_text(pilot)
+        await show(pilot, client, VIRTUAL, request, "hit rate 62 %")
+        for figure in ("virtual time", "· left out  2 %", "0.42 ms", "2.79 of 12.1 GB/s", "3.20 of 4.00 GB", "Why: "):
+            await until(pilot, lambda figure=figure: figure in screen_text(pilot))
+        assert "no GPU" not in screen_text(pilot)
+        await show(pilot, client, None, request, "no GPU")
+        await until(pilot, lambda: not shown(pilot, "origins") and not shown(pilot, "link"))
+        await until(pilot, lambda: "virtual" not in screen_text(pilot))
+
+
+@pytest.mark.parametrize("size", [(120, 36), (100, 24)], ids=["tall", "short"])
+async def test_keys_reach_the_end_of_the_column(size: tuple[int, int]) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=size) as pilot:
+        request = await ask(pilot, client)
+        await show(pilot, client, ROWS, request, "hit rate 62 %")
+        assert panel(pilot).max_scroll_y > 0 and "Why: " not in screen_text(pilot)
+        await pilot.press("tab", "end")
+        await until(pilot, lambda: "Why: " in screen_text(pilot))
+        await pilot.press("tab")
+        await write(pilot, "on")
+        assert composer(pilot).text == "on"
+
+
+async def test_a_hidden_panel_gives_the_keys_back() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(120, 36)) as pilot:
+        await pilot.press("tab")
+        assert pilot.app.focused is panel(pilot)
+        await pilot.press("f2")
+        await until(pilot, lambda: isinstance(pilot.app.focused, Composer))
+        await pilot.press("f2", "tab")
+        assert pilot.app.focused is panel(pilot)
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: isinstance(pilot.app.focused, Composer))
+        await pilot.click(Composer)
+        await pilot.resize_terminal(120, 36)
+        await until(pilot, lambda: panel(pilot).display)
+        await pilot.click(PerformancePanel)
+        assert isinstance(pilot.app.focused, Composer)
+
+
+async def test_two_lines_hold_the_hit_rate() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(80, 24)) as pilot:
+        request = await ask(pilot, client)
+        await show(pilot, client, ROWS, request, "hits 62 %")
+        assert "neurons 38 %" in screen_text(pilot)
+        await show(pilot, client, VIRTUAL, request, "virtual 61.3 tokens/s")
+        assert "hits 62 %" in screen_text(pilot)

@@ -1,0 +1,253 @@
+"""What the panel draws of rows, link and memory, for every width and for figures of every kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from floe_chat.app.widgets import figures as draw
+from floe_chat.app.widgets import memory, units
+from floe_chat.app.widgets.answer import summary
+from floe_chat.app.widgets.figures import Draw, Figures
+from floe_chat.app.widgets.heat import stack
+from floe_chat.engine.events import Rows
+
+from .scripted import LOADED, ROWS, UNCOUNTED, stats
+
+WIDTHS = (30, 32, 33, 48)  # the panel has 32 columns beside its scroll bar, 33 without
+ZERO = dataclasses.replace(
+    ROWS,
+    **dict.fromkeys(("ready", "coming", "expert_hits", "recall", "precision", "substituted", "dropped"), 0.0),
+    **dict.fromkeys(("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "link_peak"), 0.0),
+    **dict.fromkeys(("pool", "pool_used", "up", "dense"), 0),
+    copied=0.0,
+    on_cpu=1.0,
+)
+LONG = dataclasses.replace(
+    ROWS,
+    **dict.fromkeys(("ready", "expert_hits", "recall", "precision", "substituted", "dropped"), 1.0),
+    **dict.fromkeys(("coming", "copied", "on_cpu"), 0.0),
+    **dict.fromkeys(("pool", "pool_used", "up", "dense"), 999_400_000_000),
+    moved_per_token=999.4e12,
+    waited_per_token=12345.678,
+    link_bytes_s=999.4e6,
+    link_peak=999.4e9,
+    link_busy=1.004,
+    virtual=True,
+)
+ANY = {"some": ROWS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
+DRAWINGS = (
+    *(memory.origins, memory.link, memory.memory),
+    *(draw.speed_heading, draw.speed_lines, draw.speed_course, draw.neurons, draw.strip),
+)
+
+
+def figures(rows: Rows | None, *, vram_bytes: int | None = None, reused_tokens: int = 0) -> Figures:
+    made = dataclasses.replace(stats(rows=rows, reused_tokens=reused_tokens), vram_bytes=vram_bytes)
+    return Figures(LOADED, made)
+
+
+def lines(drawing: Draw, shown: Figures, width: int = 32) -> list[str]:
+    return drawing(shown, width).plain.split("\n")
+
+
+def value(drawing: Draw, shown: Figures, label: str) -> str:
+    """What stands at the right end of the line that begins with `label`."""
+    (line,) = (line for line in lines(drawing, shown) if line.startswith(label))
+    return line.removeprefix(label).strip(" ━─")
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 31, 32, 33, 120])
+def test_a_stack_fills_its_width_and_hides_no_part(width: int) -> None:
+    for _ in range(300):
+        parts = [random.choice((0.0, 1e-9, random.random(), 1000 * random.random())) for _ in range(5)]
+        cells = stack(parts, width)
+        if not any(parts):
+            assert cells == [0] * 5
+            continue
+        assert sum(cells) == width
+        assert all(count == 0 for part, count in zip(parts, cells, strict=True) if part == 0)
+        if width >= 5:
+            assert all(count > 0 for part, count in zip(parts, cells, strict=True) if part > 0)
+        exact = [part / sum(parts) * width for part in parts]
+        assert all(abs(count - share) < 5 for share, count in zip(exact, cells, strict=True))
+
+
+def test_a_stack_is_to_scale() -> None:
+    assert stack([62, 20, 12, 4, 2], 50) == [31, 10, 6, 2, 1]
+    assert stack([1, 1, 1], 10) == [4, 3, 3]
+    assert stack([1, 2], 0) == [0, 0] and stack([], 9) == []
+
+
+@pytest.mark.parametrize("rows", ANY.values(), ids=ANY.keys())
+@pytest.mark.parametrize("drawing", DRAWINGS, ids=lambda drawing: drawing.__name__)
+def test_every_line_fits(drawing: Draw, rows: Rows | None) -> None:
+    shown = figures(rows, reused_tokens=131_072)
+    shown.stats = dataclasses.replace(shown.stats, prompt_tokens=131_073) if shown.stats else None
+    for width in WIDTHS:
+        content = drawing(shown, width)
+        assert all(line.cell_length <= width for line in content.split("\n")), content.plain
+    for width in (0, 1, 9):
+        drawing(shown, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_origins_of_rows_are_one_bar_to_scale(width: int) -> None:
+    bar = lines(memory.origins, figures(ROWS), width)[1]
+    assert len(bar) == width and bar == "".join(sorted(bar, key="█▓▒░·".index))
+    for glyph, share in zip("█▓▒░·", (0.62, 0.2, 0.12, 0.04, 0.02), strict=True):
+        assert abs(bar.count(glyph) - share * width) <= 1 and glyph in bar
+
+
+def test_the_origins_of_rows_have_a_legend() -> None:
+    shown = figures(ROWS)
+    assert lines(memory.origins, shown) == [
+        "Rows               hit rate 62 %",
+        "████████████████████▓▓▓▓▓▓▒▒▒▒░·",
+        "█ ready    62 %  ▓ coming   20 %",
+        "▒ copied   12 %  ░ on CPU    4 %",
+        "· left out  2 %",
+        "expert hit rate  ━━━━─────  45 %",
+        "predictor recall ━━━━━━━──  81 %",
+        "its precision    ━━━━━────  57 %",
+        "expert halves dropped        3 %",
+    ]
+    narrow = lines(memory.origins, shown, 20)
+    assert narrow[2:7] == [
+        "█ ready         62 %",
+        "▓ coming        20 %",
+        "▒ copied        12 %",
+        "░ on CPU         4 %",
+        "· left out       2 %",
+    ]
+
+
+def test_glyphs_alone_tell_the_parts_apart() -> None:
+    for drawing in (memory.origins, memory.memory):
+        glyphs = [glyph for line in lines(drawing, figures(ROWS), 20)[2:] for glyph in line if glyph in "█▓▒░·"]
+        assert set(glyphs) >= set("█▓▒░")
+
+
+def test_what_was_not_counted_is_no_zero() -> None:
+    shown = figures(UNCOUNTED)
+    assert lines(memory.origins, shown) == [
+        "Rows            not measured yet",
+        "┄" * 32,
+        "█ ready       —  ▓ coming      —",
+        "▒ copied      —  ░ on CPU      —",
+        "expert hit rate        — not yet",
+        "predictor recall       — not yet",
+        "its precision          — not yet",
+    ]
+    assert lines(memory.link, shown)[1:] == [
+        "moved per token        — not yet",
+        "wait per token         — not yet",
+        "rate              — of 12.1 GB/s",
+        "of its peak            — not yet",
+        "time in use            — not yet",
+    ]
+    assert "hits —" in lines(draw.strip, shown, 76)[0]
+
+
+def test_zeros_that_were_counted_are_shown() -> None:
+    shown = figures(ZERO)
+    assert lines(memory.origins, shown)[:4] == [
+        "Rows                hit rate 0 %",
+        "░" * 32,
+        "█ ready     0 %  ▓ coming    0 %",
+        "▒ copied    0 %  ░ on CPU  100 %",
+    ]
+    assert value(memory.origins, shown, "predictor recall") == "0 %"
+    assert not any(word in memory.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
+    assert value(memory.link, shown, "wait per token") == "0.00 ms"
+    assert value(memory.link, shown, "of its peak") == "— not yet"
+    assert lines(memory.memory, shown)[4] == "┄" * 32
+
+
+def test_shares_that_fill_the_bar_leave_nothing_out() -> None:
+    thirds = dataclasses.replace(ROWS, ready=1 / 3, coming=1 / 3, copied=0.1, on_cpu=1 - 1 / 3 - 1 / 3 - 0.1)
+    assert "left out" not in memory.origins(figures(thirds), 32).plain
+    few = dataclasses.replace(ROWS, ready=0.998, coming=0.001, copied=0.0, on_cpu=0.0)
+    drawn = lines(memory.origins, figures(few))
+    assert drawn[1] == "█" * 30 + "▓·" and drawn[2] == "█ ready   100 %  ▓ coming   <1 %"
+    assert drawn[4] == "· left out <1 %"
+
+
+def test_substituted_and_dropped_appear_when_there_are_some() -> None:
+    shown = figures(dataclasses.replace(ROWS, substituted=0.07, dropped=0.001))
+    assert value(memory.origins, shown, "experts substituted") == "7 %"
+    assert value(memory.origins, shown, "expert halves dropped") == "<1 %"
+
+
+def test_the_link_and_its_peak() -> None:
+    shown = figures(ROWS)
+    assert lines(memory.link, shown) == [
+        f"Link{' ' * 28}",
+        "moved per token           143 kB",
+        "wait per token           0.42 ms",
+        "rate           2.79 of 12.1 GB/s",
+        "of its peak ━━━───────────  23 %",
+        "time in use ━━━━──────────  31 %",
+    ]
+    fast = figures(LONG)
+    assert value(memory.link, fast, "rate") == "999 MB of 999 GB/s"
+    assert lines(memory.link, fast)[5] == "time in use ━━━━━━━━━━━━━━ 100 %"
+
+
+def test_the_devices_memory_by_use() -> None:
+    drawn = lines(memory.memory, figures(ROWS, vram_bytes=7_900_000_000))
+    assert drawn[3:] == [
+        "VRAM                     7.90 GB",
+        "█████▓▓▓▓▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░",
+        "█ dense 1.20 GB  ▓ up    2.30 GB",
+        "▒░ pool, used    3.20 of 4.00 GB",
+    ]
+    assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 GB"  # nothing measures a stand-in: the sum
+    small = dataclasses.replace(ROWS, pool_used=450_000_000)
+    assert "450 MB of 4.00 GB" in lines(memory.memory, figures(small))[6]
+
+
+def test_without_a_pool_nothing_is_made_up() -> None:
+    shown = figures(None)
+    assert memory.origins(shown, 32).plain == "" and memory.link(shown, 32).plain == ""
+    assert value(memory.memory, shown, "VRAM") == "no GPU"
+    assert value(memory.memory, shown, "model, resident part") == "23.4 MB"
+    assert value(memory.memory, figures(None, vram_bytes=5_000_000_000), "VRAM") == "5.00 GB"
+    assert value(memory.memory, Figures(), "VRAM") == "—"
+    assert "hits" not in draw.strip(shown, 76).plain
+
+
+def test_virtual_time_is_never_taken_for_this_machines() -> None:
+    real, virtual = figures(ROWS), figures(dataclasses.replace(ROWS, virtual=True))
+    assert (
+        "virtual time" in draw.speed_heading(virtual, 32).plain and "last answer" in lines(draw.speed_heading, real)[0]
+    )
+    assert "virtual time" in draw.speed_heading(dataclasses.replace(virtual, running=True), 32).plain
+    assert "virtual time" in memory.link(virtual, 32).plain
+    for width in (56, 76):
+        assert "virtual 61.3 tokens/s" in lines(draw.strip, virtual, width)[0].replace("—", "61.3 tokens/s")
+    assert virtual.stats and real.stats
+    assert "virtual time" in summary("stop", virtual.stats)
+    for text in (draw.speed_heading(real, 32).plain, memory.link(real, 32).plain, draw.strip(real, 76).plain):
+        assert "virtual" not in text
+    assert "virtual" not in summary("stop", real.stats)
+
+
+def test_the_strip_has_the_hit_rate() -> None:
+    first = lines(draw.strip, figures(ROWS), 76)[0]
+    assert "hits 62 %" in first and "neurons 38 %" in first
+    assert "VRAM 7.50 GB" in lines(draw.strip, figures(ROWS), 76)[1]
+
+
+def test_kept_tokens_stand_by_the_first_token() -> None:
+    assert value(draw.speed_course, figures(None, reused_tokens=15), "tokens kept") == "15 of 20"
+    assert "kept" not in draw.speed_course(figures(None), 32).plain
+
+
+def test_small_figures_do_not_look_like_none() -> None:
+    assert [units.share(part) for part in (0.0, 0.004, 0.006, 1.0)] == ["0 %", "<1 %", "1 %", "100 %"]
+    assert [units.seconds(time) for time in (0.0, 0.0042, 0.01)] == ["0.00 s", "4.20 ms", "0.01 s"]
+    times = (None, 0.0, 2.063e-6, 0.00042, 0.0123, 12.3456)
+    assert [units.milliseconds(time) for time in times] == ["—", "0.00 ms", "2.06 µs", "0.42 ms", "12.3 ms", "12346 ms"]
+    assert units.size_of(3.2e9, 4e9) == "3.20 of 4.00 GB" and units.size_of(5, 40) == "5 of 40 B"

@@ -1,0 +1,191 @@
+"""How well the next layer's experts and neurons are predicted, layer by layer, on text that calibration did not read.
+
+cosine: between the MoE inputs of neighbouring layers (FloE figure 4). Experts, the share of the K chosen ones that is
+named by: the next router on this layer's input, as it is ("raw") or carried over the norms ("gate"); the learned
+predictor, naming K ("learned") or K + 1 ("+1"); the next layer's attention and router on what this layer has without
+its experts ("alone"), or with those that are resident, the more popular half ("partial", importance-driven scheduling
+section 5.2). Neurons, recall/precision: of the experts that are truly chosen, by this layer's input ("true"); of those
+that a predictor names, by the input that it goes by.
+
+Run: .venv/bin/python tests/bench/recall.py [PACK] [--text FILE] [--preset Balanced]. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from floe_chat import kernels
+from floe_chat.engine import predictor, quality
+from floe_chat.engine.loader import load
+from floe_chat.kernels.types import Calls
+from floe_chat.models.calibration import threshold_at
+from floe_chat.models.catalog import asset
+from floe_chat.models.packed import PackedModel
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from torch import Tensor
+
+WINDOW = 256
+COLUMNS = ("cosine", "raw", "gate", "learned", "+1", "alone", "partial")
+NEURONS = tuple(f"n.{name}" for name in ("true", "gate", "learned", "alone", "partial"))
+
+
+@dataclass
+class Seen:
+    """What one layer saw of N windows of T tokens.
+
+    Attributes:
+        stream: (N, T, H) entering the layer. residual: (N, T, H) before its MoE block. hidden: (N * T, H) given to the
+            block. chosen, weights: (N * T, K).
+    """
+
+    stream: Tensor
+    residual: Tensor
+    hidden: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+
+def watch(model: Any, ids: Tensor) -> tuple[list[Seen], tuple[Tensor, Tensor]]:
+    """What every layer sees of ids (N, T), and the rope tables."""
+    seen: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
+    rope: list[tuple[Tensor, Tensor]] = []
+    hooks: list[Any] = []
+    for index, layer in enumerate(model.model.layers):
+
+        def enter(_own: Any, given: Any, named: Any, index: int = index) -> None:
+            seen[index]["stream"] = given[0]
+            rope.append(named["position_embeddings"])
+
+        def norm(_own: Any, given: Any, index: int = index) -> None:
+            seen[index]["residual"] = given[0]
+
+        def experts(_own: Any, given: Any, index: int = index) -> None:
+            seen[index].update(zip(("hidden", "chosen", "weights"), given, strict=True))
+
+        hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(norm))
+        hooks.append(layer.mlp.experts.register_forward_pre_hook(experts))
+    model.model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [Seen(**parts) for parts in seen], rope[0]
+
+
+def resident_output(packed: PackedModel, layer: int, seen: Seen, sparsity: float, share: float) -> Tensor:
+    """What the resident experts, the most popular `share` of them, add to the stream: (N, T, H)."""
+    popularity = packed.profile()["popularity"][layer]
+    resident = popularity.topk(round(share * len(popularity))).indices
+    token, slot = torch.isin(seen.chosen, resident).nonzero(as_tuple=True)
+    chosen = seen.chosen[token, slot]
+    own = packed.layer(layer)
+    calls = Calls(token, chosen, seen.weights[token, slot])
+    y, _ = kernels.moe_step(seen.hidden, own.up, own.rows, calls, threshold_at(own.thresholds, sparsity)[chosen])
+    return y.view_as(seen.residual)
+
+
+def through_attention(layer: Any, true: Tensor, guess: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """What a layer's MoE block is given, (N * T, H), for a guess of what enters the layer (N, T, H).
+
+    Both streams go through the layer's attention as one sequence of 2T, of which the guess of token t sees the true
+    tokens before t and itself.
+    """
+    length = true.shape[1]
+    past = torch.ones(length, length, dtype=torch.bool).tril()
+    mask = torch.cat(
+        [torch.cat([past, ~past & past], 1), torch.cat([past.tril(-1), torch.eye(length, dtype=torch.bool)], 1)]
+    )
+    tables = tuple(torch.cat([table, table], dim=1) for table in rope)
+    both = layer.input_layernorm(torch.cat([true, guess], dim=1))
+    attended, _ = layer.self_attn(
+        hidden_states=both, position_embeddings=tables, attention_mask=mask[None, None].expand(len(true), 1, -1, -1)
+    )
+    return layer.post_attention_layernorm(guess + attended[:, length:]).flatten(0, 1)
+
+
+def recall(scores: Tensor, chosen: Tensor, count: int) -> float:
+    """Share of the chosen experts (B, K) among the `count` of the highest scores (B, E)."""
+    named = scores.topk(count, dim=1).indices
+    return float((named[:, :, None] == chosen[:, None, :]).any(dim=1).float().mean())
+
+
+def neurons(packed: PackedModel, layer: int, then: Seen, guess: Tensor, named: Tensor, sparsity: float) -> list[float]:
+    """Recall and precision of a layer's neurons, when it is taken to be given `guess` and to choose experts `named`."""
+    own = packed.layer(layer)
+    limits, size = threshold_at(own.thresholds, sparsity), own.up.q.shape[1]
+    counts = predictor.Recall(1, own.up.q.shape[0] * size)
+    sides: list[list[NDArray[np.int64]]] = []
+    for given, experts in ((guess, named), (then.hidden, then.chosen)):
+        calls, active = predictor.neurons(given, own.up, experts, limits)
+        ends = active.offsets[experts.shape[1] : -1 : experts.shape[1]].numpy()
+        sides.append(np.split(predictor.keys(calls, active, size), ends))
+    for predicted, actual in zip(*sides, strict=True):
+        counts.seen(0, predicted, actual)
+    return [round(share or 0.0, 4) for share in (counts.recall(), counts.precision())]
+
+
+def main() -> None:
+    """Print a line per layer, then the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pack", type=Path, nargs="?", default=asset("demo", "packed"))
+    parser.add_argument("--text", type=Path, default=asset("demo", "manual.md"))
+    parser.add_argument("--preset", default=quality.DEFAULT)
+    parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens, at the most")
+    options = parser.parse_args()
+    loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None)
+    model, packed, sparsity = loaded.model, loaded.packed, loaded.control.preset.sparsity
+    text = options.text.read_text(encoding="utf-8")
+    ids = Tokenizer.from_file(str(options.pack / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    count = min(options.windows, len(ids) // WINDOW)
+    tokens = torch.tensor(ids[: count * WINDOW]).view(count, WINDOW)
+    top_k, layers = packed.manifest.architecture.top_k, model.model.layers
+    gate, learned = (predictor.make(name, model, packed) for name in ("gate", "learned"))
+    carries = predictor.carries(model)
+    print("next ", *(f"{name:>7}" for name in COLUMNS), "|", *(f"{name:>11}" for name in NEURONS))
+    rows: list[dict[str, Any]] = []
+    with torch.inference_mode():
+        seen, rope = watch(model, tokens)
+        for layer, (now, then) in enumerate(itertools.pairwise(seen)):
+            following = layers[layer + 1]
+            router, chosen = following.mlp.gate.weight, then.chosen
+            by_gate = gate.experts(layer, now.hidden, now.chosen)
+            by_learning = learned.experts(layer, now.hidden, now.chosen)
+            carried = now.hidden * carries[layer]
+            alone = through_attention(following, then.stream, now.residual, rope)
+            output = resident_output(packed, layer, now, sparsity, 0.5)
+            partial = through_attention(following, then.stream, now.residual + output, rope)
+            by_alone, by_partial = F.linear(alone, router), F.linear(partial, router)
+            found = (
+                float(F.cosine_similarity(now.hidden, then.hidden).mean()),
+                recall(F.linear(now.hidden, router), chosen, top_k),
+                recall(by_gate, chosen, top_k),
+                recall(by_learning, chosen, top_k),
+                recall(by_learning, chosen, top_k + 1),
+                recall(by_alone, chosen, top_k),
+                recall(by_partial, chosen, top_k),
+            )
+            guesses = ((carried, None), (carried, by_gate), (carried, by_learning), (alone, by_alone))
+            shares = [
+                neurons(packed, layer + 1, then, guess, chosen if s is None else s.topk(top_k).indices, sparsity)
+                for guess, s in (*guesses, (partial, by_partial))
+            ]
+            texts = (f"{share[0]:.3f}/{share[1]:.3f}" for share in shares)
+            print(f"{layer + 1:<5}", *(f"{value:7.3f}" for value in found), "|", *texts, flush=True)
+            rows.append(dict(zip(COLUMNS, found, strict=True)) | dict(zip(NEURONS, shares, strict=True)))
+    means = {name: round(sum(row[name] for row in rows) / len(rows), 4) for name in COLUMNS}
+    means |= {name: round(sum(row[name][0] for row in rows) / len(rows), 4) for name in NEURONS}
+    print("mean ", *(f"{means[name]:7.3f}" for name in COLUMNS), "|", *(f"{means[name]:.3f}      " for name in NEURONS))
+    bench = {"bench": "recall", "preset": loaded.control.preset.name, "tokens": tokens.numel(), "means": means}
+    print(json.dumps(bench | {"widths": packed.manifest.widths.describe(), "layers": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,406 @@
+"""The pool of neuron rows: random walks beside a model in plain dictionaries, real bytes, policies, kept heat."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from floe_chat import kernels
+from floe_chat.engine import cache, uses
+from floe_chat.engine.cache import Keys, NeuronPool, Policy, Slots
+from floe_chat.models.heat import Heat, from_popularity
+
+POLICIES: tuple[Policy, ...] = ("score", "lru", "fifo")
+
+
+def keys_of(*keys: int) -> Keys:
+    return np.array(keys, np.int64)
+
+
+def bring(pool: NeuronPool, layer: int, keys: Keys, *, urgent: bool = True) -> Slots:
+    slots = pool.reserve(layer, keys, urgent=urgent)
+    pool.filled(slots)
+    return slots
+
+
+def present(pool: NeuronPool, layer: int = 0) -> set[int]:
+    return set(np.flatnonzero(pool.slots[layer].reshape(-1) >= 0).tolist())
+
+
+@dataclass
+class Model:
+    """What a pool must hold after each call, by the words of its interface alone.
+
+    Attributes:
+        place: (layer, key) -> slot. filling, held: those on their way, and those that this step uses.
+    """
+
+    pool: NeuronPool
+    dice: random.Random
+    place: dict[tuple[int, int], int] = field(default_factory=dict)
+    filling: set[tuple[int, int]] = field(default_factory=set)
+    held: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def keys(self) -> int:
+        return self.pool.slots[0].size
+
+    def some(self, pool: list[int]) -> Keys:
+        return np.array(self.dice.sample(pool, self.dice.randint(0, len(pool))), np.int64)
+
+    def some_filling(self) -> tuple[list[tuple[int, int]], Slots]:
+        chosen = self.dice.sample(sorted(self.filling), self.dice.randint(0, len(self.filling)))
+        return chosen, np.array([self.place[row] for row in chosen], np.int32)
+
+    def find(self) -> None:
+        layer = self.dice.randrange(len(self.pool.slots))
+        keys = np.array(self.dice.choices(range(self.keys), k=self.dice.randint(0, self.keys)), np.int64)
+        found = self.pool.find(layer, keys)
+        rows = [(layer, int(key)) for key in keys]
+        assert found.slots.dtype == np.int32
+        assert found.slots.tolist() == [self.place.get(row, -1) for row in rows]
+        assert found.ready.tolist() == [row in self.place and row not in self.filling for row in rows]
+        assert found.coming.tolist() == [row in self.filling for row in rows]
+        self.held |= {row for row in rows if row in self.place}
+
+    def reserve(self) -> None:
+        layer, urgent = self.dice.randrange(len(self.pool.slots)), self.dice.random() < 0.6
+        keys = self.some([key for key in range(self.keys) if (layer, key) not in self.place])
+        free = self.pool.capacity - len(self.place)
+        loose = {row for row in self.place if row not in self.filling and row not in self.held}
+        slots = self.pool.reserve(layer, keys, urgent=urgent).tolist()
+        most, least = min(keys.size, free + len(loose)), min(keys.size, free)
+        assert len(slots) == most if urgent else least <= len(slots) <= most
+        assert len(set(slots)) == len(slots) and all(0 <= slot < self.pool.capacity for slot in slots)
+        owners = {slot: row for row, slot in self.place.items()}
+        evicted = {owners[slot] for slot in slots if slot in owners}
+        assert evicted <= loose and len(evicted) == max(0, len(slots) - free), "as few as possible, none in use"
+        for row in evicted:
+            del self.place[row]
+        rows = [(layer, int(key)) for key in keys[: len(slots)]]
+        self.place.update(zip(rows, slots, strict=True))
+        self.filling |= set(rows)
+        self.held |= set(rows) if urgent else set()
+
+    def filled(self) -> None:
+        rows, slots = self.some_filling()
+        self.pool.filled(slots)
+        self.filling -= set(rows)
+
+    def abandon(self) -> None:
+        rows, slots = self.some_filling()
+        self.pool.abandon(slots)
+        self.filling -= set(rows)
+        self.held -= set(rows)
+        for row in rows:
+            del self.place[row]
+
+    def release(self) -> None:
+        self.pool.release()
+        self.held.clear()
+
+    def heard(self) -> None:
+        layer = self.dice.randrange(len(self.pool.slots))
+        self.pool.heard(layer, np.array([self.dice.random() for _ in range(self.pool.slots.shape[1])], np.float32))
+
+    def resize(self) -> None:
+        capacity = self.dice.choice([0, 1, self.pool.capacity, self.dice.randint(0, self.pool.slots.size + 3)])
+        beyond = {row for row, slot in self.place.items() if slot >= capacity}
+        if beyond & (self.filling | self.held):
+            before = self.pool.slots.copy()
+            with pytest.raises(ValueError, match="in use"):
+                self.pool.resize(capacity)
+            assert (self.pool.slots == before).all()
+            return
+        self.pool.resize(capacity)
+        assert self.pool.capacity == capacity
+        for row in beyond:
+            del self.place[row]
+
+    def refusals(self) -> None:
+        """Calls that must raise and leave all as it was."""
+        layer = self.dice.randrange(len(self.pool.slots))
+        absent = [key for key in range(self.keys) if (layer, key) not in self.place]
+        there = [key for key in range(self.keys) if (layer, key) in self.place]
+        wrong: list[Callable[[], object]] = [
+            lambda: self.pool.find(layer, keys_of(self.keys)),
+            lambda: self.pool.find(layer, keys_of(-1)),
+            lambda: self.pool.reserve(layer, keys_of(-1), urgent=True),
+            lambda: self.pool.filled(np.array([self.pool.capacity], np.int32)),
+            lambda: self.pool.abandon(np.array([-1], np.int32)),
+            lambda: self.pool.resize(-1),
+        ]
+        if absent:
+            wrong.append(lambda: self.pool.reserve(layer, keys_of(*absent, absent[0]), urgent=True))
+        if there:
+            wrong.append(lambda: self.pool.reserve(layer, keys_of(*absent, there[-1]), urgent=False))
+        settled = [slot for row, slot in self.place.items() if row not in self.filling]
+        free = sorted(set(range(self.pool.capacity)) - set(self.place.values()))
+        moving = [self.place[row] for row in sorted(self.filling)]
+        for slots in ([*moving, *settled[:1]], [*moving, *free[:1]], [*moving, *moving[:1]]):
+            if len(slots) > len(moving):
+                wrong.append(lambda slots=slots: self.pool.filled(np.array(slots, np.int32)))
+                wrong.append(lambda slots=slots: self.pool.abandon(np.array(slots, np.int32)))
+        with pytest.raises(ValueError, match=r"."):
+            self.dice.choice(wrong)()
+
+    def agrees(self) -> None:
+        """The table holds what the model holds and nothing else; shares count what is ready."""
+        layers, experts, neurons = self.pool.slots.shape
+        table = np.full((layers, experts * neurons), -1, np.int32)
+        ready = np.zeros((layers, experts))
+        for (layer, key), slot in self.place.items():
+            table[layer, key] = slot
+            ready[layer, key // neurons] += (layer, key) not in self.filling
+        assert (self.pool.slots.reshape(table.shape) == table).all()
+        for layer in range(layers):
+            np.testing.assert_allclose(self.pool.resident(layer), ready[layer] / neurons, rtol=1e-6)
+
+    def step(self) -> None:
+        calls = (self.find, self.reserve, self.filled, self.abandon, self.release, self.heard, self.refusals)
+        self.dice.choice(calls)()
+        if self.dice.random() < 0.05:
+            self.resize()
+        self.agrees()
+
+
+SIZES = [(1, 1, 1), (1, 2, 3), (3, 1, 7), (2, 3, 5), (4, 2, 13)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_calls_loses_no_slot_and_shares_none(
+    policy: Policy, size: tuple[int, int, int], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dice = random.Random(f"{policy} {size} {seed}")
+    # Small windows, so that the hand stops within the pool and goes round its end.
+    monkeypatch.setattr(cache, "SMALLEST_WINDOW", dice.choice([1, 3, 256]))
+    monkeypatch.setattr(cache, "SAMPLE", dice.choice([1, 2, 6]))
+    rows = size[0] * size[1] * size[2]
+    model = Model(NeuronPool(*size, dice.choice([0, 1, 2, rows // 2, rows, rows + 2]), policy), dice)
+    for _ in range(150):
+        model.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: int) -> None:
+    """Decode steps with transfers that arrive late or never; whatever is not there is NaN in the pool's tensor."""
+    dice, rng = random.Random(f"bytes {policy} {seed}"), np.random.default_rng(seed)
+    layers, experts, neurons = 3, 2, 37
+    nbytes, capacity = 64, dice.choice([9, 60, 150, layers * experts * neurons])
+    truth = torch.from_numpy(rng.integers(0, 255, (layers, experts * neurons, nbytes), dtype=np.uint8))
+    bytes_of = torch.full((capacity, nbytes), 0xFF, dtype=torch.uint8)  # NaN in every float format
+    pool = NeuronPool(layers, experts, neurons, capacity, policy)
+    on_the_way: list[tuple[int, Keys, Slots]] = []
+
+    def send(layer: int, keys: Keys, *, urgent: bool) -> None:
+        slots = pool.reserve(layer, keys, urgent=urgent)
+        bytes_of[torch.from_numpy(slots).long()] = 0xFF
+        on_the_way.append((layer, keys[: slots.size], slots))
+
+    def arrive(transfer: tuple[int, Keys, Slots]) -> None:
+        layer, keys, slots = transfer
+        kernels.pool_scatter(bytes_of, torch.from_numpy(slots).long(), truth[layer][torch.from_numpy(keys)])
+        pool.filled(slots)
+
+    seen = 0
+    for turn in range(120):
+        layer, after = turn % layers, (turn + 1) % layers
+        pool.heard(layer, rng.dirichlet(np.ones(experts)))
+        keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
+        found = pool.find(layer, keys)
+        send(layer, keys[found.slots < 0], urgent=True)
+        ahead = rng.permutation(experts * neurons)[: dice.randint(0, 30)].astype(np.int64)
+        send(after, ahead[pool.slots[after].reshape(-1)[ahead] < 0], urgent=False)
+        late: list[tuple[int, Keys, Slots]] = []
+        for transfer in dice.sample(on_the_way, len(on_the_way)):
+            fate = dice.random()
+            if fate < 0.6 or transfer[0] == layer:
+                arrive(transfer)
+            elif fate < 0.7:
+                pool.abandon(transfer[2])
+            else:
+                late.append(transfer)
+        on_the_way = late
+        again = pool.find(layer, keys)
+        assert not again.coming.any() and again.ready[found.ready | found.coming].all(), "what was found stays"
+        there = torch.from_numpy(again.slots[again.ready]).long()
+        assert torch.equal(bytes_of[there], truth[layer][torch.from_numpy(keys[again.ready])])
+        seen += there.numel()
+        pool.release()
+    assert seen > 100
+
+
+def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity: int, scores: Any = None) -> float:
+    pool = NeuronPool(1, experts, neurons, capacity, policy)
+    count = total = 0
+    for keys in asked:
+        if scores is not None:
+            pool.heard(0, np.asarray(scores))
+        found = pool.find(0, keys)
+        count, total = count + int(found.ready.sum()), total + keys.size
+        bring(pool, 0, keys[found.slots < 0])
+        pool.release()
+    return count / total
+
+
+def test_lru_drops_what_was_used_longest_ago_and_fifo_what_came_first() -> None:
+    expected: dict[Policy, set[int]] = {"lru": {0, 2, 3}, "fifo": {1, 2, 3}}
+    for policy, stays in expected.items():
+        pool = NeuronPool(1, 1, 10, 3, policy)
+        for key in (0, 1, 2):
+            bring(pool, 0, keys_of(key))
+            pool.release()
+        pool.find(0, keys_of(0))
+        pool.release()
+        bring(pool, 0, keys_of(3))
+        assert present(pool) == stays, policy
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 20])
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, capacity: int) -> None:
+    dice, pool = random.Random(capacity), NeuronPool(1, 3, 11, capacity, policy)
+    order: list[int] = []  # the next to go first
+    for _ in range(300):
+        key = min(dice.randrange(33), dice.randrange(33))
+        found = pool.find(0, keys_of(key))
+        assert found.ready[0] == (key in order)
+        if key in order:
+            if policy == "lru":
+                order.remove(key)
+                order.append(key)
+        else:
+            order = [*order[len(order) == capacity :], key]
+            bring(pool, 0, keys_of(key))
+        pool.release()
+        assert present(pool) == set(order)
+
+
+def test_by_score_the_rows_of_the_expert_that_the_router_forgot_go_first() -> None:
+    pool = NeuronPool(1, 2, 8, 8)
+    for turn in range(40):
+        pool.heard(0, np.array([0.9, 0.1] if turn < 20 else [0.1, 0.9]))
+        keys = keys_of(0, 1, 2, 3) if turn < 20 else keys_of(8, 9, 10, 11)
+        found = pool.find(0, keys)
+        bring(pool, 0, keys[found.slots < 0])
+        pool.release()
+    bring(pool, 0, keys_of(12, 13))
+    assert len(present(pool) & {0, 1, 2, 3}) == 2 and {8, 9, 10, 11, 12, 13} <= present(pool)
+
+
+def test_by_score_the_neuron_that_is_active_more_often_stays() -> None:
+    rng, often = np.random.default_rng(5), 20
+    asked = [
+        np.concatenate([np.flatnonzero(rng.random(often) < 0.8), often + np.flatnonzero(rng.random(180) < 0.2)])
+        for _ in range(400)
+    ]
+    found = {policy: hits(policy, asked, 1, 200, 60) for policy in POLICIES}
+    assert found["score"] > max(found["lru"], found["fifo"]) + 0.02, found
+
+
+def test_by_score_the_layer_whose_turn_is_next_keeps_its_rows() -> None:
+    pool = NeuronPool(3, 1, 4, 9)
+    for turn in range(30):
+        pool.find(turn % 3, np.arange(3))
+        if turn < 3:
+            bring(pool, turn, np.arange(3))
+        pool.release()
+    pool.find(0, keys_of(3))  # layers 1 and 2 come before layer 0 does again
+    bring(pool, 0, keys_of(3))
+    assert [len(present(pool, layer)) for layer in range(3)] == [3, 3, 3]
+
+
+def test_a_prefetch_leaves_rows_that_are_worth_more_than_a_guess() -> None:
+    pool = NeuronPool(1, 2, 8, 4)
+    for _ in range(300):
+        pool.heard(0, np.array([1.3, 0.0]))
+        keys = np.arange(4)
+        bring(pool, 0, keys[pool.find(0, keys).slots < 0])
+        pool.release()
+    assert pool.reserve(0, keys_of(8, 9), urgent=False).size == 0 and present(pool) == {0, 1, 2, 3}
+    assert pool.reserve(0, keys_of(8, 9), urgent=True).size == 2
+
+
+def test_a_prefetch_does_not_displace_another_that_is_still_to_be_asked_for() -> None:
+    pool = NeuronPool(2, 1, 8, 4)
+    bring(pool, 1, keys_of(0, 1, 2), urgent=False)
+    assert bring(pool, 1, keys_of(3, 4), urgent=False).size == 1
+    pool.find(1, keys_of(7))  # the guess was wrong: its rows have no claim any more
+    assert bring(pool, 1, keys_of(4, 5, 6), urgent=False).size == 3
+
+
+def test_scores_that_are_no_numbers_are_forgotten() -> None:
+    pool = NeuronPool(1, 2, 3, 3)
+    before = pool.heat().scores
+    pool.heard(0, np.array([np.nan, 0.5]))
+    pool.heard(0, np.array([np.inf, 0.5]))
+    assert (pool.heat().scores == before).all()
+
+
+@pytest.mark.parametrize("growth", [3.0, 1e20], ids=["often", "never"])
+def test_uses_are_moving_means_over_the_calls_of_an_expert(growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "_LARGEST_GROWTH", growth)
+    rng, neurons = np.random.default_rng(2), 9
+    pool, mean = NeuronPool(2, 3, neurons, 5), np.zeros((2, 3, neurons))
+    for turn in range(300):
+        layer = turn % 2
+        active = rng.random((3, neurons)) < 0.4
+        active[rng.integers(3)] = False
+        for expert in np.flatnonzero(active.any(1)):
+            mean[layer, expert] += uses.USE_RATE * (active[expert] - mean[layer, expert])
+        pool.find(layer, np.flatnonzero(active.reshape(-1)))
+    np.testing.assert_allclose(pool.heat().uses, mean, rtol=1e-4)
+
+
+def test_means_stay_finite_over_very_many_calls() -> None:
+    pool = NeuronPool(1, 1, 4, 2)
+    for _ in range(20_000):
+        pool.find(0, keys_of(1))
+    np.testing.assert_allclose(pool.heat().uses[0, 0], [0, 1, 0, 0], atol=1e-4)
+
+
+def random_heat(layers: int, experts: int, neurons: int) -> Heat:
+    rng = np.random.default_rng(layers + neurons)
+    return Heat(
+        rng.dirichlet(np.ones(experts), layers).astype(np.float32),
+        rng.random((layers, experts, neurons), dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 17, 2 * 3 * 11, 100])
+def test_a_warm_start_names_the_hottest_neurons_first(capacity: int) -> None:
+    kept = random_heat(2, 3, 11)
+    pool = NeuronPool(2, 3, 11, capacity)
+    layers, keys = pool.warm(kept)
+    worth = (kept.scores[..., None] * kept.uses).reshape(2, 33)
+    assert keys.size == min(capacity, 66) and len(set(zip(layers.tolist(), keys.tolist(), strict=True))) == keys.size
+    assert worth[layers, keys].tolist() == sorted(worth.reshape(-1).tolist(), reverse=True)[: keys.size]
+    for layer in range(2):
+        bring(pool, layer, keys[layers == layer], urgent=False)
+    assert sum(len(present(pool, layer)) for layer in range(2)) == keys.size
+    np.testing.assert_allclose(pool.heat().uses, kept.uses, rtol=1e-6)
+
+
+def test_without_heat_popular_experts_come_first_and_of_each_the_important_neurons() -> None:
+    guess = from_popularity(np.array([[3.0, 1.0], [0.0, 0.0]]), 4)
+    np.testing.assert_allclose(guess.scores, [[0.75, 0.25], [0.5, 0.5]])
+    layers, keys = NeuronPool(2, 2, 4, 3).warm(guess)
+    assert (layers.tolist(), keys.tolist()) == ([0, 0, 0], [0, 1, 2])
+
+
+def test_heat_of_another_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="heat of"):
+        NeuronPool(2, 3, 11, 4).warm(random_heat(2, 3, 12))
+
+
+def test_there_is_no_other_policy() -> None:
+    with pytest.raises(ValueError, match="score, lru or fifo"):
+        NeuronPool(1, 1, 1, 1, "random")  # pyright: ignore[reportArgumentType]

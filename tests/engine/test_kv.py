@@ -1,0 +1,163 @@
+"""What of a conversation is kept for its next turn, and where keys and values lie meanwhile."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import torch
+from floe_chat.engine.kv import BLOCK, GROUP, GrowingStore, KVCache, LibraryStore
+from floe_chat.engine.quality import Preset
+from torch import Tensor
+
+SAME = Preset("", 0.5, 0.5, 0.2, 0.4)
+FINER = Preset("", 0.3, 0.5, 0.2, 0.4)
+EXACT = Preset("", 0.0, lossless=True)
+
+
+def holding(*parts: tuple[list[int], Preset]) -> KVCache:
+    """A cache in which these ids were computed at these presets."""
+    kv = KVCache()
+    for ids, preset in parts:
+        kv.computed(ids, preset)
+    return kv
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "kept"),
+    [
+        ([], [1, 2, 3], 0),
+        ([1, 2, 3], [1, 2, 3, 4, 5], 3),
+        ([1, 2, 3], [1, 2, 3], 2),  # the last one's logits are wanted
+        ([1, 2, 3, 4], [1, 2], 1),
+        ([1, 2, 3, 4], [1, 9, 3, 4, 5], 1),
+        ([1, 2, 3], [9, 1, 2, 3], 0),
+        ([1], [1], 0),
+    ],
+)
+def test_the_common_beginning_is_kept(held: list[int], prompt: list[int], kept: int) -> None:
+    kv = holding((held, SAME))
+    assert kv.keep(prompt, SAME) == kept == kv.length
+
+
+def test_what_was_forgotten_does_not_come_back() -> None:
+    kv = holding(([1, 2, 3, 4], SAME))
+    kv.keep([1, 2, 9], SAME)
+    kv.computed([9], SAME)
+    assert kv.keep([1, 2, 3, 4, 5], SAME) == 2
+
+
+@pytest.mark.parametrize(
+    ("computed", "wanted", "kept"),
+    [
+        (SAME, Preset("other name", 0.5, 0.5, 0.2, 0.4), 4),
+        (FINER, SAME, 4),
+        (SAME, FINER, 0),
+        (EXACT, SAME, 4),
+        (SAME, EXACT, 0),
+        (Preset("", 0.0), EXACT, 0),  # nothing left out, but not all of float32
+        (Preset("", 0.3, 0.6, 0.2, 0.4), SAME, 0),
+        (Preset("", 0.5, 0.5, 0.3, 0.4), SAME, 0),
+        (Preset("", 0.5, 0.5, 0.2, 0.5), SAME, 0),
+    ],
+)
+def test_nothing_that_a_coarser_preset_computed_is_kept(computed: Preset, wanted: Preset, kept: int) -> None:
+    assert holding(([1, 2, 3, 4], computed)).keep([1, 2, 3, 4, 5], wanted) == kept
+
+
+def test_no_value_of_a_preset_is_overlooked() -> None:
+    for field in dataclasses.fields(Preset):
+        if field.name != "name":
+            value = getattr(SAME, field.name)
+            other = replace(SAME, **{field.name: not value if isinstance(value, bool) else value + 0.1})
+            kept = [holding(([1, 2], a)).keep([1, 2, 3], b) for a, b in ((SAME, other), (other, SAME))]
+            assert sorted(kept) == [0, 2], field.name
+
+
+def test_a_preset_that_changed_on_the_way_keeps_what_came_before() -> None:
+    kv = holding(([1, 2, 3], EXACT), ([4, 5], SAME), ([6], EXACT))
+    assert kv.keep([1, 2, 3, 4, 5, 6, 7], EXACT) == 3
+
+
+def test_keys_of_one_kind_are_not_taken_for_another() -> None:
+    kv = KVCache()
+    assert kv.cache is kv.cache
+    with pytest.raises(TypeError, match="LibraryStore"):
+        kv.store_of(GrowingStore, lambda: grown(4))
+
+
+def grown(window: int, *, layers: int = 2, heads: int = 3, dim: int = 5) -> GrowingStore:
+    return GrowingStore(layers, heads, dim, window, torch.float32, torch.device("cpu"))
+
+
+def put(store: GrowingStore, part: Tensor) -> None:
+    """Append (layers, T, 2 * heads, D)."""
+    end = store.length + part.shape[1]
+    store.reserve(end)
+    for place, both in zip(store.places(end), part, strict=True):
+        place.copy_(both)
+    store.length = end
+
+
+@pytest.mark.parametrize("layers", [1, GROUP, 2 * GROUP + 3])
+def test_what_is_written_is_read_again_through_growth_and_cropping(layers: int) -> None:
+    heads, window = 3, 3 * BLOCK + 17
+    store = grown(window, layers=layers)
+    whole = torch.randn(layers, window, 2 * heads, 5)
+    end = 0
+    for size in (1, 1, BLOCK - 2, 1, 70, BLOCK, 1):
+        put(store, whole[:, end : end + size])
+        end += size
+    store.crop(BLOCK + 30)
+    whole[:, BLOCK + 30 :] = torch.randn_like(whole[:, BLOCK + 30 :])
+    put(store, whole[:, BLOCK + 30 :])
+    for first, last in ((0, window), (7, 8), (window - 40, window)):
+        keys, values = store.seen(first, last)
+        assert len(keys) == len(values) == layers
+        for layer in range(layers):
+            part = whole[layer, first:last]
+            assert torch.equal(keys[layer], part[:, :heads].transpose(0, 1).unsqueeze(1))
+            assert torch.equal(values[layer], part[:, heads:].transpose(0, 1).unsqueeze(1))
+
+
+def test_memory_grows_seldom_and_up_to_the_window() -> None:
+    window = 40 * BLOCK - 3
+    store = grown(window)
+    sizes: list[int] = []
+    for length in range(1, window + 1):
+        store.reserve(length)
+        store.length = length
+        assert length <= store.capacity <= window
+        if store.nbytes() not in sizes:
+            sizes.append(store.nbytes())
+    assert len(sizes) <= 11 and sizes == sorted(sizes)
+    assert sizes[0] == 2 * BLOCK * 6 * 5 * 4 and sizes[-1] == 2 * window * 6 * 5 * 4
+    with pytest.raises(ValueError, match="window"):
+        store.reserve(window + 1)
+
+
+def test_a_second_conversation_takes_no_more_memory() -> None:
+    store = grown(2 * BLOCK)
+    store.reserve(2 * BLOCK)
+    places = [place.data_ptr() for place in store.places(1)]
+    for _ in range(50):
+        store.crop(0)
+        put(store, torch.randn(2, 2 * BLOCK, 6, 5))
+    store.crop(0)
+    assert [place.data_ptr() for place in store.places(1)] == places
+
+
+def test_the_librarys_cache_is_cropped_where_a_pass_broke_off() -> None:
+    store = LibraryStore()
+    whole = torch.randn(2, 1, 3, 10, 4)
+    for layer in range(2):
+        store.cache.update(whole[0][:, :, : 9 - layer], whole[1][:, :, : 9 - layer], layer)  # layer 1 is behind
+    store.crop(6)
+    for layer in range(2):
+        keys, values = store.cache.update(whole[0][:, :, 6:], whole[1][:, :, 6:], layer)
+        assert torch.equal(keys, whole[0]) and torch.equal(values, whole[1])
+    store.crop(0)
+    assert store.nbytes() == 0
+    keys, _ = store.cache.update(whole[0], whole[1], 0)
+    assert torch.equal(keys, whole[0])

@@ -1,0 +1,324 @@
+"""Rows in RAM and a pool of them on a device: whatever the pool, the link and the placement, the answer is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from floe_chat.engine import predictor
+from floe_chat.engine.devices import Device, VirtualDevice
+from floe_chat.engine.links import ThrottledLink
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.moe import Cancelled, MoELayer
+from floe_chat.engine.offload import Offload, Parts
+from floe_chat.engine.offloaded import OffloadedLayer
+from floe_chat.engine.placement import Rates
+from floe_chat.engine.quality import Preset
+from floe_chat.engine.virtual import card
+from floe_chat.models.heat import Heat
+from floe_chat.models.pack import PackSpec
+from torch import Tensor
+
+from ..helpers import make_checkpoint, make_pack, relative_rms
+from .driver import open_model
+
+# The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
+SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
+PLAIN = Preset("Plain", 0.4, lossless=True)
+EVERYTHING = Preset("Everything", 0.0, lossless=True)
+SHAPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"hidden": 64, "intermediate": 98, "experts": 5, "layers": 3},
+    "olmoe": {"hidden": 36, "intermediate": 50, "experts": 7, "top_k": 3, "layers": 2},
+}
+PROMPT = [1, *torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(3)).tolist()]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    make_pack(
+        make_checkpoint(folder / "source", family=request.param, **SHAPES[request.param]),
+        folder / "pack",
+        PackSpec(up=3),
+    )
+    return folder / "pack"
+
+
+def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:
+    """A test device whose CPU lane is as fast as its link unless told otherwise."""
+    nbytes, hidden = layer.packed.rows.layout.nbytes, layer.packed.rows.layout.gate.n
+    if kind == "virtual":
+        return VirtualDevice(card("sim:rtx3060-12gb"), nbytes, hidden, 10_000)
+    rates = Rates(1e9, 1e-6, cpu, cpu, 1e-6, 1e10, 1e-6)
+    return Device("throttled", "cpu", ThrottledLink(nbytes, rate=1e9, chunk=7), rates)
+
+
+@contextmanager
+def offloaded(
+    loaded: LoadedModel,
+    preset: Preset,
+    share: float,
+    *,
+    kind: str = "throttled",
+    predict: bool = True,
+    cpu: float = 2e9,
+    parts: Parts | None = None,
+) -> Generator[Offload]:
+    """The model with all rows but a pool of `share` of them in RAM; what the pool does not hold is NaN there."""
+    blocks = [layer.mlp for layer in loaded.model.model.layers]
+    before: list[MoELayer] = [block.experts for block in blocks]
+    packed = [layer.packed for layer in before]
+    total = len(packed) * packed[0].rows.data.shape[0] * packed[0].rows.data.shape[1]
+    shared = Offload(device(kind, before[0], cpu), parts or Parts(), packed, max(1, int(share * total)))
+    shared.rows.fill_(255)
+    if predict:
+        shared.look_ahead_with(predictor.make("gate", loaded.model, loaded.packed), predictor.carries(loaded.model))
+    previous: OffloadedLayer | None = None
+    for index, block in enumerate(blocks):
+        block.experts = OffloadedLayer(index, packed[index], packed[index], shared, loaded.control, loaded.telemetry)
+        if previous is not None:
+            previous.following = block.experts
+        previous = block.experts
+    loaded.control.preset = preset
+    loaded.telemetry.begin(0, 0, 0.0)
+    try:
+        yield shared
+    finally:
+        shared.close()
+        for block, experts in zip(blocks, before, strict=True):
+            block.experts = experts
+
+
+def cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def forward(loaded: LoadedModel, ids: Sequence[int], kv: Any) -> Tensor:
+    """Logits (T, V) of these tokens."""
+    with torch.inference_mode():
+        return loaded.model(input_ids=torch.tensor([list(ids)]), past_key_values=kv, use_cache=True).logits[0]
+
+
+def answer(loaded: LoadedModel, tokens: int = 10) -> tuple[Tensor, list[int]]:
+    """Logits of the prompt and of a greedy answer, and its tokens; decode is counted."""
+    kv, drawn = cache(), list[int]()
+    logits = [forward(loaded, PROMPT, kv)]
+    loaded.control.counting = True
+    for _ in range(tokens):
+        drawn.append(int(logits[-1][-1].argmax()))
+        logits.append(forward(loaded, drawn[-1:], kv))
+    loaded.control.counting = False
+    return torch.cat(logits), drawn
+
+
+@pytest.fixture(scope="module")
+def loaded(pack: Path) -> LoadedModel:
+    """Opened where its rows lie; `offloaded` changes that and puts it back."""
+    return open_model(pack)
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> dict[str, tuple[Tensor, list[int]]]:
+    """The answers by the reference's plain torch, without any pool."""
+    found: dict[str, tuple[Tensor, list[int]]] = {}
+    for preset in (SKIPPING, PLAIN, EVERYTHING):
+        loaded.control.preset = preset
+        found[preset.name] = answer(loaded)
+    return found
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("kind", "predict", "cpu", "preset"),
+    [
+        ("throttled", True, 2e9, SKIPPING),
+        ("throttled", False, 2e9, PLAIN),
+        ("throttled", True, None, PLAIN),
+        ("throttled", False, None, SKIPPING),
+        ("throttled", True, 1e14, SKIPPING),
+        ("virtual", True, 2e9, PLAIN),
+        ("virtual", True, None, SKIPPING),
+        ("virtual", False, 2e9, SKIPPING),
+    ],
+    ids=lambda value: value.name if isinstance(value, Preset) else str(value),
+)
+def test_tokens_do_not_depend_on_where_rows_are(
+    loaded: LoadedModel,
+    expected: dict[str, tuple[Tensor, list[int]]],
+    share: float,
+    kind: str,
+    predict: bool,
+    cpu: float | None,
+    preset: Preset,
+) -> None:
+    parts = Parts(cpu=cpu is not None)
+    with offloaded(loaded, preset, share, kind=kind, predict=predict, cpu=cpu or 2e9, parts=parts) as shared:
+        logits, tokens = answer(loaded)
+        assert relative_rms(logits, expected[preset.name][0]) <= 1e-5
+        assert tokens == expected[preset.name][1]
+        for layer in loaded.telemetry.layers:
+            assert layer.ready + layer.coming + layer.copied + layer.on_cpu == layer.active > 0
+            assert cpu is not None or layer.on_cpu == 0
+        counts = loaded.telemetry.layers
+        assert sum(layer.ready for layer in counts) > 0 or share < 0.5
+        assert any(layer.guessed for layer in counts) == predict
+        assert shared.device.link.bytes_moved > 0 or cpu == 1e14
+
+
+@pytest.mark.parametrize("eviction", ["score", "lru", "fifo"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nor_on_what_is_evicted_nor_on_threads(
+    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]], eviction: Any, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with offloaded(loaded, EVERYTHING, 0.3, parts=Parts(eviction=eviction)):
+            logits, tokens = answer(loaded)
+    finally:
+        torch.set_num_threads(before)
+    assert relative_rms(logits, expected["Everything"][0]) <= 1e-5
+    assert tokens == expected["Everything"][1]
+
+
+def test_a_pool_may_change_its_size_between_tokens(
+    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]]
+) -> None:
+    with offloaded(loaded, SKIPPING, 0.5) as shared:
+        kv = cache()
+        logits = [forward(loaded, PROMPT, kv)]
+        for step, token in enumerate(expected["Skipping"][1]):
+            if step % 2:
+                size = (3, 40, 333, 11)[step // 2 % 4]
+                shared.resize(size)
+                shared.rows[torch.from_numpy(~_held(shared))] = 255  # poison again what is empty now
+                assert shared.pool.capacity == len(shared.rows) == size
+            logits.append(forward(loaded, [token], kv))
+    assert relative_rms(torch.cat(logits), expected["Skipping"][0]) <= 1e-5
+
+
+def _held(shared: Offload) -> Any:
+    """(S,) which slots hold a row."""
+    held = torch.zeros(shared.pool.capacity, dtype=torch.bool).numpy()
+    slots = shared.pool.slots
+    held[slots[slots >= 0]] = True
+    return held
+
+
+def test_a_preset_may_change_between_tokens(loaded: LoadedModel) -> None:
+    def run(loaded: LoadedModel) -> Tensor:
+        kv = cache()
+        logits = [forward(loaded, PROMPT, kv)]
+        for step, preset in enumerate((PLAIN, SKIPPING, EVERYTHING, SKIPPING)):
+            loaded.control.preset = preset
+            logits.append(forward(loaded, [7 + step], kv))
+        return torch.cat(logits)
+
+    loaded.control.preset = SKIPPING
+    want = run(loaded)
+    with offloaded(loaded, SKIPPING, 0.2):
+        assert relative_rms(run(loaded), want) <= 1e-5
+
+
+@pytest.mark.parametrize("at_layer", [0, 1])
+@pytest.mark.parametrize("ids", [PROMPT, PROMPT[:1]], ids=["prompt", "token"])
+def test_cancelled_at_any_layer_it_answers_the_next_time(
+    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]], at_layer: int, ids: list[int]
+) -> None:
+    with offloaded(loaded, SKIPPING, 0.1):
+        layer = loaded.model.model.layers[at_layer].mlp.experts
+
+        def stop(*_given: object) -> None:
+            loaded.control.cancelled.set()
+
+        handle = layer.register_forward_pre_hook(stop)
+        with pytest.raises(Cancelled):
+            forward(loaded, ids, cache())
+        handle.remove()
+        loaded.control.cancelled.clear()
+        assert relative_rms(answer(loaded)[0], expected["Skipping"][0]) <= 1e-5
+
+
+def test_cancelled_between_the_experts_of_a_prompt(
+    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]]
+) -> None:
+    with offloaded(loaded, SKIPPING, 0.1, parts=Parts(cpu=False)) as shared:
+        original = shared.device.expert
+
+        def stop(*given: Any) -> Tensor:
+            loaded.control.cancelled.set()
+            return original(*given)
+
+        shared.device.expert = stop  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(Cancelled):
+            forward(loaded, PROMPT, cache())
+        shared.device.expert = original  # pyright: ignore[reportAttributeAccessIssue]
+        loaded.control.cancelled.clear()
+        assert relative_rms(answer(loaded)[0], expected["Skipping"][0]) <= 1e-5
+
+
+def test_lenient_waits_for_nothing_and_gets_better(
+    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]]
+) -> None:
+    lenient = Preset("Lenient", 0.4, lenient=True, lossless=True)
+    with offloaded(loaded, lenient, 1.0, predict=False) as shared:
+        kv = cache()
+        loaded.control.preset = PLAIN
+        prompt = forward(loaded, PROMPT, kv)
+        loaded.control.preset, loaded.control.counting = lenient, True
+        first = forward(loaded, expected["Plain"][1][:1], kv)
+        assert sum(layer.waited for layer in loaded.telemetry.layers) == 0
+        assert first.isfinite().all()
+        wanted = expected["Plain"][0]
+        assert relative_rms(prompt, wanted[: len(PROMPT)]) <= 1e-5
+        worse = relative_rms(first, wanted[len(PROMPT) : len(PROMPT) + 1])
+        assert worse > 1e-4  # rows are missing
+        again = first
+        for _ in range(3):
+            kv.crop(-1)
+            shared.settle()
+            again = forward(loaded, expected["Plain"][1][:1], kv)
+        assert relative_rms(again, wanted[len(PROMPT) : len(PROMPT) + 1]) <= 1e-5
+
+
+def test_an_expert_that_is_mostly_active_is_moved_whole(loaded: LoadedModel) -> None:
+    with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=0.2)) as shared:
+        forward(loaded, PROMPT[:1], cache())
+        shared.settle()
+        resident = shared.pool.resident(0)
+        assert (resident == 1).sum() == loaded.packed.manifest.architecture.top_k
+    with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=1.0)) as shared:
+        forward(loaded, PROMPT[:1], cache())
+        shared.settle()
+        assert (shared.pool.resident(0) == 1).sum() == 0 < (shared.pool.resident(0) > 0).sum()
+
+
+def test_a_warm_pool_holds_what_was_hottest(loaded: LoadedModel) -> None:
+    with offloaded(loaded, PLAIN, 0.2) as shared:
+        layers, experts, neurons = shared.pool.slots.shape
+        random = np.random.default_rng(4)
+        hot = Heat(
+            random.random((layers, experts), dtype=np.float32), random.random(shared.pool.slots.shape, dtype=np.float32)
+        )
+        shared.warm(hot)
+        order = np.argsort(-(hot.scores[..., None] * hot.uses).reshape(-1))
+        assert shared.pool.used == shared.pool.capacity
+        for flat in order[: shared.pool.capacity]:
+            layer, key = divmod(int(flat), experts * neurons)
+            slot = shared.pool.slots[layer].reshape(-1)[key]
+            assert slot >= 0 and torch.equal(shared.rows[slot], shared.sources[layer][key])
+
+
+def test_a_pool_needs_a_row(loaded: LoadedModel) -> None:
+    experts: MoELayer = loaded.model.model.layers[0].mlp.experts
+    link = device("throttled", experts)
+    with pytest.raises(ValueError, match="at least one row"):
+        Offload(link, Parts(), [experts.packed], 0)
+    link.close()

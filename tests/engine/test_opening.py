@@ -1,0 +1,138 @@
+"""Which device a pack gets and how its memory is shared out, in words and in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.engine import hardware, opening
+from floe_chat.engine.devices import VirtualDevice
+from floe_chat.engine.hardware import Gpu
+from floe_chat.engine.loader import load
+from floe_chat.engine.opening import Choice, Needs
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.errors import UsageError
+from floe_chat.models.packed import PackedModel
+
+from .driver import answer, open_model, silent
+
+Choose = Callable[..., Choice]
+
+
+@pytest.fixture
+def choose(tiny_pack: Path) -> Choose:
+    packed = PackedModel.open(tiny_pack)
+    layers = [packed.layer(index) for index in range(2)]
+    config = read_config(tiny_pack)
+
+    def chosen(wanted: str, vram: int | None = None) -> Choice:
+        return opening.choose(wanted, packed.manifest, layers, config, vram)
+
+    return chosen
+
+
+@pytest.fixture
+def needs(tiny_pack: Path) -> Needs:
+    packed = PackedModel.open(tiny_pack)
+    return Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 4)
+
+
+def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    """One that is named only: nothing is put on it."""
+    gpu = Gpu("Test card", "8.6", 12 << 30, int(free))
+    monkeypatch.setattr(hardware, "_gpus", lambda: ((gpu,), ""))
+
+    def memory(_place: str) -> tuple[int, int]:
+        return int(free), 12 << 30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+
+
+def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) -> None:
+    packed = PackedModel.open(tiny_pack)
+    layer = packed.layer(0)
+    assert needs.dense == (tiny_pack / "dense.safetensors").stat().st_size
+    assert needs.up == 2 * (layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes)
+    assert needs.row == layer.rows.data.shape[2]
+    assert needs.kv == 2 * 2 * 64 * 4  # two layers, keys and values of 4 heads of 16, float32
+    working = needs.top_k * needs.neurons * needs.row
+    assert (
+        needs.least() - working == needs.dense + needs.up + 2 * needs.neurons * needs.row + opening.CONTEXT * needs.kv
+    )
+
+
+@pytest.mark.parametrize("extra", [0, 1, 7])
+def test_what_is_left_is_the_pool(needs: Needs, extra: int) -> None:
+    assert needs.pool(needs.least() + extra * needs.row) == needs.top_k * needs.neurons + extra
+    assert needs.pool(1 << 40) == needs.layers * needs.experts * needs.neurons
+
+
+def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
+    with pytest.raises(UsageError) as refused:
+        needs.pool(needs.least() - 1)
+    assert opening.size(needs.least()) in refused.value.cause and "--vram" in refused.value.hint
+
+
+def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs) -> None:
+    a_gpu(monkeypatch, 1 << 30)
+    whole = choose("auto")
+    assert whole.place == "cuda:0" and whole.rows is None and "whole pack fits" in whole.why
+    least = Needs(**{name: getattr(needs, name) for name in needs.__slots__} | {"kv": needs.kv // 2}).least()
+    part = choose("cuda", least + 5 * needs.row)
+    assert part.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
+    # Too little for anything: by itself the CPU is taken, and says why; who asks for the GPU is told.
+    nothing = choose("auto", least - 1)
+    assert nothing.place == "cpu" and nothing.rows is None and "would be needed" in nothing.why
+    with pytest.raises(UsageError, match="too little"):
+        choose("cuda", least - 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "vram"),
+    [
+        ("tpu", None),
+        ("sim:nothing", None),
+        ("throttled:fast", 1 << 30),
+        ("throttled:0gb", 1 << 30),
+        ("throttled:", 1 << 30),
+        ("throttled:8gb", None),
+        ("throttled:8gb", 1000),
+        ("sim:rtx3060-12gb", 1000),
+    ],
+)
+def test_what_cannot_be_is_a_usage_error_with_a_way_out(choose: Choose, wanted: str, vram: int | None) -> None:
+    with pytest.raises(UsageError) as refused:
+        choose(wanted, vram)
+    assert refused.value.title and refused.value.hint
+
+
+@pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
+def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, device: str) -> None:
+    want = answer(open_model(tiny_pack), [1, 40, 41, 42], max_new_tokens=12).tokens
+    loaded, told = load(tiny_pack, None, "cpu", silent)
+    assert loaded.offload is None and told.device == "cpu"
+    loaded, told = load(tiny_pack, None, device, silent, vram=needs.least())
+    assert loaded.offload is not None and told.device == device and device in told.reason
+    assert loaded.offload.pool.capacity == needs.top_k * needs.neurons == loaded.offload.pool.used  # warm
+    assert isinstance(loaded.offload.device, VirtualDevice) == device.startswith("sim:")
+    assert answer(loaded, [1, 40, 41, 42], max_new_tokens=12).tokens == want
+    loaded.close()
+
+
+def test_the_next_start_knows_what_was_used(tiny_pack: Path, needs: Needs) -> None:
+    first, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
+    assert first.offload is not None
+    answer(first, [1, 40, 41, 42], max_new_tokens=12)
+    used = first.offload.pool.heat()
+    first.close()
+    again, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
+    assert again.offload is not None
+    assert torch.allclose(torch.from_numpy(again.offload.pool.heat().uses), torch.from_numpy(used.uses), atol=1e-3)
+    again.close()
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(24 << 20, "24 MB"), (11 << 30, "11 GB"), (1_600_000_000, "1.49 GB")])
+def test_sizes_are_told_as_memory_is_sold(nbytes: int, text: str) -> None:
+    assert opening.size(nbytes) == text

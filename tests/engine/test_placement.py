@@ -1,0 +1,333 @@
+"""Splits and placements against brute force on random inputs; rates against made-up machines."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import random
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.engine import placement
+from floe_chat.engine.placement import Lane, Measured, Rates, prefill, rates_file, share, whole
+
+RANDOM = random.Random()
+
+
+def some_rates() -> Rates:
+    def about(value: float) -> float:
+        return value * 10 ** RANDOM.uniform(-1, 1)
+
+    return Rates(
+        link_bytes_s=about(20e9),
+        link_latency_s=about(5e-6),
+        cpu_bytes_s=about(30e9),
+        cpu_batch_bytes_s=about(100e9),
+        cpu_latency_s=about(2e-5),
+        gpu_bytes_s=about(500e9),
+        launch_s=about(5e-6),
+    )
+
+
+class TestShare:
+    @staticmethod
+    def ends(cpu: int, total: int, nbytes: int, rates: Rates, queued: float, cap: float) -> tuple[float, float]:
+        """When the CPU and the link with the GPU behind it end; the definition that `share` minimises."""
+        copied = (total - cpu) * nbytes
+        on_cpu = rates.cpu_latency_s + cpu * nbytes / (rates.cpu_bytes_s * cap) if cpu else 0.0
+        copy = queued + rates.link_latency_s + rates.launch_s + copied / rates.link_bytes_s + copied / rates.gpu_bytes_s
+        return on_cpu, copy if copied else 0.0
+
+    @pytest.mark.parametrize("largest", [1, 2, 5, 300])
+    def test_no_split_ends_sooner(self, largest: int) -> None:
+        for _ in range(150):
+            missing = [RANDOM.randint(0, largest) for _ in range(RANDOM.randint(1, 4))]
+            nbytes, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
+            queued, cap = RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1)
+            total = sum(missing)
+            taken = share(missing, nbytes, [RANDOM.random() for _ in missing], rates, queued, cap)
+            assert all(0 <= rows <= there for rows, there in zip(taken, missing, strict=True))
+            end = max(self.ends(sum(taken), total, nbytes, rates, queued, cap))
+            best = min(max(self.ends(rows, total, nbytes, rates, queued, cap)) for rows in range(total + 1))
+            assert end <= best * (1 + 1e-9), (missing, nbytes, rates, queued, cap)
+
+    def test_both_lanes_end_together(self) -> None:
+        for _ in range(100):
+            rates, missing, nbytes = some_rates(), [RANDOM.randint(2000, 9000) for _ in range(2)], 4096
+            taken = sum(share(missing, nbytes, [0.3, 0.7], rates, 0.0, 1.0))
+            assert 0 < taken < sum(missing), "both lanes work"
+            cpu, link = self.ends(taken, sum(missing), nbytes, rates, 0.0, 1.0)
+            slowest_row = nbytes / min(rates.link_bytes_s / 2, rates.cpu_bytes_s, rates.gpu_bytes_s / 2)
+            assert abs(cpu - link) <= slowest_row
+
+    def test_the_cpu_gets_the_calls_with_the_lowest_weights(self) -> None:
+        for _ in range(100):
+            missing = [RANDOM.randint(1, 3000) for _ in range(4)]
+            weights = [RANDOM.random() for _ in missing]
+            taken = share(missing, 4096, weights, some_rates(), 0.0, 1.0)
+            by_weight = sorted(range(4), key=lambda call: weights[call])
+            touched = [call for call in by_weight if taken[call]]
+            assert touched == by_weight[: len(touched)]
+            assert all(taken[call] == missing[call] for call in touched[:-1])
+
+    def test_of_equally_quick_splits_the_one_that_copies_more(self) -> None:
+        rates = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0)
+        assert share([3], 1000, [1.0], rates, 0.0, 1.0) == [1]  # 2 copied: 2 us; 1 copied: 2 us as well
+
+    def test_a_busy_link_leaves_more_to_the_cpu_and_a_cap_less(self) -> None:
+        rates = Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
+        split = [sum(share([4000, 4000], 4096, [0.6, 0.4], rates, q, c)) for q, c in ((0, 1), (3e-4, 1), (0, 0.25))]
+        assert split[2] < split[0] < split[1] < 8000
+        assert share([4000, 4000], 4096, [0.6, 0.4], rates, 1.0, 1.0) == [4000, 4000], "the link is far too busy"
+        assert share([4000, 4000], 4096, [0.6, 0.4], rates, 1.0, 0.0) == [0, 0], "the CPU may not be used"
+        assert share([0, 0], 4096, [0.6, 0.4], rates, 0.0, 1.0) == [0, 0]
+
+
+class TestPrefill:
+    @staticmethod
+    def cost(
+        lanes: Sequence[Lane],
+        tokens: Sequence[int],
+        resident: Sequence[float],
+        nbytes: int,
+        rates: Rates,
+        queued: float,
+        cap: float,
+    ) -> float:
+        """When the later lane ends; the definition that `prefill` minimises."""
+        cpu, copy = 0.0, queued if Lane.COPY in lanes else 0.0
+        for lane, count, there in zip(lanes, tokens, resident, strict=True):
+            absent = (1 - there) * nbytes
+            if lane is Lane.COPY:
+                copy += rates.link_latency_s + absent / rates.link_bytes_s + absent / rates.gpu_bytes_s
+            elif lane is Lane.CPU:
+                each = max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
+                cpu += rates.cpu_latency_s + absent * each / cap
+        return max(cpu, copy)
+
+    @staticmethod
+    def a_layer(experts: int) -> tuple[list[int], list[float]]:
+        tokens = [RANDOM.choice([0, 1, 2, 7, 30, 200]) for _ in range(experts)]
+        resident = [RANDOM.choice([0.0, 1.0, RANDOM.random()]) for _ in range(experts)]
+        return tokens, resident
+
+    @staticmethod
+    def open_experts(tokens: Sequence[int], resident: Sequence[float]) -> list[int]:
+        return [e for e in range(len(tokens)) if tokens[e] and resident[e] < 1]
+
+    def placements(self, tokens: Sequence[int], resident: Sequence[float]) -> Generator[list[Lane]]:
+        undecided = self.open_experts(tokens, resident)
+        for chosen in itertools.product((Lane.COPY, Lane.CPU), repeat=len(undecided)):
+            lanes = [Lane.GPU] * len(tokens)
+            for e, lane in zip(undecided, chosen, strict=True):
+                lanes[e] = lane
+            yield lanes
+
+    @pytest.mark.parametrize("experts", [1, 2, 8, 16])
+    def test_no_placement_of_few_experts_ends_sooner(self, experts: int) -> None:
+        for _ in range(12):
+            tokens, resident = self.a_layer(experts)
+            nbytes, rates = RANDOM.choice([10**6, 10**8]), some_rates()
+            queued, cap = RANDOM.choice([0.0, 1e-3, 1.0]), RANDOM.uniform(0.1, 1)
+            lanes = prefill(tokens, resident, nbytes, rates, queued, cap)
+            undecided = self.open_experts(tokens, resident)
+            assert all((lane is Lane.GPU) == (e not in undecided) for e, lane in enumerate(lanes))
+            costs = [
+                self.cost(other, tokens, resident, nbytes, rates, queued, cap)
+                for other in self.placements(tokens, resident)
+            ]
+            end = self.cost(lanes, tokens, resident, nbytes, rates, queued, cap)
+            assert end <= min(costs) * (1 + 1e-9), (tokens, resident, nbytes, rates, queued, cap)
+
+    def test_the_balance_is_off_by_less_than_one_expert(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(placement, "EXACT", 0)
+        for _ in range(60):
+            tokens, resident = self.a_layer(12)
+            rates, queued = some_rates(), RANDOM.choice([0.0, 1e-3, 1.0])
+            given = tokens, resident, 10**8, rates, queued, 1.0
+            best = min(self.cost(other, *given) for other in self.placements(tokens, resident))
+            one = 0.0
+            for e in self.open_experts(tokens, resident):
+                alone = [Lane.GPU] * 12
+                times: list[float] = []
+                for lane in (Lane.COPY, Lane.CPU):
+                    alone[e] = lane
+                    times.append(self.cost(alone, tokens, resident, 10**8, rates, 0.0, 1.0))
+                one = max(one, min(times))
+            assert self.cost(prefill(*given), *given) <= (best + one) * (1 + 1e-9), given
+
+    @pytest.mark.parametrize("experts", [17, 64, 128])
+    def test_many_experts_are_placed_no_worse_than_by_the_papers_two_pointers(self, experts: int) -> None:
+        for _ in range(20):
+            tokens, resident = [RANDOM.randint(1, 60) for _ in range(experts)], [0.0] * experts
+            rates = some_rates()
+            given = tokens, resident, 10**7, rates, 0.0, 1.0
+            one = [Lane.GPU] * (experts - 1)
+            load = self.cost([Lane.COPY, *one], *given)
+            paper = [Lane.GPU] * experts
+            left, right, loading, computing = 0, experts - 1, 0.0, 0.0
+            order = sorted(range(experts), key=lambda e: -tokens[e])
+            while left <= right:  # importance-driven scheduling, algorithm 2
+                if loading <= computing:
+                    loading += load
+                    paper[order[left]] = Lane.COPY
+                    left += 1
+                else:
+                    e = order[right]
+                    computing += self.cost([Lane.CPU], [tokens[e]], [0.0], 10**7, rates, 0.0, 1.0)
+                    paper[e] = Lane.CPU
+                    right -= 1
+            assert self.cost(prefill(*given), *given) <= self.cost(paper, *given) * (1 + 1e-9), given
+
+    def test_fiddlers_model_is_a_special_case(self) -> None:
+        """n_input · latency_cpu against (1 - is_on_gpu) · latency_gpu, nothing else."""
+        for _ in range(30):
+            tokens, on_gpu = [RANDOM.randint(1, 30) for _ in range(8)], [RANDOM.random() < 0.3 for _ in range(8)]
+            latency_cpu, latency_gpu = RANDOM.uniform(1e-3, 1e-2), RANDOM.uniform(1e-2, 1e-1)
+            rates = Rates(1 / latency_gpu, 0.0, 1 / latency_cpu, 1 / latency_cpu, 0.0, math.inf, 0.0)
+            lanes = prefill(tokens, [float(there) for there in on_gpu], 1, rates)
+            best = math.inf
+            for cpu in itertools.product((False, True), repeat=8):
+                on_cpu = sum(n for n, here in zip(tokens, cpu, strict=True) if here) * latency_cpu
+                gpu = sum(not there for there, here in zip(on_gpu, cpu, strict=True) if not here) * latency_gpu
+                best = min(best, max(on_cpu, gpu))
+            on_cpu = sum(n for n, lane in zip(tokens, lanes, strict=True) if lane is Lane.CPU) * latency_cpu
+            gpu = lanes.count(Lane.COPY) * latency_gpu
+            assert max(on_cpu, gpu) <= best * (1 + 1e-9)
+
+    def test_without_the_cpu_all_is_copied(self) -> None:
+        lanes = prefill([5, 0, 5, 5], [0.2, 0.0, 1.0, 0.0], 10**6, some_rates(), cap=0.0)
+        assert lanes == [Lane.COPY, Lane.GPU, Lane.GPU, Lane.COPY]
+
+
+@pytest.mark.parametrize(("active", "neurons", "cap", "moved"), [(75, 100, 0.75, False), (76, 100, 0.75, True)])
+def test_above_the_cap_a_whole_expert_is_moved(active: int, neurons: int, cap: float, moved: bool) -> None:
+    assert whole(active, neurons, cap) is moved
+    assert whole(active, neurons) is moved
+
+
+class TestRates:
+    @pytest.mark.parametrize("what", ["link", "cpu", "cpu_batch", "gpu"])
+    @pytest.mark.parametrize("factor", [0.1, 0.7, 1.5, 8.0])
+    def test_observations_correct_a_rate(self, what: Measured, factor: float) -> None:
+        rates = some_rates()
+        before = rates_of(rates)
+        true = before[f"{what}_bytes_s"] * factor
+        latency = {"link": rates.link_latency_s, "gpu": rates.launch_s}.get(what, rates.cpu_latency_s)
+        for _ in range(300):
+            nbytes = RANDOM.uniform(1, 2) * true * latency * 100
+            rates.observed(what, nbytes, latency + nbytes / true * RANDOM.uniform(0.8, 1.2))
+        after = rates_of(rates)
+        assert after.pop(f"{what}_bytes_s") == pytest.approx(true, rel=0.1)
+        assert after.items() <= before.items(), "the others stay"
+
+    def test_under_a_cap_the_rate_of_all_threads_is_learned(self) -> None:
+        rates = some_rates()
+        true = rates.cpu_bytes_s * 1.5
+        for _ in range(300):
+            rates.observed("cpu", true, rates.cpu_latency_s + 4.0, cap=0.25)
+        assert rates.cpu_bytes_s == pytest.approx(true, rel=0.01)
+
+    @pytest.mark.parametrize("seconds", [1e-3, 1e6, 2e-4])
+    def test_one_absurd_observation_hardly_matters(self, seconds: float) -> None:
+        rates = Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
+        rates.observed("link", 10**12, seconds)
+        assert rates.link_bytes_s == pytest.approx(20e9, rel=0.07) and rates.link_bytes_s != 20e9
+
+    @pytest.mark.parametrize(
+        ("nbytes", "seconds", "cap"),
+        [
+            (0, 1.0, 1.0),
+            (-1, 1.0, 1.0),
+            (math.nan, 1.0, 1.0),
+            (math.inf, 1.0, 1.0),
+            (100, 0.0, 1.0),
+            (100, -1.0, 1.0),
+            (100, math.nan, 1.0),
+            (100, math.inf, 1.0),
+            (100, 3e-5, 1.0),  # shorter than its latency
+            (100, 1.0, 0.0),
+        ],
+    )
+    def test_what_says_nothing_is_passed_over(self, nbytes: float, seconds: float, cap: float) -> None:
+        rates = Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
+        rates.observed("cpu", nbytes, seconds, cap)
+        assert rates == Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
+
+    def test_they_are_kept_for_the_user_alone(self, tmp_path: Path) -> None:
+        rates, file = some_rates(), tmp_path / "rates" / "machine.json"
+        with logged() as lines:
+            assert Rates.load(file) is None and not lines, "none yet is no damage"
+            rates.save(file)
+            assert Rates.load(file) == rates and not lines
+        assert [path.name for path in file.parent.iterdir()] == ["machine.json"]
+        if os.name == "posix":
+            assert file.stat().st_mode & 0o077 == 0
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            b"",
+            b"\xff\xfe\x00",
+            b"[]",
+            b"[" * 100_000,
+            b'{"format": 1}',
+            {"format": 2},
+            {"link_bytes_s": 0.0},
+            {"cpu_bytes_s": -1.0},
+            {"gpu_bytes_s": math.nan},
+            {"link_latency_s": math.inf},
+            {"cpu_bytes_s": "fast"},
+            {"cpu_bytes_s": True},
+            {"cpu_bytes_s": None},
+            {"launch_s": 10**400},
+            {"another": 1.0},
+        ],
+        ids=lambda damage: str(damage)[:40],
+    )
+    def test_a_damaged_file_is_ignored_with_its_reason(self, tmp_path: Path, damage: bytes | dict[str, Any]) -> None:
+        file = tmp_path / "machine.json"
+        some_rates().save(file)
+        if isinstance(damage, dict):
+            damage = json.dumps({**json.loads(file.read_text()), **damage}).encode()
+        file.write_bytes(damage)
+        with logged() as lines:
+            assert Rates.load(file) is None
+        assert len(lines) == 1 and str(file) in lines[0]
+
+    def test_a_cache_that_cannot_be_written_is_no_failure(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        with logged() as lines:
+            some_rates().save(tmp_path / "file" / "machine.json")
+        assert len(lines) == 1
+
+    def test_each_machine_device_and_width_has_its_file(self) -> None:
+        wanted = [("a", "cuda:0", 64), ("b", "cuda:0", 64), ("a", "cuda:1", 64), ("a", "cuda:0", 128)]
+        files = {rates_file(*each) for each in wanted}
+        assert len(files) == 4 and all(":" not in file.name for file in files)
+
+
+def rates_of(rates: Rates) -> dict[str, float]:
+    return {name: getattr(rates, name) for name in Rates.__slots__}
+
+
+@contextmanager
+def logged() -> Generator[list[str]]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("floe_chat.engine"), Keep()
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)

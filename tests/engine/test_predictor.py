@@ -1,0 +1,164 @@
+"""Predictors, and the counting of what they got right."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from floe_chat.engine import predictor
+from floe_chat.engine.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor, Recall
+from floe_chat.kernels.layouts import UpLayout, UpWeights, VectorLayout
+from floe_chat.models import foresight
+from floe_chat.models.errors import UsageError
+from floe_chat.models.foresight import Lookahead
+from floe_chat.models.packed import PackedModel
+from floe_chat.models.quantize import store_matrix
+from torch import Tensor
+
+from ..bench.recall import through_attention, watch
+from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, reference_model, reseal
+from .driver import open_model
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / x.square().mean(-1, keepdim=True).sqrt() * weight
+
+
+def test_the_gate_predictor_is_exact_where_the_stream_does_not_change() -> None:
+    random = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())))
+    layers, hidden, experts = 4, 32, 5
+    stream = torch.randn(7, hidden, generator=random)
+    norms = [torch.rand(hidden, generator=random) + 0.2 for _ in range(layers)]
+    routers = [torch.randn(experts, hidden, generator=random) for _ in range(layers)]
+    carries = [foresight.carry(a, b) for a, b in itertools.pairwise(norms)]
+    gate: Predictor = GatePredictor(routers, carries)
+    for layer in range(layers - 1):
+        scores = gate.experts(layer, rms_norm(stream, norms[layer]), torch.zeros(7, 2, dtype=torch.int64))
+        expected = F.linear(rms_norm(stream, norms[layer + 1]), routers[layer + 1])
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_learned_predictor_adds_the_parts_of_its_layer() -> None:
+    torch.manual_seed(int(np.random.default_rng().integers(1 << 30)))
+    layers = [
+        Lookahead(torch.randn(4, 16 + 4 + 1), torch.randn(6, 16 + 4 + 1), torch.randn(4, 6)),
+        Lookahead(torch.randn(4, 16 + 4 + 1)),
+    ]
+    hidden, chosen = torch.randn(3, 16), torch.tensor([[0, 2], [3, 1], [2, 3]])
+    for index, layer in enumerate(layers):
+        scores = LearnedPredictor(layers).experts(index, hidden, chosen)
+        for token in range(3):
+            history = torch.zeros(4)
+            history[chosen[token]] = 1
+            x = torch.cat([hidden[token], history, torch.ones(1)])
+            expected = layer.linear @ x
+            if layer.inner is not None and layer.outer is not None:
+                expected = expected + layer.outer @ F.silu(layer.inner @ x)
+            torch.testing.assert_close(scores[token], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_path: Path) -> None:
+    loaded = open_model(tiny_pack)
+    hidden, chosen = torch.randn(2, 64), torch.tensor([[0, 1], [3, 2]])
+    for name, expected in (("auto", "learned"), ("learned", "learned"), ("gate", "gate")):
+        made = predictor.make(name, loaded.model, loaded.packed)
+        assert made.name == expected
+        assert made.experts(0, hidden, chosen).shape == (2, 4)
+    with pytest.raises(UsageError, match="oracle") as caught:
+        predictor.make("oracle", loaded.model, loaded.packed)
+    assert "gate" in caught.value.hint
+    with pytest.raises(UsageError, match="partial"):
+        predictor.make("partial", loaded.model, loaded.packed)
+    named = predictor.make("partial", loaded.model, loaded.packed, lambda _layer, _output: hidden)
+    expected = F.linear(hidden, loaded.model.model.layers[1].mlp.gate.weight)
+    assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen), expected)
+
+    old = Path(shutil.copytree(tiny_pack, tmp_path / "old"))
+    edit_tensors(old, lambda name, tensor: None if name.startswith(foresight.PREFIX) else tensor)
+    reseal(old)
+    assert predictor.make("auto", loaded.model, PackedModel.open(old)).name == "gate"
+    with pytest.raises(UsageError, match="no learned predictor"):
+        predictor.make("learned", loaded.model, PackedModel.open(old))
+
+
+def test_the_gate_predictor_of_a_loaded_model_reads_the_next_layer(tiny_pack: Path) -> None:
+    loaded = open_model(tiny_pack)
+    blocks = loaded.model.model.layers
+    hidden = torch.randn(3, 64)
+    made = predictor.make("gate", loaded.model, loaded.packed)
+    ratio = blocks[1].post_attention_layernorm.weight / blocks[0].post_attention_layernorm.weight
+    expected = F.linear(hidden * ratio, blocks[1].mlp.gate.weight)
+    torch.testing.assert_close(made.experts(0, hidden, torch.zeros(3, 2, dtype=torch.int64)), expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe"])
+def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path, family: str) -> None:
+    model = reference_model(make_checkpoint(tmp_path / "m", family=family, layers=3))
+    with torch.inference_mode():
+        seen, rope = watch(model, calibration_tokens())
+        routers = [layer.mlp.gate.weight for layer in model.model.layers]
+
+        def ahead(layer: int, output: Tensor | None) -> Tensor:
+            stream = seen[layer].residual
+            stream = stream if output is None else stream + output.view_as(stream)
+            return through_attention(model.model.layers[layer + 1], seen[layer + 1].stream, stream, rope)
+
+        partial = PartialPredictor(routers, ahead)
+        for layer in (0, 1):
+            now, then = seen[layer], seen[layer + 1]
+            guess = partial.guess(layer, (then.stream - now.residual).flatten(0, 1))
+            torch.testing.assert_close(guess, then.hidden, rtol=1e-3, atol=1e-4)
+            scores = partial.score(layer, guess)
+            torch.testing.assert_close(scores, F.linear(then.hidden, routers[layer + 1]), rtol=1e-3, atol=1e-3)
+            unknown = partial.experts(layer, now.hidden, now.chosen)
+            assert unknown.shape == scores.shape and not torch.allclose(unknown, scores, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_neurons_are_those_that_the_up_projection_finds(tokens: int) -> None:
+    experts, neurons, hidden, named = 5, 37, 64, 3
+    layout = UpLayout(VectorLayout(hidden, 4, 32), torch.bfloat16)
+    parts = [store_matrix(torch.randn(neurons, hidden), layout.vector, layout.float16) for _ in range(experts)]
+    up = UpWeights(layout, *(torch.stack(column) for column in zip(*parts, strict=True)))
+    guess = torch.randn(tokens, hidden)
+    chosen = torch.rand(tokens, experts).topk(named).indices
+    thresholds = torch.rand(experts) * 8 + 1
+    calls, active = predictor.neurons(guess, up, chosen, thresholds, exact=True)
+    expected: list[int] = []
+    for token, experts_of_token in enumerate(chosen.tolist()):
+        for expert in experts_of_token:
+            v = up.dense(expert, torch.float32) @ guess[token]
+            expected += (expert * neurons + (v.abs() >= thresholds[expert]).nonzero().flatten()).tolist()
+    assert 0 < len(expected) < tokens * named * neurons
+    assert sorted(predictor.keys(calls, active, neurons).tolist()) == sorted(expected)
+
+
+def test_recall_counts_like_sets_do() -> None:
+    random = np.random.default_rng()
+    counts, size = Recall(3, 50), 50
+    predicted: list[list[set[int]]] = [[], [], []]
+    actual: list[list[set[int]]] = [[], [], []]
+    for _ in range(40):
+        layer = int(random.integers(2))  # the third is never seen
+        named = random.permutation(size)[: random.integers(0, 20)]
+        wanted = random.permutation(size)[: random.integers(1, 20)]
+        counts.seen(layer, named, wanted)
+        predicted[layer].append(set(named.tolist()))
+        actual[layer].append(set(wanted.tolist()))
+    for layer in (0, 1):
+        hits = sum(len(a & b) for a, b in zip(predicted[layer], actual[layer], strict=True))
+        assert counts.recall(layer) == hits / sum(map(len, actual[layer]))
+        assert counts.precision(layer) == hits / sum(map(len, predicted[layer]))
+    assert counts.recall(2) is None and counts.precision(2) is None
+    assert counts.recall() == sum(counts.hits) / sum(counts.actual)
+
+
+def test_recall_of_nothing_predicted() -> None:
+    counts = Recall(1, 8)
+    counts.seen(0, np.array([], dtype=np.int64), np.array([1, 5]))
+    assert counts.recall() == 0.0 and counts.precision() is None
