@@ -223,7 +223,7 @@ class PackLM(TemplateLM):
         prompt = self.tok_encode(context)
         self.cut += len(prompt) > room
         steps = generate(
-            self._loaded.model,
+            self._loaded.decoder,
             KVCache(),
             prompt[-room:] or [self.prefix_token_id],
             _sampling(options, seed),

@@ -215,7 +215,7 @@ def continuation(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Tol
         told.step(f"{preset.name}: prompt {index + 1} of {len(prompts)}")
         loaded.telemetry.begin(index, len(prompt), time.perf_counter())
         steps = generate(
-            loaded.model,
+            loaded.decoder,
             KVCache(),
             prompt,
             Sampling(temperature=0),

@@ -26,7 +26,7 @@ from .events import Loaded
 from .moe import Control, MoELayer
 from .offload import Offload, Parts
 from .offloaded import OffloadedLayer
-from .step import Decoder
+from .step import Decoder, LeanDecoder
 from .telemetry import Telemetry
 
 Report = Callable[[str, float], None]
@@ -124,11 +124,11 @@ def load(
         dtype,
         place,
     )
-    if shared is not None:
-        report("Filling the pool of rows", 1.0)
-        experts.join(model, packed, shared)
     window = context.window(config)
     decoder = step.choose(model, window)
+    if shared is not None:
+        report("Filling the pool of rows", 1.0)
+        experts.join(model, packed, shared, decoder)
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     loaded = Loaded(
         model=manifest.name,
@@ -178,7 +178,7 @@ class _Experts:
         self._made.append(made)
         return made
 
-    def join(self, model: Any, packed: PackedModel, shared: Offload) -> None:
+    def join(self, model: Any, packed: PackedModel, shared: Offload, decoder: Decoder) -> None:
         """Let offloaded layers know each other and their routers, and fill the pool."""
         self._telemetry.memory = shared
         if not shared.device.real:
@@ -187,7 +187,8 @@ class _Experts:
             layer.following = following
         for layer, block in zip(self._made, model.model.layers, strict=True):
             layer.router = block.mlp.gate.weight
-        shared.look_ahead_with(predictor.make("auto", model, packed), predictor.carries(model))
+        ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
+        shared.predictor = predictor.make("auto", model, packed, ahead)
         shared.warm(_heat(packed))
 
 

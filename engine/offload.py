@@ -44,8 +44,7 @@ class Offload:
     Attributes:
         pool, rows: which rows are on the device, and their bytes (capacity, nbytes) there.
         sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
-        predictor, carries: name the next layer's experts, and turn a layer's input into a guess of the next one's, see
-            predictor.py; None where nothing is fetched ahead.
+        predictor: names what the next layer will need; None where nothing is fetched ahead.
         buffers: for prompts, two times the rows of one expert, (F, nbytes) each.
         under_way: transfers into the pool that are not known to have arrived.
     """
@@ -73,7 +72,6 @@ class Offload:
         self.device, self.parts = device, parts
         self._fixed = {"up": 0, "dense": 0, **(fixed or {})}
         self.predictor: Predictor | None = None
-        self.carries: Sequence[Tensor] = ()
         self.sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
         self.pool = NeuronPool(len(layers), experts, neurons, capacity, parts.eviction)
         self.rows = self._room(capacity, nbytes)
@@ -82,10 +80,6 @@ class Offload:
 
     def _room(self, capacity: int, nbytes: int) -> Tensor:
         return torch.empty((capacity, nbytes), dtype=torch.uint8, device=self.device.place)
-
-    def look_ahead_with(self, predictor: Predictor | None, carries: Sequence[Tensor]) -> None:
-        """Fetch ahead by this predictor from now on."""
-        self.predictor, self.carries = predictor, carries
 
     def moved(self) -> tuple[int, float]:
         """Bytes that the link moved so far, and the seconds in which it was busy."""

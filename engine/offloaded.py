@@ -85,34 +85,35 @@ class OffloadedLayer(MoELayer):
         step.place()
         step.compute()
         if len(hidden) <= DECODE_TOKENS:
-            self._look_ahead(hidden)
+            self._look_ahead(hidden, step.y)
         return step.finish()
 
     def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         ram = Plan(self.ram, self.plan.preset)
         Prompt(self.shared, self.index, self.plan, ram, hidden, out, self.control).run(shares)
 
-    def _look_ahead(self, hidden: Tensor) -> None:
+    def _look_ahead(self, hidden: Tensor, output: Tensor) -> None:
         """Fetch what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons
-        by its own up projection on what this layer was given."""
+        by its own up projection. output: (B, H) of this layer, as far as it is known."""
         shared, following = self.shared, self.following
         if following is None or shared.predictor is None:
             return
-        best = shared.predictor.experts(self.index, hidden, self.chosen).topk(self.chosen.shape[1])
-        guess = hidden * shared.carries[self.index].to(hidden.dtype)
+        guess = shared.predictor.guess(self.index, hidden, output)
+        scores = shared.predictor.experts(self.index, hidden, self.chosen, guess)
+        best = scores.topk(self.chosen.shape[1])
         tokens = torch.arange(len(hidden), device=hidden.device).repeat_interleave(self.chosen.shape[1])
         calls = Calls(tokens, best.indices.flatten(), best.values.flatten())
         plan = following.guessing()
         found = shared.device.up(guess, plan.layer.up, calls, plan.thresholds[calls.experts], exact=False)
-        keys, ends, scores = following.keys(plan, calls, found), found.offsets.tolist(), calls.weights.tolist()
+        keys, ends, worth = following.keys(plan, calls, found), found.offsets.tolist(), calls.weights.tolist()
         following.guess(keys)
         table = shared.pool.slots[following.index].reshape(-1)
-        for call in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
+        for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
             wanted = keys[ends[call] : ends[call + 1]]
             absent = wanted[table[wanted] < 0]
             for start in range(0, absent.size, PIECE):
                 piece = absent[start : start + PIECE]
-                if shared.fetch(following.index, piece, urgent=False, score=scores[call]).index.size < piece.size:
+                if shared.fetch(following.index, piece, urgent=False, score=worth[call]).index.size < piece.size:
                     return  # the pool has no room for more
 
     def guessing(self) -> Plan:

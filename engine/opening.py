@@ -148,7 +148,7 @@ def choose(
         return Choice(place, f"{why} and the whole pack fits")
     if wanted == "auto" and budget < needs.least():
         return Choice("cpu", f"{why} with {size(budget)} to use, of which {size(needs.least())} would be needed")
-    why = f"{why}; with {size(budget)} of its memory it holds a pool of rows, since all of it would take {size(needs.whole())}"
+    why += f"; with {size(budget)} of its memory it holds a pool of rows, since all would take {size(needs.whole())}"
 
     def make() -> Device:
         return Device(place, place, CudaLink(torch.device(place), needs.row), dataclasses.replace(GUESS))

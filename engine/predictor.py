@@ -1,7 +1,8 @@
 """What the next layer will want, named one layer ahead so that it can be fetched meanwhile (DESIGN section 5, step 6).
 
-Experts come from a predictor; neurons from the next layer's own up projection, reused on this layer's input (FloE
-section 3.3.2). A wrong guess costs time, never correctness.
+A predictor says two things: what the next MoE block will be given, and from that or otherwise how likely each of its
+experts is. Neurons follow from the former by the next layer's own up projection (FloE section 3.3.2). A wrong guess
+costs time, never correctness.
 
 `layer` is always the one whose MoE input is at hand; what is named belongs to layer + 1. `hidden` is what that layer's
 MoE block was given, after its norm.
@@ -13,15 +14,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import kernels
-from ..kernels.layouts import UpWeights
-from ..kernels.types import Active, Calls
 from ..models.errors import UsageError
 from ..models.foresight import Lookahead, carry
 from ..models.packed import PackedModel
@@ -31,12 +26,20 @@ Ahead = Callable[[int, Tensor | None], Tensor]
 
 
 class Predictor(Protocol):
-    """Scores the next layer's experts."""
+    """Guesses the next layer's input and scores its experts."""
 
     name: str
 
-    def experts(self, layer: int, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """hidden (B, H), chosen (B, K) this layer's experts -> (B, E) scores of layer + 1's, higher is likelier."""
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """What layer + 1's MoE block will be given, (B, H).
+
+        Args:
+            output: (B, H) what is known so far of this layer's own; None for nothing.
+        """
+        ...
+
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
+        """chosen (B, K) this layer's experts, guess as above -> (B, E) scores of layer + 1's, higher is likelier."""
         ...
 
 
@@ -50,34 +53,38 @@ class GatePredictor:
     name = "gate"
 
     def __init__(self, routers: Sequence[Tensor], carries: Sequence[Tensor]) -> None:
-        self._routers = [(router * ratio).to(router.dtype) for router, ratio in zip(routers[1:], carries, strict=True)]
+        self._routers, self._carries = routers, carries
 
-    def experts(self, layer: int, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """hidden (B, H) -> (B, E); what this layer chose is not looked at."""
-        return F.linear(hidden, self._routers[layer])
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """This layer's input, as the next one's norm would have weighed it."""
+        return hidden * self._carries[layer].to(hidden.dtype)
+
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
+        """(B, E); what this layer chose is not looked at."""
+        return F.linear(guess, self._routers[layer + 1])
 
 
-class LearnedPredictor:
+class LearnedPredictor(GatePredictor):
     """What packing learned from the calibration text (FloE section 3.3.1): reads this layer's experts too."""
 
     name = "learned"
 
-    def __init__(self, layers: Sequence[Lookahead]) -> None:
+    def __init__(self, routers: Sequence[Tensor], carries: Sequence[Tensor], layers: Sequence[Lookahead]) -> None:
+        super().__init__(routers, carries)
         self._layers = layers
 
-    def experts(self, layer: int, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """hidden (B, H), chosen (B, K) -> (B, E)."""
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
+        """(B, E) from this layer's own input."""
         return self._layers[layer].scores(hidden, chosen)
 
 
-class PartialPredictor:
-    """The next layer's router on what that layer would be given by its own attention, if this layer added only what is
-    known so far: nothing at first, then what its resident experts compute (importance-driven scheduling section 5.2).
+class PartialPredictor(GatePredictor):
+    """The next layer's attention and router on what this layer has added so far: nothing, or what its resident experts
+    compute (importance-driven scheduling section 5.2).
 
     Names far more experts and neurons than the others, for a second pass through attention.
 
     Args:
-        routers: (E, H) of every layer.
         ahead: of the decoder, which has the residual stream and the keys and values: layer and what it adds, (B, H) or
             None for nothing -> (B, H), what the MoE block of layer + 1 would be given.
     """
@@ -85,23 +92,16 @@ class PartialPredictor:
     name = "partial"
 
     def __init__(self, routers: Sequence[Tensor], ahead: Ahead) -> None:
-        self._routers, self._ahead = routers, ahead
+        super().__init__(routers, ())
+        self._ahead = ahead
 
-    def guess(self, layer: int, output: Tensor | None) -> Tensor:
-        """What layer + 1's MoE block will be given, (B, H): for `score` and `neurons`. output: (B, H) known so far."""
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """By the next layer's own attention."""
         return self._ahead(layer, output)
-
-    def score(self, layer: int, guess: Tensor) -> Tensor:
-        """(B, H) -> (B, E)."""
-        return F.linear(guess, self._routers[layer + 1])
-
-    def experts(self, layer: int, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """Before any expert has computed: (B, E). Neither argument is looked at, the stream behind them is."""
-        return self.score(layer, self.guess(layer, None))
 
 
 def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None) -> Predictor:
-    """The predictor `name` for a loaded model; "auto" is the learned one where the pack has it.
+    """The predictor `name` for a loaded model; "auto" is the best that can be had.
 
     Args:
         ahead: of the decoder, for "partial"; None where it has none.
@@ -112,17 +112,17 @@ def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None)
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
     routers = [block.mlp.gate.weight for block in model.model.layers]
-    if name == "partial":
-        if ahead is None:
-            raise UsageError(
-                'The predictor "partial" does not work with this model',
-                "It needs floe-chat's own pass through the dense layers; here transformers' modules run.",
-                'Choose "learned" or "gate".',
-            )
+    if ahead is not None and name in ("auto", "partial"):
         return PartialPredictor(routers, ahead)
+    if name == "partial":
+        raise UsageError(
+            'The predictor "partial" does not work with this model',
+            "It needs floe-chat's own pass through the dense layers; here transformers' modules run.",
+            'Choose "learned" or "gate".',
+        )
     if name == "learned" or (name == "auto" and packed.has_lookahead()):
         device, dtype = routers[0].device, routers[0].dtype
-        return LearnedPredictor([layer.to(device, dtype) for layer in packed.lookahead()])
+        return LearnedPredictor(routers, carries(model), [layer.to(device, dtype) for layer in packed.lookahead()])
     return GatePredictor(routers, carries(model))
 
 
@@ -130,64 +130,3 @@ def carries(model: Any) -> list[Tensor]:
     """What each layer's MoE input (B, H) is multiplied by to guess the next one's: (H,) float32, none for the last."""
     norms = [block.post_attention_layernorm.weight for block in model.model.layers]
     return [carry(norm, following) for norm, following in itertools.pairwise(norms)]
-
-
-def neurons(
-    guess: Tensor, up: UpWeights, experts: Tensor, thresholds: Tensor, *, exact: bool = False
-) -> tuple[Calls, Active]:
-    """The neurons that the next layer's experts will find active, by its own up projection.
-
-    Args:
-        guess: (B, H) of what its MoE block will be given: this layer's times `carries`, or PartialPredictor's.
-        up: of the next layer, whole or in halves. experts: (B, P) that are likely there.
-        thresholds: (E,) of the next layer, as it will use them itself.
-
-    Returns:
-        P calls of each token, token after token, and the active neurons of each call.
-    """
-    tokens = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
-    flat = experts.flatten()
-    calls = Calls(tokens, flat, torch.ones(len(flat), device=guess.device))
-    return calls, kernels.up_gemv(guess, up, calls, thresholds[flat], exact=exact)
-
-
-def keys(calls: Calls, active: Active, neurons: int) -> NDArray[np.int64]:
-    """Flat keys e * F + n of the active neurons, call after call; those that two tokens share come twice.
-
-    Args:
-        neurons: F of an expert, half of it where calls are of halves.
-    """
-    experts = calls.experts.cpu().repeat_interleave(active.offsets.diff())
-    return (experts * neurons + active.neurons.cpu()).numpy()
-
-
-class Recall:
-    """How well predictions did, layer by layer: plain counts, for experts or for neurons.
-
-    Args:
-        size: keys are 0..size - 1: E for experts, E * F for neurons.
-    """
-
-    def __init__(self, layers: int, size: int) -> None:
-        self.predicted, self.actual, self.hits = [0] * layers, [0] * layers, [0] * layers
-        self._marks = np.zeros(size, dtype=np.bool_)
-
-    def seen(self, layer: int, predicted: NDArray[np.int64], actual: NDArray[np.int64]) -> None:
-        """Note what had been predicted for `layer` and what it wanted; neither holds a key twice."""
-        self._marks[predicted] = True
-        self.predicted[layer] += len(predicted)
-        self.actual[layer] += len(actual)
-        self.hits[layer] += int(np.count_nonzero(self._marks[actual]))
-        self._marks[predicted] = False
-
-    def recall(self, layer: int | None = None) -> float | None:
-        """Share of what was wanted that had been predicted; None before anything was wanted."""
-        return self._share(self.actual, layer)
-
-    def precision(self, layer: int | None = None) -> float | None:
-        """Share of what was predicted that was wanted; None before anything was predicted."""
-        return self._share(self.predicted, layer)
-
-    def _share(self, of: list[int], layer: int | None) -> float | None:
-        hits, count = (sum(self.hits), sum(of)) if layer is None else (self.hits[layer], of[layer])
-        return hits / count if count else None

@@ -113,6 +113,17 @@ class _View:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One forward pass: where its tokens' keys and values go, what its queries see, rope's tables."""
+
+    places: Sequence[Tensor]
+    views: dict[int | None, _View]
+    cos: Tensor
+    sin: Tensor
+    tokens: int
+
+
 class LeanDecoder:
     """The forward pass of one model, made once from its modules.
 
@@ -124,7 +135,7 @@ class LeanDecoder:
     """
 
     def __init__(self, model: Any, window: int) -> None:
-        config = model.config
+        self._config = config = model.config
         family = _FAMILIES.get(config.model_type)
         if family is None:
             raise Unsupported(f"the lean pass does not know the family {config.model_type}")
@@ -189,23 +200,38 @@ class LeanDecoder:
         store.reserve(end)
         places = store.places(end)
         views = {window: self._view(store, window, start, end) for window in self._windows}
-        cos, sin = self._rope.tables(start, end)
+        self._pass = _Pass(places, views, *self._rope.tables(start, end), tokens)
         norm = self._norm_one if tokens == 1 and self._by_hand else self._norm_any
-        attend = self._attend_one if tokens == 1 else self._attend_any
-        parts = (self._heads, 2 * self._kv_heads)
         x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
-        for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(norm(x, layer.before)).view(tokens, -1, self._dim)
-            if self._prepares:
-                self._prepare(qkv, layer)
-            qkv = torch.addcmul(qkv * cos, qkv.roll(self._dim // 2, 2), sin)
-            queries, both = qkv.split_with_sizes(parts, 1)
-            places[index].copy_(both)
-            view = views[layer.window]
-            x += layer.out(attend(queries, view.keys[index], view.values[index], view.mask))
+        for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
+            x += self._attention(index, x)
+            self._stream = x
             x += layer.block(norm(x, layer.after))
         store.length = end
         return self._head(self._norm_any(x[-1:], self._norm))
+
+    def ahead(self, layer: int, output: Tensor | None) -> Tensor:
+        """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.
+
+        Keys and values of these tokens are guesses then; layer + 1 writes its own over them when it runs.
+        """
+        x = self._stream if output is None else self._stream + output
+        x = x + self._attention(layer + 1, x)
+        return self._norm_any(x, self._layers[layer + 1].after)
+
+    def _attention(self, index: int, x: Tensor) -> Tensor:
+        """What a layer's attention adds to the stream x (T, H); sets the keys and values of these tokens."""
+        layer, step = self._layers[index], self._pass
+        norm = self._norm_one if step.tokens == 1 and self._by_hand else self._norm_any
+        attend = self._attend_one if step.tokens == 1 else self._attend_any
+        qkv = layer.qkv(norm(x, layer.before)).view(step.tokens, -1, self._dim)
+        if self._prepares:
+            self._prepare(qkv, layer)
+        qkv = torch.addcmul(qkv * step.cos, qkv.roll(self._dim // 2, 2), step.sin)
+        queries, both = qkv.split_with_sizes((self._heads, 2 * self._kv_heads), 1)
+        step.places[index].copy_(both)
+        view = step.views[layer.window]
+        return layer.out(attend(queries, view.keys[index], view.values[index], view.mask))
 
     def _view(self, store: GrowingStore, window: int | None, start: int, end: int) -> _View:
         first = 0 if window is None else max(0, start + 1 - window)

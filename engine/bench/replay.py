@@ -132,7 +132,11 @@ class _Guesses:
     def __init__(self, device: ReplayDevice, trace: Trace) -> None:
         self._device, self._trace = device, trace
 
-    def experts(self, layer: int, hidden: Tensor, chosen: Tensor) -> Tensor:
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """Nothing: the device has what would follow from it."""
+        return hidden
+
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
         """(1, E) scores of layer + 1."""
         return torch.from_numpy(self._trace.scores[self._device.token, layer + 1][None])
 
@@ -187,7 +191,7 @@ def play(
     device = ReplayDevice(card, width, trace, preset, row_bytes, cpu_share)
     shared = Offload(device, parts, packed, room(card, width, trace) if pool is None else pool)
     if ahead:
-        shared.look_ahead_with(_Guesses(device, trace), [torch.ones(1)] * (layers - 1))
+        shared.predictor = _Guesses(device, trace)
     control, telemetry = Control(preset), Telemetry(layers, trace.scores.shape[2])
     made: list[OffloadedLayer] = []
     for index, layer in enumerate(packed):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..events import Sampling
 from ..generate import KVCache, generate
 from ..loader import load
 from ..moe import Control, MoELayer
+from ..step import Decoder, choose
 from ..telemetry import Telemetry
 
 
@@ -56,6 +57,10 @@ class Subject:
     window: int
     device: str
     text: Sequence[int] | None = None
+    decoder: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.decoder = choose(self.model, self.window)
 
     @property
     def layers(self) -> int:
@@ -67,7 +72,7 @@ class Subject:
 
     @contextmanager
     def first_layers(self, count: int) -> Generator[None]:
-        """The model without the layers after the first `count`: transformers runs as many as its configuration says."""
+        """The model without the layers after the first `count`: as many are run as its configuration says."""
         config: Any = self.model.config
         whole = config.num_hidden_layers
         config.num_hidden_layers = count
@@ -103,7 +108,7 @@ class Subject:
         kv, began = KVCache(), time.perf_counter()
         self.telemetry.begin(0, len(prompt), began)
         steps = generate(
-            self.model,
+            self.decoder,
             kv,
             prompt,
             # Random tokens rather than the likeliest: those of a random model soon repeat, and so would their experts.

@@ -63,7 +63,7 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
     """Let a pack read `ids` one by one, as decode does, and note what each token wants."""
     loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
     blocks = loaded.model.model.layers
-    guess, carries = predictor.make("auto", loaded.model, loaded.packed), predictor.carries(loaded.model)
+    ahead = predictor.make("auto", loaded.model, loaded.packed)
     ups: list[Tensor] = []
     for block in blocks:
         up = block.mlp.experts.packed.up
@@ -88,9 +88,10 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
         trace.index[token, at], trace.weights[token, at] = index[0].numpy(), weights[0].float().numpy()
         trace.values[token, at] = F.linear(hidden, ups[at].flatten(0, 1)).abs().view(experts, neurons).half().numpy()
         if at + 1 < layers:
-            trace.scores[token, at + 1] = guess.experts(at, hidden, index)[0].float().numpy()
-            ahead = F.linear(hidden * carries[at], ups[at + 1].flatten(0, 1)).abs()
-            trace.ahead[token, at + 1] = ahead.view(experts, neurons).half().numpy()
+            guess = ahead.guess(at, hidden, None)
+            trace.scores[token, at + 1] = ahead.experts(at, hidden, index, guess)[0].float().numpy()
+            values = F.linear(guess, ups[at + 1].flatten(0, 1)).abs()
+            trace.ahead[token, at + 1] = values.view(experts, neurons).half().numpy()
 
     handles = [block.mlp.experts.register_forward_pre_hook(note) for block in blocks]
     kv = KVCache()

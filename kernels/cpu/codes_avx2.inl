@@ -45,7 +45,8 @@ template <int BITS> inline void unpack_planes(__m256i raw, __m128i top, __m256i 
     } else {
         // A chunk's upper bits are 8 bytes: bit 2k belongs to the first 8 of a plane's 16 codes, bit 2k + 1 to the
         // rest. Once they are all at 2k, planes 0 and 2 are put together in nibbles, likewise 1 and 3.
-        const __m256i twice = _mm256_permute4x64_epi64(_mm256_castsi128_si256(top), 0x50);
+        const __m256i both = _mm256_broadcastsi128_si256(top);
+        const __m256i twice = _mm256_castpd_si256(_mm256_permute_pd(_mm256_castsi256_pd(both), 12));
         const __m256i upper = _mm256_srlv_epi64(twice, _mm256_setr_epi64x(0, 1, 0, 1));
         const __m256i low = _mm256_set1_epi8(0x33), high = _mm256_set1_epi8(0x44);
         const __m256i even =

@@ -13,24 +13,35 @@ inline float sum8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-// Integer sums of a step with one token. 16-bit sums of at most 8 products of 15 and 127 do not overflow.
-template <int BITS, int DIGITS> inline __m256 step_sum(const __m256i *codes, const int8_t *digits) {
+// Integer sums of a step with one token: plane k of digit d lies at digits(d, k). 16-bit sums of at most 8 products of
+// 15 and 127 do not overflow.
+template <int BITS, int DIGITS, class Digits> inline __m256 step_sum(const __m256i *codes, Digits digits) {
     if (BITS == 8) {
-        __m256i total = _mm256_madd_epi16(codes[0], load(digits));
+        __m256i total = _mm256_madd_epi16(codes[0], load(digits(0, 0)));
         FLOE_UNROLL for (int j = 1; j < 4; j++) total =
-            _mm256_add_epi32(total, _mm256_madd_epi16(codes[j], load(digits + 32 * j)));
+            _mm256_add_epi32(total, _mm256_madd_epi16(codes[j], load(digits(0, j))));
         return _mm256_cvtepi32_ps(total);
     }
-    constexpr int kPlanes = Width<BITS>::kPlanes;
     __m256i total = _mm256_setzero_si256();
     FLOE_UNROLL for (int d = 0; d < DIGITS; d++) {
-        __m256i a = _mm256_maddubs_epi16(codes[0], load(digits + d * kPlanes * kChunk));
-        FLOE_UNROLL for (int k = 1; k < kPlanes; k++) a =
-            _mm256_add_epi16(a, _mm256_maddubs_epi16(codes[k], load(digits + (d * kPlanes + k) * kChunk)));
+        __m256i a = _mm256_maddubs_epi16(codes[0], load(digits(d, 0)));
+        FLOE_UNROLL for (int k = 1; k < Width<BITS>::kPlanes; k++) a =
+            _mm256_add_epi16(a, _mm256_maddubs_epi16(codes[k], load(digits(d, k))));
         a = _mm256_madd_epi16(a, _mm256_set1_epi16((short)(1 << (7 * (DIGITS - 1 - d)))));
         total = d ? _mm256_add_epi32(total, a) : a;
     }
     return _mm256_cvtepi32_ps(total);
+}
+
+// Number k, which is a constant, everywhere: of all, or within each lane of its own.
+template <bool WHOLE> inline __m256 spread(__m256 v, int64_t k) {
+    if (WHOLE) v = k < 4 ? _mm256_permute2f128_ps(v, v, 0x00) : _mm256_permute2f128_ps(v, v, 0x11);
+    switch (k % 4) {
+    case 0: return _mm256_permute_ps(v, 0x00);
+    case 1: return _mm256_permute_ps(v, 0x55);
+    case 2: return _mm256_permute_ps(v, 0xaa);
+    default: return _mm256_permute_ps(v, 0xff);
+    }
 }
 
 // Where a token's digits for the step that begins with chunk c lie, counted from those of its section.
@@ -38,6 +49,10 @@ template <int BITS, int DIGITS> inline int64_t step_digits(int64_t c) {
     constexpr int64_t kChunks = Width<BITS>::kPlanes, kStride = DIGITS * kChunks * kChunk; // of a 64-byte register
     return BITS == 8 ? c * 2 * kChunk : c / kChunks * kStride + c % kChunks / Width<BITS>::kChunks * 32;
 }
+
+// From one digit to the next in a register of them, and from one plane to the next.
+template <int BITS> constexpr int64_t digit_stride() { return Width<BITS>::kPlanes * kChunk; }
+template <int BITS> constexpr int64_t plane_stride() { return BITS == 8 ? 32 : kChunk; }
 
 // A section from chunk `start` on (shorter unless FULL) of a vector with TOKENS tokens, added to total[token].
 template <int BITS, int DIGITS, int TOKENS, bool FULL>
@@ -63,7 +78,9 @@ inline void add_section(const floe_vector &v, const Stored &w, const Token *cons
         FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
             const __m256 factor = kChunks == 1 ? _mm256_broadcast_ss(single[t] + c)
                                                : _mm256_permutevar_ps(scales[t], _mm256_set1_epi32((int)(c / 2)));
-            const __m256 sum = step_sum<BITS, DIGITS>(codes, digits[t] + step_digits<BITS, DIGITS>(c));
+            const int8_t *at = digits[t] + step_digits<BITS, DIGITS>(c);
+            const __m256 sum = step_sum<BITS, DIGITS>(
+                codes, [at](int d, int k) { return at + d * digit_stride<BITS>() + k * plane_stride<BITS>(); });
             total[t] = _mm256_fmadd_ps(sum, factor, total[t]);
         }
     }
@@ -83,9 +100,64 @@ inline void add_sections(const floe_vector &v, const Stored &w, const Token *con
     FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = total[t];
 }
 
+// One vector with one token: what a decode step consists of. Like add_section of whole sections with a scale per chunk,
+// but few enough numbers are alive that all of them stay in registers.
+template <int BITS, int DIGITS>
+FLOE_NOINLINE float dot_one(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
+    constexpr int64_t kChunks = Width<BITS>::kChunks, kRegister = BITS == 8 ? 1 : Width<BITS>::kPlanes;
+    constexpr int kDigits = BITS == 8 ? 1 : DIGITS;
+    const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
+    Pace pace(ahead, chunks / kSection);
+    const uint8_t *p = w.codes, *scales = w.scale, *zeros = w.zero;
+    const int8_t *digits = token.digits;
+    const float *steps = token.scale, *sums = token.sums, *const end = steps + whole;
+    __m256 total = _mm256_setzero_ps(), shift = _mm256_setzero_ps();
+    while (steps < end) {
+        __m256 scale = section_halves<BITS>(scales);
+        const __m256 zero = _mm256_mul_ps(scale, section_halves<BITS>(zeros));
+        shift = _mm256_fmadd_ps(zero, _mm256_loadu_ps(sums), shift);
+        scale = _mm256_mul_ps(scale, _mm256_loadu_ps(steps));
+        pace.step();
+        // Addresses of registers of digits, and in their middle: displacements that take one byte, since Zen's cache of
+        // decoded instructions has few places for longer ones.
+        FLOE_UNROLL for (int64_t c = 0; c < kSection; c += kRegister) {
+            const uint8_t *from = chunk_at<BITS>(p, c);
+            FLOE_ADDRESS(from);
+            const int8_t *at[kDigits];
+            FLOE_UNROLL for (int d = 0; d < kDigits; d++) {
+                at[d] = digits + step_digits<BITS, DIGITS>(c) + d * digit_stride<BITS>() + 128;
+                FLOE_ADDRESS(at[d]);
+            }
+            FLOE_UNROLL for (int64_t i = 0; i < kRegister; i += kChunks) {
+                __m256i codes[4];
+                step_codes<BITS, true>(from, i, kSection, codes);
+                const __m256 sum = step_sum<BITS, DIGITS>(
+                    codes, [&](int d, int k) { return at[d] + k * plane_stride<BITS>() + i / kChunks * 32 - 128; });
+                const int64_t place = kChunks == 1 ? c + i : (c + i) / 2;
+                total = _mm256_fmadd_ps(sum, spread<kChunks == 1>(scale, place), total);
+            }
+        }
+        p = chunk_at<BITS>(p, kSection);
+        digits += step_digits<BITS, DIGITS>(kSection);
+        scales += 2 * kSection;
+        zeros += 2 * kSection;
+        steps += kSection;
+        sums += kSection;
+    }
+    total = _mm256_sub_ps(total, shift);
+    const Token *const tokens = &token;
+    if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w, &tokens, whole, &total);
+    return sum8(total);
+}
+
 template <int BITS, int DIGITS>
 void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
+    if (count == 1 && v.group == kChunk) {
+        for (int r = 0; r < rows; r++)
+            if (is_wanted(wanted, r, 0)) out[r][0] = dot_one<BITS, DIGITS>(v, w[r], *tokens[0], ahead[r]);
+        return;
+    }
     __m256 sums[kBatch][kBatch];
     const Token *own[kBatch][kBatch]; // each vector meets its own tokens
     int counts[kBatch];

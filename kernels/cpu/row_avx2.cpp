@@ -83,6 +83,94 @@ void axpy_codes(const floe_vector &v, const Stored *w, const float *a, int count
     }
 }
 
+// a · scale of a batch of 4-bit vectors as 16-bit multiples of a step that each chunk has for itself.
+struct Factors {
+    int32_t pairs[kBatch / 2][kMaxChunks];       // of two vectors each
+    float steps[kMaxChunks], shares[kMaxChunks]; // shares: of the zero points
+};
+
+// Eight chunks from c on. False if a factor is not finite.
+inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, Factors &out) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 factors[kBatch], largest = _mm256_setzero_ps();
+    for (int r = 0; r < count; r++) {
+        factors[r] = _mm256_mul_ps(_mm256_set1_ps(a[r]), _mm256_cvtph_ps(load128(w[r].scale + 2 * c)));
+        largest = _mm256_max_ps(_mm256_andnot_ps(sign, factors[r]), largest); // of two that are not ordered, the second
+        const __m256 finite = _mm256_cmp_ps(_mm256_sub_ps(factors[r], factors[r]), _mm256_setzero_ps(), _CMP_EQ_OQ);
+        if (_mm256_movemask_ps(finite) != 0xff) return false;
+    }
+    // Nothing, and not a division by it, where all factors are too small for a step.
+    const __m256 some = _mm256_cmp_ps(largest, _mm256_set1_ps(1e-30f), _CMP_GT_OQ);
+    const __m256 step = _mm256_and_ps(some, _mm256_mul_ps(largest, _mm256_set1_ps(1.0f / 32767)));
+    const __m256 inverse = _mm256_and_ps(some, _mm256_div_ps(_mm256_set1_ps(32767), largest));
+    __m256 share = _mm256_setzero_ps();
+    __m256i whole[kBatch] = {};
+    for (int r = 0; r < count; r++) {
+        whole[r] = _mm256_cvtps_epi32(_mm256_mul_ps(factors[r], inverse));
+        share = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[r]), _mm256_cvtph_ps(load128(w[r].zero + 2 * c)), share);
+    }
+    for (int p = 0; p < kBatch / 2; p++) {
+        const __m256i second = _mm256_slli_epi32(whole[2 * p + 1], 16);
+        _mm256_storeu_si256((__m256i *)(out.pairs[p] + c), _mm256_blend_epi16(whole[2 * p], second, 0xaa));
+    }
+    _mm256_storeu_ps(out.steps + c, step);
+    _mm256_storeu_ps(out.shares + c, _mm256_mul_ps(share, step));
+    return true;
+}
+
+// 4-bit vectors with a scale per chunk: two vectors' codes stand side by side in 16 bits, so that one multiplication
+// adds up both. False, with nothing added, if they are not whole sections or a factor is not finite.
+bool axpy_nibbles(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
+                  const Ahead *ahead) {
+    const int64_t chunks = v.n / kChunk;
+    if (chunks % kSection != 0) return false;
+    Factors factors;
+    for (int64_t c = 0; c < chunks; c += kSection)
+        if (!make_factors(w, a, count, c, factors)) return false;
+    for (int64_t c = 0; c < chunks; c++) bias[c] -= factors.shares[c];
+    const int64_t every = ahead[0].lines > 0 ? (chunks - 1) / ahead[0].lines + 1 : chunks;
+    Pace paces[kBatch];
+    for (int r = 0; r < count; r++) paces[r] = Pace(ahead[r], chunks / every);
+    const __m256i nibble = _mm256_set1_epi16(0x0f);
+    int64_t until = 0; // chunks before the next lines are fetched
+    for (int64_t c = 0; c < chunks; c++, y += kChunk, until--) {
+        if (until == 0) {
+            until = every;
+            for (int r = 0; r < count; r++) paces[r].step();
+        }
+        // Of words 0 to 3 and 8 to 11 of a vector's chunk, then of the others: the codes at bits 0, 4, 8 and 12.
+        __m256i sums[2][4] = {};
+        for (int r = 0; r < count; r += 2) {
+            const __m256i first = load(w[r].codes + 32 * c), second = load(w[r + 1 < count ? r + 1 : r].codes + 32 * c);
+            const __m256i factor = _mm256_set1_epi32(factors.pairs[r / 2][c]);
+            FLOE_UNROLL for (int h = 0; h < 2; h++) {
+                const __m256i words = h ? _mm256_unpackhi_epi16(first, second) : _mm256_unpacklo_epi16(first, second);
+                const __m256i codes[4] = {
+                    _mm256_and_si256(words, nibble), _mm256_and_si256(_mm256_srli_epi16(words, 4), nibble),
+                    _mm256_and_si256(_mm256_srli_epi16(words, 8), nibble), _mm256_srli_epi16(words, 12)};
+                FLOE_UNROLL for (int k = 0; k < 4; k++) sums[h][k] =
+                    _mm256_add_epi32(sums[h][k], _mm256_madd_epi16(codes[k], factor));
+            }
+        }
+        const __m256 step = _mm256_broadcast_ss(factors.steps + c);
+        FLOE_UNROLL for (int k = 0; k < 2; k++) { // the lower codes of all bytes, then the upper ones
+            __m256i rows[2][2];
+            FLOE_UNROLL for (int h = 0; h < 2; h++) {
+                rows[h][0] = _mm256_unpacklo_epi32(sums[h][k], sums[h][k + 2]);
+                rows[h][1] = _mm256_unpackhi_epi32(sums[h][k], sums[h][k + 2]);
+            }
+            FLOE_UNROLL for (int h = 0; h < 2; h++) {
+                float *const out = y + 32 * k + 8 * h;
+                const __m256i lower = _mm256_permute2x128_si256(rows[h][0], rows[h][1], 0x20);
+                const __m256i upper = _mm256_permute2x128_si256(rows[h][0], rows[h][1], 0x31);
+                _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(lower), step, _mm256_loadu_ps(out)));
+                _mm256_storeu_ps(out + 16, _mm256_fmadd_ps(_mm256_cvtepi32_ps(upper), step, _mm256_loadu_ps(out + 16)));
+            }
+        }
+    }
+    return true;
+}
+
 void axpy16(const floe_vector &v, const Stored *w, const float *a, int count, float *y, const Ahead *ahead) {
     const bool bfloat16 = v.bfloat16 != 0;
     Pace paces[kBatch];
@@ -103,10 +191,11 @@ void axpy16(const floe_vector &v, const Stored *w, const float *a, int count, fl
         for (int r = 0; r < count; r++) y[i] += a[r] * wide16(load16(w[r].codes + 2 * i), v.bfloat16);
 }
 
-void axpy(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias, uint8_t *scratch,
-          const Ahead *ahead) {
+void axpy(const floe_vector &v, const Stored *w, const float *a, int count, int digits, float *y, float *bias,
+          uint8_t *scratch, const Ahead *ahead) {
     if (v.bits == 16) return axpy16(v, w, a, count, y, ahead);
-    if (!chunked(v)) return generic_axpy(v, w, a, count, y, bias, scratch, ahead);
+    if (!chunked(v)) return generic_axpy(v, w, a, count, digits, y, bias, scratch, ahead);
+    if (v.bits == 4 && v.group == kChunk && digits == 2 && axpy_nibbles(v, w, a, count, y, bias, ahead)) return;
     switch (v.bits) {
     case 2: return axpy_codes<2>(v, w, a, count, y, bias, ahead);
     case 3: return axpy_codes<3>(v, w, a, count, y, bias, ahead);

@@ -194,10 +194,10 @@ void axpy16(const floe_vector &v, const Stored *w, const float *a, int count, fl
     }
 }
 
-void axpy(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias, uint8_t *scratch,
-          const Ahead *ahead) {
+void axpy(const floe_vector &v, const Stored *w, const float *a, int count, int, float *y, float *bias,
+          uint8_t *scratch, const Ahead *ahead) {
     if (v.bits == 16) return axpy16(v, w, a, count, y, ahead);
-    if (!chunked(v)) return generic_axpy(v, w, a, count, y, bias, scratch, ahead);
+    if (!chunked(v)) return generic_axpy(v, w, a, count, 2, y, bias, scratch, ahead);
     switch (v.bits) {
     case 2: return axpy_codes<2>(v, w, a, count, y, bias, ahead);
     case 3: return axpy_codes<3>(v, w, a, count, y, bias, ahead);

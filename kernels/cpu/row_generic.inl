@@ -170,7 +170,7 @@ inline void generic_axpy_one(const floe_vector &v, const Stored &w, float a, flo
     }
 }
 
-inline void generic_axpy(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *,
+inline void generic_axpy(const floe_vector &v, const Stored *w, const float *a, int count, int, float *y, float *,
                          uint8_t *scratch, const Ahead *ahead) {
     for (int r = 0; r < count; r++) {
         Pace(ahead[r], 0);

@@ -69,8 +69,9 @@ struct RowOps {
                 const uint8_t *wanted, float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead);
 
     // y += a[0] · w[0] + ... for up to kBatch vectors, so that y is read and written once for all of them. The zero
-    // points' share may be left in bias (n / 64 + groups) until `finish` adds it. ahead: one per vector.
-    void (*axpy)(const floe_vector &v, const Stored *w, const float *a, int count, float *y, float *bias,
+    // points' share may be left in bias (n / 64 + groups) until `finish` adds it. With two digits a · scale may be read
+    // with 15 bits. ahead: one per vector.
+    void (*axpy)(const floe_vector &v, const Stored *w, const float *a, int count, int digits, float *y, float *bias,
                  uint8_t *scratch, const Ahead *ahead);
     void (*finish)(const floe_vector &v, float *y, const float *bias);
 

@@ -35,6 +35,7 @@ struct Context {
     const Token *tokens;
     Slice *slices;
     int64_t slice_count, token_count;
+    int digits;
     uint8_t *scratch;
     int64_t scratch_bytes;
     float *sums, *bias; // (slices, H) and (slices, groups)
@@ -72,7 +73,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         float a[kBatch];
         int count = 0;
     };
-    const auto gates = [&](int64_t start, const Batch &before) {
+    const auto gates = [&](int64_t start) {
         Batch batch;
         const int rows = (int)(batch_end(start) - start);
         Stored gate[kBatch];
@@ -80,7 +81,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         float g[kBatch][kBatch];
         for (int r = 0; r < rows; r++) {
             gate[r] = stored(*c.gate, row(start + r));
-            if (r < before.count) ahead[r] = {before.down[r].scale, down_lines};
+            if (start + kBatch + r < slice.end) ahead[r] = {row(start + kBatch + r), gate_lines};
         }
         ops.dot(*c.gate, gate, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
@@ -91,21 +92,22 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         }
         return batch;
     };
-    // Gates of a batch are computed while the down columns of the one before arrive, and those are added while the
-    // gates of the one after arrive: the memory is never idle, and x's digits and y take turns in the L1 cache.
+    const auto prefetch_down = [&](const Batch &batch, int from) {
+        for (int r = from; r < batch.count; r++) prefetch_lines(batch.down[r].scale, down_lines);
+    };
+    // While gates of a batch are computed, those of the next one arrive; while down columns are added, those of the
+    // next batch. So the memory always has as much to bring as is computed at the time.
     for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), gate_lines);
-    Batch batch = gates(slice.start, Batch());
+    Batch batch = gates(slice.start);
+    prefetch_down(batch, 0);
     int64_t kept = 0;
     for (int64_t start = slice.start; start < slice.end; start += kBatch) {
-        const int64_t next = start + kBatch, after = next + kBatch;
-        Batch following;
-        if (next < slice.end) following = gates(next, batch);
-        else
-            for (int r = 0; r < batch.count; r++) prefetch_lines(batch.down[r].scale, down_lines);
+        const int64_t next = start + kBatch;
+        const Batch following = next < slice.end ? gates(next) : Batch();
         Ahead ahead[kBatch] = {};
-        for (int r = 0; r < kBatch && after + r < slice.end; r++) ahead[r] = {row(after + r), gate_lines};
-        for (int r = batch.count; r < kBatch; r++) prefetch_lines(ahead[r].at, ahead[r].lines);
-        if (batch.count) ops.axpy(*c.down, batch.down, batch.a, batch.count, sum, bias, scratch, ahead);
+        for (int r = 0; r < following.count; r++) ahead[r] = {following.down[r].scale, down_lines};
+        prefetch_down(following, batch.count);
+        if (batch.count) ops.axpy(*c.down, batch.down, batch.a, batch.count, c.digits, sum, bias, scratch, ahead);
         kept += batch.count;
         batch = following;
     }
@@ -210,6 +212,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     c.slices = slices;
     c.slice_count = slice_count;
     c.token_count = tokens;
+    c.digits = digits;
     c.sums = carve<float>(memory, slice_count * width);
     c.bias = carve<float>(memory, slice_count * c.bias_stride);
     c.scratch = memory;

@@ -27,6 +27,7 @@ FIGURES = {
     "decode_tokens_per_s": float,
     "active_neurons": float,
     "bytes_per_token": float,
+    "rows": type(None),
 }
 
 

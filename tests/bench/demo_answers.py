@@ -30,7 +30,7 @@ def reply(loaded: LoadedModel, chat: ChatFormat, check: Check) -> str:
     for question in [*check.get("history", []), check.get("question", "")]:
         messages.append({"role": "user", "content": question})
         steps = generate(
-            loaded.model,
+            loaded.decoder,
             KVCache(),
             chat.encode(messages),
             Sampling(temperature=0),

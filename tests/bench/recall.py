@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from floe_chat import kernels
 from floe_chat.engine import predictor, quality
 from floe_chat.engine.loader import load
-from floe_chat.kernels.types import Calls
+from floe_chat.kernels.layouts import UpWeights
+from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.calibration import threshold_at
 from floe_chat.models.catalog import asset
 from floe_chat.models.packed import PackedModel
@@ -121,15 +122,76 @@ def neurons(packed: PackedModel, layer: int, then: Seen, guess: Tensor, named: T
     """Recall and precision of a layer's neurons, when it is taken to be given `guess` and to choose experts `named`."""
     own = packed.layer(layer)
     limits, size = threshold_at(own.thresholds, sparsity), own.up.q.shape[1]
-    counts = predictor.Recall(1, own.up.q.shape[0] * size)
+    counts = Recall(1, own.up.q.shape[0] * size)
     sides: list[list[NDArray[np.int64]]] = []
     for given, experts in ((guess, named), (then.hidden, then.chosen)):
-        calls, active = predictor.neurons(given, own.up, experts, limits)
+        calls, active = neurons_of(given, own.up, experts, limits)
         ends = active.offsets[experts.shape[1] : -1 : experts.shape[1]].numpy()
-        sides.append(np.split(predictor.keys(calls, active, size), ends))
+        sides.append(np.split(keys(calls, active, size), ends))
     for predicted, actual in zip(*sides, strict=True):
         counts.seen(0, predicted, actual)
     return [round(share or 0.0, 4) for share in (counts.recall(), counts.precision())]
+
+
+def neurons_of(
+    guess: Tensor, up: UpWeights, experts: Tensor, thresholds: Tensor, *, exact: bool = False
+) -> tuple[Calls, Active]:
+    """The neurons that the next layer's experts will find active, by its own up projection.
+
+    Args:
+        guess: (B, H) of what its MoE block will be given: this layer's times `carries`, or PartialPredictor's.
+        up: of the next layer, whole or in halves. experts: (B, P) that are likely there.
+        thresholds: (E,) of the next layer, as it will use them itself.
+
+    Returns:
+        P calls of each token, token after token, and the active neurons of each call.
+    """
+    tokens = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
+    flat = experts.flatten()
+    calls = Calls(tokens, flat, torch.ones(len(flat), device=guess.device))
+    return calls, kernels.up_gemv(guess, up, calls, thresholds[flat], exact=exact)
+
+
+def keys(calls: Calls, active: Active, neurons: int) -> NDArray[np.int64]:
+    """Flat keys e * F + n of the active neurons, call after call; those that two tokens share come twice.
+
+    Args:
+        neurons: F of an expert, half of it where calls are of halves.
+    """
+    experts = calls.experts.cpu().repeat_interleave(active.offsets.diff())
+    return (experts * neurons + active.neurons.cpu()).numpy()
+
+
+class Recall:
+    """How well predictions did, layer by layer: plain counts, for experts or for neurons.
+
+    Args:
+        size: keys are 0..size - 1: E for experts, E * F for neurons.
+    """
+
+    def __init__(self, layers: int, size: int) -> None:
+        self.predicted, self.actual, self.hits = [0] * layers, [0] * layers, [0] * layers
+        self._marks = np.zeros(size, dtype=np.bool_)
+
+    def seen(self, layer: int, predicted: NDArray[np.int64], actual: NDArray[np.int64]) -> None:
+        """Note what had been predicted for `layer` and what it wanted; neither holds a key twice."""
+        self._marks[predicted] = True
+        self.predicted[layer] += len(predicted)
+        self.actual[layer] += len(actual)
+        self.hits[layer] += int(np.count_nonzero(self._marks[actual]))
+        self._marks[predicted] = False
+
+    def recall(self, layer: int | None = None) -> float | None:
+        """Share of what was wanted that had been predicted; None before anything was wanted."""
+        return self._share(self.actual, layer)
+
+    def precision(self, layer: int | None = None) -> float | None:
+        """Share of what was predicted that was wanted; None before anything was predicted."""
+        return self._share(self.predicted, layer)
+
+    def _share(self, of: list[int], layer: int | None) -> float | None:
+        hits, count = (sum(self.hits), sum(of)) if layer is None else (self.hits[layer], of[layer])
+        return hits / count if count else None
 
 
 def main() -> None:
@@ -148,7 +210,6 @@ def main() -> None:
     tokens = torch.tensor(ids[: count * WINDOW]).view(count, WINDOW)
     top_k, layers = packed.manifest.architecture.top_k, model.model.layers
     gate, learned = (predictor.make(name, model, packed) for name in ("gate", "learned"))
-    carries = predictor.carries(model)
     print("next ", *(f"{name:>7}" for name in COLUMNS), "|", *(f"{name:>11}" for name in NEURONS))
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
@@ -156,9 +217,9 @@ def main() -> None:
         for layer, (now, then) in enumerate(itertools.pairwise(seen)):
             following = layers[layer + 1]
             router, chosen = following.mlp.gate.weight, then.chosen
-            by_gate = gate.experts(layer, now.hidden, now.chosen)
-            by_learning = learned.experts(layer, now.hidden, now.chosen)
-            carried = now.hidden * carries[layer]
+            carried = gate.guess(layer, now.hidden, None)
+            by_gate = gate.experts(layer, now.hidden, now.chosen, carried)
+            by_learning = learned.experts(layer, now.hidden, now.chosen, carried)
             alone = through_attention(following, then.stream, now.residual, rope)
             output = resident_output(packed, layer, now, sparsity, 0.5)
             partial = through_attention(following, then.stream, now.residual + output, rope)

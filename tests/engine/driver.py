@@ -47,7 +47,7 @@ def answer(
     """Run `generate` to its end, counting as the engine does."""
     loaded.telemetry.begin(1, len(prompt), time.perf_counter())
     steps = generate(
-        loaded.model,
+        loaded.decoder,
         KVCache(),
         prompt,
         sampling,

@@ -70,10 +70,10 @@ def our_logits(pair: Pair, prompt: list[int], new_tokens: int) -> tuple[list[int
     """A greedy answer, and the logits that each of its tokens was drawn from."""
     seen: list[Tensor] = []
 
-    def note(_model: Any, _arguments: Any, output: Any) -> None:
-        seen.append(output.logits[0, -1].clone())
+    def note(_head: Any, _arguments: Any, logits: Tensor) -> None:
+        seen.append(logits.flatten(0, -2)[-1].clone())
 
-    hook = pair.ours.model.register_forward_hook(note)
+    hook = pair.ours.model.lm_head.register_forward_hook(note)
     try:
         tokens = answer(pair.ours, prompt, max_new_tokens=new_tokens).tokens
     finally:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from floe_chat.engine import predictor
-from floe_chat.engine.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor, Recall
+from floe_chat.engine.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
 from floe_chat.kernels.layouts import UpLayout, UpWeights, VectorLayout
 from floe_chat.models import foresight
 from floe_chat.models.errors import UsageError
@@ -20,7 +20,7 @@ from floe_chat.models.packed import PackedModel
 from floe_chat.models.quantize import store_matrix
 from torch import Tensor
 
-from ..bench.recall import through_attention, watch
+from ..bench.recall import Recall, keys, neurons_of, through_attention, watch
 from ..helpers import calibration_tokens, edit_tensors, make_checkpoint, reference_model, reseal
 from .driver import open_model
 
@@ -38,7 +38,8 @@ def test_the_gate_predictor_is_exact_where_the_stream_does_not_change() -> None:
     carries = [foresight.carry(a, b) for a, b in itertools.pairwise(norms)]
     gate: Predictor = GatePredictor(routers, carries)
     for layer in range(layers - 1):
-        scores = gate.experts(layer, rms_norm(stream, norms[layer]), torch.zeros(7, 2, dtype=torch.int64))
+        given = rms_norm(stream, norms[layer])
+        scores = gate.experts(layer, given, torch.zeros(7, 2, dtype=torch.int64), gate.guess(layer, given, None))
         expected = F.linear(rms_norm(stream, norms[layer + 1]), routers[layer + 1])
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
 
@@ -51,7 +52,7 @@ def test_the_learned_predictor_adds_the_parts_of_its_layer() -> None:
     ]
     hidden, chosen = torch.randn(3, 16), torch.tensor([[0, 2], [3, 1], [2, 3]])
     for index, layer in enumerate(layers):
-        scores = LearnedPredictor(layers).experts(index, hidden, chosen)
+        scores = LearnedPredictor([], [], layers).experts(index, hidden, chosen, hidden)
         for token in range(3):
             history = torch.zeros(4)
             history[chosen[token]] = 1
@@ -68,15 +69,18 @@ def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_pat
     for name, expected in (("auto", "learned"), ("learned", "learned"), ("gate", "gate")):
         made = predictor.make(name, loaded.model, loaded.packed)
         assert made.name == expected
-        assert made.experts(0, hidden, chosen).shape == (2, 4)
+        assert made.experts(0, hidden, chosen, made.guess(0, hidden, None)).shape == (2, 4)
     with pytest.raises(UsageError, match="oracle") as caught:
         predictor.make("oracle", loaded.model, loaded.packed)
     assert "gate" in caught.value.hint
     with pytest.raises(UsageError, match="partial"):
         predictor.make("partial", loaded.model, loaded.packed)
-    named = predictor.make("partial", loaded.model, loaded.packed, lambda _layer, _output: hidden)
-    expected = F.linear(hidden, loaded.model.model.layers[1].mlp.gate.weight)
-    assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen), expected)
+    for name in ("auto", "partial"):
+        named = predictor.make(name, loaded.model, loaded.packed, lambda _layer, _output: hidden)
+        assert named.name == "partial"
+        guess = named.guess(0, torch.zeros(2, 64), None)
+        expected = F.linear(hidden, loaded.model.model.layers[1].mlp.gate.weight)
+        assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen, guess), expected)
 
     old = Path(shutil.copytree(tiny_pack, tmp_path / "old"))
     edit_tensors(old, lambda name, tensor: None if name.startswith(foresight.PREFIX) else tensor)
@@ -93,7 +97,8 @@ def test_the_gate_predictor_of_a_loaded_model_reads_the_next_layer(tiny_pack: Pa
     made = predictor.make("gate", loaded.model, loaded.packed)
     ratio = blocks[1].post_attention_layernorm.weight / blocks[0].post_attention_layernorm.weight
     expected = F.linear(hidden * ratio, blocks[1].mlp.gate.weight)
-    torch.testing.assert_close(made.experts(0, hidden, torch.zeros(3, 2, dtype=torch.int64)), expected)
+    scores = made.experts(0, hidden, torch.zeros(3, 2, dtype=torch.int64), made.guess(0, hidden, None))
+    torch.testing.assert_close(scores, expected)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
@@ -111,11 +116,11 @@ def test_the_partial_predictor_is_exact_once_all_output_is_known(tmp_path: Path,
         partial = PartialPredictor(routers, ahead)
         for layer in (0, 1):
             now, then = seen[layer], seen[layer + 1]
-            guess = partial.guess(layer, (then.stream - now.residual).flatten(0, 1))
+            guess = partial.guess(layer, now.hidden, (then.stream - now.residual).flatten(0, 1))
             torch.testing.assert_close(guess, then.hidden, rtol=1e-3, atol=1e-4)
-            scores = partial.score(layer, guess)
+            scores = partial.experts(layer, now.hidden, now.chosen, guess)
             torch.testing.assert_close(scores, F.linear(then.hidden, routers[layer + 1]), rtol=1e-3, atol=1e-3)
-            unknown = partial.experts(layer, now.hidden, now.chosen)
+            unknown = partial.experts(layer, now.hidden, now.chosen, partial.guess(layer, now.hidden, None))
             assert unknown.shape == scores.shape and not torch.allclose(unknown, scores, rtol=1e-2, atol=1e-2)
 
 
@@ -128,14 +133,14 @@ def test_neurons_are_those_that_the_up_projection_finds(tokens: int) -> None:
     guess = torch.randn(tokens, hidden)
     chosen = torch.rand(tokens, experts).topk(named).indices
     thresholds = torch.rand(experts) * 8 + 1
-    calls, active = predictor.neurons(guess, up, chosen, thresholds, exact=True)
+    calls, active = neurons_of(guess, up, chosen, thresholds, exact=True)
     expected: list[int] = []
     for token, experts_of_token in enumerate(chosen.tolist()):
         for expert in experts_of_token:
             v = up.dense(expert, torch.float32) @ guess[token]
             expected += (expert * neurons + (v.abs() >= thresholds[expert]).nonzero().flatten()).tolist()
     assert 0 < len(expected) < tokens * named * neurons
-    assert sorted(predictor.keys(calls, active, neurons).tolist()) == sorted(expected)
+    assert sorted(keys(calls, active, neurons).tolist()) == sorted(expected)
 
 
 def test_recall_counts_like_sets_do() -> None:

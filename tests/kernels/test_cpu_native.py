@@ -197,6 +197,30 @@ def test_sparse_swiglu_takes_16_bit_x(isa: str, dtype: torch.dtype) -> None:
     assert relative(y, exact_swiglu(x, gate, down, calls, active)) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("widths", [(4, 4), (3, 4), (2, 3), (8, 8)])
+@pytest.mark.parametrize("h", [512, 576, 4096])
+def test_sparse_swiglu_with_fewer_bits(isa: str, h: int, widths: tuple[int, int]) -> None:
+    gate, down = (VectorLayout(h, bits, 64) for bits in widths)
+    rows, dense_gate, dense_down = make_rows(3, 37, gate, down, torch.bfloat16)
+    x, calls, active = make_x(3, h) * 0.02, make_calls(3, 3, 4), choose_active(4, 37, 0.7, shuffled=False)
+    poison(3 * h)
+    y, _ = native.sparse_swiglu(x, rows, calls, active, exact=False)
+    assert relative(y, exact_swiglu(x, dense_gate, dense_down, calls, active)) <= 5e-4
+
+
+def test_a_scale_that_is_not_finite_stays_in_its_group(isa: str) -> None:
+    vector, h = VectorLayout(1024, 4, 64), 1024
+    rows, gate, down = make_rows(1, 20, vector, vector, torch.bfloat16)
+    data = rows.data.clone()
+    data[0, 3, vector.nbytes + 2 * 9 : vector.nbytes + 2 * 10].view(torch.float16).fill_(float("inf"))
+    x, calls, active = make_x(1, h) * 0.02, make_calls(1, 1, 1), choose_active(1, 20, 1.0, shuffled=False)
+    y, _ = native.sparse_swiglu(x, ExpertRows(rows.layout, data), calls, active, exact=False)
+    hurt = torch.zeros(h, dtype=torch.bool)
+    hurt[9 * 64 : 10 * 64] = True
+    assert not y[:, hurt].isfinite().any()
+    assert relative(y[:, ~hurt], exact_swiglu(x, gate, down, calls, active)[:, ~hurt]) <= 5e-4
+
+
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_second_threshold_leaves_small_products_out(isa: str, bits: int) -> None:
     vector = VectorLayout(256, bits, 64)

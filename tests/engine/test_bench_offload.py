@@ -1,0 +1,143 @@
+"""Recorded tokens on virtual cards: what must hold of any card, trace and policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from floe_chat.engine.bench import baselines
+from floe_chat.engine.bench.offload import OTHERS, run, steps
+from floe_chat.engine.bench.replay import Width, play, room
+from floe_chat.engine.bench.trace import Trace, record
+from floe_chat.engine.offload import Parts
+from floe_chat.engine.quality import Preset
+from floe_chat.engine.virtual import Card, card
+from floe_chat.models.errors import UsageError
+
+WIDTH = Width(hidden=256, neurons=480, layers=2, dense_weights=256 * 700, head_weights=256 * 1000)
+HALF, MORE = Preset("half", 0.5), Preset("more", 0.8)
+WARM = 6
+
+
+@pytest.fixture(scope="module")
+def trace(tiny_pack: Path) -> Trace:
+    ids = torch.randint(3, 250, (20,), generator=torch.Generator().manual_seed(5)).tolist()
+    return record(tiny_pack, ids, "tiny")
+
+
+@pytest.fixture
+def small() -> Card:
+    """So little memory that some rows fit, and not all."""
+    return dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=20_000_000)
+
+
+def twofold(trace: Trace) -> Trace:
+    """The same tokens once more."""
+    names = ("index", "weights", "values", "ahead", "scores")
+    return dataclasses.replace(trace, **{name: np.concatenate([getattr(trace, name)] * 2) for name in names})
+
+
+def test_a_trace_is_what_the_layers_were_given(trace: Trace) -> None:
+    assert trace.index.shape == (20, 2, 2) and trace.values.shape == (20, 2, 4, 96)
+    assert np.allclose(trace.weights.sum(2), 1, atol=1e-3)
+    assert (trace.values > 0).mean() > 0.99 and (trace.ahead[:, 1] > 0).mean() > 0.99
+    assert not trace.ahead[:, 0].any() and not trace.scores[:, 0].any()
+    # On random weights too the guess is near the truth: the stream changes little from one layer to the next.
+    right = trace.values[:, 1].astype(np.float32)
+    assert np.corrcoef(right.reshape(-1), trace.ahead[:, 1].reshape(-1).astype(np.float32))[0, 1] > 0.2
+
+
+def test_with_room_for_all_nothing_is_moved_once_it_is_there(small: Card, trace: Trace) -> None:
+    every = 2 * 4 * WIDTH.neurons
+    twice = twofold(trace)
+    all_there = play(small, WIDTH, twice, Preset("all", 0.0), Parts(cpu=False), ahead=False, warm=20, pool=every)
+    assert all_there.moved == 0 and all_there.waited == 0 and all_there.hidden is None
+    assert all(layer.ready == layer.active > 0 for layer in all_there.counts)
+
+
+def test_fewer_bytes_cross_the_link_the_more_is_skipped_kept_and_shared(small: Card, trace: Trace) -> None:
+    def moved(preset: Preset, parts: Parts, pool: int, *, ahead: bool = False) -> float:
+        return play(small, WIDTH, trace, preset, parts, ahead=ahead, warm=WARM, pool=pool).moved
+
+    alone, shared = Parts(cpu=False), Parts()
+    assert 0 < moved(MORE, alone, 200) < moved(HALF, alone, 200)
+    assert moved(HALF, alone, 2000) < moved(HALF, alone, 200)
+    assert moved(HALF, shared, 200) < moved(HALF, alone, 200)
+    # A wrong guess costs bytes.
+    assert moved(HALF, alone, 2000, ahead=True) >= moved(HALF, alone, 2000)
+
+
+def test_every_active_neuron_is_counted_once(small: Card, trace: Trace) -> None:
+    played = play(small, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300)
+    for layer in played.counts:
+        assert layer.ready + layer.coming + layer.copied + layer.on_cpu == layer.active
+        assert 0.3 < layer.active / (14 * 2 * WIDTH.neurons) < 0.7
+    assert played.seconds > 0 and played.hidden is not None and 0 <= played.hidden <= 1
+
+
+def test_a_slower_link_makes_it_slower(small: Card, trace: Trace) -> None:
+    slow = dataclasses.replace(small, link_bytes_s=small.link_bytes_s / 10)
+    for one in (HALF, MORE):
+        fast = play(small, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300)
+        assert play(slow, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300).seconds > fast.seconds
+    assert baselines.naive(slow, trace, WARM).seconds > baselines.naive(small, trace, WARM).seconds
+
+
+def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:
+    found = baselines.naive(card("sim:rtx3060-12gb"), trace, WARM)
+    width = Width(up=16, rows=16, dense=16)
+    assert found.moved == pytest.approx(2 * width.expert_bytes() * width.layers)
+    assert width.expert_bytes() == pytest.approx(3 * 4096 * 14336 * 2, rel=0.001)
+    seconds = found.moved / card("sim:rtx3060-12gb").link_bytes_s
+    assert found.busy == pytest.approx(seconds, rel=0.01) and found.seconds > seconds
+
+
+def test_whole_experts_that_stay_are_not_moved_again(trace: Trace) -> None:
+    large = dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=200 << 30)
+    little = dataclasses.replace(large, vram_bytes=6 << 30)
+    moved = [baselines.mixtral_offloading(one, trace, WARM).moved for one in (large, little)]
+    assert moved[0] < 0.5 * moved[1]
+    assert baselines.fiddler(large, trace, WARM).moved == 0
+    everything = baselines.gpu_int2(large, trace, WARM)
+    assert everything is not None and everything.moved == 0
+    assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb"), trace, WARM) is None
+
+
+def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
+    long = dataclasses.replace(trace, **{name: np.repeat(getattr(trace, name), 30, 0) for name in ("index", "scores")})
+    for skew, least, most in ((0.0, 0.4, 0.6), (3.0, 0.9, 1.0)):
+        drawn = long.skewed(skew, seed=1)
+        assert drawn.index.shape == long.index.shape and (drawn.index[..., 0] != drawn.index[..., 1]).all()
+        top = max((drawn.index[:, 0] == expert).any(1).mean() for expert in range(4))
+        assert least <= top <= most
+        assert (drawn.skewed(skew, seed=1).index == long.skewed(skew, seed=1).index).all()
+
+
+def test_a_card_without_room_is_refused(trace: Trace) -> None:
+    with pytest.raises(ValueError, match="without any row"):
+        room(dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=1 << 20), WIDTH, trace)
+
+
+def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
+    told: list[str] = []
+    words = "experts and neurons, " * 40
+    table = run(
+        tiny_pack,
+        "tiny",
+        words,
+        ["sim:rtx4060-8gb"],
+        tokens=12,
+        skew=None,
+        report=lambda what, _done, _total: told.append(what),
+    )
+    (section,) = table.sections
+    names = [row.name for row in section.rows]
+    assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
+    assert names[3:] == [step[0] for step in steps()] and len(told) > len(names)
+    assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
+    assert "all of it on the GPU" in section.title
+    with pytest.raises(UsageError, match="The text has"):
+        run(tiny_pack, "tiny", "a", ["sim:rtx4060-8gb"], tokens=50, skew=None, report=lambda _w, _d, _t: None)
