@@ -187,8 +187,9 @@ class _Experts:
             layer.following = following
         for layer, block in zip(self._made, model.model.layers, strict=True):
             layer.router = block.mlp.gate.weight
-        ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
-        shared.predictor = predictor.make("auto", model, packed, ahead)
+        if shared.parts.predictor != "none":
+            ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
+            shared.predictor = predictor.make(shared.parts.predictor, model, packed, ahead)
         shared.warm(_heat(packed))
 
 

@@ -31,11 +31,13 @@ class Parts:
     Attributes:
         eviction: what the pool gives up first, see cache.py. cpu: whether the CPU computes a share of the absent rows.
         whole: share of active neurons above which an absent expert is moved in one piece (CORM).
+        predictor: what names the next layer's rows, see predictor.py; "none" fetches nothing ahead.
     """
 
     eviction: Policy = "score"
     cpu: bool = True
     whole: float = placement.WHOLE
+    predictor: str = "auto"
 
 
 class Offload:

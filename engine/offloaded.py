@@ -98,6 +98,8 @@ class OffloadedLayer(MoELayer):
         shared, following = self.shared, self.following
         if following is None or shared.predictor is None:
             return
+        if shared.predictor.attends:
+            shared.device.dense(len(hidden))
         guess = shared.predictor.guess(self.index, hidden, output)
         scores = shared.predictor.experts(self.index, hidden, self.chosen, guess)
         best = scores.topk(self.chosen.shape[1])

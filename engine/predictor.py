@@ -26,9 +26,14 @@ Ahead = Callable[[int, Tensor | None], Tensor]
 
 
 class Predictor(Protocol):
-    """Guesses the next layer's input and scores its experts."""
+    """Guesses the next layer's input and scores its experts.
+
+    Attributes:
+        attends: whether a guess takes a pass through the next layer's attention.
+    """
 
     name: str
+    attends: bool
 
     def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
         """What layer + 1's MoE block will be given, (B, H).
@@ -50,7 +55,7 @@ class GatePredictor:
         routers: (E, H) of every layer. carries: (H,) of every layer but the last, see `carries`.
     """
 
-    name = "gate"
+    name, attends = "gate", False
 
     def __init__(self, routers: Sequence[Tensor], carries: Sequence[Tensor]) -> None:
         self._routers, self._carries = routers, carries
@@ -89,7 +94,7 @@ class PartialPredictor(GatePredictor):
             None for nothing -> (B, H), what the MoE block of layer + 1 would be given.
     """
 
-    name = "partial"
+    name, attends = "partial", True
 
     def __init__(self, routers: Sequence[Tensor], ahead: Ahead) -> None:
         super().__init__(routers, ())
@@ -101,7 +106,7 @@ class PartialPredictor(GatePredictor):
 
 
 def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None) -> Predictor:
-    """The predictor `name` for a loaded model; "auto" is the best that can be had.
+    """The predictor `name` for a loaded model; "auto" is the learned one where the pack has it.
 
     Args:
         ahead: of the decoder, for "partial"; None where it has none.
@@ -112,7 +117,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None)
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
     routers = [block.mlp.gate.weight for block in model.model.layers]
-    if ahead is not None and name in ("auto", "partial"):
+    if name == "partial" and ahead is not None:
         return PartialPredictor(routers, ahead)
     if name == "partial":
         raise UsageError(

@@ -127,7 +127,7 @@ class ReplayDevice(VirtualDevice):
 class _Guesses:
     """The trace's predictor."""
 
-    name = "recorded"
+    name, attends = "recorded", False
 
     def __init__(self, device: ReplayDevice, trace: Trace) -> None:
         self._device, self._trace = device, trace

@@ -75,12 +75,10 @@ def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_pat
     assert "gate" in caught.value.hint
     with pytest.raises(UsageError, match="partial"):
         predictor.make("partial", loaded.model, loaded.packed)
-    for name in ("auto", "partial"):
-        named = predictor.make(name, loaded.model, loaded.packed, lambda _layer, _output: hidden)
-        assert named.name == "partial"
-        guess = named.guess(0, torch.zeros(2, 64), None)
-        expected = F.linear(hidden, loaded.model.model.layers[1].mlp.gate.weight)
-        assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen, guess), expected)
+    named = predictor.make("partial", loaded.model, loaded.packed, lambda _layer, _output: hidden)
+    guess = named.guess(0, torch.zeros(2, 64), None)
+    expected = F.linear(hidden, loaded.model.model.layers[1].mlp.gate.weight)
+    assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen, guess), expected)
 
     old = Path(shutil.copytree(tiny_pack, tmp_path / "old"))
     edit_tensors(old, lambda name, tensor: None if name.startswith(foresight.PREFIX) else tensor)
