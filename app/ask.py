@@ -8,7 +8,7 @@ import secrets
 import sys
 from dataclasses import replace
 
-from ..engine.events import Failed, Finished, Loaded, Loading, Sampling
+from ..engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
 from ..models.errors import FloeError
 from .chat_client import ChatClient, Message, TextDelta
 
@@ -41,6 +41,8 @@ def answer(
                     case Finished(request=done) if done == request:
                         _close(update, loaded, sampling, "".join(pieces), as_json=as_json)
                         return 0
+                    case Notice(title, cause):
+                        sys.stderr.write(f"floe-chat: {title}. {cause}\n")
                     case Failed():
                         raise _error(update)
                     case _:

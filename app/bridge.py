@@ -16,6 +16,7 @@ from ..engine.events import (
     Finished,
     Loaded,
     Loading,
+    Notice,
     PrefillProgress,
     PresetChanged,
     Sampling,
@@ -89,6 +90,15 @@ class PresetInForce(Message):
     def __init__(self, preset: str) -> None:
         super().__init__()
         self.preset = preset
+
+
+class EngineNotice(Message):
+    """The engine dealt with something that a person should know."""
+
+    def __init__(self, notice: Notice) -> None:
+        super().__init__()
+        self.title = notice.title
+        self.cause = notice.cause
 
 
 class EngineFailed(Message):
@@ -175,6 +185,8 @@ def _as_message(update: Update) -> Message | None:
             return AnswerFinished(request, reason, stats)
         case PresetChanged(preset):
             return PresetInForce(preset)
+        case Notice():
+            return EngineNotice(update)
         case Failed():
             return EngineFailed(update)
         case _:

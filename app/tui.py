@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
 from ..engine.events import Sampling
-from .bridge import EngineBridge, EngineFailed
+from .bridge import EngineBridge, EngineFailed, EngineNotice
 from .chat_client import ChatClient
 from .screens.chat import ChatScreen
 from .screens.help import HelpScreen
@@ -69,6 +69,10 @@ class FloeChatApp(App[int]):
             notice.show_size(event.size)
         elif notice is not None:
             await self.pop_screen()
+
+    def on_engine_notice(self, event: EngineNotice) -> None:
+        """Say it without standing in the way."""
+        self.notify(event.cause, title=event.title, severity="warning", timeout=12)
 
     def on_engine_failed(self, event: EngineFailed) -> None:
         if not self._chat.presets:

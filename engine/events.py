@@ -223,6 +223,14 @@ class PresetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a person should know; the engine has dealt with it and goes on."""
+
+    title: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """An answer ended. `reason`: "stop" (end of turn), "length", "context" (window full) or "cancelled"."""
 
@@ -247,13 +255,13 @@ class Failed:
     exit_code: int = 1
 
 
-Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | Finished | Unloaded | Failed
+Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | Notice | Finished | Unloaded | Failed
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Load, Generate, Cancel, SetPreset, Unload, Shutdown),
-        *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Finished, Unloaded, Failed),
+        *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Notice, Finished, Unloaded, Failed),
         *(Sampling, Rows),
     )
 }

@@ -88,8 +88,14 @@ def generate(
 
 
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:
-    """Logits (1, V) after `ids`, which are in `kv` from then on."""
+    """Logits (1, V) after `ids`, which are in `kv` from then on. Out of device memory, once more with more room."""
     preset = control.preset
-    logits = decoder.forward(ids, kv)
+    while True:
+        try:
+            logits = decoder.forward(ids, kv)
+            break
+        except torch.OutOfMemoryError:
+            if control.make_room is None or not control.make_room():
+                raise
     kv.computed(ids, preset)
     return logits

@@ -183,6 +183,7 @@ class _Experts:
         self._telemetry.memory = shared
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
+        self._control.make_room = shared.make_room
         for layer, following in pairwise(self._made):
             layer.following = following
         for layer, block in zip(self._made, model.model.layers, strict=True):

@@ -7,7 +7,7 @@ neurons, compute. Locating, placing and looking ahead slot in between.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -38,12 +38,14 @@ class Control:
     Attributes:
         preset: what a token may skip, read by each layer at each step. cancelled: set to stop within one layer.
         counting: whether layers add to the telemetry (decode does, prefill does not).
+        make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
     """
 
     def __init__(self, preset: Preset) -> None:
         self.preset = preset
         self.cancelled = threading.Event()
         self.counting = False
+        self.make_room: Callable[[], bool] | None = None
 
 
 class MoELayer(nn.Module):

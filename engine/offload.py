@@ -18,6 +18,7 @@ from ..models.packed import PackedLayer
 from . import placement
 from .cache import Keys, NeuronPool, Policy, Slots
 from .devices import Device
+from .events import Notice
 from .transfer import Transfer
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Offload:
         sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
         predictor: names what the next layer will need; None where nothing is fetched ahead.
         buffers: for prompts, two times the rows of one expert, (F, nbytes) each.
+        notices: what a person should know, until somebody takes it.
         under_way: transfers into the pool that are not known to have arrived.
     """
 
@@ -79,6 +81,8 @@ class Offload:
         self.rows = self._room(capacity, nbytes)
         self.buffers = [self._room(neurons, nbytes) for _ in range(2)]
         self.under_way: list[Transfer] = []
+        self.notices: list[Notice] = []
+        self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
 
     def _room(self, capacity: int, nbytes: int) -> Tensor:
         return torch.empty((capacity, nbytes), dtype=torch.uint8, device=self.device.place)
@@ -156,6 +160,27 @@ class Offload:
             rows = self._room(capacity, nbytes)
         self.pool.resize(capacity)
         self.rows = rows
+
+    def make_room(self) -> bool:
+        """Give a quarter of the pool back to the device after its memory ran out; False at the last rows."""
+        capacity = self.pool.capacity * 3 // 4
+        if capacity < self._least:
+            return False
+        self.settle()
+        self.pool.resize(0)
+        nbytes = self.rows.shape[1]
+        self.rows = self._room(0, nbytes)  # the old rows go first: there is no room to copy any
+        if self.rows.is_cuda:
+            torch.cuda.empty_cache()
+        self.rows = self._room(capacity, nbytes)
+        self.pool.resize(capacity)
+        self.notices.append(
+            Notice(
+                "The graphics card ran out of memory",
+                f"The pool of rows was made smaller, to {capacity * nbytes / 2**20:,.0f} MB. The answer goes on.",
+            )
+        )
+        return True
 
     def warm(self, heat: Heat) -> None:
         """Fill the pool with the neurons that were used most, and wait for them.

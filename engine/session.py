@@ -216,10 +216,16 @@ class Session:
                 self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
             else:
                 self._events.put(Tokens(command.request, (step.token,)))
+            self._tell(loaded)
             self._obey_between_tokens()
             if time.perf_counter() - told > STATS_EVERY_S:
                 told = time.perf_counter()
                 self._events.put(self._stats(loaded, kv, command))
+
+    def _tell(self, loaded: LoadedModel) -> None:
+        if loaded.offload is not None:
+            while loaded.offload.notices:
+                self._events.put(loaded.offload.notices.pop(0))
 
     def _obey_between_tokens(self) -> None:
         """Take a preset change at once; everything else waits for the answer to end.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from floe_chat.engine import predictor
@@ -19,12 +20,14 @@ from floe_chat.engine.offload import Offload, Parts
 from floe_chat.engine.offloaded import OffloadedLayer
 from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
+from floe_chat.engine.step import choose
 from floe_chat.engine.virtual import card
 from floe_chat.models.heat import Heat
 from floe_chat.models.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
+from .driver import answer as generated
 from .driver import open_model
 
 # The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
@@ -86,10 +89,12 @@ def offloaded(
         previous = block.experts
     loaded.control.preset = preset
     loaded.telemetry.begin(0, 0, 0.0)
+    decoder, loaded.decoder = loaded.decoder, choose(loaded.model, loaded.window)
     try:
         yield shared
     finally:
         shared.close()
+        loaded.decoder = decoder
         for block, experts in zip(blocks, before, strict=True):
             block.experts = experts
 
@@ -324,3 +329,59 @@ def test_a_pool_needs_a_row(loaded: LoadedModel) -> None:
     with pytest.raises(ValueError, match="at least one row"):
         Offload(link, Parts(), [experts.packed], 0)
     link.close()
+
+
+def run_out(monkeypatch: pytest.MonkeyPatch, shared: Offload, times: int) -> None:
+    """Let the device's memory run out at its next computations."""
+    original, left = shared.device.rows, times
+
+    def rows(*given: Any) -> Any:
+        nonlocal left
+        if left:
+            left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*given)
+
+    monkeypatch.setattr(shared.device, "rows", rows)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    with offloaded(loaded, SKIPPING, 1.0) as shared:
+        want = generated(loaded, PROMPT, max_new_tokens=8).tokens
+        monkeypatch.setattr(loaded.control, "make_room", shared.make_room)
+        before = shared.pool.capacity
+        run_out(monkeypatch, shared, times)
+        assert generated(loaded, PROMPT, max_new_tokens=8).tokens == want
+        assert shared.pool.capacity == len(shared.rows) < before * 0.76**times
+        assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
+
+
+def test_out_of_memory_with_nothing_left_to_give_is_an_error(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with offloaded(loaded, SKIPPING, 0.02) as shared:
+        monkeypatch.setattr(loaded.control, "make_room", shared.make_room)
+        run_out(monkeypatch, shared, 1000)
+        with pytest.raises(torch.OutOfMemoryError):
+            generated(loaded, PROMPT, max_new_tokens=8)
+
+
+def test_nothing_grows_over_many_conversations(loaded: LoadedModel) -> None:
+    """2,000 tokens in 50 conversations: after the first ones neither the pool, the link nor the process gets larger."""
+    process = psutil.Process()
+    with offloaded(loaded, SKIPPING, 0.3, kind="virtual") as shared:
+        sizes: list[tuple[int, ...]] = []
+        resident: list[int] = []
+        for conversation in range(50):
+            prompt = [1, *torch.randint(3, 250, (12,), generator=torch.Generator().manual_seed(conversation)).tolist()]
+            generated(loaded, prompt, max_new_tokens=40)
+            shared.settle()
+            sizes.append(
+                (shared.rows.nbytes, shared.pool.used, len(shared.under_way), shared.device.link.queued_bytes())
+            )
+            resident.append(process.memory_info().rss)
+    assert len(set(sizes[10:])) == 1 and sizes[-1][2:] == (0, 0)
+    assert max(resident[40:]) - max(resident[:20]) < 4 << 20
