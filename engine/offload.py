@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from .predictor import Predictor
 
 
+# Rows of a prefetch that stand or fall together: few enough that most of a wrong guess is never sent.
+PIECE = 200
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Which parts of the engine work; each can be switched, to see what it is worth. None changes a token.
@@ -49,6 +53,7 @@ class Offload:
         sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
         predictor: names what the next layer will need; None where nothing is fetched ahead.
         buffers: for prompts, two times the rows of one expert, (F, nbytes) each.
+        marks: (E * F,) bool, for whoever compares sets of keys, and puts them back to False.
         notices: what a person should know, until somebody takes it.
         under_way: transfers into the pool that are not known to have arrived.
     """
@@ -82,6 +87,7 @@ class Offload:
         self.buffers = [self._room(neurons, nbytes) for _ in range(2)]
         self.under_way: list[Transfer] = []
         self.notices: list[Notice] = []
+        self.marks = np.zeros(experts * neurons, np.bool_)
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
 
     def _room(self, capacity: int, nbytes: int) -> Tensor:
@@ -115,6 +121,20 @@ class Offload:
             self.under_way.append(transfer)
             self.device.link.submit(transfer)
         return transfer
+
+    def prefetch(self, layer: int, keys: Keys, score: float) -> bool:
+        """Ask for the rows of these absent neurons behind everything urgent; False if the pool has no room for all.
+
+        They go in pieces, so that those that have not begun can be given up.
+        """
+        slots = self.pool.reserve(layer, keys, urgent=False)
+        source = self.sources[layer]
+        for start in range(0, slots.size, PIECE):
+            part = slice(start, min(start + PIECE, slots.size))
+            transfer = Transfer(source, keys[part], self.rows, slots[part], False, score, layer)
+            self.under_way.append(transfer)
+            self.device.link.submit(transfer)
+        return slots.size == keys.size
 
     def forget(self, layer: int | None) -> None:
         """Give up prefetches for a layer (None: for all) that have not begun."""

@@ -26,8 +26,6 @@ from .offload import Offload
 from .streaming import Prompt
 from .telemetry import Telemetry
 
-# Rows of a prefetch that stand or fall together: few enough that most of a wrong guess is never sent.
-PIECE = 200
 RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
 
 Mask = NDArray[np.bool_]
@@ -113,10 +111,8 @@ class OffloadedLayer(MoELayer):
         for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
             wanted = keys[ends[call] : ends[call + 1]]
             absent = wanted[table[wanted] < 0]
-            for start in range(0, absent.size, PIECE):
-                piece = absent[start : start + PIECE]
-                if shared.fetch(following.index, piece, urgent=False, score=worth[call]).index.size < piece.size:
-                    return  # the pool has no room for more
+            if absent.size and not shared.prefetch(following.index, absent, worth[call]):
+                return  # the pool has no room for more
 
     def guessing(self) -> Plan:
         """How this layer's active neurons are guessed: by whole experts, since their scores are guesses too."""
@@ -125,16 +121,19 @@ class OffloadedLayer(MoELayer):
         return self._guessing
 
     def guess(self, keys: Keys) -> None:
-        """Note the neurons that this layer will need by the predictor, to be compared with those that it does."""
+        """Note the neurons that this layer will need by the predictor, each once or once per token, to be compared with
+        those that it does."""
         self._guess = keys
 
     def _compare(self, keys: Keys) -> None:
         if self._guess is None or not self.control.counting:
             return
-        guess, needed, counts = np.unique(self._guess), np.unique(keys), self.telemetry.layers[self.index]
-        counts.guessed += guess.size
-        counts.needed += needed.size
-        counts.right += np.intersect1d(guess, needed, assume_unique=True).size
+        counts, marks = self.telemetry.layers[self.index], self.shared.marks
+        marks[self._guess] = True
+        counts.guessed += self._guess.size
+        counts.needed += keys.size
+        counts.right += int(np.count_nonzero(marks[keys]))
+        marks[self._guess] = False
         self._guess = None
 
     @staticmethod
@@ -192,7 +191,7 @@ class _Step:
             self._share_with_cpu(missing)
         self.copied = self.absent & ~self.on_cpu
         # In the lenient mode nothing is waited for (CORM): what is absent is left out and comes for later tokens.
-        self.left = np.unique(self.keys[self.copied])
+        self.left = self._each_once(self.copied)
         self.first = self.shared.fetch(self.layer.index, self.left, urgent=not lenient)
         self._move_whole(missing)
 
@@ -278,6 +277,11 @@ class _Step:
 
     def _per_call(self, mask: Mask) -> NDArray[np.int64]:
         return np.diff(np.concatenate(([0], np.cumsum(mask)))[self.ends])
+
+    def _each_once(self, mask: Mask) -> Keys:
+        """The keys under a mask; one token names none twice."""
+        keys = self.keys[mask]
+        return keys if len(self.hidden) == 1 else np.unique(keys)
 
     def _spread(self, of_calls: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.repeat(of_calls, np.diff(self.ends))

@@ -16,6 +16,8 @@ from .backend import Backend, choose
 from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights, packed_bytes
 from .types import Active, Calls
 
+_FEW = 32
+
 __all__ = [
     "Active",
     "Backend",
@@ -244,7 +246,9 @@ def _check_rows(rows: ExpertRows | PoolRows) -> tuple[int, int]:
 def _check_range(what: str, index: Tensor, end: int) -> None:
     if index.dtype != torch.int64 or index.ndim != 1:
         raise ValueError(f"{what} indices must be 1-D int64, not {index.ndim}-D {index.dtype}")
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= end):
+    # Few of them are looked at quicker in Python than by two operations on tensors.
+    ends = index.tolist() if index.numel() <= _FEW else [int(index.min()), int(index.max())]
+    if ends and (min(ends) < 0 or max(ends) >= end):
         raise ValueError(f"{what} index out of range 0..{end - 1}")
 
 

@@ -15,6 +15,7 @@ Group scales. HQQ's affine code: w = (q - zero) * scale, one float16 pair per gr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ def _plane_bytes(n: int, bits: int) -> int:
     return full * (CHUNK * bits // 8) + -(-rest * bits // 8)
 
 
+@cache
 def packed_bytes(n: int, bits: int) -> int:
     """Bytes that `n` values of `bits` bits take (scales not counted)."""
     _check_width(bits)
@@ -297,7 +299,7 @@ class UpWeights:
 
     def bytes_per_expert(self) -> int:
         """Bytes read to multiply one expert's up projection by a vector."""
-        return (self.q[0].nbytes + self.scale[0].nbytes + self.zero[0].nbytes) if len(self.q) else 0
+        return (self.q.nbytes + self.scale.nbytes + self.zero.nbytes) // max(1, self.q.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: b
     neurons = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
     _check(library.floe_up_take(total, neurons.data_ptr(), values.data_ptr()))
-    return Active(offsets, neurons, values.to(x.dtype))
+    return Active(offsets, neurons, _as(values, x.dtype))
 
 
 def sparse_swiglu(
@@ -232,7 +232,7 @@ def sparse_swiglu(
             *(y.data_ptr(), kept.data_ptr()),
         )
     )
-    return y.to(x.dtype), kept
+    return _as(y, x.dtype), kept
 
 
 def moe_step(
@@ -283,7 +283,7 @@ def expert_swiglu(
         *(_digits(x, exact), torch.get_num_threads(), y.data_ptr(), byref(kept)),
     )
     _check(active)
-    return y.to(x.dtype), active, kept.value
+    return _as(y, x.dtype), active, kept.value
 
 
 def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
@@ -302,7 +302,7 @@ def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
             *(_digits(x, exact), torch.get_num_threads(), y.data_ptr()),
         )
     )
-    return y.to(x.dtype)
+    return _as(y, x.dtype)
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
@@ -378,11 +378,15 @@ def _digits(x: Tensor, exact: bool) -> int:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32).contiguous()
+    return _as(tensor, torch.float32).contiguous()
 
 
 def _int64(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.int64).contiguous()
+    return _as(tensor, torch.int64).contiguous()
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # to() takes microseconds to do nothing
 
 
 def _bytes(tensor: Tensor) -> Tensor:
