@@ -18,7 +18,7 @@ import torch
 from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
-from . import hardware, virtual
+from . import context, hardware, virtual
 from .devices import Device, VirtualDevice
 from .links import CudaLink, ThrottledLink
 from .offload import Offload, Parts
@@ -26,7 +26,7 @@ from .placement import Rates
 
 THROTTLED = "throttled:"
 KEPT_FREE = 0.08  # of a GPU's free memory, for torch's own needs and the desktop
-CONTEXT = 4096  # tokens whose keys and values are provided for; a longer conversation takes room from the pool
+CONTEXT = 4096  # tokens whose keys and values are provided for, at the most
 # Before anything was measured: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
 GUESS = Rates(
     link_bytes_s=10e9,
@@ -45,7 +45,7 @@ class Needs:
 
     Attributes:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: one neuron's.
-        kv: keys and values of one token.
+        kv: keys and values of one token. context: tokens that are provided for.
     """
 
     dense: int
@@ -57,6 +57,7 @@ class Needs:
     neurons: int
     top_k: int
     hidden: int
+    context: int
 
     @classmethod
     def of(cls, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, element: int) -> Needs:
@@ -74,6 +75,7 @@ class Needs:
             neurons=a.intermediate,
             top_k=a.top_k,
             hidden=a.hidden,
+            context=min(CONTEXT, context.window(config)),
         )
 
     def least(self) -> int:
@@ -83,7 +85,7 @@ class Needs:
     def whole(self) -> int:
         """Bytes with which all rows lie on the device."""
         rows = self.layers * self.experts * self.neurons * self.row
-        return self.dense + self.up + rows + CONTEXT * self.kv
+        return self.dense + self.up + rows + self.context * self.kv
 
     def pool(self, budget: int) -> int:
         """Rows that fit the budget, at most all there are.
@@ -94,15 +96,15 @@ class Needs:
         if budget < self.least():
             raise UsageError(
                 f"{size(budget)} of device memory are too little for this model",
-                f"The dense part takes {size(self.dense)}, the up projections {size(self.up)}; with {CONTEXT:,} tokens "
-                f"of context and the rows that one token wants it is at least {size(self.least())}.",
+                f"The dense part takes {size(self.dense)}, the up projections {size(self.up)}; with the rows that one "
+                f"token wants and {self.context:,} tokens of context it is at least {size(self.least())}.",
                 "Give it that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
             )
         return min((budget - self._fixed()) // self.row, self.layers * self.experts * self.neurons)
 
     def _fixed(self) -> int:
         buffers = 2 * self.neurons * self.row  # see Offload
-        return self.dense + self.up + buffers + CONTEXT * self.kv
+        return self.dense + self.up + buffers + self.context * self.kv
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,7 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
     assert needs.row == layer.rows.data.shape[2]
     assert needs.kv == 2 * 2 * 64 * 4  # two layers, keys and values of 4 heads of 16, float32
     working = needs.top_k * needs.neurons * needs.row
-    assert (
-        needs.least() - working == needs.dense + needs.up + 2 * needs.neurons * needs.row + opening.CONTEXT * needs.kv
-    )
+    assert needs.least() - working == needs.dense + needs.up + 2 * needs.neurons * needs.row + 512 * needs.kv
 
 
 @pytest.mark.parametrize("extra", [0, 1, 7])
