@@ -68,7 +68,7 @@ def text(table: Table) -> str:
 
 def _remember(fields: dict[str, Any]) -> Verdict:
     from ..engine.bench import history
-    from ..engine.bench.machine import machine_id
+    from ..engine.hardware import machine_id
 
     file = history.file_of(machine_id(), fields["bench"])
     verdict = history.compare(fields, history.read(file))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,7 +37,17 @@ class Device:
 
     real = True
 
-    def __init__(self, name: str, place: str, link: Link, rates: Rates, cpu_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        link: Link,
+        rates: Rates,
+        cpu_share: float = 1.0,
+        kept: Path | None = None,
+    ) -> None:
+        """`kept`: the file in which the rates, corrected by what was observed, are left for the next start."""
+        self._kept = kept
         self.name, self.place, self.link, self.rates, self.cpu_share = name, place, link, rates, cpu_share
         self._cpu = ThreadPoolExecutor(1, thread_name_prefix="floe-cpu-lane")
 
@@ -105,6 +116,8 @@ class Device:
         """End the link and the CPU's thread."""
         self.link.close()
         self._cpu.shutdown()
+        if self._kept is not None:
+            self.rates.save(self._kept)
 
     def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
         return kernels.up_gemv(x, up, calls, thresholds, exact=exact)

@@ -20,9 +20,10 @@ from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
 from . import context, hardware, virtual
 from .devices import Device, VirtualDevice
-from .links import CudaLink, ThrottledLink
+from .links import TUNED_ROWS, CudaLink, ThrottledLink, tuned_chunk
 from .offload import Offload, Parts
-from .placement import Rates
+from .placement import Rates, rates_file
+from .transfer import Mover
 
 THROTTLED = "throttled:"
 KEPT_FREE = 0.08  # of a GPU's free memory, for torch's own needs and the desktop
@@ -136,7 +137,11 @@ def choose(
     """
     if wanted.startswith((virtual.PREFIX, THROTTLED)):
         needs = Needs.of(manifest, layers, config, 4)
-        return _virtual(wanted, needs, vram) if wanted.startswith(virtual.PREFIX) else _throttled(wanted, needs, vram)
+        return (
+            _virtual(wanted, needs, vram)
+            if wanted.startswith(virtual.PREFIX)
+            else _throttled(wanted, needs, layers, vram)
+        )
     try:
         place, why = hardware.choose_device(wanted)
     except (ValueError, RuntimeError) as error:
@@ -153,7 +158,10 @@ def choose(
     why += f"; with {size(budget)} of its memory it holds a pool of rows, since all would take {size(needs.whole())}"
 
     def make() -> Device:
-        return Device(place, place, CudaLink(torch.device(place), needs.row), dataclasses.replace(GUESS))
+        def link(chunk: int) -> CudaLink:
+            return CudaLink(torch.device(place), needs.row, chunk=chunk)
+
+        return _measured(place, place, link, layers)
 
     return Choice(place, why, needs.pool(budget), make, needs)
 
@@ -169,7 +177,7 @@ def _virtual(wanted: str, needs: Needs, vram: int | None) -> Choice:
     )
 
 
-def _throttled(wanted: str, needs: Needs, vram: int | None) -> Choice:
+def _throttled(wanted: str, needs: Needs, layers: Sequence[PackedLayer], vram: int | None) -> Choice:
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate) or float(rate[:-2]) <= 0:
         raise UsageError(
@@ -180,11 +188,25 @@ def _throttled(wanted: str, needs: Needs, vram: int | None) -> Choice:
     speed = float(rate[:-2]) * 1e9
 
     def make() -> Device:
-        rates = Rates(speed, 1e-5, GUESS.cpu_bytes_s, GUESS.cpu_batch_bytes_s, 1e-5, GUESS.cpu_bytes_s, 1e-6)
-        return Device(wanted, "cpu", ThrottledLink(needs.row, rate=speed), rates)
+        def link(chunk: int) -> ThrottledLink:
+            return ThrottledLink(needs.row, rate=speed, chunk=chunk)
+
+        return _measured(wanted, "cpu", link, layers)
 
     why = f"{wanted} is a test device: RAM stands for its memory, its link is slowed down"
     return Choice("cpu", why, needs.pool(vram), make, needs)
+
+
+def _measured(name: str, place: str, link: Callable[[int], Mover], layers: Sequence[PackedLayer]) -> Device:
+    """A device with the chunk size that is best for its link here, and with the rates it had last time."""
+    rows = layers[0].rows.data
+    source = rows.view(-1, rows.shape[2])
+    target = torch.empty((min(len(source), TUNED_ROWS), rows.shape[2]), dtype=torch.uint8, device=place)
+    chunk, found = tuned_chunk(link, source, target)
+    kept = rates_file(hardware.machine_id(), name, rows.shape[2])
+    rates = Rates.load(kept) or dataclasses.replace(GUESS)
+    rates.link_bytes_s = found[chunk]
+    return Device(name, place, link(chunk), rates, kept=kept)
 
 
 def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:

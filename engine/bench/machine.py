@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,11 +62,3 @@ def backend(device: str) -> kernels.Backend:
 def facts(chosen: kernels.Backend, **more: str | int) -> dict[str, str | int]:
     """What every table says of the machine, and `more` after it."""
     return {"kernels": chosen.name, "reason": chosen.reason, "cpu": cpu(), **more}
-
-
-def machine_id() -> str:
-    """Twelve letters that tell this machine from others: of its name, CPU, cores and memory, none of which it shows."""
-    found = hardware.probe(Path.cwd())
-    gpus = [gpu.name for gpu in found.gpus]
-    known = [platform.node(), found.cpu, found.cores_usable, round(found.ram_total / 2**30), *gpus]
-    return hashlib.sha256(repr(known).encode()).hexdigest()[:12]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.engine.bench import history, machine
+from floe_chat.engine.bench import history
+from floe_chat.engine.hardware import machine_id
 
 
 def row(name: str, ms: float, **more: Any) -> dict[str, Any]:
@@ -82,8 +83,8 @@ def test_yardsticks_are_not_ours_to_make_slower() -> None:
 
 
 def test_runs_are_kept_for_the_users_eyes_only(own_folders: Path) -> None:
-    file = history.file_of(machine.machine_id(), "decode")
-    assert own_folders in file.parents and machine.machine_id() == machine.machine_id()
+    file = history.file_of(machine_id(), "decode")
+    assert own_folders in file.parents and machine_id() == machine_id()
     runs = [entry(str(number), row("a", 1.0)) for number in range(3)]
     for run in runs:
         history.append(file, run)
