@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from .batches import TOKENS_PER_BATCH, batches
+from .progress import Progress
 from .vocabulary import BOS, EOS, build_tokenizer, mark_id
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ BALANCE_WEIGHT = 0.03
 GRADIENT_NORM = 1.0
 SHARD_SIZE = "8MB"
 LOG_EVERY = 25
+KEEP_EVERY = 100  # steps: two minutes or so
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> MixtralConfig:
@@ -55,7 +57,8 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> MixtralConfig:
 def train(out: Path, *, steps: int, seed: int) -> None:
     """Trains and writes the checkpoint into the folder `out`.
 
-    The same seed, steps, Python and torch give the same weights on the same kind of CPU.
+    The same seed, steps, Python and torch give the same weights on the same kind of CPU. Broken off, it goes on where
+    it last kept its state (progress.py), with the same result.
     """
     context: SpawnContext = torch.multiprocessing.get_context("spawn")
     parameters = sum(p.numel() for p in MixtralForCausalLM(model_config(build_tokenizer())).parameters())
@@ -91,8 +94,15 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
     gradients = _flat_gradients(model)
     optimizer = torch.optim.AdamW(_parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
     log.info("%.2f M parameters, %d steps", gradients.numel() / 1e6, steps)
+    kept = Progress(out.with_name(f"{out.name}.training.safetensors"), model, optimizer, f"steps {steps}, seed {seed}")
+    first = kept.restore()
+    if first:
+        log.info("going on after step %d", first)
+    meeting.wait()  # both have read it before one writes it anew
     started, totals = time.monotonic(), torch.zeros(2)
     for step, (ids, wanted) in zip(range(steps), batches(tokenizer, seed * WORKERS + rank), strict=False):
+        if step < first:
+            continue
         text_loss, balance = losses(model, ids, wanted)
         gradients.zero_()
         (text_loss + BALANCE_WEIGHT * balance).backward()
@@ -108,11 +118,14 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
         if (step + 1) % LOG_EVERY == 0:
             loss, spread = (totals / LOG_EVERY).tolist()
             seconds = time.monotonic() - started
-            speed = (step + 1) * TOKENS_PER_BATCH * WORKERS / seconds
+            speed = (step + 1 - first) * TOKENS_PER_BATCH * WORKERS / seconds
             log.info("step %d  loss %.3f  balance %.3f  %.0f tokens/s  %.0f s", step + 1, loss, spread, speed, seconds)
             totals.zero_()
+        if rank == 0 and (step + 1) % KEEP_EVERY == 0:
+            kept.keep(step + 1)
     if rank == 0:
         save(model, tokenizer, out)
+        kept.remove()
 
 
 def losses(model: MixtralForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

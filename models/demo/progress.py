@@ -1,0 +1,56 @@
+"""The state of a training that is under way, kept so that an hour's work survives being broken off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
+
+
+class Progress:
+    """A model's weights and its optimizer's moments in one file.
+
+    Args:
+        plan: what is trained, in words: the state of another plan is not gone on with.
+    """
+
+    def __init__(self, file: Path, model: nn.Module, optimizer: torch.optim.AdamW, plan: str) -> None:
+        self._file, self._optimizer, self._plan = file, optimizer, plan
+        self._parameters = dict(model.named_parameters())
+
+    def keep(self, steps: int) -> None:
+        """Write the state after so many steps, whole or not at all."""
+        tensors = {f"weight.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            state: dict[str, Any] = self._optimizer.state[parameter]
+            tensors |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._file.with_suffix(".part")
+        save_file(tensors, partial, metadata={"plan": self._plan, "steps": str(steps)})
+        partial.replace(self._file)
+
+    def restore(self) -> int:
+        """Take the kept state, if there is one of this plan: the steps that it has behind it, else 0."""
+        try:
+            with safe_open(self._file, "pt") as file:
+                told = file.metadata() or {}
+                if told.get("plan") != self._plan:
+                    return 0
+                steps = int(told["steps"])
+                for name, parameter in self._parameters.items():
+                    parameter.data.copy_(file.get_tensor(f"weight.{name}"))
+                    moments = {moment: file.get_tensor(f"{moment}.{name}") for moment in _MOMENTS}
+                    self._optimizer.state[parameter] = {"step": torch.tensor(float(steps)), **moments}
+        except (FileNotFoundError, SafetensorError):
+            return 0
+        return steps
+
+    def remove(self) -> None:
+        """Forget the state: the training is done."""
+        self._file.unlink(missing_ok=True)
