@@ -68,6 +68,21 @@ class SetPreset:
 
 
 @dataclass(frozen=True, slots=True)
+class SetQuality:
+    """Turn the quality dial by hand, from the next token on; see `quality.Preset` for what the values mean.
+
+    `sparsity`, `product`, `drop`, `major` and `alpha` are 0..1.
+    """
+
+    sparsity: float
+    product: float = 0.0
+    drop: float = 0.0
+    major: float = 0.0
+    alpha: float = 0.0
+    lenient: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Unload:
     """Let the model go and free its memory."""
 
@@ -77,7 +92,7 @@ class Shutdown:
     """End the engine thread."""
 
 
-Command = Load | Generate | Cancel | SetPreset | Unload | Shutdown
+Command = Load | Generate | Cancel | SetPreset | SetQuality | Unload | Shutdown
 
 
 # Events -------------------------------------------------------------------------------------------------------------
@@ -217,7 +232,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class PresetChanged:
-    """`preset` is in force from the next token on."""
+    """`preset` is in force from the next token on; "Custom" where the dial was turned by hand."""
 
     preset: str
 
@@ -260,7 +275,7 @@ Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | No
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Load, Generate, Cancel, SetPreset, Unload, Shutdown),
+        *(Load, Generate, Cancel, SetPreset, SetQuality, Unload, Shutdown),
         *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Notice, Finished, Unloaded, Failed),
         *(Sampling, Rows),
     )

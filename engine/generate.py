@@ -15,8 +15,6 @@ from .sampling import Sampler
 from .step import Decoder, LibraryDecoder
 from .telemetry import Telemetry
 
-PREFILL_CHUNK = 256  # tokens: bounds activations, and sets how often progress is told
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -64,8 +62,8 @@ def generate(
     started = telemetry.clock()
     control.counting = False
     logits = torch.empty(0)
-    for start in range(kept, len(prompt), PREFILL_CHUNK):
-        logits = _forward(decoder, kv, prompt[start : start + PREFILL_CHUNK], control)
+    for start in range(kept, len(prompt), control.chunk):
+        logits = _forward(decoder, kv, prompt[start : start + control.chunk], control)
         yield Step(None, kv.length)
     telemetry.prefill_done(telemetry.clock() - started)
     control.counting = True

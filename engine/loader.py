@@ -23,7 +23,7 @@ from ..models.packed import PackedLayer, PackedModel
 from . import context, hardware, opening, predictor, quality, step
 from .dense import PackedLinear
 from .events import Loaded
-from .moe import Control, MoELayer
+from .moe import STREAMED_CHUNK, Control, MoELayer
 from .offload import Offload, Parts
 from .offloaded import OffloadedLayer
 from .step import Decoder, LeanDecoder
@@ -183,7 +183,7 @@ class _Experts:
         self._telemetry.memory = shared
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
-        self._control.make_room = shared.make_room
+        self._control.make_room, self._control.chunk = shared.make_room, STREAMED_CHUNK
         for layer, following in pairwise(self._made):
             layer.following = following
         for layer, block in zip(self._made, model.model.layers, strict=True):

@@ -22,6 +22,7 @@ from . import selection
 from .quality import Preset
 from .telemetry import Telemetry
 
+PREFILL_CHUNK, STREAMED_CHUNK = 256, 2048
 DECODE_TOKENS = 8  # in one step: up to so many go neuron by neuron, more expert by expert
 # Of a prompt's tokens that share an expert: up to so many still go neuron by neuron. Above it the tokens want so many
 # of the neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
@@ -38,6 +39,8 @@ class Control:
     Attributes:
         preset: what a token may skip, read by each layer at each step. cancelled: set to stop within one layer.
         counting: whether layers add to the telemetry (decode does, prefill does not).
+        chunk: tokens of a prompt that go through the model at once: bounds activations, and sets how often progress is
+            told. Where experts stream to the device each chunk brings them all, so that there it is longer.
         make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
     """
 
@@ -45,6 +48,7 @@ class Control:
         self.preset = preset
         self.cancelled = threading.Event()
         self.counting = False
+        self.chunk = PREFILL_CHUNK
         self.make_room: Callable[[], bool] | None = None
 
 

@@ -55,6 +55,33 @@ def of(manifest: Manifest) -> tuple[Preset, ...]:
     return tuple(presets)
 
 
+CUSTOM = "Custom"
+
+
+def custom(
+    manifest: Manifest,
+    *,
+    sparsity: float,
+    product: float = 0.0,
+    drop: float = 0.0,
+    major: float = 0.0,
+    alpha: float = 0.0,
+    lenient: bool = False,
+) -> Preset:
+    """A preset of one's own.
+
+    Raises:
+        UsageError: a share that is none, or halves of experts that have an odd number of neurons.
+    """
+    shares = {"sparsity": sparsity, "product": product, "drop": drop, "major": major, "alpha": alpha}
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise UsageError(f"{name} cannot be {value}", "It is a share.", "Choose a number from 0 to 1.")
+    if major > drop and manifest.architecture.intermediate % 2:
+        raise UsageError("This model's experts have no halves", "Their number of neurons is odd.", "Leave out major.")
+    return Preset(CUSTOM, sparsity, product, drop, major, alpha, lenient)
+
+
 def available(manifest: Manifest) -> tuple[str, ...]:
     """The names of the presets that a pack can run, best first."""
     return tuple(preset.name for preset in of(manifest))

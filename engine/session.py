@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ from .events import (
     PrefillProgress,
     PresetChanged,
     SetPreset,
+    SetQuality,
     Shutdown,
     Stats,
     Tokens,
@@ -117,7 +119,7 @@ class Session:
                 self._load(command)
             case Generate():
                 self._generate(command)
-            case SetPreset():
+            case SetPreset() | SetQuality():
                 self._set_preset(command)
             case Unload():
                 self._forget()
@@ -157,11 +159,15 @@ class Session:
             )
         )
 
-    def _set_preset(self, command: SetPreset) -> None:
+    def _set_preset(self, command: SetPreset | SetQuality) -> None:
         from . import quality
 
         loaded = self._need_model()
-        preset = quality.get(command.preset, loaded.packed.manifest)
+        manifest = loaded.packed.manifest
+        if isinstance(command, SetPreset):
+            preset = quality.get(command.preset, manifest)
+        else:
+            preset = quality.custom(manifest, **dataclasses.asdict(command))
         loaded.control.preset = preset
         self._events.put(PresetChanged(preset.name))
 
@@ -237,7 +243,8 @@ class Session:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(command, SetPreset) and not any(isinstance(c, Load | Unload) for c in self._waiting):
+            other_model = any(isinstance(waiting, Load | Unload) for waiting in self._waiting)
+            if isinstance(command, SetPreset | SetQuality) and not other_model:
                 try:
                     self._set_preset(command)
                 except FloeError as error:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.engine.events import Cancel, Finished, PrefillProgress, Tokens
-from floe_chat.engine.generate import PREFILL_CHUNK
-from floe_chat.engine.moe import MoELayer
+from floe_chat.engine.moe import PREFILL_CHUNK, MoELayer
 from torch import Tensor
 
 from .driver import Engine, asking

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.dense import PackedLinear
-from floe_chat.engine.generate import PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel, load
-from floe_chat.engine.moe import DECODE_TOKENS, Control
+from floe_chat.engine.moe import DECODE_TOKENS, PREFILL_CHUNK, Control
 from floe_chat.engine.quality import Preset
 from floe_chat.kernels.layouts import LinearWeights, VectorLayout, pack_codes
 from floe_chat.models.pack import PackSpec

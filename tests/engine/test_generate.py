@@ -12,10 +12,10 @@ import pytest
 import torch
 from floe_chat.engine import context
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.generate import PREFILL_CHUNK, generate
+from floe_chat.engine.generate import generate
 from floe_chat.engine.kv import KVCache
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import Cancelled, MoELayer
+from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled, MoELayer
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LibraryDecoder
 from floe_chat.models.errors import UsageError

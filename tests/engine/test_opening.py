@@ -106,6 +106,14 @@ def test_what_cannot_be_is_a_usage_error_with_a_way_out(choose: Choose, wanted: 
     assert refused.value.title and refused.value.hint
 
 
+def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> None:
+    prompt = [1, *[40 + n % 200 for n in range(400)]]
+    assert len(answer(open_model(tiny_pack), prompt, max_new_tokens=1).progress) == 2
+    loaded, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
+    assert answer(loaded, prompt, max_new_tokens=1).progress == [401]
+    loaded.close()
+
+
 @pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
 def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, device: str) -> None:
     want = answer(open_model(tiny_pack), [1, 40, 41, 42], max_new_tokens=12).tokens

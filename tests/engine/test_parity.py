@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.generate import PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import DECODE_TOKENS
+from floe_chat.engine.moe import DECODE_TOKENS, PREFILL_CHUNK
 from floe_chat.models.catalog import asset
 from floe_chat.models.pack import EXACT
 from torch import Tensor

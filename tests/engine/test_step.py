@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.generate import PREFILL_CHUNK
 from floe_chat.engine.kv import KVCache
-from floe_chat.engine.moe import Cancelled
+from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
 from floe_chat.models.checkpoint import FAMILIES
