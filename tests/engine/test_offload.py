@@ -369,10 +369,9 @@ def test_out_of_memory_with_nothing_left_to_give_is_an_error(
             generated(loaded, PROMPT, max_new_tokens=8)
 
 
+@pytest.mark.parametrize("pack", ["mixtral"], indirect=True)  # one family is enough for what takes so long
 def test_nothing_grows_over_many_conversations(loaded: LoadedModel) -> None:
     """2,000 tokens in 50 conversations: after the first ones neither the pool, the link nor the process gets larger."""
-    if loaded.packed.manifest.architecture.model_type != "mixtral":
-        pytest.skip("one family is enough for what takes so long")
     process = psutil.Process()
     with offloaded(loaded, SKIPPING, 0.3, kind="virtual") as shared:
         sizes: list[tuple[int, ...]] = []
