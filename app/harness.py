@@ -142,7 +142,7 @@ def run(
     tokenizer, stop_ids = read_tokenizer(pack)
     tell("Reading the tasks")
     tasks = harness_tasks.load(names, folder, fewshot, download=download)
-    loaded, facts = load(pack, None, device, lambda step, _share: tell(step))
+    loaded, facts = load(pack, None, device, lambda step, _share: tell(step), library=True)
     lm = PackLM(loaded, tokenizer, stop_ids, tell)
     figures: list[Figure] = []
     for preset in chosen:

@@ -113,7 +113,7 @@ def run(
     import_model_code()
     checkpoint = Checkpoint(source)
     windows, keep = cut(ids, checkpoint.config, tokens)
-    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step))
+    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
     told.step("Comparing the pack with its source")
     identity = identify(checkpoint, loaded.packed)
     if (called := source.resolve().name) != facts.source:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import kernels
 from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
-from ..models import heat, skeleton
+from ..models import bare, heat, skeleton
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture, damaged
@@ -72,6 +72,7 @@ def load(
     *,
     vram: int | None = None,
     parts: Parts | None = None,
+    library: bool = False,
 ) -> tuple[LoadedModel, Loaded]:
     """Open a pack and make it answer.
 
@@ -79,14 +80,14 @@ def load(
         preset: None for the default one. device: "auto", "cpu", "cuda", "cuda:N" or a test device, see opening.py.
         vram: the most of a device's memory to use, in bytes. parts: of the engine, where rows lie in RAM.
         report: called with a step in words and the share that is done, 0..1.
+        library: whether `model` has to be transformers' own, which can be called. Importing that takes longer than all
+            else here, so it is left out where the lean pass can do without.
 
     Raises:
         PackError: the pack is incomplete, of another version, or damaged.
         UsageError: a preset that this pack cannot run, or a device that does not exist or has too little memory.
     """
     started = time.perf_counter()
-    report("Starting transformers", 0.05)
-    import_model_code()
     report("Checking the packed model", 0.3)
     packed = PackedModel.open(folder)
     manifest = packed.manifest
@@ -114,6 +115,10 @@ def load(
     dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
     shared = opening.offload(choice, ram, parts or Parts())
     experts = _Experts(ram, place, shared, control, telemetry, report)
+    library = library or not bare.knows(config)
+    if library:
+        report("Starting transformers", 0.5)
+        import_model_code()
     model: Any = skeleton.build(
         config,
         FAMILIES[manifest.architecture.model_type],
@@ -123,6 +128,7 @@ def load(
         linear,
         dtype,
         place,
+        None if library else bare.tree,
     )
     window = context.window(config)
     decoder = step.choose(model, window)

@@ -23,12 +23,11 @@ from ..models.checkpoint import Checkpoint
 from ..models.errors import PackError
 from ..models.lean import import_model_code
 from ..models.manifest import Tuned
-from . import frontier
+from . import frontier, quality
 from .candidates import Setting
 from .evaluate import NO_SPARSITY, Reference, Told, continuation, measured_divergence
 from .frontier import Frontier, Point
 from .loader import load
-from .quality import Preset
 from .source_model import identify
 from .windows import cut, cut_prompts
 
@@ -71,7 +70,7 @@ def run(
     import_model_code()
     checkpoint = Checkpoint(source)
     windows, keep = cut(ids, checkpoint.config, tokens)
-    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step))
+    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
     identity = identify(checkpoint, loaded.packed)
     manifest = loaded.packed.manifest
     w = manifest.widths
@@ -86,7 +85,7 @@ def run(
     presets: list[Tuned] = []
     for name, point in found.presets().items():
         s = point.setting
-        preset = Preset(name, s.sparsity, s.product, s.drop, s.major)
+        preset = quality.tuned(name, s.sparsity, s.product, s.drop, s.major)
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
         presets.append(Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0))

@@ -20,6 +20,7 @@ from .errors import PackError
 
 Experts = Callable[[int], nn.Module]
 Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
+Make = Callable[[Any, torch.dtype], nn.Module]
 
 
 def build(
@@ -31,6 +32,7 @@ def build(
     linear: Linear,
     dtype: torch.dtype,
     device: str,
+    make: Make | None = None,
 ) -> nn.Module:
     """The causal language model, ready to call.
 
@@ -40,15 +42,14 @@ def build(
         experts: layer -> module with forward(hidden (B, H), top_k_index (B, K), top_k_weights (B, K)) -> (B, H).
         linear: codes and bias -> module with forward(x (..., K)) -> (..., N). The bias is filled in later.
         dtype: of the dense part and of all activations.
+        make: the modules to fill, from configuration and dtype; None for the library's own (else `bare.tree`).
 
     Raises:
         PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: Any = (make or _library)(config, dtype)
     # transformers looks values of the configuration up in its tables and lets whatever that raises pass.
     except Exception as error:
         raise PackError(
@@ -86,3 +87,9 @@ def build(
             "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
         )
     return model.eval()
+
+
+def _library(config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

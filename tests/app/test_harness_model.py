@@ -48,7 +48,7 @@ def both(
             edit_json(folder / "tokenizer.json", lambda fields: fields.update(post_processor=processor))
         reseal(pack)
     theirs = by_transformers(checkpoint)
-    loaded, _ = load(pack, "Exact", "cpu", lambda _step, _share: None)
+    loaded, _ = load(pack, "Exact", "cpu", lambda _step, _share: None, library=True)
     ours = PackLM(loaded, *read_tokenizer(pack), told=lambda _step: None)
     assert ours.tok_encode("A")[:1] == ([1] if request.param == "start token" else ours.tok_encode("A"))
     return ours, theirs

@@ -24,7 +24,7 @@ def silent(_step: str, _share: float) -> None:
 
 def open_model(pack: Path, preset: str | None = None) -> LoadedModel:
     """A loaded model on the CPU, without a thread."""
-    return load(pack, preset, "cpu", silent)[0]
+    return load(pack, preset, "cpu", silent, library=True)[0]
 
 
 @dataclass(frozen=True)
