@@ -1,0 +1,51 @@
+"""An answer while it is written."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+from .records import AnswerStats, State
+
+End = Callable[["Answer", State, AnswerStats | None], None]
+
+
+class Answer:
+    """An answer on its way into the history; made by `History.answering` and `History.continuing`.
+
+    As a context it ends by itself: as "failed" after an exception, as "stopped" if `finish` was not called. `append`
+    and `finish` are for one thread, `collect` for the one that writes.
+    """
+
+    def __init__(self, message: int, text: str, end: End) -> None:
+        self.id = message
+        self._text = text
+        self._pieces: deque[str] = deque()
+        self._end = end
+        self._ended = False
+
+    def append(self, text: str) -> None:
+        """More text. It costs what appending to a list costs and never waits."""
+        if not self._ended:
+            self._pieces.append(text)
+
+    def finish(self, stats: AnswerStats | None, state: State = "complete") -> None:
+        """No more text will come; what comes is not taken. A second call does nothing."""
+        if not self._ended:
+            self._ended = True
+            self._end(self, state, stats)
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.finish(None, "failed" if isinstance(error, Exception) else "stopped")
+
+    def collect(self) -> str:
+        """All of its text so far."""
+        pieces: list[str] = []
+        while self._pieces:
+            pieces.append(self._pieces.popleft())
+        self._text += "".join(pieces)
+        return self._text

@@ -1,0 +1,139 @@
+"""Conversations as files: Markdown to read, JSON to keep (`importing.py` reads it back)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from ..widgets.plain import printable
+from ..widgets.units import rate_of, seconds
+from .records import LATEST, AnswerStats, Message, Tree
+
+FORMAT = "floe-chat history"
+FORMAT_VERSION = 1
+
+_LONGEST_NAME = 60
+_RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+# JSON escapes only part of what a terminal would obey or turn around.
+_UNSAFE = re.compile("[\x7f-\x9f\ud800-\udfff\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_REASONS = {
+    "stop": "end of turn",
+    "length": "length limit",
+    "context": "context full",
+    "cancelled": "stopped by you",
+}
+
+
+def as_json(trees: Sequence[Tree]) -> str:
+    """All of `trees` with all branches, as one JSON document that ends in a newline.
+
+    Message ids count from 1 within a conversation; times are ISO 8601, UTC. Control characters are escaped, so that
+    the text may go to a terminal.
+    """
+    document = {"format": FORMAT, "version": FORMAT_VERSION, "conversations": [_fields(tree) for tree in trees]}
+    return json_text(document, indent=1) + "\n"
+
+
+def as_markdown(tree: Tree) -> str:
+    """The branch that is shown, to be read; control characters appear as U+FFFD."""
+    conversation, branch = tree.conversation, _shown(tree)
+    begun = stamp(conversation.created)[:16].replace("T", " ") + " UTC"
+    facts = (conversation.setup.model, conversation.setup.preset or "", begun)
+    parts = [f"# {_one_line(tree.name)}", _one_line(" · ".join(fact for fact in facts if fact))]
+    if conversation.setup.system_prompt:
+        parts += ["## Instructions", conversation.setup.system_prompt]
+    for message in branch:
+        parts += _section(message)
+    return printable("\n\n".join(part.strip("\n") for part in parts)) + "\n"
+
+
+def json_text(value: object, indent: int | None = None) -> str:
+    """`value` as JSON in which everything that a terminal would obey or turn around is escaped."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def file_name(number: int, name: str, ending: str) -> str:
+    """A name that every file system takes, such as "12-what-is-an-expert.md"."""
+    words = re.sub(r"[^\w]+", "-", name.lower()).strip("-_")
+    while len(words.encode()) > _LONGEST_NAME:
+        words = words[:-1].rstrip("-_")
+    return f"{number}-{words}{ending}" if words else f"{number}{ending}"
+
+
+def stamp(milliseconds: int) -> str:
+    """A time as ISO 8601, UTC, such as "2026-11-21T19:20:31.123Z"."""
+    at = min(max(milliseconds, 0), LATEST)
+    moment = datetime.fromtimestamp(at // 1000, UTC).replace(microsecond=at % 1000 * 1000, tzinfo=None)
+    return moment.isoformat(timespec="milliseconds") + "Z"
+
+
+def footer(stats: AnswerStats) -> str:
+    """The line under an answer, without what was not measured."""
+    parts = [f"{stats.tokens} token{'' if stats.tokens == 1 else 's'}"]
+    if stats.tokens_per_s is not None:
+        parts.append(rate_of(stats.tokens_per_s))
+    if stats.first_token_s is not None:
+        parts.append(f"first token {seconds(stats.first_token_s)}")
+    if stats.virtual:
+        parts.append("virtual time")
+    parts.append(_REASONS.get(stats.stop_reason, stats.stop_reason))
+    return " · ".join(parts)
+
+
+def _section(message: Message) -> list[str]:
+    who = " · ".join(part for part in (message.model or "Answer", message.preset) if part)
+    parts = ["## You" if message.role == "user" else f"## {_one_line(who)}", message.text]
+    for file in message.attachments:
+        fence = "`" * (max((len(run) for run in re.findall("`+", file.text)), default=2) + 1)
+        parts += [f"### Attached: {_one_line(file.name)}", f"{fence.ljust(3, '`')}\n{file.text}\n{fence.ljust(3, '`')}"]
+    if message.stats is not None:
+        parts.append(f"*{footer(message.stats)}*")
+    elif message.state in ("stopped", "failed"):
+        parts.append(f"*{message.state}*")
+    return parts
+
+
+def _shown(tree: Tree) -> list[Message]:
+    known = {message.id: message for message in tree.messages}
+    branch: list[Message] = []
+    at = tree.conversation.head
+    while at is not None and at in known:
+        branch.append(known.pop(at))
+        at = branch[-1].parent
+    return branch[::-1]
+
+
+def _fields(tree: Tree) -> dict[str, Any]:
+    conversation = tree.conversation
+    ids = {message.id: place for place, message in enumerate(tree.messages, 1)}
+    return {
+        "title": conversation.title,
+        "created": stamp(conversation.created),
+        "updated": stamp(conversation.updated),
+        **asdict(conversation.setup),
+        "head": None if conversation.head is None else ids.get(conversation.head),
+        "messages": [
+            {
+                "id": ids[message.id],
+                "parent": None if message.parent is None else ids[message.parent],
+                "role": message.role,
+                "text": message.text,
+                "state": message.state,
+                "created": stamp(message.created),
+                "model": message.model,
+                "preset": message.preset,
+                "stats": None if message.stats is None else asdict(message.stats),
+                "attachments": [asdict(file) for file in message.attachments],
+            }
+            for message in tree.messages
+        ],
+    }
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

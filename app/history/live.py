@@ -1,0 +1,242 @@
+"""The history as the chat screen uses it: writes return at once, reads take milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .answer import Answer
+from .events import Changed, HistoryEvent
+from .opening import connect
+from .processes import this_process
+from .reading import Reader
+from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, State, Summary, Tree, new_id
+from .store import Store
+from .trouble import SQLITE_ERRORS, explaining
+from .writer import Write, Writer
+
+
+class History:
+    """One open history; any number of them, in any number of processes, may share a file.
+
+    `History(history_file())` opens it in the background; `poll()` with the screen's timer; `close()` at the end. With
+    `file` None nothing is kept and all else is the same. So it is with a file that cannot be used: `poll` tells why
+    (`Trouble`), then `Ready(saved=False)`.
+
+    **Writes** return at once and never fail here. They are made in order by a thread of its own; ids are drawn before,
+    so that what was just written can be written on to. What fails for a passing reason (a lock, a full disk) waits in
+    memory, `poll` tells it (`Trouble`, later `Recovered`), and it is tried again every second.
+
+    **Reads** see what is committed, some milliseconds after it was written: read again when `poll` says `Changed`, or
+    `settle()` first. They may be called from any thread, wait for the opening, and raise FloeError where the file
+    cannot be read (TryAgainError if it is locked) and UsageError for what does not exist.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file or Path(":memory:")
+        self._writer = Writer(file)
+        self._idle: list[Reader] = []
+        self._watcher: Reader | None = None
+        self._seen: object = None
+        self._running: set[Answer] = set()
+
+    def poll(self) -> list[HistoryEvent]:
+        """What happened since the last call; `Changed` at most once. It costs some ten microseconds."""
+        events: list[HistoryEvent] = []
+        while self._writer.events:
+            events.append(self._writer.events.popleft())
+        if self._writer.opened.is_set():
+            seen = self._version()
+            if self._seen is not None and seen != self._seen:
+                events.append(Changed())
+            self._seen = seen
+        return events
+
+    def settle(self, timeout: float = 2.0) -> bool:
+        """Wait until all writes so far can be read; False if they cannot be by then."""
+        return self._writer.settle(timeout)
+
+    def close(self, timeout: float = 2.0) -> bool:
+        """End: running answers are marked as stopped, all is written. False if something was not, by then."""
+        for answer in tuple(self._running):
+            answer.finish(None, "stopped")
+        saved = self._writer.close(timeout)
+        for reader in (*self._idle, *([self._watcher] if self._watcher else ())):
+            reader.close()
+        return saved
+
+    # Writing ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, setup: Setup, title: str = "") -> int:
+        """Begin a conversation and return its id. Without a title, its first question names it (`Summary.name`)."""
+        conversation = new_id()
+        self._writer.put(lambda store: store.add_conversation(conversation, setup, title))
+        return conversation
+
+    def ask(self, conversation: int, parent: int | None, text: str, attachments: Sequence[Attachment] = ()) -> int:
+        """Add a question after the message `parent` (None: as the first one) and show its branch; returns its id.
+
+        A question that is edited is asked anew under the same parent: the old one stays, with all that followed it.
+        """
+        message = new_id(parent or 0)
+        files = tuple(attachments)
+        self._writer.put(lambda store: store.add_question(message, conversation, parent, text, files))
+        return message
+
+    def answering(self, parent: int, model: str, preset: str) -> Answer:
+        """Begin an answer to the question `parent`; another answer to the same question is its sibling."""
+        answer = Answer(new_id(parent), "", self._end)
+
+        def begin(store: Store) -> None:
+            store.begin_answer(answer.id, parent, model, preset, this_process())
+            self._writer.follow(answer)
+
+        return self._begin(answer, begin)
+
+    def continuing(self, message: Message, model: str, preset: str) -> Answer:
+        """Write on where the answer `message` ended."""
+        answer = Answer(message.id, message.text, self._end)
+
+        def begin(store: Store) -> None:
+            store.reopen_answer(answer.id, model, preset, this_process())
+            self._writer.follow(answer)
+
+        return self._begin(answer, begin)
+
+    def switch(self, conversation: int, head: int | None) -> None:
+        """Show the branch that ends in `head`; for a sibling of a message that is `newest_leaf(sibling)`."""
+        self._writer.put(lambda store: store.switch(conversation, head))
+
+    def rename(self, conversation: int, title: str) -> None:
+        """Give a conversation a title; "" takes it away."""
+        self._writer.put(lambda store: store.rename(conversation, title))
+
+    def set_up(self, conversation: int, setup: Setup) -> None:
+        """Change what a conversation is answered with from now on."""
+        self._writer.put(lambda store: store.set_up(conversation, setup))
+
+    def delete(self, conversation: int) -> int:
+        """Delete a conversation; returns what `undo` takes, for a week."""
+        mark = new_id()
+        self._writer.put(lambda store: store.delete(conversation, mark))
+        return mark
+
+    def delete_message(self, message: int) -> int:
+        """Delete a message and all that follows it; returns what `undo` takes. The branch before it is shown if its own
+        was."""
+        mark = new_id()
+        self._writer.put(lambda store: store.delete_message(message, mark))
+        return mark
+
+    def undo(self, mark: int) -> None:
+        """Take a deletion back, and show what was shown before it."""
+        self._writer.put(lambda store: store.undo(mark))
+
+    def fork(self, message: int) -> int:
+        """Begin another conversation with copies of the branch up to `message`; returns its id.
+
+        The two have nothing in common afterwards: either can be changed or deleted without the other.
+        """
+        conversation = new_id()
+        self._writer.put(lambda store: store.fork(conversation, message))
+        return conversation
+
+    def add(self, tree: Tree) -> int:
+        """Add a conversation, such as an imported one; returns its id."""
+        conversation = new_id()
+        self._writer.put(lambda store: store.add_tree(conversation, tree))
+        return conversation
+
+    # Reading: see Reader for each -------------------------------------------------------------------------------------
+
+    def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
+        """The newest conversations, or the newest of those that come after `before` in the list."""
+        with self._reading() as reader:
+            return reader.conversations(limit, before)
+
+    def conversation(self, conversation: int) -> Conversation:
+        """One conversation."""
+        with self._reading() as reader:
+            return reader.conversation(conversation)
+
+    def numbered(self, number: int) -> Conversation:
+        """One conversation by its short number."""
+        with self._reading() as reader:
+            return reader.numbered(number)
+
+    def newest(self) -> Conversation | None:
+        """The conversation that was written to last."""
+        with self._reading() as reader:
+            return reader.newest()
+
+    def branch(self, head: int | None) -> tuple[int, ...]:
+        """The ids of all messages from the beginning to `head`: a screen keeps them, and gets windows by `messages`."""
+        with self._reading() as reader:
+            return reader.branch(head)
+
+    def messages(self, ids: Sequence[int]) -> list[Message]:
+        """The messages `ids`, in this order, without those that do not exist (any more)."""
+        with self._reading() as reader:
+            return reader.messages(ids)
+
+    def siblings(self, message: int) -> tuple[int, ...]:
+        """The messages that follow the same parent, `message` among them, oldest first."""
+        with self._reading() as reader:
+            return reader.siblings(message)
+
+    def newest_leaf(self, message: int) -> int:
+        """Where the branch through `message` that was written to last ends."""
+        with self._reading() as reader:
+            return reader.newest_leaf(message)
+
+    def tree(self, conversation: int) -> Tree:
+        """A conversation with all its branches, for an export."""
+        with self._reading() as reader:
+            return reader.tree(conversation)
+
+    def search(self, words: str, limit: int = 50) -> list[Hit]:
+        """Titles, then messages, that hold all of `words`, best first; the last word may be the beginning of one.
+
+        In a large history it takes longer than a key press should: call it from a worker.
+        """
+        with self._reading() as reader:
+            return reader.search(words, limit)
+
+    def _begin(self, answer: Answer, begin: Write) -> Answer:
+        self._running.add(answer)
+        self._writer.put(begin)
+        return answer
+
+    def _end(self, answer: Answer, state: State, stats: AnswerStats | None) -> None:
+        self._running.discard(answer)
+
+        def end(store: Store) -> None:
+            store.end_answer(answer.id, answer.collect(), state, stats)
+            self._writer.leave(answer)
+
+        self._writer.put(end)
+
+    @contextmanager
+    def _reading(self) -> Generator[Reader]:
+        self._writer.opened.wait()
+        memory = self._writer.memory
+        with explaining(self._file):
+            if memory is not None:
+                with self._writer.lock:
+                    yield memory
+                return
+            reader = self._idle.pop() if self._idle else Reader(connect(self._file))
+            try:
+                yield reader
+            finally:
+                self._idle.append(reader)
+
+    def _version(self) -> object:
+        if self._writer.memory is not None:
+            return self._writer.commits
+        with suppress(*SQLITE_ERRORS):  # a read that fails says so itself
+            if self._watcher is None:
+                self._watcher = Reader(connect(self._file))
+            return self._watcher.data_version()
+        return self._seen

@@ -1,0 +1,201 @@
+"""Opening the history's file: private, of our version, undamaged, and rid of what a crash left half done."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import platformdirs
+
+from ...engine.events import Notice
+from ...models.errors import FloeError
+from .processes import is_running
+from .records import now
+from .salvage import salvage
+from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
+from .store import KEPT_AFTER_DELETION, Store
+from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_damage
+
+BUSY_SECONDS = 2.0
+"""How long a statement waits for another process's transaction."""
+
+# Seconds. A check reads the whole file: some 10 ms per megabyte, which not every command should take.
+_CHECK_EVERY = 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open history; what happened on the way that the person should know; how many answers a crash had cut off."""
+
+    store: Store
+    notices: tuple[Notice, ...]
+    interrupted: int
+
+
+def history_file() -> Path:
+    """Where the history lies: in a folder of its own, since that is closed to others."""
+    return Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "history" / "history.db"
+
+
+def open_history(file: Path) -> Opened:
+    """Open the history in `file`, or begin one there.
+
+    Once a day, and after any sign of damage, all of it is checked. A damaged file is renamed, with the date in its
+    name, and a new one begun with all that can still be read of it. Answers that nobody writes any more are marked as
+    stopped, and what was deleted a week ago is wiped.
+
+    Raises:
+        TryAgainError: another program holds it. FloeError: it cannot be written there, it is of a newer version (and
+            is left alone), or this Python's SQLite has no full-text search.
+    """
+    if not has_search():
+        raise FloeError(
+            "The history needs full-text search",
+            f"This Python's SQLite {sqlite3.sqlite_version} was built without FTS5.",
+            "Use a Python with a complete SQLite: that of python.org, of uv or of your distribution.",
+        )
+    try:
+        _make_private(file)
+        found = inode(file)
+        try:
+            return _open(file)
+        except (*SQLITE_ERRORS, FloeError) as error:
+            if not is_damage(error, opening=True):
+                raise
+        # Two that start at the same time may both have found the damage; the second finds the first one's new file.
+        kept = _set_aside(file) if inode(file) == found else None
+        _make_private(file)
+        opened = _open(file)
+        return opened if kept is None else Opened(opened.store, (_carry_over(kept, opened.store),), 0)
+    except (OSError, *SQLITE_ERRORS) as error:
+        raise explain(error, file) from error
+
+
+def inode(file: Path) -> int | None:
+    """Which file it is, whatever it is called; None if there is none."""
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return None
+
+
+def open_unsaved() -> Store:
+    """A history in memory: everything works, and nothing is kept."""
+    connection = _configured(":memory:")
+    migrate(connection, VERSION if has_search() else 1)
+    return Store(connection)
+
+
+def connect(file: Path) -> sqlite3.Connection:
+    """One more connection to a file that `open_history` has opened; its user takes care of threads."""
+    # As an address, since a bare name would make a new file where this one was taken away.
+    return _configured(f"{file.absolute().as_uri()}?mode=rw")
+
+
+def _open(file: Path) -> Opened:
+    _refuse_newer(file)
+    connection = connect(file)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        try:
+            migrate(connection)
+        except sqlite3.Error as error:
+            raise explain(error, file) from error
+        if finding := lacking(connection):
+            raise damaged(file, finding)
+        last = _last_check(file)
+        due = last is None or not 0 <= time.time() - last < _CHECK_EVERY
+        mended = due and _check(connection, file, suspect=last == 0)
+        store = Store(connection)
+        with store.transaction():
+            interrupted = store.stop_abandoned(is_running)
+            purged = store.purge(now() - KEPT_AFTER_DELETION)
+        if purged:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log, too, holds what was wiped
+    except BaseException:
+        connection.close()
+        raise
+    notice = Notice("The search index was damaged", "It was made anew from the texts; none of them is lost.")
+    return Opened(store, (notice,) if mended else (), interrupted)
+
+
+def _check(connection: sqlite3.Connection, file: Path, *, suspect: bool) -> bool:
+    """Look at every page, and note that it was done; whether the search index was made anew.
+
+    Raises:
+        DamagedError: the file is damaged. sqlite3.Error: it cannot even be checked.
+    """
+    finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    if finding != "ok":
+        raise damaged(file, finding)
+    connection.execute("BEGIN IMMEDIATE")
+    mended = mend_search(connection, suspect=suspect)
+    connection.execute("COMMIT")
+    os.close(os.open(checked(file), os.O_WRONLY | os.O_CREAT, 0o600))
+    os.utime(checked(file))
+    return mended
+
+
+def _last_check(file: Path) -> float | None:
+    """In seconds since 1970; None: never."""
+    try:
+        return checked(file).stat().st_mtime
+    except OSError:
+        return None
+
+
+def _configured(address: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    # With a write-ahead log, NORMAL can lose the last commits to a power cut, never to a killed process.
+    for pragma in ("foreign_keys = ON", "synchronous = NORMAL", "secure_delete = ON"):
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
+
+
+def _make_private(file: Path) -> None:
+    """Folder 0700, file 0600; SQLite gives -wal and -shm the file's own mode."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
+    for path in (file.parent, file):
+        mode = path.stat().st_mode
+        if mode & 0o077:
+            path.chmod(mode & 0o700)
+
+
+def _refuse_newer(file: Path) -> None:
+    """Look before anything could be written.
+
+    Raises:
+        FloeError: a newer program made it. sqlite3.Error: it cannot be read.
+    """
+    connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+    try:
+        version = version_of(connection)
+    finally:
+        connection.close()
+    if version > VERSION:
+        raise FloeError(
+            "The history was written by a newer floe-chat",
+            f"{file} is of version {version}; this program knows versions up to {VERSION}, and leaves it as it is.",
+            "Update floe-chat, or move the file away to begin a new history.",
+        )
+
+
+def _set_aside(file: Path) -> Path:
+    kept = file.with_name(f"{file.stem}-damaged-{datetime.now():%Y-%m-%d-%H%M%S}{file.suffix}")
+    checked(file).unlink(missing_ok=True)
+    for ending in ("", "-wal", "-shm"):  # what the log holds was not yet in the file
+        if (part := file.with_name(file.name + ending)).exists():
+            part.rename(kept.with_name(kept.name + ending))
+    return kept
+
+
+def _carry_over(kept: Path, store: Store) -> Notice:
+    conversations, messages = salvage(kept, store)
+    saved = f"{messages:,} messages of {conversations:,} conversations could still be read and were carried over."
+    lost = "Nothing of it could be read, so that a new one was begun."
+    return Notice("The history was damaged", f"{saved if conversations else lost} The old file is kept as {kept}.")

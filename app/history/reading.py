@@ -1,0 +1,241 @@
+"""Everything that is read of the history, over one connection."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from ...engine.events import Sampling
+from ...models.errors import UsageError
+from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, Summary, Tree, first_line
+
+_AT_ONCE = 500  # placeholders in one statement
+_OPEN, _CLOSE = "\x02", "\x03"  # around what matched, in a snippet; control characters are taken out of texts first
+
+_Record = TypeVar("_Record", Sampling, AnswerStats)
+
+_CONVERSATION = """SELECT id, number, title, created, updated, head, model, preset, sampling, system_prompt, persona
+    FROM conversation WHERE deleted IS NULL"""
+
+_SUMMARY = """SELECT c.id, c.number, c.title, c.model, c.created, c.updated,
+        coalesce((SELECT depth + 1 FROM message WHERE id = c.head), 0),
+        coalesce((SELECT substr(text, 1, 400) FROM message WHERE parent IS NULL AND conversation = c.id
+            AND deleted IS NULL ORDER BY id DESC LIMIT 1), '')
+    FROM conversation c WHERE c.deleted IS NULL"""
+
+_MESSAGE = """SELECT m.id, m.conversation, m.parent, m.depth, m.role, m.text, m.state, m.created, m.model, m.preset,
+        m.stats,
+        (SELECT count(*) FROM message s WHERE s.parent IS m.parent AND s.conversation = m.conversation
+            AND s.deleted IS NULL AND s.id <= m.id),
+        (SELECT count(*) FROM message s WHERE s.parent IS m.parent AND s.conversation = m.conversation
+            AND s.deleted IS NULL)
+    FROM message m WHERE m.id IN ({})"""
+
+# UNION, not UNION ALL: a ring of parents in a damaged file ends there.
+_PATH = """WITH RECURSIVE path (id, parent) AS (
+        SELECT id, parent FROM message WHERE id = ?
+        UNION SELECT m.id, m.parent FROM path JOIN message m ON m.id = path.parent)
+    SELECT id FROM path"""
+
+SUBTREE = """WITH RECURSIVE below (id) AS (
+        SELECT ? UNION SELECT m.id FROM below JOIN message m ON m.parent = below.id)"""
+
+_FOUND = f"""SELECT c.id, c.number, c.title, c.head, m.id, m.depth,
+        snippet(message_text, 0, '{_OPEN}', '{_CLOSE}', '…', 16)
+    FROM message_text JOIN message m ON m.id = message_text.rowid JOIN conversation c ON c.id = m.conversation
+    WHERE message_text MATCH ? AND m.deleted IS NULL AND c.deleted IS NULL ORDER BY rank LIMIT ?"""
+
+_FOUND_TITLE = f"""SELECT c.id, c.number, c.title, snippet(conversation_title, 0, '{_OPEN}', '{_CLOSE}', '…', 16)
+    FROM conversation_title JOIN conversation c ON c.number = conversation_title.rowid
+    WHERE conversation_title MATCH ? AND c.deleted IS NULL ORDER BY rank LIMIT ?"""
+
+
+class Reader:
+    """Queries over one open history. What was deleted is never seen.
+
+    Every method raises one of `trouble.SQLITE_ERRORS` where the file cannot be read; methods that take an id raise
+    UsageError where there is no such conversation or message.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        # A flipped bit may make a text that is no UTF-8; the rest of it is still worth reading.
+        connection.text_factory = forgiving
+
+    def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
+        """The newest conversations, or the newest of those that come after `before` in the list."""
+        page, values = "", [limit]
+        if before is not None:
+            page = " AND (c.updated, c.number) < (?, ?)"
+            values = [before.updated, before.number, limit]
+        rows = self._rows(f"{_SUMMARY}{page} ORDER BY c.updated DESC, c.number DESC LIMIT ?", values)
+        return [
+            Summary(id_, number, title, first_line(text), model, created, updated, count)
+            for id_, number, title, model, created, updated, count, text in rows
+        ]
+
+    def conversation(self, conversation: int) -> Conversation:
+        """One conversation by its id."""
+        return self._one_conversation("id = ?", conversation)
+
+    def numbered(self, number: int) -> Conversation:
+        """One conversation by its short number."""
+        return self._one_conversation("number = ?", number)
+
+    def newest(self) -> Conversation | None:
+        """The conversation that was written to last."""
+        rows = self._rows(f"{_CONVERSATION} ORDER BY updated DESC, number DESC LIMIT 1")
+        return next((_conversation(row) for row in rows), None)
+
+    def branch(self, head: int | None) -> tuple[int, ...]:
+        """The ids of the messages from the beginning to `head`; a window of them goes to `messages`.
+
+        It touches one row per message, and none of the texts.
+        """
+        return () if head is None else tuple(row[0] for row in self._rows(_PATH, [head]))[::-1]
+
+    def newest_leaf(self, message: int) -> int:
+        """Where the branch through `message` that was written to last ends: the head to switch to."""
+        # A message's id is above its parent's, so that the highest has none below it.
+        sql = f"{SUBTREE} SELECT max(id) FROM message WHERE id IN (SELECT id FROM below) AND deleted IS NULL"
+        leaf = next(self._rows(sql, [message]))[0]
+        if leaf is None:
+            raise _no_message()
+        return int(leaf)
+
+    def messages(self, ids: Sequence[int]) -> list[Message]:
+        """The messages `ids`, in this order; what does not exist (any more) is left out."""
+        found: dict[int, Message] = {}
+        for start in range(0, len(ids), _AT_ONCE):
+            part = list(ids[start : start + _AT_ONCE])
+            places = ",".join("?" * len(part))
+            attached: dict[int, list[Attachment]] = {}
+            sql = f"SELECT message, name, text FROM attachment WHERE message IN ({places}) ORDER BY message, place"
+            for message, name, text in self._rows(sql, part):
+                attached.setdefault(message, []).append(Attachment(name, text))
+            for row in self._rows(f"{_MESSAGE.format(places)} AND m.deleted IS NULL", part):
+                found[row[0]] = _message(row, tuple(attached.get(row[0], ())))
+        return [found[identity] for identity in ids if identity in found]
+
+    def message(self, message: int) -> Message:
+        """One message."""
+        found = self.messages([message])
+        if not found:
+            raise _no_message()
+        return found[0]
+
+    def siblings(self, message: int) -> tuple[int, ...]:
+        """The messages that follow the same parent, `message` among them, oldest first."""
+        sql = """SELECT s.id FROM message m JOIN message s ON s.parent IS m.parent AND s.conversation = m.conversation
+            WHERE m.id = ? AND s.deleted IS NULL ORDER BY s.id"""
+        return tuple(row[0] for row in self._rows(sql, [message]))
+
+    def tree(self, conversation: int) -> Tree:
+        """A conversation with all its branches."""
+        sql = "SELECT id FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY id"
+        ids = [row[0] for row in self._rows(sql, [conversation])]
+        return Tree(self.conversation(conversation), tuple(self.messages(ids)))
+
+    def search(self, words: str, limit: int = 50) -> list[Hit]:
+        """Titles, then messages, that hold all of `words`, best first.
+
+        The last word may be the beginning of one; "words in quotes" stand side by side. Case and accents do not matter.
+        """
+        wanted = _match_expression(words)
+        if not wanted:
+            return []
+        hits: list[Hit] = []
+        for id_, number, title, snippet in self._rows(_FOUND_TITLE, [wanted, limit]):
+            hits.append(Hit(id_, number, title, None, 0, True, *_marked(snippet)))
+        branches: dict[int, frozenset[int]] = {}
+        names: dict[int, str] = {}
+        for id_, number, title, head, message, depth, snippet in list(self._rows(_FOUND, [wanted, limit - len(hits)])):
+            if id_ not in branches:
+                branches[id_] = frozenset(self.branch(head))
+                names[id_] = title or next((s.name for s in self._summary(id_)), "")
+            hits.append(Hit(id_, number, names[id_], message, depth, message in branches[id_], *_marked(snippet)))
+        return hits
+
+    def data_version(self) -> int:
+        """A number that changes when another connection, of this process or another, has committed."""
+        return int(next(self._rows("PRAGMA data_version"))[0])
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._connection.close()
+
+    def _summary(self, conversation: int) -> Iterator[Summary]:
+        for id_, number, title, model, created, updated, count, text in self._rows(
+            f"{_SUMMARY} AND c.id = ?", [conversation]
+        ):
+            yield Summary(id_, number, title, first_line(text), model, created, updated, count)
+
+    def _one_conversation(self, which: str, value: int) -> Conversation:
+        row = next(self._rows(f"{_CONVERSATION} AND {which}", [value]), None)
+        if row is None:
+            raise UsageError("There is no such conversation", "", "`floe-chat history list` shows those there are.")
+        return _conversation(row)
+
+    def _rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        yield from self._connection.execute(sql, values)
+
+
+def forgiving(raw: bytes) -> str:
+    """A text as the file has it, for `sqlite3.Connection.text_factory`."""
+    return raw.decode("utf-8", "replace")
+
+
+def _no_message() -> UsageError:
+    return UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.", "")
+
+
+def _conversation(row: tuple[Any, ...]) -> Conversation:
+    id_, number, title, created, updated, head, model, preset, sampling, system_prompt, persona = row
+    drawn = _record(Sampling, sampling) or Sampling()
+    return Conversation(id_, number, title, created, updated, Setup(model, preset, drawn, system_prompt, persona), head)
+
+
+def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Message:
+    id_, conversation, parent, depth, role, text, state, created, model, preset, stats, sibling, siblings = row
+    return Message(
+        *(id_, conversation, parent, depth, role, text, state, created, model, preset),
+        *(_record(AnswerStats, stats), attachments, sibling, siblings),
+    )
+
+
+def _record(kind: type[_Record], text: str | None) -> _Record | None:
+    """The fields that `kind` knows of a JSON object; a newer version may have written others."""
+    try:
+        values = json.loads(text or "null")
+        return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _match_expression(words: str) -> str:
+    """What a person typed, in FTS5's language: every word or phrase quoted, the last one a beginning."""
+    parts = [
+        (phrase or word).replace('"', "").replace("\0", "")
+        for phrase, word in re.findall(r'"([^"]*)"|(\S+)', words.encode(errors="replace").decode())
+    ]
+    # What has no letter and no digit is not in the index, and would match nothing.
+    kept = [f'"{part}"' for part in parts if any(char.isalnum() for char in part)]
+    return " ".join(kept) + ("" if not kept or words.rstrip().endswith('"') else "*")
+
+
+def _marked(snippet: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """FTS5's snippet as one line, and where its marks were."""
+    text, marks, start = "", [], -1
+    for piece in re.split(f"([{_OPEN}{_CLOSE}])", re.sub(r"[^\S\x02\x03]+", " ", snippet)):
+        if piece == _OPEN:
+            start = len(text)
+        elif piece == _CLOSE:
+            marks += [(start, len(text))] if 0 <= start < len(text) else []
+            start = -1
+        else:
+            text += piece
+    return text, tuple(marks)

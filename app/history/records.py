@@ -1,0 +1,210 @@
+"""What the history holds, as small frozen dataclasses; nothing here knows the database.
+
+Times are whole milliseconds since 1970, UTC. Texts are as they were written: a screen or a terminal gets them through
+`printable` (`app/widgets/plain.py`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...engine.events import Sampling, Stats
+
+Role = Literal["user", "assistant"]
+State = Literal["complete", "streaming", "stopped", "failed"]
+"""`streaming` while it is written, `stopped` when the person or a crash ended it, `failed` when an error did."""
+
+TITLE_LENGTH = 60
+LATEST = 253_402_300_799_999
+"""The end of the year 9999, in milliseconds since 1970; no time here is later."""
+_RANDOM_BITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a conversation is answered with.
+
+    Attributes:
+        model: what `--model` takes. preset: None is the model's own default.
+        system_prompt: the instructions in force. persona: the name they came under, or "".
+    """
+
+    model: str = ""
+    preset: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    system_prompt: str = ""
+    persona: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStats:
+    """What the footer under an answer says; None was not measured.
+
+    `stop_reason` is the engine's ("stop", "length", "context", "cancelled"). `virtual`: the
+    times are those of a device that is not there.
+    """
+
+    tokens: int
+    tokens_per_s: float | None
+    first_token_s: float | None
+    stop_reason: str
+    virtual: bool = False
+
+    @classmethod
+    def of(cls, stats: Stats, reason: str) -> AnswerStats:
+        """Those of the engine's last `Stats` of an answer."""
+        virtual = stats.rows is not None and stats.rows.virtual
+        return cls(stats.new_tokens, stats.decode_tps_mean, stats.first_token_s, reason, virtual)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A text file that was sent along: its name without folders, and all of its text."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One tree of messages and the branch that is shown.
+
+    Attributes:
+        id: what every call takes. number: short and stable, for people and the command line; it is never used again.
+        title: as the person named it, or "". head: the last message of the branch that is shown; None while empty.
+    """
+
+    id: int
+    number: int
+    title: str
+    created: int
+    updated: int
+    setup: Setup
+    head: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A line of the list of conversations.
+
+    Attributes:
+        title: the person's, or "". first_line: of the first question, which names it without one.
+        messages: on the branch that is shown.
+    """
+
+    id: int
+    number: int
+    title: str
+    first_line: str
+    model: str
+    created: int
+    updated: int
+    messages: int
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return self.title or shortened(self.first_line) or "Empty conversation"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A question or an answer.
+
+    Attributes:
+        parent: the message before it; None begins the conversation. position: how many come before it on its branch.
+        sibling, siblings: it is number `sibling` (from 1, by age) of so many that follow the same parent.
+        model, preset: what answered; "" of questions. stats: None of questions, and of answers that a crash cut off.
+    """
+
+    id: int
+    conversation: int
+    parent: int | None
+    position: int
+    role: Role
+    text: str
+    state: State
+    created: int
+    model: str
+    preset: str
+    stats: AnswerStats | None
+    attachments: tuple[Attachment, ...]
+    sibling: int
+    siblings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A conversation with messages of it, parents before children: what is exported, imported and copied."""
+
+    conversation: Conversation
+    messages: tuple[Message, ...]
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        question = next((message.text for message in self.messages if message.role == "user"), "")
+        return self.conversation.title or shortened(first_line(question)) or "Empty conversation"
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A place that a search found.
+
+    Attributes:
+        message: None where the title matched. position: of the message on its branch.
+        shown: whether it is on the branch that the conversation shows; if not, `History.switch` goes there.
+        snippet: the text around it, in one line. marks: (start, end) of what matched, in characters of `snippet`.
+    """
+
+    conversation: int
+    number: int
+    name: str
+    message: int | None
+    position: int
+    shown: bool
+    snippet: str
+    marks: tuple[tuple[int, int], ...]
+
+
+def first_line(text: str) -> str:
+    """The first line of `text` that is not blank, or ""."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def shortened(line: str) -> str:
+    """`line` cut at a word, with an ellipsis, so that it serves as a title."""
+    if len(line) <= TITLE_LENGTH:
+        return line
+    cut = line[: TITLE_LENGTH - 1]
+    return (cut.rsplit(" ", 1)[0] if " " in cut[TITLE_LENGTH // 2 :] else cut) + "…"
+
+
+def now() -> int:
+    """Milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+_last_id = 0
+_id_lock = threading.Lock()
+
+
+def new_id(after: int = 0) -> int:
+    """A number that no other conversation or message has, above `after` and all that this process has drawn before.
+
+    Made without asking the database, so that nobody waits for it: the time, then 20 random bits against another
+    process in the same millisecond. A message is thus above its parent, and siblings are in the order of their age.
+    """
+    global _last_id
+    with _id_lock:
+        _last_id = max((now() << _RANDOM_BITS) + secrets.randbits(_RANDOM_BITS), _last_id + 1, after + 1)
+        return _last_id
+
+
+def time_of(identity: int) -> int:
+    """When `new_id` drew it, in milliseconds since 1970."""
+    return identity >> _RANDOM_BITS

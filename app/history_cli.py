@@ -1,0 +1,275 @@
+"""`floe-chat history`: the kept conversations on the command line. Data goes to stdout, talk to stderr.
+
+The history itself is imported by the commands that need it: it would be half of what every other command starts with.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..models.errors import UsageError
+from . import progress
+
+if TYPE_CHECKING:
+    from .history.store import Store
+
+_JSON = click.option("--json", "as_json_lines", is_flag=True, help="Print one JSON object per line.")
+
+_NUMBER = click.IntRange(1, 2**62)
+
+
+@click.group()
+def history() -> None:
+    """List, search, show, export, import and delete the conversations kept on this machine.
+
+    Conversations have short numbers that stay theirs: `list` and `search` show them, the other commands take them.
+
+    \b
+    Examples:
+      floe-chat history list
+      floe-chat history search "hit rate" cache
+      floe-chat history show 12 | less
+      floe-chat history export 12 --output experts.md
+      floe-chat history export --all --format json --output chats.json
+      floe-chat history import chats.json
+      floe-chat history delete 12
+    """
+
+
+@history.command("list")
+@click.option(
+    "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="At most so many."
+)
+@_JSON
+def list_(limit: int, as_json_lines: bool) -> None:
+    """List conversations, the one that was written to last first.
+
+    Columns: number, when it was written to last, messages on its branch, model, title (or its first question).
+
+    \b
+    Examples:
+      floe-chat history list -n 5
+      floe-chat history list --json | jq -r .title
+    """
+    from . import history_lines
+    from .history import json_text
+
+    with _opened(writing=False) as store:
+        found = store.conversations(limit)
+        more = len(store.conversations(1, found[-1])) if found else 0
+    if not found:
+        progress.note("no conversation is kept here yet")
+    for each in found:
+        click.echo(json_text(history_lines.summary(each)) if as_json_lines else history_lines.line(each))
+    if more:
+        progress.note("there are more: --limit shows them")
+
+
+@history.command()
+@click.argument("words", nargs=-1, required=True)
+@click.option(
+    "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="At most so many."
+)
+@_JSON
+def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
+    """Find the titles and messages that hold all WORDS, best first.
+
+    Case and accents do not matter. The last word may be the beginning of one; words in one argument with spaces stand
+    side by side. The exit code is 1 if nothing is found, as grep's.
+
+    \b
+    Examples:
+      floe-chat history search experts
+      floe-chat history search "hit rate" cach
+    """
+    from . import history_lines
+    from .history import json_text
+
+    phrases = [f'"{word}"' if " " in word and '"' not in word else word for word in words]
+    with _opened(writing=False) as store:
+        hits = store.search(" ".join(phrases), limit)
+    for hit in hits:
+        click.echo(json_text(history_lines.hit(hit)) if as_json_lines else history_lines.hit_line(hit))
+    if not hits:
+        progress.note("nothing found")
+        sys.exit(1)
+
+
+@history.command()
+@click.argument("number", type=_NUMBER)
+@_JSON
+def show(number: int, as_json_lines: bool) -> None:
+    """Print conversation NUMBER as Markdown: the branch that it shows in the chat.
+
+    With --json, one object per message of that branch; `export --format json` has all branches.
+
+    \b
+    Examples:
+      floe-chat history show 12
+      floe-chat history show 12 --json | jq -r 'select(.role == "assistant").text'
+    """
+    from . import history_lines
+    from .history import as_markdown, json_text
+
+    with _opened(writing=False) as store:
+        found = store.numbered(number)
+        if not as_json_lines:
+            click.echo(as_markdown(store.tree(found.id)), nl=False)
+            return
+        for message in store.messages(store.branch(found.head)):
+            click.echo(json_text(history_lines.message(message)))
+
+
+@history.command()
+@click.argument("numbers", type=_NUMBER, nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All conversations, instead of NUMBERS.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["markdown", "json"]),
+    default="markdown",
+    show_default=True,
+    help="markdown: to read, the branch that is shown. json: to keep, every branch; `import` reads it.",
+)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="A file, or a folder for one file each.  [default: standard output]",
+)
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+def export(numbers: tuple[int, ...], everything: bool, form: str, output: Path | None, force: bool) -> None:
+    """Export conversations NUMBERS as Markdown or JSON.
+
+    Files that are written can be read by you alone (mode 0600).
+
+    \b
+    Examples:
+      floe-chat history export 12 > experts.md
+      floe-chat history export 12 14 --output ~/chats/        (one file each)
+      floe-chat history export --all --format json --output backup.json
+    """
+    from .history import as_json, as_markdown, file_name
+
+    if everything == bool(numbers):
+        raise click.UsageError("Give the numbers of conversations, or --all.")
+    with _opened(writing=False) as store:
+        trees = [store.tree(each) for each in _wanted(store, numbers)]
+    if output is not None and output.is_dir():
+        for tree in trees:
+            ending = ".md" if form == "markdown" else ".json"
+            name = file_name(tree.conversation.number, tree.name, ending)
+            _write(output / name, as_markdown(tree) if form == "markdown" else as_json([tree]), force)
+        return
+    text = as_json(trees) if form == "json" else "\n".join(as_markdown(tree) for tree in trees)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _write(output, text, force)
+
+
+@history.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+def import_(file: Path) -> None:
+    """Add the conversations in FILE, which `export --format json` wrote. Prints their new numbers.
+
+    All of them are added, or none. Importing a file twice makes copies.
+
+    \b
+    Example:
+      floe-chat history import backup.json
+    """
+    from .history import new_id, parse
+
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a file.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} cannot be imported", "It is not UTF-8 text.", "Give a JSON export.") from error
+    trees = parse(text, str(file))
+    ids = [new_id() for _ in trees]
+    with _opened(writing=True) as store:
+        with store.transaction():
+            for identity, tree in zip(ids, trees, strict=True):
+                store.add_tree(identity, tree)
+        for identity in ids:
+            click.echo(store.conversation(identity).number)
+    progress.note(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} imported")
+
+
+@history.command()
+@click.argument("numbers", type=_NUMBER, nargs=-1, required=True)
+@click.option("--undo", is_flag=True, help="Bring them back, within a week.")
+def delete(numbers: tuple[int, ...], undo: bool) -> None:
+    """Delete conversations NUMBERS; for a week --undo brings them back, then they are wiped from the disk.
+
+    All of them are deleted, or none.
+
+    \b
+    Examples:
+      floe-chat history delete 12 14
+      floe-chat history delete 12 --undo
+    """
+    from .history import new_id
+
+    with _opened(writing=True) as store, store.transaction():
+        for number in dict.fromkeys(numbers):
+            if not undo:
+                store.delete(store.numbered(number).id, new_id())
+            elif (mark := store.deletion_of(number)) is not None:
+                store.undo(mark)
+            else:
+                raise UsageError(f"Conversation {number} cannot be brought back", "No such one is deleted.", "")
+    what = "brought back" if undo else "deleted; --undo brings them back within a week"
+    progress.note(f"{', '.join(map(str, dict.fromkeys(numbers)))} {what}")
+
+
+@contextmanager
+def _opened(*, writing: bool) -> Generator[Store]:
+    from .history.opening import history_file, open_history, open_unsaved
+    from .history.trouble import explaining
+
+    file = history_file()
+    if not writing and not file.exists():
+        store = open_unsaved()  # to look for something makes no files
+    else:
+        opened = open_history(file)
+        store = opened.store
+        for notice in opened.notices:
+            progress.note(f"{notice.title}. {notice.cause}")
+    try:
+        with explaining(file):
+            yield store
+    finally:
+        store.close()
+
+
+def _wanted(store: Store, numbers: Sequence[int]) -> list[int]:
+    if numbers:
+        return [store.numbered(number).id for number in dict.fromkeys(numbers)]
+    ids: list[int] = []
+    page = store.conversations()
+    while page:
+        ids += [each.id for each in page]
+        page = store.conversations(before=page[-1])
+    return ids
+
+
+def _write(file: Path, text: str, force: bool) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
+    try:
+        with open(file, "w", encoding="utf-8", opener=lambda path, _flags: os.open(path, flags, 0o600)) as out:
+            out.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{file} exists", "It was left as it is.", "Use --force, or another name.") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written", f"{error.strerror}.", "Give another path.") from error
+    progress.note(f"wrote {file}")

@@ -1,0 +1,329 @@
+"""Conversations as trees: what is written, what is read back, and nothing ever written over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from floe_chat.app.history import (
+    Answer,
+    AnswerStats,
+    Attachment,
+    Changed,
+    History,
+    Ready,
+    Setup,
+    Trouble,
+    new_id,
+    open_history,
+)
+from floe_chat.app.history.exchange import ask_anew, ask_in
+from floe_chat.app.history.store import KEPT_AFTER_DELETION, Store
+from floe_chat.engine.events import Sampling
+from floe_chat.models.errors import UsageError
+
+STATS = AnswerStats(6, 12.5, 0.4, "stop")
+SETUP = Setup("demo", "Fast", Sampling(temperature=0.1, seed=7), "Be brief.", "Tutor")
+
+
+@pytest.fixture(params=["saved", "unsaved"])
+def history(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[History]:
+    """A fresh history: everything but keeping works without a file too."""
+    opened = History(tmp_path / "history.db" if request.param == "saved" else None)
+    yield opened
+    assert opened.close(10)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_history(tmp_path / "history.db").store
+    yield opened
+    opened.close()
+
+
+def answered(history: History, parent: int, text: str) -> Answer:
+    with history.answering(parent, "demo", "Fast") as answer:
+        for word in text.split(" "):
+            answer.append(f"{word} ")
+        answer.finish(STATS)
+    return answer
+
+
+def settled(history: History) -> History:
+    assert history.settle(10)
+    return history
+
+
+def texts(history: History, head: int | None) -> list[str]:
+    return [message.text.strip() for message in settled(history).messages(history.branch(head))]
+
+
+def test_what_was_written_is_read_back(history: History) -> None:
+    chat = history.begin(SETUP)
+    question = history.ask(chat, None, "What is\nan expert?", [Attachment("a.txt", "one"), Attachment("b.txt", "two")])
+    answer = answered(history, question, "A small network")
+    found = settled(history).conversation(chat)
+    assert (found.setup, found.head, found.title, found.number) == (SETUP, answer.id, "", 1)
+    asked, given = history.messages(history.branch(found.head))
+    assert (asked.role, asked.text, asked.parent, asked.position) == ("user", "What is\nan expert?", None, 0)
+    assert asked.attachments == (Attachment("a.txt", "one"), Attachment("b.txt", "two"))
+    assert (given.role, given.text, given.parent, given.position) == ("assistant", "A small network ", question, 1)
+    assert (given.model, given.preset, given.state, given.stats) == ("demo", "Fast", "complete", STATS)
+    (listed,) = history.conversations()
+    assert (listed.name, listed.first_line, listed.messages, listed.model) == ("What is", "What is", 2, "demo")
+
+
+def test_editing_and_answering_again_make_siblings_that_can_be_switched(history: History) -> None:
+    chat = history.begin(SETUP)
+    first = history.ask(chat, None, "first")
+    one = answered(history, first, "one")
+    below = history.ask(chat, one.id, "below one")
+    two = answered(history, first, "two")
+    edited = history.ask(chat, None, "first, edited")
+    settled(history)
+    assert texts(history, history.conversation(chat).head) == ["first, edited"]
+    assert history.siblings(first) == history.siblings(edited) == (first, edited)
+    assert [(m.sibling, m.siblings) for m in history.messages([first, edited, one.id, two.id])] == [
+        *((1, 2), (2, 2), (1, 2), (2, 2))
+    ]
+    history.switch(chat, history.newest_leaf(one.id))
+    assert history.newest_leaf(one.id) == below
+    assert texts(settled(history), settled(history).conversation(chat).head) == ["first", "one", "below one"]
+    assert history.newest_leaf(first) == two.id
+
+
+def test_a_stopped_answer_can_be_written_on(history: History) -> None:
+    chat = history.begin(SETUP)
+    question = history.ask(chat, None, "count")
+    with history.answering(question, "demo", "Fast") as answer:
+        answer.append("one two")
+    (stopped,) = settled(history).messages([answer.id])
+    assert (stopped.state, stopped.text, stopped.stats) == ("stopped", "one two", None)
+    with history.continuing(stopped, "demo", "High") as more:
+        more.append(" three")
+        more.finish(STATS)
+        more.append("after the end")
+        more.finish(None, "failed")
+    (whole,) = settled(history).messages([answer.id])
+    assert (whole.state, whole.text, whole.stats, whole.preset) == ("complete", "one two three", STATS, "High")
+    assert [hit.message for hit in history.search("two three")] == [answer.id]
+
+
+def test_an_answer_that_raises_is_a_failed_one(history: History) -> None:
+    question = history.ask(history.begin(SETUP), None, "hi")
+    with pytest.raises(ZeroDivisionError), history.answering(question, "demo", "") as answer:
+        answer.append("so f")
+        raise ZeroDivisionError
+    (failed,) = settled(history).messages([answer.id])
+    assert (failed.state, failed.text) == ("failed", "so f")
+
+
+def test_closing_ends_running_answers(tmp_path: Path) -> None:
+    history = History(tmp_path / "history.db")
+    question = history.ask(history.begin(SETUP), None, "hi")
+    answer = history.answering(question, "demo", "")
+    answer.append("as far as this")
+    assert history.close()
+    again = History(tmp_path / "history.db")
+    (found,) = again.messages([answer.id])
+    assert (found.state, found.text) == ("stopped", "as far as this")
+    assert again.close()
+
+
+def test_poll_tells_that_it_is_open_and_when_something_changed(history: History) -> None:
+    settled(history)
+    first = history.poll()
+    assert [type(event) for event in first if not isinstance(event, Changed)] == [Ready]
+    assert history.poll() == []
+    chat = history.begin(SETUP)
+    settled(history)
+    assert history.poll() == [Changed()]
+    history.rename(chat, "a")
+    history.rename(chat, "b")
+    settled(history)
+    assert history.poll() == [Changed()] and history.poll() == []
+
+
+def test_another_history_over_the_same_file_is_noticed(tmp_path: Path) -> None:
+    one, other = (settled(History(tmp_path / "history.db")) for _ in range(2))
+    one.poll()
+    chat = other.begin(SETUP, "from the other")
+    settled(other)
+    assert Changed() in one.poll()
+    assert one.conversation(chat).title == "from the other"
+    assert one.close() and other.close()
+
+
+def test_a_change_that_cannot_be_made_is_told_and_the_rest_is_kept(history: History) -> None:
+    settled(history)
+    history.poll()
+    history.ask(new_id(), None, "into a conversation that is not there")
+    chat = history.begin(SETUP, "kept")
+    settled(history)
+    (trouble,) = [event for event in history.poll() if isinstance(event, Trouble)]
+    assert "no such conversation" in trouble.title.lower()
+    assert [found.id for found in history.conversations()] == [chat]
+    with pytest.raises(UsageError):
+        history.conversation(new_id())
+
+
+def test_rename_set_up_and_delete_with_undo(history: History) -> None:
+    chat = history.begin(SETUP)
+    answer = answered(history, history.ask(chat, None, "the needle"), "in a haystack")
+    history.rename(chat, "Needles")
+    other = replace(SETUP, preset=None, sampling=Sampling(top_k=3))
+    history.set_up(chat, other)
+    found = settled(history).conversation(chat)
+    assert (found.title, found.setup) == ("Needles", other)
+    mark = history.delete(chat)
+    assert settled(history).conversations() == [] and history.search("needle") == []
+    assert history.newest() is None
+    history.undo(mark)
+    history.undo(mark)
+    assert [one.id for one in settled(history).conversations()] == [chat]
+    assert history.conversation(chat).head == answer.id and len(history.search("needles")) == 1
+
+
+def test_a_deleted_message_takes_what_follows_with_it_and_undo_brings_all_back(history: History) -> None:
+    chat = history.begin(SETUP)
+    first = history.ask(chat, None, "one")
+    second = answered(history, first, "two")
+    third = history.ask(chat, second.id, "three")
+    mark = history.delete_message(second.id)
+    assert texts(history, settled(history).conversation(chat).head) == ["one"]
+    assert history.messages([first, second.id, third]) == history.messages([first])
+    assert history.search("three") == []
+    history.undo(mark)
+    assert settled(history).conversation(chat).head == third
+    assert texts(history, third) == ["one", "two", "three"]
+    edited = history.ask(chat, None, "one, edited")
+    history.delete_message(edited)
+    assert settled(history).conversation(chat).head == third
+
+
+def test_a_fork_lives_by_itself(history: History) -> None:
+    chat = history.begin(SETUP)
+    first = history.ask(chat, None, "one", [Attachment("a.txt", "text")])
+    second = answered(history, first, "two")
+    history.ask(chat, second.id, "three")
+    fork = history.fork(second.id)
+    head = settled(history).conversation(fork).head
+    assert texts(history, head) == ["one", "two"] and history.conversation(fork).setup == SETUP
+    copied = history.messages(history.branch(head))
+    assert copied[0].attachments == (Attachment("a.txt", "text"),) and copied[1].stats == STATS
+    assert not {message.id for message in copied} & {first, second.id}
+    history.delete(chat)
+    assert texts(settled(history), head) == ["one", "two"]
+
+
+def test_the_list_is_paged_newest_first(history: History) -> None:
+    chats = [history.begin(SETUP, f"chat {number}") for number in range(7)]
+    settled(history)
+    time.sleep(0.002)  # times are whole milliseconds
+    history.ask(chats[2], None, "newest")
+    settled(history)
+    expected = [f"chat {number}" for number in range(7)]
+    pages: list[list[str]] = []
+    page = history.conversations(3)
+    while page:
+        pages.append([one.title for one in page])
+        page = history.conversations(3, page[-1])
+    assert [len(one) for one in pages] == [3, 3, 1]
+    titles = [title for page in pages for title in page]
+    assert titles[0] == "chat 2" and sorted(titles) == sorted(expected)
+
+
+def test_search_finds_titles_and_messages_with_their_place(history: History) -> None:
+    chat = history.begin(SETUP, "Über Experten")
+    first = history.ask(chat, None, "Wie viele Experten\ngibt es im \x1b[31mNetz\x1b[0m?")
+    old = answered(history, first, "Acht Stück")
+    new = answered(history, first, "Es sind acht Stück")
+    settled(history)
+    title, question = history.search("experten")
+    assert (title.message, title.name, question.message, question.position) == (None, "Über Experten", first, 0)
+    assert [question.snippet[start:end] for start, end in question.marks] == ["Experten"]
+    assert "\n" not in question.snippet
+    shown = {hit.message: hit.shown for hit in history.search("stuck ac")}
+    assert shown == {old.id: False, new.id: True}
+    assert [hit.message for hit in history.search('"sind acht"')] == [new.id]
+    assert history.search("sind nichts") == [] and history.search(" ") == []
+
+
+@pytest.mark.parametrize(
+    "words", ['"', '""', "*", "AND", "NEAR(", "a OR", "-x", "(", "\0", "\ud800", "'; --", "c++ ^", "^*"]
+)
+def test_no_query_is_an_error(history: History, words: str) -> None:
+    history.ask(history.begin(SETUP), None, "a b c")
+    assert isinstance(settled(history).search(words), list)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\0", "a\0b", "\ud800 half", "\x1b]0;title\x07", "\u202eright to left", "é" * 5000]
+)
+def test_any_text_is_kept(history: History, text: str) -> None:
+    chat = history.begin(replace(SETUP, system_prompt=text), text)
+    question = history.ask(chat, None, text, [Attachment(text, text)])
+    (found,) = settled(history).messages([question])
+    expected = text.replace("\ud800", "?")
+    assert (found.text, found.attachments) == (expected, (Attachment(expected, expected),))
+    assert history.conversation(chat).title == expected and len(history.conversations()) == 1
+
+
+def test_ask_goes_on_with_the_last_conversation_or_a_numbered_one(history: History) -> None:
+    begun = ask_anew(history, "first", SETUP, [Attachment("a.txt", "file")])
+    assert [turn.text for turn in begun.turns] == ["Be brief.", "a.txt:\nfile\n\nfirst"]
+    begun.answer.append("one")
+    begun.answer.finish(STATS)
+    history.begin(SETUP)  # number 2, without a question
+    settled(history)
+    blank = ask_in(history, 1, "unanswered", Setup("other", "High"))
+    blank.answer.finish(None, "stopped")
+    settled(history)
+    third = ask_in(history, None, "third", replace(SETUP, system_prompt="Be long."))
+    assert [(turn.role, turn.text) for turn in third.turns] == [
+        *(("system", "Be long."), ("user", "a.txt:\nfile\n\nfirst"), ("assistant", "one"), ("user", "third"))
+    ]
+    with pytest.raises(UsageError):
+        ask_in(history, 99, "nowhere", SETUP)
+
+
+def test_there_is_nothing_to_continue_at_first(history: History) -> None:
+    with pytest.raises(UsageError, match="nothing to continue"):
+        ask_in(history, None, "hi", SETUP)
+
+
+def test_what_was_deleted_long_ago_is_wiped_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    history = History(file)
+    gone, kept = history.begin(SETUP), history.begin(SETUP)
+    question = history.ask(gone, None, "xylophone secret " * 40)
+    answered(history, question, "zeppelin")
+    first = history.ask(kept, None, "stays")
+    history.ask(kept, history.ask(kept, first, "wobbegong " * 40), "walrus")
+    settled(history)
+    marks = history.delete(gone), history.delete_message(settled(history).branch(history.conversation(kept).head)[1])
+    settled(history)
+    history.close()
+    store = open_history(file).store
+    assert b"xylophone" in file.read_bytes()
+    with store.transaction():
+        assert store.purge(min(marks) >> 20) == 0
+        assert store.purge((max(marks) >> 20) + 1 + KEPT_AFTER_DELETION) == 2
+        store.undo(marks[0])
+    store.close()
+    left = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert not any(word in left for word in (b"xylophone", b"zeppelin", b"wobbegong", b"walrus"))
+    assert b"stays" in left
+
+
+def test_numbers_are_never_given_again(store: Store) -> None:
+    for round_ in range(1, 4):
+        identity, mark = new_id(), new_id()
+        with store.transaction():
+            store.add_conversation(identity, SETUP)
+            assert store.conversation(identity).number == round_
+            store.delete(identity, mark)
+            store.purge((mark >> 20) + 1)

@@ -1,0 +1,333 @@
+"""Settings: the person's file is read key by key, told about line by line, and changed only where it was asked."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from floe_chat.app.cli import cli
+from floe_chat.app.settings import ACTIONS, KEYS, Key, Persona, Settings, fill
+from floe_chat.app.settings_file import change, change_persona, documented, read, settings_file
+from floe_chat.engine.events import Sampling
+from floe_chat.engine.sampling import check
+from floe_chat.models.errors import FloeError, TryAgainError, UsageError
+
+GOOD = {
+    "chat.model": "mixtral",
+    "chat.preset": "High",
+    "chat.device": "cpu",
+    "chat.vram": "10gb",
+    "chat.max_tokens": 100,
+    "chat.system_prompt": "Be\nbrief.",
+    "sampling.temperature": 0.0,
+    "sampling.top_k": 40,
+    "sampling.top_p": 0.9,
+    "sampling.min_p": 1.0,
+    "sampling.repetition_penalty": 1.1,
+    "screen.theme": "floe-light",
+    "screen.panel": "compact",
+    "history.save": False,
+    "folders.models": "/models",
+    "folders.downloads": "/downloads",
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "config" / "settings.toml"
+
+
+def written(file: Path, text: str) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text, encoding="utf-8", newline="")
+    return file
+
+
+def told(file: Path) -> list[str]:
+    return [str(problem) for problem in read(file).problems]
+
+
+def test_without_a_file_the_defaults_are_in_force() -> None:
+    assert settings_file().name == "settings.toml" and not settings_file().exists()
+    found = read(settings_file())
+    assert (found.settings, found.problems) == (Settings(), ()) and not settings_file().parent.exists()
+
+
+def test_the_documented_file_means_the_defaults_and_so_does_each_of_its_lines(file: Path) -> None:
+    assert read(written(file, documented())).settings == Settings() and told(file) == []
+    lines = [
+        line[1:] if line.startswith("#") and not line.startswith("# ") else line for line in documented().split("\n")
+    ]
+    settings = read(written(file, "\n".join(lines))).settings
+    assert told(file) == []
+    assert settings.personas.keys() == {"Tutor"} and settings.keys == Settings().keys
+    assert all(getattr(settings, key.field) == key.example for key in KEYS)
+    assert max(map(len, documented().split("\n"))) <= 130
+
+
+def test_every_key_is_documented_with_a_default_that_it_accepts() -> None:
+    assert {key.name for key in KEYS} == GOOD.keys() | {"chat.persona"}
+    for key in KEYS:
+        assert key.description.endswith(".") and not key.trouble(key.example), key.name
+        assert (key.default is None) == bool(key.unset) and getattr(Settings(), key.field) == key.default
+        assert key.description in documented()
+    assert all(does in documented() for _key, does in ACTIONS.values())
+
+
+def test_what_is_changed_is_read_back_and_nothing_else_is_touched(file: Path) -> None:
+    text = "# mine\r\n\r\n[sampling]   # how\r\ntop_p = 0.5  # not too wild\r\n\r\n[chat]\r\nmodel = 'demo' # small\r\n"
+    change(written(file, text), {"sampling.top_p": 0.75})
+    assert file.read_bytes().decode() == text.replace("0.5", "0.75")
+    change(file, {"chat.model": "big", "sampling.top_k": 3})
+    assert "# mine\r\n" in file.read_bytes().decode() and "# not too wild" in file.read_text()
+    settings = read(file).settings
+    assert (settings.model, settings.top_k, settings.top_p) == ("big", 3, 0.75) and told(file) == []
+    change(file, {"chat.model": None, "sampling.top_k": None})
+    assert read(file).settings == Settings(top_p=0.75)
+
+
+def test_a_new_file_is_the_documented_one_with_the_values_in_their_places(file: Path) -> None:
+    change(file, GOOD | {"keys.quit": "f10, ctrl+q"})
+    settings = read(file).settings
+    assert {key.name: getattr(settings, key.field) for key in KEYS if key.name in GOOD} == GOOD
+    assert settings.keys["quit"] == "f10,ctrl+q" and told(file) == []
+    ours, theirs = (text.split("\n") for text in (file.read_text(), documented()))
+    assert [line for line in theirs if line not in ours and not line.startswith("#")] == []
+    assert all(line in ours for line in theirs if line.startswith("# "))
+    change(file, dict.fromkeys(GOOD) | {"keys.quit": None})
+    assert read(file).settings == Settings()
+
+
+def test_it_is_private_and_written_at_once(file: Path, tmp_path: Path) -> None:
+    change(written(file, ""), {"chat.model": "a"})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert {path.name for path in file.parent.iterdir()} <= {"settings.toml", "settings.toml.lock"}
+    elsewhere = tmp_path / "dotfiles.toml"
+    file.replace(elsewhere)
+    file.symlink_to(elsewhere)
+    change(file, {"chat.model": "b"})
+    assert file.is_symlink() and "b" in elsewhere.read_text()
+
+
+def test_personas_are_added_changed_and_removed(file: Path) -> None:
+    tutor = Persona('Say "why".\nAlways. \\ \x1b', temperature=0.2, top_k=5)
+    change_persona(file, "My tutor. 2", tutor)
+    change_persona(file, "Poet", Persona("Rhyme."))
+    change(file, {"chat.persona": "Poet"})
+    settings = read(file).settings
+    assert settings.personas == {"My tutor. 2": tutor, "Poet": Persona("Rhyme.")} and told(file) == []
+    assert settings.with_persona("My tutor. 2").temperature == 0.2
+    assert settings.with_persona("").system_prompt == "" and settings.with_persona("Poet").system_prompt == "Rhyme."
+    change_persona(file, "My tutor. 2", Persona("Shorter."))
+    assert read(file).settings.personas["My tutor. 2"] == Persona("Shorter.")
+    change_persona(file, "Poet", None)
+    assert read(file).settings.personas.keys() == {"My tutor. 2"}
+    assert any("chat.persona" in line for line in told(file))
+    with pytest.raises(UsageError, match="Poet"):
+        settings.with_persona("poet")
+    for name, persona in (("", Persona()), ("a\x1b", Persona()), ("x", Persona(temperature=9.0))):
+        with pytest.raises(UsageError):
+            change_persona(file, name, persona)
+
+
+BAD = [
+    ("sampling.top_p", "0", "above 0 to 1"),
+    ("sampling.top_p", "nan", "above 0 to 1"),
+    ("sampling.top_p", "'much'", "a number"),
+    ("sampling.top_p", "true", "a number"),
+    ("sampling.top_k", "1.5", "a whole number"),
+    ("sampling.top_k", "-1", "0 to 1,000,000"),
+    ("sampling.temperature", "-0.1", "0 to 5"),
+    ("sampling.min_p", "1.1", "0 to 1"),
+    ("sampling.repetition_penalty", "inf", "above 0 to 10"),
+    ("chat.max_tokens", "0", "1 to 1,000,000"),
+    ("chat.max_tokens", "99999999999999999999", "1 to 1,000,000"),
+    ("chat.preset", "'Best'", "one of Exact, High, Balanced, Fast"),
+    ("chat.vram", "'lots'", "no size of memory"),
+    ("chat.model", "''", "empty"),
+    ("chat.model", '"a\\u001bb"', "control characters"),
+    ("chat.persona", "'Nobody'", "no such name"),
+    ("screen.panel", "'Full'", "one of compact, full, hidden"),
+    ("history.save", "'yes'", "true or false"),
+    ("history.save", "1", "true or false"),
+    ("keys.quit", "''", "a key"),
+    ("keys.quit", "'f1'", "the key of help already"),
+    ("keys.quit", "'ctrl+q,,f1'", "a key"),
+    ("keys.fly", "'f9'", "no such name"),
+    ("chat.modle", "'demo'", "is it chat.model?"),
+    ("sampling.theme", "'floe'", "is it screen.theme?"),
+    ("smapling.top_p", "1.0", "is it sampling?"),
+    ("personas.X.top_p", "3", "above 0 to 1"),
+    ("personas.X.colour", "3", "no such name"),
+    ("personas.X", "3", "a table"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "reason"), BAD, ids=[f"{name}={value}" for name, value, _why in BAD])
+def test_a_bad_value_is_told_with_its_line_and_costs_only_itself(
+    file: Path, name: str, value: str, reason: str
+) -> None:
+    text = f"# a comment\nscreen.theme = 'floe-light'\n{name} = {value}\n"
+    before = read(written(file, text))
+    (problem,) = before.problems
+    assert problem.line == 3 and reason in problem.reason and str(problem).startswith("line 3: ")
+    assert before.settings.theme == "floe-light" and file.read_text() == text
+    expected = Settings(theme="floe-light", personas=before.settings.personas)
+    assert before.settings == expected
+
+
+def test_lines_are_right_where_texts_look_like_tables(file: Path) -> None:
+    text = '[chat]\nsystem_prompt = """\n[sampling]\ntop_p = 7\n"""\n\n[sampling]\ntemperature = 1\ntop_p = 7\n'
+    assert [problem.line for problem in read(written(file, text)).problems] == [9]
+    change(file, {"sampling.top_p": 0.5})
+    assert read(file).settings.system_prompt == "[sampling]\ntop_p = 7\n" and told(file) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("[chat]\nmodel = \n", 2), ("a = 1\na = 2\n", 2), ("[chat\n", 1), ("x = '''\nnever ends\n", 3), ("\0", 1)],
+)
+def test_a_file_that_is_no_toml_is_told_and_never_written(file: Path, text: str, line: int) -> None:
+    found = read(written(file, text))
+    assert found.settings == Settings() and [problem.line for problem in found.problems] == [line]
+    with pytest.raises(UsageError, match="has a mistake"):
+        change(file, {"chat.model": "demo"})
+    assert file.read_text() == text
+
+
+def test_what_cannot_be_read_is_told(file: Path) -> None:
+    file.parent.mkdir()
+    file.write_bytes(b"[chat]\nmodel = '\xff'\n")
+    assert told(file) == ["line 2: it is not UTF-8 text"]
+    file.write_bytes(b"a = " + b"[" * 100_000)
+    assert len(told(file)) == 1
+    file.unlink()
+    file.mkdir()
+    assert "cannot be read" in told(file)[0]
+    with pytest.raises(FloeError, match="cannot be saved"):
+        change(file, {"chat.model": "demo"})
+    (file.parent / "plain").write_text("")
+    with pytest.raises(FloeError, match="cannot be saved"):
+        change(file.parent / "plain" / "settings.toml", {"chat.model": "demo"})
+
+
+@pytest.mark.parametrize(
+    "values", [{"chat.modle": "x"}, {"sampling.top_p": 2}, {"keys.fly": "f1"}, {"chat": "x"}, {"": 1}]
+)
+def test_what_cannot_be_is_not_written(file: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        change(file, {"chat.model": "demo"} | values)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_prompt_survives_a_round_trip(file: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    parts = [
+        '"',
+        '"""',
+        "\\",
+        "\n",
+        "\r\n",
+        "\t",
+        "#",
+        "\x1b",
+        "\u202e",
+        "\x7f",
+        "é",
+        "漢",
+        "[a]",
+        "=",
+        "'",
+        " ",
+        "\\u0000",
+    ]
+    prompt = "".join(dice.choices(parts, k=dice.randrange(12)))
+    change(file, {"chat.system_prompt": prompt, "chat.model": "demo"})
+    assert (
+        read(file).settings.system_prompt == prompt.replace("\r\n", "\n") or read(file).settings.system_prompt == prompt
+    )
+    assert tomllib.loads(file.read_text())["chat"]["model"] == "demo"
+
+
+def test_two_programs_change_different_things_at_once(file: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from floe_chat.app.settings_file import change\n"
+        "for n in range(1, 26): change(Path(sys.argv[1]), {sys.argv[2]: n})"
+    )
+    names = ("sampling.top_k", "chat.max_tokens")
+    both = [subprocess.Popen([sys.executable, "-c", script, str(file), name]) for name in names]
+    assert [process.wait(60) for process in both] == [0, 0]
+    settings = read(file).settings
+    assert (settings.top_k, settings.max_tokens) == (25, 25) and told(file) == []
+
+
+def test_a_file_that_somebody_is_writing_is_waited_for_and_then_told(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import filelock
+
+    monkeypatch.setattr("floe_chat.app.settings_file._LOCK_SECONDS", 0.05)
+    file.parent.mkdir()
+    with filelock.FileLock(f"{file}.lock"), pytest.raises(TryAgainError, match="being written"):
+        change(file, {"chat.model": "demo"})
+
+
+def test_the_command_line_comes_before_settings_and_those_before_defaults() -> None:
+    settings = Settings(model="big", top_p=0.5, system_prompt="Be brief.", vram="4gb")
+    options = {
+        "model": "demo",
+        "preset": None,
+        "top_p": 0.9,
+        "top_k": None,
+        "system": None,
+        "seed": 5,
+        "max_tokens": 512,
+    }
+    filled = fill(options, {"top_p", "seed"}, settings)
+    assert filled == options | {"model": "big", "system": "Be brief."}
+    persona = Settings(persona="Poet", system_prompt="Be brief.", personas={"Poet": Persona("Rhyme.", top_k=7)})
+    assert fill(options, set(), persona) == options | {"system": "Rhyme.", "top_k": 7}
+    assert fill(options, {"system"}, persona)["system"] is None
+    with pytest.raises(UsageError):
+        fill(options, set(), Settings(persona="Nobody"))
+
+
+def test_settings_are_called_as_the_command_line_calls_them() -> None:
+    names = {option.name for option in cli.params if isinstance(option, click.Option)}
+    fields = {key.field for key in KEYS} | {"system"}
+    assert {"model", "preset", "device", "vram", "temperature", "top_k", "top_p", "min_p", "system"} <= names & fields
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.name.startswith("sampling.")], ids=lambda key: key.name)
+def test_what_a_sampling_setting_accepts_the_engine_accepts(key: Key) -> None:
+    for value in (key.low, key.high, 0.0, 0.5, 1.0, 1e-9, 7.0, -1.0, 11.0, float("nan")):
+        given: Any = key.kind(value) if value == value else value
+        if not key.trouble(given):
+            check(replace(Sampling(), **{key.field: given}))
+        elif isinstance(given, key.kind) and given <= 1000:
+            with pytest.raises(UsageError):
+                check(replace(Sampling(), **{key.field: given}))
+
+
+def test_a_folder_that_may_not_be_written_leaves_the_file(file: Path) -> None:
+    if os.name != "posix" or os.geteuid() == 0:
+        pytest.skip("this user may write anywhere")
+    change(file, {"chat.model": "demo"})
+    before = file.read_bytes()
+    file.parent.chmod(0o500)
+    try:
+        with pytest.raises(FloeError, match="cannot be saved"):
+            change(file, {"chat.model": "other"})
+    finally:
+        file.parent.chmod(0o700)
+    assert file.read_bytes() == before
