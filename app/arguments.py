@@ -24,17 +24,17 @@ def need_terminal() -> None:
 
 
 def memory_size(text: str | None) -> int | None:
-    """Bytes of a size such as "10gb", "10 GiB" or "900mb": multiples of 1024, as memory is sold; None stays None.
+    """Bytes of a size such as "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold; None stays None.
 
     Raises:
         UsageError: something else.
     """
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mg])i?b\s*", text, re.IGNORECASE)
-    size = float(match[1]) * 2 ** {"m": 20, "g": 30}[match[2].lower()] if match else 0.0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mgt])i?b\s*", text, re.IGNORECASE)
+    size = float(match[1]) * 2 ** {"m": 20, "g": 30, "t": 40}[match[2].lower()] if match else 0.0
     if not 1 <= size < 2**60:
-        raise UsageError(f"{text!r} is no size of memory", "", "Give it in GB or MB, such as --vram 10gb.")
+        raise UsageError(f"{text!r} is no size of memory", "", "Give it in MB, GB or TB, such as 10gb.")
     return int(size)
 
 
@@ -68,15 +68,15 @@ def _need_text(what: str, text: str) -> None:
         raise UsageError(f"{what} is not text", "It is not UTF-8.", "Give it in UTF-8.") from error
 
 
-def question(words: tuple[str, ...], file: Path | None) -> str:
-    """What to ask: the words, the file's text and what is piped in, with empty lines between.
+def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
+    """What to ask: the words, the files' text and what is piped in, with empty lines between.
 
     Raises:
         UsageError: nothing to ask, or a file that cannot be read as text.
     """
     parts = [" ".join(words)]
     _need_text("The question", parts[0])
-    if file is not None:
+    for file in files:
         try:
             parts.append(file.read_text(encoding="utf-8-sig"))
         except OSError as error:

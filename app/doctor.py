@@ -1,28 +1,37 @@
-"""`floe-chat doctor`: what the machine has, which paths would run on it, and why."""
+"""`floe-chat doctor`: what the machine has, each figure with its source, which paths would run on it, and why."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from ..engine import hardware
+from ..engine import hardware, rates
+from ..engine.gpus import Gpu
+from ..engine.hardware import Hardware
+from ..engine.rates import Measured
 from ..models import catalog
+from .bench_table import measuring
 from .log import log_file
 from .widgets.plain import printable
 
+_NAME, _VALUE = 14, 40
 
-def report(*, as_json: bool) -> str:
-    """The findings, as text for people or as one JSON object."""
+
+def report(*, as_json: bool, measure: bool = False) -> str:
+    """The findings, as text for people or as one JSON object; with `measure`, rates are measured anew first."""
     found = hardware.probe(catalog.models_folder())
     paths = hardware.compute_paths()
     models = catalog.installed()
+    measured = _measured() if measure else rates.Measured.load(rates.kept_file())
     if not as_json:
-        return _text(found, paths, models)
+        return _text(found, measured, paths, models)
     fields: dict[str, Any] = {
         "version": version("floe-chat"),
         "hardware": dataclasses.asdict(found),
+        "measured": dataclasses.asdict(measured) if measured else None,
         "paths": [dataclasses.asdict(path) for path in paths],
         "models": [{**dataclasses.asdict(model), "folder": str(model.folder)} for model in models],
         "log_file": str(log_file()),
@@ -30,26 +39,29 @@ def report(*, as_json: bool) -> str:
     return json.dumps(fields, indent=2)
 
 
-def _text(found: hardware.Hardware, paths: tuple[hardware.ComputePath, ...], models: list[catalog.Installed]) -> str:
-    gpus = [
-        f"{gpu.name}, {_gb(gpu.vram_free)} of {_gb(gpu.vram_total)} free, compute capability {gpu.capability}"
-        for gpu in found.gpus
-    ]
-    cores = f"{found.cores_usable} usable cores ({found.cores_physical or 'unknown'} physical)"
+def _measured() -> Measured:
+    with measuring() as progress:
+        return rates.measure(catalog.models_folder(), lambda name: progress(f"Measuring {name}", 0, 1))
+
+
+def _text(
+    found: Hardware,
+    measured: Measured | None,
+    paths: tuple[hardware.ComputePath, ...],
+    models: list[catalog.Installed],
+) -> str:
     return "\n".join(
         [
             f"floe-chat {version('floe-chat')}",
             "",
             "Machine",
-            _line("system", found.system),
-            _line("cpu", f"{found.cpu}, {cores}, {found.cpu_isa}"),
-            _line("memory", f"{_gb(found.ram_available)} of {_gb(found.ram_total)} available"),
-            *(_line("gpu", gpu) for gpu in gpus or [f"none: {found.gpu_reason}"]),
-            _line("disk", f"{_gb(found.disk_free)} free for {found.disk_folder}"),
-            _line("torch", f"{found.torch_version}, {found.torch_threads} threads"),
+            *_machine(found),
+            "",
+            "Measured rates",
+            *_rates(measured),
             "",
             "Paths",
-            *(_line(path.device, f"{path.backend or 'not available'}: {path.reason}") for path in paths),
+            *(_line(path.device, path.backend or "not available", path.reason) for path in paths),
             "",
             "Models",
             *(_line(model.name, model.trouble or f"{_gb(model.bytes)}, {model.folder}") for model in models),
@@ -59,8 +71,52 @@ def _text(found: hardware.Hardware, paths: tuple[hardware.ComputePath, ...], mod
     )
 
 
-def _line(name: str, text: str) -> str:
-    return printable(f"  {name:<8} {text}")
+def _machine(found: Hardware) -> Iterator[str]:
+    source = found.sources
+    yield _line("system", found.system)
+    yield _line("cpu", found.cpu, source["cpu"])
+    yield _line("cores", f"{found.cores_usable} usable", source["cores_usable"])
+    yield _line("", f"{found.cores_physical or '?'} physical", source["cores_physical"])
+    yield _line("instructions", found.cpu_isa, source["cpu_isa"])
+    yield _line("memory", _gb(found.ram_total), source["ram_total"])
+    yield _line("", f"{_gb(found.ram_available)} available", source["ram_available"])
+    limit = "no limit" if found.ram_limit is None else f"limit {_gb(found.ram_limit)}"
+    yield _line("container", limit, source["ram_limit"])
+    if found.pinnable is not None:
+        yield _line("pinnable", _gb(found.pinnable), source["pinnable"])
+    for gpu in found.gpus:
+        yield from _gpu(gpu, found.gpu_reason)
+    if not found.gpus:
+        yield _line("gpu", f"none: {found.gpu_reason}", source["gpus"])
+    free = "?" if found.disk_free is None else f"{_gb(found.disk_free)} free"
+    yield _line("disk", free, f"{source['disk_free']}, for {found.disk_folder}")
+    yield _line("torch", f"{found.torch_version}, {found.torch_threads} threads")
+
+
+def _gpu(gpu: Gpu, reason: str) -> Iterator[str]:
+    memory = f"{_gb(gpu.vram_free)} of {_gb(gpu.vram_total)} free, compute capability {gpu.capability or '?'}"
+    yield _line("gpu", f"{gpu.name}, {memory}", gpu.source)
+    if gpu.link or gpu.link_most:
+        yield _line("", f"PCIe {gpu.link or '?'}, at the most {gpu.link_most or '?'}", gpu.source)
+    if gpu.index is None:
+        yield _line("", "not usable", reason or "torch does not list it")
+
+
+def _rates(measured: Measured | None) -> Iterator[str]:
+    if measured is None:
+        yield _line("none", "floe-chat doctor --measure takes a few seconds")
+        return
+    if measured.disturbed:
+        yield _line("busy", f"{measured.busy:.1f} cores by other programs", "so these may be too low: measure again")
+    for name, rate in measured.rates.items():
+        told = f"{rate / 1e12:.3g} TFLOPS" if name == rates.FLOPS else f"{rate / 1e9:.3g} GB/s"
+        yield _line(name, told, f"measured {measured.date[:10]}")
+    for name, why in measured.reasons.items():
+        yield _line(name, "not measured", why)
+
+
+def _line(name: str, value: str, source: str = "") -> str:
+    return printable(f"  {name:<{_NAME}} {value:<{_VALUE}}  {source}".rstrip())
 
 
 def _gb(count: int) -> str:

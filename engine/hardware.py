@@ -1,4 +1,7 @@
-"""What this machine has. A probe that fails is a gap in the answer, never a crash."""
+"""What this machine has, each figure with its source. A probe that fails is a gap with a reason, never a crash.
+
+What has to be measured is in rates.py; this takes milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,35 +17,41 @@ import psutil
 import torch
 
 from .. import kernels
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """One CUDA device. Bytes of memory; `capability` such as "8.6"."""
-
-    name: str
-    capability: str
-    vram_total: int
-    vram_free: int
+from ..kernels.cpu import native
+from . import containers, gpus
+from .containers import ROOT
+from .gpus import Gpu
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What was found. `cpu_isa` is the widest instruction set that torch uses, `gpu_reason` why there is no GPU."""
+    """What was found, in bytes; None is what could not be.
+
+    Attributes:
+        system: in words. wsl: whether it is Linux inside Windows. cpu_isa: the instruction set of our kernels.
+        ram_total, ram_available: what this process may use, so in a container at most its limit, ram_limit.
+        pinnable: how much memory copies to a GPU can be made from directly.
+        gpus: devices, first those that torch computes on. gpu_reason: why torch computes on none.
+        sources: by field, where its value is from, or why there is none.
+    """
 
     system: str
+    wsl: bool
     cpu: str
     cores_physical: int | None
     cores_usable: int
     cpu_isa: str
     ram_total: int
     ram_available: int
+    ram_limit: int | None
+    pinnable: int | None
     gpus: tuple[Gpu, ...]
     gpu_reason: str
     disk_folder: str
-    disk_free: int
+    disk_free: int | None
     torch_version: str
     torch_threads: int
+    sources: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +73,49 @@ def compute_paths() -> tuple[ComputePath, ...]:
     return ComputePath("cpu", cpu.name, cpu.reason), ComputePath("cuda", cuda.name, cuda.reason)
 
 
-def probe(folder: Path) -> Hardware:
-    """Look at this machine; `folder` is where models lie or would lie."""
-    memory = psutil.virtual_memory()
-    gpus, gpu_reason = _gpus()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+def probe(folder: Path, root: Path = ROOT) -> Hardware:
+    """Look at this machine; `folder` is where models lie or would lie, `root` where /proc and /sys are."""
+    sources: dict[str, str] = {}
+    wsl = is_wsl(root)
+    total, available, limit = _memory(sources, root)
+    found, reason = _gpus()
+    known, sources["gpus"] = gpus.of_driver()
+    sources["gpus"] = sources["gpus"] or "NVML, and torch for what it can compute on"
     return Hardware(
-        system=f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
-        cpu=_cpu_name(),
-        cores_physical=psutil.cpu_count(logical=False),
-        cores_usable=_usable_cores(),
-        cpu_isa=torch.backends.cpu.get_cpu_capability(),
-        ram_total=memory.total,
-        ram_available=memory.available,
-        gpus=gpus,
-        gpu_reason=gpu_reason,
+        system=_system(wsl),
+        wsl=wsl,
+        cpu=_cpu_name(root, sources),
+        cores_physical=_physical(sources),
+        cores_usable=_usable(sources, root),
+        cpu_isa=_isa(sources),
+        ram_total=total,
+        ram_available=available,
+        ram_limit=limit,
+        pinnable=_pinnable(sources, total, wsl) if found else None,
+        gpus=gpus.merged(found, known),
+        gpu_reason=reason,
         disk_folder=str(folder),
-        disk_free=shutil.disk_usage(existing).free,
+        disk_free=_disk_free(folder, sources),
         torch_version=torch.__version__,
         torch_threads=torch.get_num_threads(),
+        sources=sources,
     )
 
 
 def machine_id() -> str:
     """Twelve letters that tell this machine from others: of its name, CPU, cores and memory, none of which it shows."""
-    found = probe(Path.cwd())
-    gpus = [gpu.name for gpu in found.gpus]
-    known = [platform.node(), found.cpu, found.cores_usable, round(found.ram_total / 2**30), *gpus]
+    ram = psutil.virtual_memory().total
+    names = [gpu.name for gpu in _gpus()[0]]
+    known = [platform.node(), _cpu_name(ROOT, {}), _usable_cores(), round(ram / 2**30), *names]
     return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+
+
+def is_wsl(root: Path = ROOT) -> bool:
+    """Whether this is the Windows Subsystem for Linux, whose kernel says so."""
+    try:
+        return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def choose_device(wanted: str) -> tuple[str, str]:
@@ -127,29 +152,90 @@ def choose_threads(hidden: int, intermediate: int) -> tuple[int, str]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    if torch.version.cuda is None:
-        return (), "this torch is built without CUDA"
-    if not torch.cuda.is_available():
-        return (), "torch sees no CUDA device"
-    found: list[Gpu] = []
-    for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        major, minor = torch.cuda.get_device_capability(index)
-        found.append(Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}", total, free))
-    return tuple(found), ""
+    return gpus.of_torch()
 
 
-def _cpu_name() -> str:
+def _system(wsl: bool) -> str:
+    name = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
+    return f"{name}, inside Windows (WSL)" if wsl else name
+
+
+def _memory(sources: dict[str, str], root: Path) -> tuple[int, int, int | None]:
+    """Total, available, and the container's limit."""
+    memory = psutil.virtual_memory()
+    sources["ram_total"] = sources["ram_available"] = "the system"
+    group = containers.memory(root)
+    if group is None:
+        sources["ram_limit"] = "no control group has one"
+        return memory.total, memory.available, None
+    sources["ram_limit"] = group.source
+    if group.limit < memory.total:
+        sources["ram_total"] = f"the container's limit, {group.source}"
+    available = min(memory.available, max(0, group.limit - group.used))
+    if available < memory.available:
+        sources["ram_available"] = f"the container's limit without what it uses, {group.source}"
+    return min(memory.total, group.limit), available, group.limit
+
+
+def _pinnable(sources: dict[str, str], total: int, wsl: bool) -> int:
+    if wsl or platform.system() == "Windows":
+        sources["pinnable"] = "half of the memory, which is what Windows lends to GPUs at the most"
+        return total // 2
+    sources["pinnable"] = "Linux sets no limit of its own; a tenth is left to the system"
+    return total - total // 10
+
+
+def _cpu_name(root: Path, sources: dict[str, str]) -> str:
+    sources["cpu"] = "/proc/cpuinfo"
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
         pass  # not Linux
+    sources["cpu"] = "the system"
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _physical(sources: dict[str, str]) -> int | None:
+    try:
+        cores = psutil.cpu_count(logical=False)
+    except (OSError, ValueError) as error:  # a /proc that lacks what psutil reads
+        sources["cores_physical"] = f"not known: {error}"
+        return None
+    sources["cores_physical"] = "the system" if cores else "not known: the system does not tell"
+    return cores
+
+
+def _usable(sources: dict[str, str], root: Path) -> int:
+    limit = containers.cores(root)
+    sources["cores_usable"] = "the process's affinity"
+    if limit is not None:
+        sources["cores_usable"] += f", and the container's {limit:g} cores of time"
+    return _usable_cores(root)
+
+
+def _isa(sources: dict[str, str]) -> str:
+    try:
+        isa = native.isa()
+    except native.NativeUnavailableError as error:
+        sources["cpu_isa"] = str(error)
+        return f"plain torch, {torch.backends.cpu.get_cpu_capability()}"
+    sources["cpu_isa"] = isa.reason
+    return isa.name
+
+
+def _disk_free(folder: Path, sources: dict[str, str]) -> int | None:
+    try:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+    except (OSError, StopIteration, ValueError) as error:
+        sources["disk_free"] = f"not known: {error}"
+        return None
+    sources["disk_free"] = f"the file system of {existing}"
+    return free
+
+
+def _usable_cores(root: Path = ROOT) -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return containers.usable_cores(allowed, root)

@@ -1,19 +1,29 @@
-"""Which models there are on this machine, and where: the built-in demo, the user's models folder, any path.
+"""Which models there are: on this machine (the built-in demo, the user's models folder, any path), and what is known of
+those that could be fetched.
 
 The command line asks here before it draws anything, so torch is not imported to say where a model lies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
-from .errors import FloeError, UsageError
+from .errors import CheckpointError, FloeError, UsageError
+from .published import APACHE, PUBLISHED, Entry, Sizes
 
 DEMO = "demo"
+FETCHED = ".download"  # ends the name of a folder with what was fetched of a model that is being set up
+_LARGEST = 1 << 30  # of any one size: a configuration that names more is damaged
+
+_chosen_folder: Path | None = None  # the person's setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +42,14 @@ def asset(*parts: str) -> Path:
 
 
 def models_folder() -> Path:
-    """Where packed models are looked for by name; the user's own data folder, kept by no installation."""
-    return Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "models"
+    """Where packed models are looked for by name: where `use_models_folder` said, or in the user's own data folder."""
+    return _chosen_folder or Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "models"
+
+
+def use_models_folder(folder: Path | None) -> None:
+    """Look for models in `folder` from now on, in all of this process; None: in the user's own data folder."""
+    global _chosen_folder
+    _chosen_folder = folder.expanduser() if folder else None
 
 
 def find(name: str) -> Path:
@@ -63,8 +79,117 @@ def installed() -> list[Installed]:
     """The demo and every folder in the models folder, by name."""
     found = [_look(DEMO, asset("demo", "packed"))]
     if models_folder().is_dir():
-        found += [_look(path.name, path) for path in sorted(models_folder().iterdir()) if path.is_dir()]
+        folders = [path for path in models_folder().iterdir() if path.is_dir() and not path.name.endswith(FETCHED)]
+        found += [_look(path.name, path) for path in sorted(folders)]
     return found
+
+
+def published(name: str) -> Entry | None:
+    """The entry of a name or hub id that is listed here, in any case of letters; None if there is none."""
+    wanted = name.lower()
+    return next((entry for entry in PUBLISHED if wanted in (entry.name, (entry.repo or "").lower())), None)
+
+
+def described(model: str | Path | Mapping[str, Any]) -> Entry:
+    """What is known of a model: one that is listed, one on this machine, or any of a family that packs know.
+
+    Args:
+        model: a name that `find` knows, a listed name or hub id, the folder of a pack or a checkpoint, a hub id whose
+            config.json lies in the hub's own cache, or the fields of a config.json. No network is used.
+
+    Raises:
+        UsageError: there is no such model, or nothing is known of it here.
+        CheckpointError: it is no Mixture-of-Experts model of a known family, or its configuration makes no sense.
+    """
+    if isinstance(model, Mapping):
+        return Entry(str(model.get("_name_or_path") or "model"), _sizes(model, "The configuration"))
+    if isinstance(model, str) and (entry := published(model)):
+        return entry
+    folder = _folder(str(model))
+    if folder is not None:
+        packed = (folder / "manifest.json").exists()
+        name = str(model) if str(model) == DEMO else folder.resolve().name
+        entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
+        return replace(entry, licence=APACHE, gated=False, chat="turns by its own template") if name == DEMO else entry
+    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model) and (cached := _cached_config(model)):
+        return Entry(model.rpartition("/")[2].lower(), _sizes(_config(cached), model), model)
+    listed = ", ".join(entry.name for entry in PUBLISHED)
+    raise UsageError(
+        f"Nothing is known of a model {str(model)!r}",
+        f"Listed are: {listed}. Here are: {', '.join(known.name for known in installed())}.",
+        "Give one of these, a folder with a config.json, or a hub id whose config.json was downloaded before.",
+    )
+
+
+def _folder(name: str) -> Path | None:
+    """Where a pack or a checkpoint of that name lies, if one does."""
+    if name == DEMO:
+        return asset("demo", "packed")
+    try:
+        places = [Path(name).expanduser()] if name else []
+        if name and not any(sign in name for sign in "/\\"):
+            places.insert(0, models_folder() / name)
+        return next((place for place in places if (place / "config.json").is_file()), None)
+    except (OSError, RuntimeError, ValueError):
+        return None  # a name too long for the system, or a home of nobody
+
+
+def _cached_config(repo: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read", str(error), "Download it again.") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} does not describe a model", "It holds no fields.", "Download it again.")
+    return fields
+
+
+def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
+    """The architecture of a config.json; `what` names it in errors."""
+    from .checkpoint import FAMILIES
+
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(
+            f"{what} is no model that floe-chat knows",
+            f"Its model type is {kind!r}, which is not a Mixture-of-Experts model of a known family.",
+            f"Use a model of one of these types: {', '.join(sorted(FAMILIES))}.",
+        )
+
+    def number(*names: str, default: int | None = None) -> int:
+        value = next((fields[name] for name in names if fields.get(name) is not None), default)
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            raise CheckpointError(
+                f"{what} does not describe a model", f"Its {names[0]} is {value!r}.", "Download config.json again."
+            )
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    sizes = Sizes(
+        model_type=kind,
+        layers=number("num_hidden_layers"),
+        hidden=hidden,
+        intermediate=number("intermediate_size"),
+        experts=number("num_local_experts", "num_experts"),
+        top_k=number("num_experts_per_tok"),
+        heads=heads,
+        kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=max(1, hidden // heads)),
+        vocab=number("vocab_size"),
+        window=number("max_position_embeddings", default=4096),
+        tied=fields.get("tie_word_embeddings") is True,
+    )
+    if sizes.top_k > sizes.experts:
+        cause = f"A token uses {sizes.top_k} of {sizes.experts} experts."
+        raise CheckpointError(f"{what} does not describe a model", cause, "Download config.json again.")
+    return sizes
 
 
 def _checked(folder: Path) -> Path:

@@ -44,3 +44,11 @@ class PackError(FloeError):
 
 class CheckpointError(FloeError):
     """A source checkpoint that cannot be read or is not a Mixture-of-Experts model we know."""
+
+
+class HubError(FloeError):
+    """A hub that does not have what was asked for, or sends something else."""
+
+
+class AccessError(HubError):
+    """A hub that wants a token, or one with more rights: another token helps, the same request again does not."""

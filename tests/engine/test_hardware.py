@@ -25,8 +25,10 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
 def test_the_probe_finds_this_machine(tmp_path: Path) -> None:
     found = hardware.probe(tmp_path / "not" / "there" / "yet")
     assert found.cpu and found.cores_usable >= 1 and found.torch_version == torch.__version__
-    assert 0 < found.ram_available <= found.ram_total and found.disk_free > 0
-    assert bool(found.gpus) != bool(found.gpu_reason)
+    assert 0 < found.ram_available <= found.ram_total and found.disk_free
+    assert any(gpu.index is not None for gpu in found.gpus) != bool(found.gpu_reason)
+    told = {"ram_total", "ram_available", "ram_limit", "cpu", "cpu_isa", "cores_usable", "cores_physical", "disk_free"}
+    assert told <= set(found.sources) and all(found.sources.values())
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,19 @@
-"""Finding a model by name or folder."""
+"""Finding a model by name or folder, and what is known of one before it is here."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from floe_chat.models.catalog import asset, find, installed, models_folder
-from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.errors import FloeError, PackError, UsageError
+from floe_chat.models.catalog import asset, described, find, installed, models_folder, published
+from floe_chat.models.checkpoint import FAMILIES, Checkpoint
+from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.published import PUBLISHED
 
 
 @pytest.fixture
@@ -93,3 +96,87 @@ def test_the_demo_is_whole_and_packed_from_its_checkpoint() -> None:
 
 def test_assets_are_there() -> None:
     assert len(asset("calibration.txt").read_text(encoding="utf-8")) > 10_000
+
+
+class TestDescribed:
+    def test_listed_models_have_their_published_sizes(self) -> None:
+        """Bytes as the published indexes state them (total_size)."""
+        sizes = {entry.name: entry.checkpoint_bytes for entry in PUBLISHED}
+        assert sizes["mixtral-8x7b-instruct"] == sizes["mixtral-8x7b"] == 93_405_585_408
+        assert sizes["mixtral-8x22b-instruct"] == 281_260_142_592
+
+    @pytest.mark.parametrize("name", ["mixtral-8x7b", "MIXTRAL-8X7B", "mistralai/Mixtral-8x7B-v0.1"])
+    def test_a_name_or_hub_id_in_any_case(self, name: str) -> None:
+        entry = described(name)
+        assert entry == published(name) and entry.licence == "Apache-2.0" and entry.gated is True
+        assert entry.chat is None and described("mixtral-8x7b-instruct").chat
+
+    def test_a_checkpoint_has_as_many_weights_as_its_description(self, tiny_checkpoint: Path) -> None:
+        entry = described(tiny_checkpoint)
+        source = Checkpoint(tiny_checkpoint)
+        weights = sum(source.tensor(name).numel() for name in source.dense_names())
+        weights += sum(part.numel() for layer in range(2) for e in range(4) for part in source.expert(layer, e))
+        assert entry.sizes.experts == 4 and entry.sizes.layers == 2 and entry.sizes.parameters == weights
+        assert (entry.folder, entry.packed, entry.repo) == (tiny_checkpoint, False, None)
+
+    def test_packs_are_described_too(self, named: str) -> None:
+        demo, mine = described("demo"), described(named)
+        assert demo.packed and demo.sizes.hidden == 256 and demo.licence and demo.gated is False
+        assert mine.packed and mine.folder == models_folder() / named and mine.licence == "" and mine.gated is None
+
+    def test_a_hub_id_is_known_by_its_cached_configuration(self, own_folders: Path, tiny_checkpoint: Path) -> None:
+        commit = "1" * 40
+        folder = own_folders / ".cache/huggingface/hub/models--some--Model"
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text(commit)
+        shutil.copy(tiny_checkpoint / "config.json", folder / "snapshots" / commit)
+        from huggingface_hub import constants
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(constants, "HF_HUB_CACHE", str(folder.parent))
+            entry = described("some/Model")
+        assert (entry.name, entry.repo, entry.sizes.layers) == ("model", "some/Model", 2)
+
+    @pytest.mark.parametrize("name", ["nonesuch", "no/such", "a/b/c", "", "x" * 5000, "a\0b", "~nosuchuser/x", "-"])
+    def test_what_nobody_knows_is_explained(self, name: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            described(name)
+        assert "mixtral-8x7b-instruct" in caught.value.cause and caught.value.hint
+
+    def test_fields_of_a_configuration_will_do(self) -> None:
+        fields = json.loads(asset("demo", "packed", "config.json").read_text())
+        assert described(fields).sizes == described("demo").sizes
+        del fields["num_key_value_heads"], fields["head_dim"], fields["max_position_embeddings"]
+        sizes = described(fields).sizes
+        assert (sizes.kv_heads, sizes.head_dim, sizes.window) == (8, 32, 4096)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"model_type": "llama"},
+            {"model_type": None},
+            {"model_type": ["mixtral"]},
+            {"hidden_size": 0},
+            {"hidden_size": "many"},
+            {"hidden_size": 1 << 60},
+            {"num_local_experts": -1},
+            {"num_local_experts": None},
+            {"num_experts_per_tok": 9},
+            {"vocab_size": True},
+            {"num_hidden_layers": 2.5},
+        ],
+        ids=str,
+    )
+    def test_configurations_that_make_no_sense(self, changed: dict[str, Any]) -> None:
+        fields = json.loads(asset("demo", "packed", "config.json").read_text())
+        with pytest.raises(CheckpointError) as caught:
+            described(fields | changed)
+        if "model_type" in changed:
+            assert all(family in caught.value.hint for family in FAMILIES)
+
+    @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 10000, "\udcff"])
+    def test_a_damaged_configuration(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(CheckpointError):
+            described(tmp_path)

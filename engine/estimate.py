@@ -1,0 +1,269 @@
+"""How fast a model would answer: the one cost model of plans.
+
+A token's bytes on each lane over that lane's rate, lanes overlapped as the engine overlaps them: the rows that are
+absent from the pool are split by the engine's own placement (`placement.share`, `placement.prefill`) as if exactly as
+many were absent as can be expected. What is expected is written down here, with where it was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import placement
+from .devices import DENSE_LAUNCHES
+from .footprint import Footprint
+from .placement import Lane, Rates
+from .quality import Preset
+
+PROMPT = 512  # tokens of the prompt whose speed is told, and that a decoded token looks back on
+
+# Share of a model's rows that the pool holds -> share of the wanted rows that are there (BENCHMARKS.md, eviction by
+# score on the demo model's held-out questions).
+HITS = ((0.0, 0.0), (0.05, 0.104), (0.10, 0.208), (0.25, 0.441), (0.50, 0.738), (1.0, 1.0))
+# The router's score, relative to the mean, below which experts are left out -> share of expert work (BENCHMARKS.md,
+# the frontier and orderings, on the demo model).
+DROPPED = ((0.0, 0.0), (0.2, 0.10), (0.4, 0.17), (0.6, 0.25), (0.8, 0.355), (1.0, 0.5))
+RECALL = 0.535  # of active neurons by the default predictor, and as much of what it fetches is used (BENCHMARKS.md)
+# Of the rate of a linear read, what our CPU kernels reach on codes of so many bits, where that was not measured
+# (BENCHMARKS.md: AVX2 and AVX-512, the lower of the two).
+REACHED: Mapping[str, Mapping[int, float]] = {
+    "up": {2: 0.50, 3: 0.53, 4: 0.65, 8: 0.80, 16: 0.9},
+    "rows": {2: 0.35, 3: 0.38, 4: 0.45, 8: 0.60, 16: 0.8},
+    "dense": {4: 0.70, 8: 0.80, 16: 0.9},
+    "prompt": {4: 1.0},
+}
+
+Curve = Sequence[tuple[float, float]]
+
+
+def at(curve: Curve, x: float) -> float:
+    """The value of a curve, straight between its points; its ends beyond them."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
+        if x <= x1:
+            return y0 + (y1 - y0) * max(0.0, x - x0) / (x1 - x0)
+    return curve[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a token computes of the experts that its router chose.
+
+    Attributes:
+        calls: share of expert work that is not dropped by score. active: of their neurons. reached: of those, whose
+            down halves are read.
+    """
+
+    calls: float = 1.0
+    active: float = 1.0
+    reached: float = 1.0
+
+    @classmethod
+    def of(cls, preset: Preset, *, drops: bool = True) -> Work:
+        """By a preset's shares. `drops`: whether low scores leave experts out as often as in a trained model."""
+        # Below the first score an expert is left out, between the two half of it.
+        left_out = (at(DROPPED, preset.drop) + at(DROPPED, max(preset.drop, preset.major))) / 2
+        active = 1 - preset.sparsity
+        reached = min(1.0, (1 - preset.product) / active) if preset.product and active else 1.0
+        return cls(1 - left_out if drops else 1.0, active, reached)
+
+    @property
+    def read(self) -> float:
+        """Share of a row's bytes that computing it reads."""
+        return (1 + self.reached) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a machine reaches: bytes, operations and seconds.
+
+    Attributes:
+        read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); what lacks follows from `read`.
+        disk: large reads. link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read.
+        gpu_flops: what its products reach. launch: one kernel. host: Python of one layer and token, where rows lie
+            where they are computed; host_pool: with a pool, where it waits for the device and keeps books.
+    """
+
+    read: float
+    cpu: Mapping[str, float] = field(default_factory=dict[str, float])
+    disk: float = 5e8
+    link: float = 0.0
+    link_latency: float = 5e-6
+    gpu: float = 0.0
+    gpu_flops: float = 2e13
+    launch: float = 5e-6
+    host: float = 4.6e-4
+    host_pool: float = 1.2e-3
+
+    def of_cpu(self, what: str, bits: int) -> float:
+        """The CPU's rate: measured, or the share of a linear read that such kernels reach elsewhere."""
+        measured = self.cpu.get(f"{what} {bits} bit")
+        if measured:
+            return measured
+        table = REACHED[what]
+        nearest = min(table, key=lambda known: abs(known - bits))
+        # Where this machine was measured at other widths, its own kernels say more than other machines'.
+        own = [rate / table[known] for known in table if (rate := self.cpu.get(f"{what} {known} bit"))]
+        return table[nearest] * (sum(own) / len(own) if own else self.read)
+
+    def times(self, factor: float) -> Speeds:
+        """All rates by a factor, latencies and Python the other way."""
+        cpu = {name: rate * factor for name, rate in self.cpu.items()}
+        rates = {name: getattr(self, name) * factor for name in ("read", "disk", "link", "gpu", "gpu_flops")}
+        waits = {name: getattr(self, name) / factor for name in ("link_latency", "launch", "host", "host_pool")}
+        return dataclasses.replace(self, cpu=cpu, **rates, **waits)
+
+    def rates(self, bits: int, work: Work) -> Rates:
+        """For the engine's placement, which counts whole rows."""
+        return Rates(
+            link_bytes_s=self.link,
+            link_latency_s=self.link_latency,
+            cpu_bytes_s=self.of_cpu("rows", bits) / work.read,
+            cpu_batch_bytes_s=self.of_cpu("prompt", 4),
+            cpu_latency_s=2 * self.link_latency,
+            gpu_bytes_s=self.gpu / work.read,
+            launch_s=self.launch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where a model's rows lie.
+
+    Attributes:
+        gpu: whether the dense part and the up projections are on a GPU. pool: share of all rows that are there too.
+        ram: share of the other bytes that RAM holds; the rest is read from the disk. cpu: whether the CPU computes
+            a share of absent rows.
+    """
+
+    gpu: bool
+    pool: float = 0.0
+    ram: float = 1.0
+    cpu: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Seconds of one decoded token, by what takes them.
+
+    Attributes:
+        dense: attention and head. up: finding active neurons. rows: computing them, and waiting for absent ones.
+        disk: reading what RAM does not hold. host: Python. hit: share of the rows found in the pool.
+        moved: bytes over the link.
+    """
+
+    dense: float
+    up: float
+    rows: float
+    disk: float
+    host: float
+    hit: float
+    moved: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.dense + self.up + self.rows + self.disk + self.host
+
+
+def decode(
+    takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Curve = HITS, context: int = PROMPT
+) -> Token:
+    """What one token takes after `context` others."""
+    if held.gpu:
+        return _on_gpu(takes, work, speeds, held, curve, 2 * takes.kv * context)
+    return _on_cpu(takes, work, speeds, held, 4 * takes.kv * context)
+
+
+def _on_cpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, kv_bytes: int) -> Token:
+    sizes, spec = takes.sizes, takes.spec
+    calls = sizes.layers * sizes.top_k * work.calls
+    rows = calls * sizes.intermediate * work.active * takes.row
+    dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
+    dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + kv_bytes / speeds.read
+    # Pages of the disk bring their neighbours along: of an expert that is used, nearly all is read.
+    absent = (1 - held.ram) * calls * (takes.up + sizes.intermediate * takes.row)
+    return Token(
+        dense=dense,
+        up=calls * takes.up / speeds.of_cpu("up", spec.up),
+        rows=rows * work.read / speeds.of_cpu("rows", min(spec.gate, spec.down)),
+        disk=absent / speeds.disk,
+        host=sizes.layers * speeds.host,
+        hit=0.0,
+        moved=0.0,
+    )
+
+
+def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
+    """One layer as `OffloadedLayer` runs it: dense part, up projections and a wait; then the rows that are there and
+    the next layer's guess on the GPU, beside the absent rows on the link and the CPU. Between two layers the link
+    brings what was guessed."""
+    sizes = takes.sizes
+    pooled = held.pool < 1
+    host = speeds.host_pool if pooled else speeds.host
+    dense = takes.attention / speeds.gpu + DENSE_LAUNCHES * speeds.launch
+    up = sizes.top_k * work.calls * takes.up / speeds.gpu + 2 * speeds.launch
+    wanted = sizes.top_k * work.calls * sizes.intermediate * work.active
+    hit = at(curve, held.pool)
+    absent = wanted * (1 - hit)
+    own = wanted * hit * takes.row * work.read / speeds.gpu + 2 * speeds.launch
+    ahead, end, copied = 0.0, 0.0, 0.0
+    if pooled:
+        rates = speeds.rates(min(takes.spec.gate, takes.spec.down), work)
+        early = RECALL * min(absent, (dense + up + host) * speeds.link / takes.row)
+        end, copied = _absent_end(absent - early, takes.row, rates, held.cpu)
+        ahead, copied = up, copied + early / RECALL
+    missing = (1 - held.ram) * (1 - hit) * sizes.top_k * work.calls * sizes.intermediate
+    layers = sizes.layers
+    return Token(
+        dense=layers * dense + (takes.head + kv_bytes) / speeds.gpu + 2 * speeds.launch,
+        up=layers * up,
+        rows=layers * max(own + ahead, end),
+        disk=layers * missing * takes.row / speeds.disk if pooled else 0.0,
+        # Without a pool nothing makes the host wait for the device: the slower of the two counts.
+        host=layers * (host if pooled else max(0.0, host - dense - up - own)),
+        hit=hit,
+        moved=layers * copied * takes.row,
+    )
+
+
+def _absent_end(rows: float, nbytes: int, rates: Rates, cpu: bool) -> tuple[float, float]:
+    """When both lanes have ended, and how many rows went over the link."""
+    count = round(rows)
+    if not count:
+        return 0.0, 0.0
+    on_cpu = placement.share([count], nbytes, [1.0], rates, 0.0, 1.0 if cpu else 0.0)[0]
+    copied = count - on_cpu
+    copy = rates.link_latency_s + rates.launch_s + copied * nbytes * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
+    beside = rates.cpu_latency_s + on_cpu * nbytes / rates.cpu_bytes_s
+    return max(copy if copied else 0.0, beside if on_cpu else 0.0), float(copied)
+
+
+def prefill(takes: Footprint, work: Work, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
+    """Tokens per second of a prompt, whose tokens share every expert that they use."""
+    sizes = takes.sizes
+    each = tokens * sizes.top_k / sizes.experts * work.calls  # of one expert
+    expert = sizes.intermediate * takes.row
+    away = (1 - held.ram) * sizes.experts * (1 - held.pool if held.gpu else 1) * expert / speeds.disk
+    batch = speeds.of_cpu("prompt", 4)
+    if not held.gpu:
+        # The kernels' rate counts rows alone, though an expert's up projection is in it: three matrices for two.
+        dense = takes.attention * tokens / (1.5 * batch)
+        compute = sizes.experts * expert * each / batch
+        layer = dense + max(compute, sizes.experts * (expert + takes.up) / speeds.read) + away
+        return tokens / (sizes.layers * layer)
+    flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * each * sizes.experts
+    reading = (takes.attention + sizes.experts * (takes.up + expert)) / speeds.gpu
+    layer = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
+    if held.pool < 1:
+        rates = speeds.rates(min(takes.spec.gate, takes.spec.down), work)
+        counts, resident = [max(1, round(each))] * sizes.experts, [held.pool] * sizes.experts
+        lanes = placement.prefill(counts, resident, expert, rates, cap=1.0 if held.cpu else 0.0)
+        copied = sum(lane is not Lane.CPU for lane in lanes)
+        absent = (1 - held.pool) * expert
+        copy = copied * (rates.link_latency_s + absent * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s))
+        beside = rates.cpu_latency_s + absent * max(1 / rates.cpu_bytes_s, counts[0] / batch)
+        layer = max(layer, copy, (sizes.experts - copied) * beside)
+    return tokens / (sizes.layers * (layer + away + speeds.host))

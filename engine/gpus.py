@@ -1,0 +1,130 @@
+"""The GPUs of this machine: what torch can compute on, and what NVIDIA's own library (NVML) says of each besides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_NO_LIBRARY = "nvidia-ml-py is not installed"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One NVIDIA device. Bytes of memory; `capability` such as "8.6".
+
+    Attributes:
+        index: torch's number, as in cuda:0; None where torch cannot compute on it. source: who told.
+        uuid: what both sources call it. link: PCIe generation and lanes now, such as "4.0 x16" (an idle card lowers its
+            generation); link_most: at the most; "" where unknown.
+    """
+
+    name: str
+    capability: str
+    vram_total: int
+    vram_free: int
+    index: int | None = None
+    source: str = "torch"
+    uuid: str = ""
+    link: str = ""
+    link_most: str = ""
+
+
+def of_torch() -> tuple[tuple[Gpu, ...], str]:
+    """The devices that torch computes on, and why there are none."""
+    if torch.version.cuda is None:
+        return (), "this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return (), "torch sees no CUDA device"
+    found: list[Gpu] = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        told: Any = torch.cuda.get_device_properties(index)
+        uuid = f"GPU-{told.uuid}" if hasattr(told, "uuid") else ""
+        found.append(Gpu(told.name, f"{told.major}.{told.minor}", total, free, index, uuid=uuid))
+    return tuple(found), ""
+
+
+def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...], str]:
+    """All devices that the driver knows, and why there are none or some are missing.
+
+    Args:
+        library: pynvml; None imports it. One that fails half-way costs only what it would have told.
+    """
+    nvml: Any = library
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return (), _NO_LIBRARY
+    found: list[Gpu] = []
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError, OSError) as error:
+        return (), f"NVML: {error}"
+    reason = ""
+    try:
+        for number in range(nvml.nvmlDeviceGetCount()):
+            found.append(_device(nvml, nvml.nvmlDeviceGetHandleByIndex(number)))
+    except (nvml.NVMLError, OSError) as error:
+        reason = f"NVML: {error}"
+    with contextlib.suppress(nvml.NVMLError, OSError):
+        nvml.nvmlShutdown()
+    return tuple(found), reason or ("" if found else "NVML sees no device")
+
+
+def merged(torch_gpus: tuple[Gpu, ...], driver_gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """Torch's devices with what the driver adds, then those that the driver alone knows."""
+    left = list(driver_gpus)
+    together: list[Gpu] = []
+    for gpu in torch_gpus:
+        same = next((other for other in left if _same(gpu, other)), None)
+        if same is not None:
+            left.remove(same)
+            gpu = replace(
+                gpu, source="torch and NVML", vram_free=same.vram_free, link=same.link, link_most=same.link_most
+            )
+        together.append(gpu)
+    return (*together, *left)
+
+
+def _same(gpu: Gpu, other: Gpu) -> bool:
+    return gpu.uuid == other.uuid if gpu.uuid and other.uuid else gpu.name == other.name
+
+
+def _device(nvml: Any, handle: Any) -> Gpu:
+    """What is known of a device: its name and memory, and whatever else it can tell."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    told = dict(_optional(nvml, handle))
+    return Gpu(
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        capability=told.get("capability", ""),
+        vram_total=int(memory.total),
+        vram_free=int(memory.free),
+        source="NVML",
+        uuid=told.get("uuid", ""),
+        link=told.get("link", ""),
+        link_most=told.get("link_most", ""),
+    )
+
+
+def _optional(nvml: Any, handle: Any) -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(nvml.NVMLError):
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+        yield "capability", f"{major}.{minor}"
+    with contextlib.suppress(nvml.NVMLError):
+        yield "uuid", _text(nvml.nvmlDeviceGetUUID(handle))
+    with contextlib.suppress(nvml.NVMLError):
+        generation, lanes = nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth
+        yield "link", f"{generation(handle)}.0 x{lanes(handle)}"
+    with contextlib.suppress(nvml.NVMLError):
+        generation, lanes = nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
+        yield "link_most", f"{generation(handle)}.0 x{lanes(handle)}"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

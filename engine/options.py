@@ -1,0 +1,218 @@
+"""What one model at some widths would be on a machine: where it lies, what it takes, how fast it answers.
+
+Memory is shared out as opening.py shares it out; the speed comes from estimate.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..models.catalog import Entry
+from ..models.pack import PackSpec
+from ..models.published import SHARD_BYTES
+from . import estimate, quality
+from .estimate import HITS, Held, Speeds, Token, Work
+from .footprint import Footprint
+from .machine import Machine
+from .opening import KEPT_FREE, Needs
+
+Place = Literal["gpu", "pool", "cpu"]
+
+DEFAULT = PackSpec()
+# Best first. Better ones than the default where memory is ample, the others where it is scarce.
+WIDTHS = (
+    PackSpec(4, 4, 4, 8),
+    DEFAULT,
+    PackSpec(3, 3, 3, 4),
+    PackSpec(2, 3, 3, 4),
+    PackSpec(2, 2, 2, 4),
+)
+# Mean KL divergence from the 16-bit model that one matrix's width costs (BENCHMARKS.md, the frontier: measured on the
+# demo model one at a time, so that a sum is an indication).
+ROUNDING: Mapping[str, Mapping[int, float]] = {
+    "up": {2: 0.0078, 3: 0.0016, 4: 0.0006, 8: 0.0001, 16: 0.0},
+    "gate": {2: 0.0121, 3: 0.0027, 4: 0.0006, 8: 0.0001, 16: 0.0},
+    "down": {2: 0.0311, 3: 0.0061, 4: 0.0016, 8: 0.0002, 16: 0.0},
+    "dense": {4: 0.0027, 8: 0.0002, 16: 0.0},
+}
+
+# What the presets add to that, on the same model (BENCHMARKS.md): a yardstick for it.
+PRESETS_ADD = {"Balanced": 0.010, "Fast": 0.039}
+
+OWN = 3 << 29  # bytes of RAM for Python, torch and activations
+RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # of free RAM, what is left free
+DISK_FREE = 1 << 30  # of the disk, likewise
+USABLE = 0.5  # tokens/s below which nobody would wait: such a plan counts as none
+_ROUTES_ALIKE = ((0.0, 0.0), (1.0, 1.0))  # the pool finds no more than its share
+_LUCK = 1.15  # times as many rows found, at the best
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens per second: what is expected, and between which bounds."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A model at some widths on the machine, where it would be fastest.
+
+    Attributes:
+        spec: bits. kl: what the rounding costs, in nats of mean KL divergence, by the demo model. place: "gpu" for
+            all of it there, "pool" for the dense part, the up projections and some rows, or "cpu".
+        vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that it holds, and
+            those that it is "lacking"; of the disk the "pack", and the "peak" while packing.
+        pool_rows, pool_share: of the rows, those in the pool. ram_share: of what is read from RAM while answering,
+            what fits there; the rest comes from the disk.
+        missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
+        token: one token's seconds by part. decode, prefill: tokens per second.
+    """
+
+    spec: PackSpec
+    kl: float
+    place: Place
+    vram: Mapping[str, int]
+    ram: Mapping[str, int]
+    disk: Mapping[str, int]
+    pool_rows: int
+    pool_share: float
+    ram_share: float
+    missing: Mapping[str, int]
+    token: Token
+    decode: Range
+    prefill: Range
+
+    @property
+    def works(self) -> bool:
+        """Whether it fits, and answers in a time that somebody would wait."""
+        return not self.missing and self.decode.mid >= USABLE
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it works without reading from the disk while it answers."""
+        return self.works and self.ram_share >= 1
+
+
+def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
+    """The model at the widths of `spec`, in the fastest of the places that it fits."""
+    takes = Footprint.of(entry.sizes, spec)
+    disk = _disk(entry, takes, keep_source)
+    tried = [_placed(machine, takes, place, context, disk) for place in ("gpu", "pool", "cpu")]
+    return max((one for one in tried if one), key=lambda one: (one.works, not one.missing, one.decode.mid))
+
+
+def rounding(spec: PackSpec) -> float:
+    """What widths cost, in nats of mean KL divergence from the 16-bit model, by the demo model."""
+    return sum(ROUNDING[part][getattr(spec, part)] for part in ROUNDING)
+
+
+def needs(takes: Footprint, context: int) -> Needs:
+    """What the model takes of a GPU's memory."""
+    sizes = takes.sizes
+    return Needs(
+        dense=takes.dense,
+        up=takes.ups,
+        row=takes.row,
+        kv=2 * takes.kv,
+        layers=sizes.layers,
+        experts=sizes.experts,
+        neurons=sizes.intermediate,
+        top_k=sizes.top_k,
+        hidden=sizes.hidden,
+        context=context,
+    )
+
+
+def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk: Mapping[str, int]) -> Option | None:
+    """In this place; None where the GPU has no room for it."""
+    asked = needs(takes, context)
+    budget = int(machine.vram * (1 - KEPT_FREE))
+    kv, pool = context * asked.kv, 0
+    vram: dict[str, int] = {}
+    if place == "gpu":
+        if not machine.vram or asked.whole() > budget:
+            return None
+        pool = takes.row_count
+        vram = {"dense": takes.dense, "up": takes.ups, "rows": takes.rows, "context": kv}
+    elif place == "pool":
+        if not machine.vram or asked.least() > budget:
+            return None
+        pool = asked.pool(budget)
+        buffers = 2 * asked.neurons * asked.row
+        vram = {"dense": takes.dense, "up": takes.ups, "pool": pool * asked.row, "context": kv, "buffers": buffers}
+    if vram:
+        vram["free"] = machine.vram - sum(vram.values())
+    share = pool / takes.row_count
+    ram, ram_share, missing = _ram(machine, takes, place, share, context)
+    if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
+        missing["disk"] = lacking
+    held = Held(place != "cpu", share, ram_share)
+    work, speeds, doubt = Work.of(_preset()), machine.speeds, machine.doubt
+    token = estimate.decode(takes, work, speeds, held)
+    unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in HITS)
+    slow, fast = speeds.times(1 - doubt), speeds.times(1 + doubt)
+
+    def rate(work: Work, speeds: Speeds, curve: estimate.Curve) -> float:
+        return 1 / estimate.decode(takes, work, speeds, held, curve).seconds
+
+    def prompt(work: Work, speeds: Speeds) -> float:
+        return estimate.prefill(takes, work, speeds, held)
+
+    return Option(
+        spec=takes.spec,
+        kl=rounding(takes.spec),
+        place=place,
+        vram=vram,
+        ram=ram,
+        disk=disk,
+        pool_rows=pool,
+        pool_share=share,
+        ram_share=ram_share,
+        missing=missing,
+        token=token,
+        decode=Range(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
+        prefill=Range(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
+    )
+
+
+def _ram(
+    machine: Machine, takes: Footprint, place: Place, pool: float, context: int
+) -> tuple[dict[str, int], float, dict[str, int]]:
+    """RAM by use, the share of what is read while answering that fits there, and what is missing without which nothing
+    works."""
+    kept = max(int(machine.ram * RAM_SHARE), RAM_LEAST)
+    ram = {"program": OWN}
+    mapped = 0
+    if place == "cpu":
+        # What a pack keeps at 16 bits is computed in 32, keys and values too.
+        ram["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
+        ram["context"] = 4 * takes.kv * context
+        mapped = takes.ups + takes.rows
+    elif place == "pool":
+        mapped = round(takes.rows * (1 - pool))
+    room = machine.ram - kept - sum(ram.values())
+    if room < 0:
+        return {**ram, "pages": 0, "lacking": mapped, "free": kept}, 0.0, {"ram": -room}
+    pages = min(room, mapped)
+    free = machine.ram - sum(ram.values()) - pages
+    return {**ram, "pages": pages, "lacking": mapped - pages, "free": free}, pages / mapped if mapped else 1.0, {}
+
+
+def _disk(entry: Entry, takes: Footprint, keep_source: bool) -> dict[str, int]:
+    """Bytes on the disk afterwards, and at the most meanwhile."""
+    if entry.packed:
+        return {"pack": 0, "peak": 0}
+    source = 0
+    if entry.folder is None:
+        source = entry.checkpoint_bytes if keep_source else min(2 * SHARD_BYTES, entry.checkpoint_bytes)
+    return {"pack": takes.disk, "peak": takes.disk + source}
+
+
+def _preset() -> quality.Preset:
+    return next(preset for preset in quality.PRESETS if preset.name == quality.DEFAULT)

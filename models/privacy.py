@@ -1,0 +1,25 @@
+"""What may leave this machine: requests to the hub that the user chose, when a model is asked for; else nothing."""
+
+from __future__ import annotations
+
+import os
+
+_OFFLINE = "FLOE_CHAT_OFFLINE"
+
+
+def stay_private() -> None:
+    """Take every library of this process and of its children off the network for good.
+
+    Called before any of them is imported, since they read the environment only once. Our own requests to a hub
+    (`models.hub`) do not go through them, so that nothing else gets out while a model is being fetched; whether the
+    user has forbidden those too is noted before the variable is ours.
+    """
+    os.environ.setdefault(_OFFLINE, os.environ.get("HF_HUB_OFFLINE", ""))
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_XET="1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
+
+def offline() -> bool:
+    """Whether the user has set HF_HUB_OFFLINE (or FLOE_CHAT_OFFLINE), so that not even a hub may be asked."""
+    wish = os.environ.get(_OFFLINE, os.environ.get("HF_HUB_OFFLINE", ""))
+    return wish.upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it

@@ -1,0 +1,139 @@
+"""`floe-chat plan` and `doctor --measure`: what they print, what they refuse, and how they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.app import plan
+from floe_chat.engine import rates
+from floe_chat.engine.rates import Measured
+
+from ..helpers import explained, run_cli
+
+BIG = ("--ram", "64GiB", "--disk-free", "1TB")
+DESCRIBED = ("--vram", "12GiB", *BIG, "--cpu-gbs", "40", "--pcie", "4x16", "--disk-gbs", "2")
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Measuring takes seconds: rates that are made up instead. The list is of the folders that were measured."""
+    asked: list[Path] = []
+
+    def measure(folder: Path, report: Callable[[str], None]) -> Measured:
+        asked.append(folder)
+        report("memory read")
+        found = Measured({"memory read": 3e10, "disk read": 1e9}, {"link pinned": "no driver"}, "2026-11-21T09:00:00")
+        found.save(rates.kept_file())
+        return found
+
+    monkeypatch.setattr(rates, "measure", measure)
+    return asked
+
+
+def planned(*arguments: str, code: int = 0) -> dict[str, Any]:
+    ran = run_cli("plan", *arguments, "--json")
+    assert ran.code == code, ran.err
+    return json.loads(ran.out)
+
+
+def test_a_machine_that_is_not_at_hand() -> None:
+    ran = run_cli("plan", "mixtral-8x7b-instruct", *DESCRIBED, "--net-mbs", "50")
+    assert (ran.code, ran.err) == (0, "")
+    for wanted in ("up 3, rows 4", "GPU and a pool", "tokens/s", "24.7 GB", "Apache-2.0", "accept terms", "download"):
+        assert wanted in ran.out
+    assert max(map(len, ran.out.splitlines())) <= 110
+
+
+def test_json_says_the_same_in_bytes_and_seconds() -> None:
+    fields = planned("mixtral-8x7b-instruct", *DESCRIBED, "--context", "1024")
+    chosen = fields["chosen"]
+    assert fields["fits"] is True and fields["context"] == 1024 and chosen in fields["options"]
+    assert {"version", "entry", "machine", "chosen", "options", "why", "missing", "instead"} <= set(fields)
+    assert fields["entry"]["checkpoint_bytes"] == 93_405_585_408 and fields["entry"]["folder"] is None
+    assert sum(chosen["vram"].values()) == 12 << 30 and chosen["spec"]["up"] == 3
+    assert chosen["decode"]["low"] < chosen["decode"]["mid"] < chosen["decode"]["high"]
+    assert fields["machine"]["speeds"]["read"] == 40e9 and fields["why"]
+
+
+def test_this_machine_is_measured_once(measured: list[Path]) -> None:
+    first = planned("demo")
+    second = planned("demo")
+    assert len(measured) == 1 and first["chosen"]["place"] == "cpu"
+    assert first["machine"]["speeds"]["read"] == second["machine"]["speeds"]["read"] == 3e10
+    assert any("2026-11-21" in told for told in second["machine"]["told"].values())
+
+
+def test_a_card_needs_no_measuring(measured: list[Path]) -> None:
+    fields = planned("mixtral-8x7b-instruct", "--card", "sim:rtx3090-24gb@12gb", *BIG)
+    assert not measured and fields["machine"]["name"] == "rtx3090-24gb@12gb" and fields["chosen"]["place"] == "pool"
+
+
+def test_nothing_fits_and_what_would_instead() -> None:
+    ran = run_cli("plan", "mixtral-8x22b-instruct", "--ram", "16GB", "--disk-free", "1TB")
+    assert ran.code == 1 and "does not fit" in ran.out and "mixtral-8x7b" in ran.out
+    fields = planned("mixtral-8x22b-instruct", "--ram", "16GB", "--disk-free", "1TB", code=1)
+    assert fields["fits"] is False and fields["chosen"] is None and fields["missing"]["ram"] > 0
+    tiny = planned("mixtral-8x7b-instruct", "--ram", "64GB", "--disk-free", "2GB", code=1)
+    assert tiny["missing"]["disk"] > 10**10 and "demo" in tiny["instead"]
+
+
+def test_a_base_model_cannot_chat() -> None:
+    assert "knows no turns" in run_cli("plan", "mixtral-8x7b", *DESCRIBED).out
+
+
+def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
+    fields = planned(str(tiny_checkpoint), *DESCRIBED)
+    assert fields["entry"]["folder"] == str(tiny_checkpoint) and fields["download_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nonesuch",), "mixtral-8x7b-instruct"),
+        (("demo", "--vram", "much"), "no size of memory"),
+        (("demo", "--ram", "-1GB"), "no size of memory"),
+        (("demo", "--pcie", "9x16"), "no PCIe link"),
+        (("demo", "--pcie", "4x3"), "no PCIe link"),
+        (("demo", "--cpu-gbs", "0"), "cannot be 0"),
+        (("demo", "--cpu-gbs", "nan"), "cannot be nan"),
+        (("demo", "--link-gbs", "inf"), "cannot be inf"),
+        (("demo", "--net-mbs", "-3"), "cannot be -3"),
+        (("demo", "--card", "rtx9999"), "no virtual device"),
+        (("demo", "--card", "rtx3060-12gb@99gb"), "12 GB"),
+        (("demo", "--context", "0"), "context"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    assert said in explained(run_cli("plan", *arguments), 2)
+
+
+def test_a_model_that_is_none_names_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    said = explained(run_cli("plan", str(tmp_path)), 1)
+    assert "mixtral" in said and "olmoe" in said
+
+
+def test_names_from_outside_cannot_paint_the_terminal(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b[31mb"
+    folder.mkdir()
+    (folder / "config.json").write_text(Path(plan.__file__).parents[1].joinpath(CONFIG).read_text())
+    ran = run_cli("plan", str(folder), *DESCRIBED)
+    assert ran.code == 0 and "\x1b" not in ran.out + ran.err
+
+
+CONFIG = "assets/demo/packed/config.json"
+
+
+def test_doctor_tells_measured_rates(measured: list[Path]) -> None:
+    before = run_cli("doctor")
+    assert "doctor --measure" in before.out and not measured
+    after = run_cli("doctor", "--measure")
+    assert len(measured) == 1 and "30 GB/s" in after.out and "no driver" in after.out
+    assert "30 GB/s" in run_cli("doctor").out and len(measured) == 1
+    fields = json.loads(run_cli("doctor", "--json").out)
+    assert fields["measured"]["rates"]["memory read"] == 3e10 and fields["hardware"]["sources"]["ram_total"]

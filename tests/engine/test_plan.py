@@ -1,0 +1,255 @@
+"""Plans for machines that are made up: what fits where, why, and what is missing where nothing does."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from floe_chat.engine import machine, plan, virtual
+from floe_chat.engine.estimate import Speeds
+from floe_chat.engine.gpus import Gpu
+from floe_chat.engine.hardware import Hardware
+from floe_chat.engine.machine import Described, Machine
+from floe_chat.engine.opening import KEPT_FREE
+from floe_chat.engine.options import DEFAULT, WIDTHS, option, rounding
+from floe_chat.engine.rates import GPU_REACHED, Measured
+from floe_chat.models.catalog import described
+from floe_chat.models.errors import UsageError
+from floe_chat.models.pack import PackSpec
+
+GB = 1 << 30
+MIXTRAL, LARGE = described("mixtral-8x7b-instruct"), described("mixtral-8x22b-instruct")
+RANDOM = random.Random(11)
+SPEEDS = Speeds(read=40e9, link=12e9, gpu=250e9, gpu_flops=2e13, disk=2e9)
+
+
+def a_machine(*, ram: float = 28, vram: float = 0, disk: float | None = 500, speeds: Speeds = SPEEDS) -> Machine:
+    free = None if disk is None else int(disk * GB)
+    return Machine("made up", int(ram * GB), int(vram * GB), free, 8, speeds, 0.3)
+
+
+class TestWhere:
+    def test_a_large_card_holds_everything_and_better_widths(self) -> None:
+        found = plan.make(a_machine(vram=48), MIXTRAL).chosen
+        assert found and found.place == "gpu" and found.pool_share == 1 and rounding(found.spec) < rounding(DEFAULT)
+
+    def test_a_common_card_gets_a_pool(self) -> None:
+        found = plan.make(a_machine(vram=12), MIXTRAL)
+        assert found.chosen and found.chosen.place == "pool" and found.chosen.spec == DEFAULT
+        held = dict(found.chosen.vram)
+        free = held.pop("free")
+        assert sum(held.values()) + free == 12 * GB and free >= int(KEPT_FREE * 12 * GB)
+        assert held["pool"] == found.chosen.pool_rows * 4608 and 0 < found.chosen.pool_share < 1
+        assert any("pool of rows" in sentence for sentence in found.why)
+
+    def test_a_small_card_is_left_alone(self) -> None:
+        found = plan.make(a_machine(vram=4), MIXTRAL)
+        assert found.chosen and found.chosen.place == "cpu" and found.chosen.vram == {}
+        assert any("the GPU would need" in sentence for sentence in found.why)
+
+    def test_smaller_widths_may_bring_a_small_card_in(self) -> None:
+        found = plan.make(a_machine(vram=7.5, ram=48), MIXTRAL)
+        assert found.chosen and found.chosen.place == "pool" and rounding(found.chosen.spec) > rounding(DEFAULT)
+        assert "times as fast" in found.why[0]
+
+    def test_without_a_gpu(self) -> None:
+        found = plan.make(a_machine(ram=48), MIXTRAL)
+        assert found.chosen and (found.chosen.place, found.chosen.spec) == ("cpu", DEFAULT)
+        assert any("there is no GPU" in sentence for sentence in found.why)
+
+    def test_little_ram_takes_smaller_widths_rather_than_the_disk(self) -> None:
+        found = plan.make(a_machine(ram=22), MIXTRAL)
+        assert found.chosen and found.chosen.in_memory and rounding(found.chosen.spec) > rounding(DEFAULT)
+        assert "would come from the disk" in found.why[0]
+
+    def test_less_still_reads_from_the_disk(self) -> None:
+        fast = dataclasses.replace(SPEEDS, disk=7e9)
+        found = plan.make(a_machine(ram=12, speeds=fast), MIXTRAL)
+        assert found.chosen and found.chosen.ram_share < 1 and not found.chosen.in_memory
+        assert any("the disk serves the rest" in sentence for sentence in found.why)
+
+    def test_context_takes_memory_up_to_the_window(self) -> None:
+        short, long = (plan.make(a_machine(vram=12), MIXTRAL, context=context) for context in (512, 10**9))
+        assert short.chosen and long.chosen and long.context == MIXTRAL.sizes.window
+        assert short.chosen.pool_rows > long.chosen.pool_rows
+        assert short.chosen.vram["context"] == 512 * 2 * 32 * 1024 * 2
+
+    def test_the_demo_is_planned_as_it_is_packed(self) -> None:
+        found = plan.make(a_machine(ram=8, disk=0.01), described("demo"))
+        assert found.chosen and len(found.options) == 1 and found.chosen.spec == PackSpec(4, 4, 4, 8)
+        assert found.chosen.disk == {"pack": 0, "peak": 0} and found.pack_s is None and found.download_s is None
+        assert "packed already" in found.why[0]
+
+
+class TestDisk:
+    def test_the_peak_is_the_pack_and_two_shards_or_the_whole_checkpoint(self) -> None:
+        one = option(a_machine(), MIXTRAL, DEFAULT, 4096)
+        kept = option(a_machine(), MIXTRAL, DEFAULT, 4096, keep_source=True)
+        assert one.disk["peak"] == one.disk["pack"] + 10**10
+        assert kept.disk["peak"] == one.disk["pack"] + MIXTRAL.checkpoint_bytes
+
+    def test_a_disk_too_small_takes_smaller_widths(self) -> None:
+        smallest = option(a_machine(), MIXTRAL, WIDTHS[-1], 4096).disk["peak"] / GB
+        found = plan.make(a_machine(disk=smallest + 1.5), MIXTRAL)
+        assert found.chosen and found.chosen.spec == WIDTHS[-1] and "of disk" in found.why[0]
+
+    def test_a_tiny_disk_fits_nothing_and_says_how_much_is_missing(self) -> None:
+        found = plan.make(a_machine(disk=3), MIXTRAL)
+        smallest = option(a_machine(), MIXTRAL, WIDTHS[-1], 4096).disk["peak"]
+        assert found.chosen is None and found.missing == {"disk": smallest + GB - 3 * GB}
+        assert "are missing" in found.why[0] and "demo" in found.instead
+
+    def test_an_unknown_disk_is_not_counted(self) -> None:
+        assert plan.make(a_machine(disk=None), MIXTRAL).chosen
+
+
+class TestNothingFits:
+    def test_a_model_far_too_large_names_a_smaller_one(self) -> None:
+        found = plan.make(a_machine(ram=16), LARGE)
+        assert found.chosen is None and found.missing["ram"] > 20 * GB
+        assert "from the disk" in found.why[0] and "GB of RAM" in found.why[0]
+        assert "mixtral-8x7b-instruct" in found.instead and "tokens/s" in found.instead
+
+    def test_not_even_the_dense_part(self) -> None:
+        found = plan.make(a_machine(ram=1), MIXTRAL)
+        assert found.chosen is None and 0 < found.missing["ram"] < 8 * GB and "demo" in found.instead
+
+    def test_a_context_of_nothing_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="context"):
+            plan.make(a_machine(), MIXTRAL, context=0)
+
+
+class TestTime:
+    def test_download_and_packing(self) -> None:
+        found = plan.make(a_machine(), MIXTRAL, net_bytes_s=1e8)
+        assert found.download_s == pytest.approx(MIXTRAL.checkpoint_bytes / 1e8)
+        assert found.pack_s and 600 < found.pack_s < 3600
+        assert plan.make(a_machine(), MIXTRAL).download_s is None
+
+
+def test_ranges_hold_what_is_expected() -> None:
+    for vram in (0, 8, 12, 24, 48):
+        for one in plan.make(a_machine(vram=vram, ram=64), MIXTRAL).options:
+            for rate in (one.decode, one.prefill):
+                assert 0 < rate.low < rate.mid < rate.high
+
+
+def test_more_of_anything_is_never_worse() -> None:
+    """More memory may buy quality instead of speed; at the same widths it never costs speed."""
+    for _ in range(20):
+        entry = RANDOM.choice([MIXTRAL, LARGE])
+        before = a_machine(
+            ram=RANDOM.uniform(4, 100),
+            vram=RANDOM.choice([0.0, RANDOM.uniform(4, 80)]),
+            disk=RANDOM.choice([None, RANDOM.uniform(10, 300)]),
+            speeds=dataclasses.replace(SPEEDS, disk=RANDOM.uniform(2e8, 7e9)),
+        )
+        more = [
+            dataclasses.replace(before, ram=int(before.ram * RANDOM.uniform(1, 2))),
+            dataclasses.replace(before, disk_free=before.disk_free and int(before.disk_free * RANDOM.uniform(1, 2))),
+            dataclasses.replace(before, speeds=dataclasses.replace(before.speeds, read=60e9)),
+            dataclasses.replace(before, speeds=dataclasses.replace(before.speeds, disk=8e9)),
+            dataclasses.replace(before, speeds=dataclasses.replace(before.speeds, link=25e9, gpu=500e9)),
+            dataclasses.replace(before, vram=int(before.vram * RANDOM.uniform(1, 2))),
+        ]
+        first = plan.make(before, entry)
+        for after in more:
+            second = plan.make(after, entry)
+            for old, new in zip(first.options, second.options, strict=True):
+                assert sum(new.missing.values()) <= sum(old.missing.values())
+                # A larger pool is more work for the GPU, which the CPU might have done meanwhile.
+                assert new.decode.mid >= old.decode.mid * (0.94 if after.vram > before.vram else 0.9999)
+            if first.chosen:
+                assert second.chosen
+                if first.chosen.in_memory and rounding(second.chosen.spec) > rounding(first.chosen.spec):
+                    assert second.chosen.decode.mid >= plan.MUCH_FASTER * first.chosen.decode.mid  # by a GPU
+
+
+def some_hardware(*, gpus: tuple[Gpu, ...] = (), wsl: bool = False, limit: int | None = None) -> Hardware:
+    return Hardware(
+        system="Linux",
+        wsl=wsl,
+        cpu="Some CPU",
+        cores_physical=8,
+        cores_usable=4,
+        cpu_isa="avx2",
+        ram_total=32 * GB,
+        ram_available=limit or 24 * GB,
+        ram_limit=limit,
+        pinnable=None,
+        gpus=gpus,
+        gpu_reason="" if gpus else "torch sees no CUDA device",
+        disk_folder="/models",
+        disk_free=100 * GB,
+        torch_version="2",
+        torch_threads=4,
+        sources={},
+    )
+
+
+class TestMachine:
+    def test_this_machine_by_its_measured_rates(self) -> None:
+        kept = Measured({"memory read": 2e10, "rows 4 bit": 8e9, "disk read": 3e9}, {}, "2026-11-21T00:00:00")
+        found = machine.here(some_hardware(), kept)
+        assert (found.ram, found.vram, found.cores, found.disk_free) == (24 * GB, 0, 4, 100 * GB)
+        assert found.speeds.of_cpu("rows", 4) == 8e9 and found.speeds.disk == 3e9
+        assert any("2026-11-21" in told for told in found.told.values()) and any(
+            "no GPU" in told for told in found.told.values()
+        )
+
+    def test_what_was_not_measured_is_told_as_assumed(self) -> None:
+        found = machine.here(some_hardware(), None)
+        assert sum("assumed" in told for told in found.told.values()) == 2
+        kept = Measured({"memory read": 2e10, "disk read": 3e9}, {}, "2026-11-21T00:00:00")
+        assert found.doubt > machine.here(some_hardware(), kept).doubt
+
+    def test_a_busy_machine_is_doubted(self) -> None:
+        kept = Measured({"memory read": 2e10, "disk read": 3e9}, {}, "2026-11-21T00:00:00", busy=1.4)
+        found = machine.here(some_hardware(), kept)
+        assert found.doubt == machine.ASSUMED_DOUBT and any("1.4 cores" in told for told in found.told.values())
+
+    def test_its_gpu_and_link(self) -> None:
+        kept = Measured({"memory read": 6e10, "link pinned": 24e9, "gpu": 8e11, "disk read": 1e9}, {}, "2026-11-21")
+        found = machine.here(some_hardware(gpus=(Gpu("Card", "8.6", 12 * GB, 11 * GB, 0),)), kept)
+        assert found.vram == 11 * GB and found.speeds.gpu == pytest.approx(8e11 * GPU_REACHED)
+        assert found.speeds.link == pytest.approx(2e10)  # no faster than the CPU packs rows
+
+    def test_a_gpu_that_torch_cannot_use_is_none(self) -> None:
+        found = machine.here(some_hardware(gpus=(Gpu("Old", "6.1", 8 * GB, 8 * GB),)), None)
+        assert found.vram == 0
+
+    def test_wsl_and_containers_are_told(self) -> None:
+        assert any("wslconfig" in told for told in machine.here(some_hardware(wsl=True), None).told.values())
+        found = machine.here(some_hardware(limit=8 * GB), None)
+        assert found.ram == 8 * GB and any("container" in told for told in found.told.values())
+
+    def test_what_is_said_replaces_what_is_here(self) -> None:
+        base = machine.here(some_hardware(), None)
+        said = Described(vram=12 * GB, ram=64 * GB, cpu_bytes_s=9e10, pcie=(4, 16), disk_bytes_s=5e9, disk_free=GB)
+        found = machine.described(said, base)
+        assert (found.vram, found.ram, found.disk_free) == (12 * GB, 61 * GB, GB)
+        assert found.speeds.read == 9e10 and found.speeds.disk == 5e9
+        assert found.speeds.link == pytest.approx(1.969e9 * 16 * 0.8)
+        assert found.doubt == machine.ASSUMED_DOUBT and any("PCIe 4.0 x16" in told for told in found.told.values())
+
+    def test_what_is_not_said_stays(self) -> None:
+        base = machine.here(some_hardware(), None)
+        found = machine.described(Described(ram=16 * GB), base)
+        assert (found.vram, found.disk_free, found.speeds) == (base.vram, base.disk_free, base.speeds)
+        assert Described().empty and not Described(ram=1).empty
+
+    def test_kernels_measured_here_reach_the_same_share_of_another_memory(self) -> None:
+        kept = Measured({"memory read": 2e10, "rows 4 bit": 8e9, "prompt 4 bit": 3e10}, {}, "2026-11-21")
+        found = machine.described(Described(cpu_bytes_s=4e10), machine.here(some_hardware(), kept))
+        assert found.speeds.of_cpu("rows", 4) == pytest.approx(16e9)
+        assert found.speeds.of_cpu("prompt", 4) == 3e10  # bound by arithmetic
+
+    def test_a_card_brings_its_own_machine(self) -> None:
+        base = machine.here(some_hardware(), None)
+        card = virtual.card("rtx3060-12gb")
+        found = machine.described(Described(card="rtx3060-12gb", ram=32 * GB), base)
+        assert found.vram == card.vram_bytes and found.speeds.read == card.cpu_bytes_s
+        assert found.name == "rtx3060-12gb" and found.speeds.link <= card.pack_bytes_s
+        with pytest.raises(UsageError, match="no virtual device"):
+            machine.described(Described(card="rtx9999"), base)

@@ -1,0 +1,152 @@
+"""Measuring this machine: what is kept of it, and that a probe which fails is a reason. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine import disk, rates
+from floe_chat.engine.bench import weights
+from floe_chat.engine.bench.weights import Shapes
+from floe_chat.engine.opening import GUESS
+from floe_chat.engine.rates import Measured
+from floe_chat.kernels.layouts import RowLayout, VectorLayout
+
+TINY = Shapes(256, 96, cache=0)
+SOME = Measured({"memory read": 3e10, "rows 4 bit": 1.5e10}, {"disk read": "read-only"}, "2026-11-21T10:00:00", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of a few kilobytes are enough to see that measuring works."""
+    monkeypatch.setattr(weights, "last_level_cache", lambda: 0)
+    monkeypatch.setattr(rates, "_LEAST", 1 << 16)
+
+
+def test_what_was_measured_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "a" / "rates.json"
+    SOME.save(file)
+    assert Measured.load(file) == SOME
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": 7},
+        {"rates": {"memory read": 0}},
+        {"rates": {"memory read": -1.0}},
+        {"rates": {"memory read": "fast"}},
+        {"rates": {"memory read": float("inf")}},
+        {"rates": {"memory read": True}},
+        {"rates": None},
+        {"reasons": {"disk": 3}},
+        {"date": None},
+        {"busy": "very"},
+    ],
+    ids=str,
+)
+def test_kept_rates_that_make_no_sense_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    file = tmp_path / "rates.json"
+    SOME.save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with caplog.at_level(logging.WARNING, "floe_chat.engine"):
+        assert Measured.load(file) is None
+    assert "ignored" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 5000, '{"format": 1}', "\0"])
+def test_rubbish_is_ignored(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rates.json").write_text(text)
+    assert Measured.load(tmp_path / "rates.json") is None
+    assert Measured.load(tmp_path / "nothing.json") is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    SOME.save(tmp_path / "file" / "rates.json")
+
+
+def test_a_probe_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails() -> dict[str, float]:
+        raise RuntimeError("the driver is gone\nand more")
+
+    def silent() -> dict[str, float]:
+        raise MemoryError
+
+    def probes(_folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+        yield "one", lambda: {"one": 5.0}
+        yield "two", fails
+        yield "three", silent
+
+    monkeypatch.setattr(rates, "_probes", probes)
+    told: list[str] = []
+    found = rates.measure(tmp_path, told.append)
+    assert found.rates == {"one": 5.0} and found.reasons == {"two": "the driver is gone", "three": "MemoryError"}
+    assert told == ["one", "two", "three"] and Measured.load(rates.kept_file()) == found
+
+
+def test_every_probe_of_this_machine_yields_its_rate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rates, "MIXTRAL", TINY)
+    monkeypatch.setattr(rates, "_BATCH_NEURONS", 96)
+    monkeypatch.setattr(rates, "read_rate", lambda folder: disk.read_rate(folder, most=1 << 24, seconds=0.05))  # pyright: ignore
+    found = rates.measure(tmp_path, lambda _name: None)
+    assert not found.reasons
+    wanted = {"memory read", "disk read", "prompt 4 bit", "dense 4 bit", "dense 8 bit"}
+    assert wanted | {f"{what} {bits} bit" for what in ("up", "rows") for bits in (2, 3, 4)} <= set(found.rates)
+    assert all(rate > 0 for rate in found.rates.values())
+
+
+@pytest.mark.parametrize(("gate", "down"), [(4, 4), (3, 4), (2, 8), (16, 16), (4, 16)])
+def test_rates_to_begin_with_are_those_of_the_layout(gate: int, down: int) -> None:
+    layout = RowLayout(VectorLayout(256, gate, 64), VectorLayout(256, down, 64), torch.bfloat16)
+    found = rates.measured_rates(layout, 96, GUESS)
+    found.check()
+    changed = replace(GUESS, cpu_bytes_s=found.cpu_bytes_s, cpu_batch_bytes_s=found.cpu_batch_bytes_s)
+    assert found == changed and found.cpu_bytes_s != GUESS.cpu_bytes_s
+
+
+def test_copies_are_timed_without_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor stands for the device: what is tested is that the work is done, not its speed."""
+    monkeypatch.setattr(rates, "_COPIED", 1 << 16)
+    monkeypatch.setattr(rates, "_SQUARE", 16)
+    for rate in (rates.link_rate("cpu", pinned=True), rates.link_rate("cpu", pinned=False), rates.gpu_rate("cpu")):
+        assert rate > 0
+    assert rates.gpu_flops("cpu") > 0
+
+
+class TestDisk:
+    def test_nothing_is_left(self, tmp_path: Path) -> None:
+        assert disk.read_rate(tmp_path / "not" / "there", most=1 << 25, seconds=0.05) > 0
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_disk_with_little_room_is_not_filled(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Usage:
+            free = 1 << 26
+
+        monkeypatch.setattr("shutil.disk_usage", lambda _path: Usage)  # pyright: ignore[reportUnknownLambdaType]
+        with pytest.raises(OSError, match="too little free space"):
+            disk.read_rate(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_where_the_cache_cannot_be_passed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("os.O_DIRECT", raising=False)
+        assert disk.read_rate(tmp_path, most=1 << 24, seconds=0.05) > 0
+
+    def test_a_full_disk_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(_file: int, _room: int, _seconds: float) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(disk, "_write", full)
+        with pytest.raises(OSError, match="No space"):
+            disk.read_rate(tmp_path)
+        assert list(tmp_path.iterdir()) == []
