@@ -202,13 +202,6 @@ class Settings:
         unset="floe-chat's data folder; `floe-chat paths` shows it",
         example="/data/models",
     )
-    downloads_folder: str | None = _key(
-        "folders.downloads",
-        None,
-        "Where a download is kept while it is packed.",
-        unset="floe-chat's cache folder; `floe-chat paths` shows it",
-        example="/data/downloads",
-    )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: key for name, (key, _does) in ACTIONS.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
 

@@ -166,6 +166,10 @@ class GrowingStore:
             del old  # or else the last group would be there twice after its growth too
         self.capacity = capacity
 
+    def layers(self) -> list[Tensor]:
+        """For each layer, all that is set aside, (capacity, 2 * heads, D)."""
+        return [layer for group in self._groups for layer in group.unbind(0)]
+
     def places(self, end: int) -> list[Tensor]:
         """For each layer, where keys and values of tokens length..end-1 go, (end - length, 2, heads, D)."""
         return [place for group in self._groups for place in group.narrow(1, self.length, end - self.length).unbind(0)]

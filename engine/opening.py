@@ -7,7 +7,6 @@ counts virtual time.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,13 @@ from .devices import Device, VirtualDevice
 from .links import TUNED_ROWS, CudaLink, ThrottledLink, tuned_chunk
 from .offload import Offload, Parts
 from .placement import Rates, rates_file
+from .rates import measured_rates
 from .transfer import Mover
 
 THROTTLED = "throttled:"
 KEPT_FREE = 0.08  # of a GPU's free memory, for torch's own needs and the desktop
 CONTEXT = 4096  # tokens whose keys and values are provided for, at the most
-# Before anything was measured: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
+# What cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
 GUESS = Rates(
     link_bytes_s=10e9,
     link_latency_s=1e-5,
@@ -204,7 +204,7 @@ def _measured(name: str, place: str, link: Callable[[int], Mover], layers: Seque
     target = torch.empty((min(len(source), TUNED_ROWS), rows.shape[2]), dtype=torch.uint8, device=place)
     chunk, found = tuned_chunk(link, source, target)
     kept = rates_file(hardware.machine_id(), name, rows.shape[2])
-    rates = Rates.load(kept) or dataclasses.replace(GUESS)
+    rates = Rates.load(kept) or measured_rates(layers[0].rows.layout, rows.shape[1], GUESS, place)
     rates.link_bytes_s = found[chunk]
     return Device(name, place, link(chunk), rates, kept=kept)
 

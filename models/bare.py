@@ -1,7 +1,7 @@
 """The modules of a causal language model that hold its weights, by transformers' names, without transformers' code.
 
 Importing that code takes longer than all else that a chat needs before its first answer, and where the engine's lean
-pass runs (engine/step.py) none of it is called: only weights, sizes and rope's frequencies are read. The library's own
+pass runs (engine/lean.py) none of it is called: only weights, sizes and rope's frequencies are read. The library's own
 model (skeleton.py) stays what everything is tested against, and what runs for families that are not written down here.
 """
 

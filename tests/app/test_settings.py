@@ -37,7 +37,6 @@ GOOD = {
     "screen.panel": "compact",
     "history.save": False,
     "folders.models": "/models",
-    "folders.downloads": "/downloads",
 }
 
 

@@ -119,6 +119,7 @@ def test_what_is_written_is_read_again_through_growth_and_cropping(layers: int) 
             part = whole[layer, first:last]
             assert torch.equal(keys[layer], part[:, :heads].transpose(0, 1).unsqueeze(1))
             assert torch.equal(values[layer], part[:, heads:].transpose(0, 1).unsqueeze(1))
+            assert torch.equal(store.layers()[layer][first:last], part)
 
 
 def test_memory_grows_seldom_and_up_to_the_window() -> None:

@@ -1,0 +1,135 @@
+"""`floe-chat models` and `floe-chat paths`: what is on this machine, where, and how to be rid of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import platformdirs
+
+from ..models import catalog
+from ..models.errors import FloeError, UsageError
+from .log import log_file
+from .setup_flow import forget, unfinished
+from .widgets import units
+from .widgets.plain import printable
+
+
+@click.group(invoke_without_command=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def models(ctx: click.Context, as_json: bool) -> None:
+    """List the models that are installed, begun, and listed for setting up.
+
+    \b
+    floe-chat models
+    floe-chat models remove mixtral-8x7b-instruct
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    found = _found()
+    click.echo(json.dumps(found, indent=2) if as_json else printable(_text(found)))
+
+
+@models.command()
+@click.argument("name")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def remove(name: str, yes: bool) -> None:
+    """Delete the model NAME, or what was begun of it, from the models folder.
+
+    What was downloaded into the hub's own cache stays there.
+    """
+    begun = next((one for one in unfinished() if one.name == name), None)
+    folder = begun.folder if begun else catalog.models_folder() / name
+    installed = name != catalog.DEMO and any(one.name == name for one in catalog.installed())
+    if begun is None and not installed:
+        cause = "The demo is part of floe-chat." if name == catalog.DEMO else f"It would lie in {folder}."
+        raise UsageError(f"There is no model {name!r} to remove", cause, "`floe-chat models` lists those there are.")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError("Nobody can be asked here", "Standard input is no terminal.", "Add --yes to delete it.")
+        click.confirm(f"Delete {folder} ({units.size(_bytes(folder))})?", abort=True, err=True)
+    if begun is not None:
+        forget(begun)
+    else:
+        try:
+            # The manifest first: what is left of an interrupted removal is then no model.
+            (folder / "manifest.json").unlink(missing_ok=True)
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise FloeError(
+                f"{folder} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand."
+            ) from error
+    click.echo(f"floe-chat: {printable(name)} is deleted.", err=True)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def paths(as_json: bool) -> None:
+    """Tell where floe-chat keeps what: settings, chats, models, caches, the log."""
+    from .history import history_file
+    from .settings_file import settings_file
+
+    found = {
+        "settings": settings_file(),
+        "history": history_file(),
+        "models": catalog.models_folder(),
+        "cache": Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)),
+        "log": log_file(),
+    }
+    if as_json:
+        click.echo(json.dumps({name: str(path) for name, path in found.items()}, indent=2))
+    else:
+        for name, path in found.items():
+            click.echo(printable(f"{name:<10}{path}"))
+
+
+def _found() -> dict[str, Any]:
+    begun = unfinished()
+    waiting = {one.name for one in begun}
+    installed = [one for one in catalog.installed() if one.name not in waiting]
+    here = {one.name for one in installed} | waiting
+    return {
+        "folder": str(catalog.models_folder()),
+        "installed": [
+            {"name": one.name, "folder": str(one.folder), "bytes": one.bytes, "trouble": one.trouble}
+            for one in installed
+        ],
+        "unfinished": [{"name": one.name, "model": one.model, "bytes": _bytes(one.folder)} for one in begun],
+        "listed": [
+            {"name": one.name, "repo": one.repo, "checkpoint_bytes": one.checkpoint_bytes, "gated": one.gated}
+            for one in catalog.PUBLISHED
+            if one.name not in here
+        ],
+    }
+
+
+def _text(found: dict[str, Any]) -> str:
+    def line(name: str, about: str) -> str:
+        return f"  {name:<26}{about}"
+
+    lines = ["Installed"]
+    lines += [
+        line(one["name"], one["trouble"] or f"{units.size(one['bytes'])}, {one['folder']}")
+        for one in found["installed"]
+    ]
+    if found["unfinished"]:
+        lines += ["", "Begun (`floe-chat setup` goes on)"]
+        lines += [
+            line(one["name"], f"{units.size(one['bytes'])} so far, {one['model']}") for one in found["unfinished"]
+        ]
+    if found["listed"]:
+        lines += ["", "To set up (`floe-chat plan NAME` tells how it would run, `floe-chat setup NAME` fetches it)"]
+        lines += [
+            line(one["name"], f"{units.size(one['checkpoint_bytes'])} to fetch, {one['repo']}")
+            for one in found["listed"]
+        ]
+    return "\n".join(lines)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0

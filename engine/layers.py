@@ -1,0 +1,176 @@
+"""What the lean pass (lean.py) takes from transformers' modules: each family's layers, and rope's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.step import DenseLayer, Heads, Projection, Router
+from ..models.bare import STATIC_ROPE
+from .dense import PackedLinear, join
+from .kv import BLOCK
+
+
+class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
+    """This model has something that is not computed here; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What distinguishes a family's layers, as transformers writes them.
+
+    Attributes:
+        norms: whether queries and keys are normalized before rope, over as many heads as the norms' weights are for.
+        window: layer's attention module and configuration -> how many tokens it looks back, itself included; None all.
+    """
+
+    norms: bool
+    window: Callable[[Any, Any], int | None]
+
+
+_FAMILIES = {
+    "mixtral": _Family(False, lambda _attention, config: config.sliding_window),
+    "olmoe": _Family(True, lambda _attention, _config: None),
+    "qwen2_moe": _Family(False, lambda attention, _config: getattr(attention, "sliding_window", None)),
+    "qwen3_moe": _Family(True, lambda _attention, config: config.sliding_window),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's parts. before, after: (H,) weights of its norms.
+
+    Attributes:
+        qkv, out: the projections, as modules. router: None where the block is called with the hidden state alone.
+        block: hidden (T, H), and with a router its experts and weights (T, K) -> (T, H). beside: what it computes but
+            experts, in words.
+    """
+
+    before: Tensor
+    qkv: nn.Module
+    heads: Heads
+    out: nn.Module
+    after: Tensor
+    eps: float
+    router: Router | None
+    block: Callable[..., Tensor]
+    beside: str = ""
+
+    def dense(self) -> DenseLayer:
+        """As one operation takes it.
+
+        Raises:
+            Unsupported: projections of an unknown kind.
+        """
+        qkv, out = _projection(self.qkv), _projection(self.out)
+        return DenseLayer(self.before, self.after, self.eps, self.heads, qkv, out, self.router)
+
+
+def read_layers(model: Any) -> list[Layer]:
+    """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
+
+    Raises:
+        Unsupported: a family or a layer that the lean pass does not compute.
+    """
+    family = _FAMILIES.get(model.config.model_type)
+    if family is None:
+        raise Unsupported(f"the lean pass does not know the family {model.config.model_type}")
+    return [_read(layer, family, model.config) for layer in model.model.layers]
+
+
+def _read(layer: Any, family: _Family, config: Any) -> Layer:
+    attention = layer.self_attn
+    heads = Heads(
+        queries=config.num_attention_heads,
+        keys=config.num_key_value_heads,
+        dim=attention.head_dim,
+        scale=attention.scaling,
+        window=family.window(attention, config),
+        clip=getattr(config, "clip_qkv", None),
+        q_norm=attention.q_norm.weight if family.norms else None,
+        k_norm=attention.k_norm.weight if family.norms else None,
+    )
+    return Layer(
+        layer.input_layernorm.weight,
+        _joined(attention),
+        heads,
+        attention.o_proj,
+        layer.post_attention_layernorm.weight,
+        config.rms_norm_eps,
+        *_block(layer.mlp),
+    )
+
+
+def _block(mlp: Any) -> tuple[Router | None, Callable[..., Tensor], str]:
+    """The router of what follows attention in a layer, the rest of it, and what that is beside experts."""
+    if not hasattr(mlp, "experts"):
+        return None, mlp, "layers without experts"
+    gate = mlp.gate
+    # Mixtral always shares the weight among the chosen, and keeps it in float32.
+    mixtral = not hasattr(gate, "norm_topk_prob")
+    dtype = torch.float32 if mixtral else gate.weight.dtype
+    router = Router(gate.weight, gate.top_k, mixtral or gate.norm_topk_prob, dtype)
+    parts = {name for name, _ in mlp.named_children()}
+    if parts == {"gate", "experts"}:
+        return router, mlp.experts, ""
+    if parts == {"gate", "experts", "shared_expert", "shared_expert_gate"}:
+
+        def shared(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            own = torch.sigmoid(F.linear(hidden, mlp.shared_expert_gate.weight)) * mlp.shared_expert(hidden)
+            return mlp.experts(hidden, index, weights) + own
+
+        return router, shared, "shared experts"
+
+    def whole(hidden: Tensor) -> Tensor:
+        return mlp(hidden.unsqueeze(0)).squeeze(0)
+
+    return None, whole, "the router"
+
+
+def _joined(attention: Any) -> nn.Module:
+    try:
+        return join(attention.q_proj, attention.k_proj, attention.v_proj)
+    except ValueError as error:
+        raise Unsupported(f"the query, key and value projections cannot be joined: {error}") from error
+
+
+def _projection(module: nn.Module) -> Projection:
+    if isinstance(module, PackedLinear):
+        return Projection(module.weights, module.bias)
+    if type(module) is nn.Linear:
+        return Projection(module.weight, module.bias)
+    raise Unsupported(f"a projection is a {type(module).__name__}")
+
+
+class Rope:
+    """Rope's tables, computed by the library's module block by block as positions are asked for.
+
+    The first half of the sines is negated, so that a rotation is x * cos + roll(x, D / 2) * sin.
+
+    Raises:
+        Unsupported: a type that changes with the length of the text, or one that turns a part of each head.
+    """
+
+    def __init__(self, module: Any, dim: int, like: Tensor) -> None:
+        if module.rope_type not in STATIC_ROPE:
+            raise Unsupported(f"rope of the type {module.rope_type} changes with the length of the text")
+        self._module, self._like = module, like
+        self._table = like.new_empty(0, 2, dim)
+        if (width := self._computed(1).shape[-1]) != dim:
+            raise Unsupported(f"rope turns {width} of the {dim} dimensions of a head")
+
+    def tables(self, start: int, end: int) -> Tensor:
+        """Cosines and sines of positions start..end-1, (positions, 2, D)."""
+        if end > len(self._table):
+            self._table = self._computed(-(-max(end, len(self._table) * 3 // 2) // BLOCK) * BLOCK)
+        return self._table[start:end]
+
+    def _computed(self, positions: int) -> Tensor:
+        cos, sin = self._module(self._like, torch.arange(positions, device=self._like.device)[None])
+        sin[..., : sin.shape[-1] // 2].neg_()
+        return torch.stack([cos[0], sin[0]], 1)

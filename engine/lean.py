@@ -1,0 +1,222 @@
+"""One forward pass with little Python in it: the dense part's operations, written out for the families known here.
+
+A single token on the CPU takes one compiled operation per layer (`kernels/step.py`). Prompts, GPUs and what that
+operation does not know take torch's operations, on any device. The state of a pass is (T, H): T tokens of one sequence,
+without a batch dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.cpu.native import NativeUnavailableError
+from ..kernels.cpu.native_step import NativeStep
+from ..kernels.step import Stepped
+from .dense import PackedLinear
+from .kv import GrowingStore, KVCache
+from .layers import Layer, Rope, Unsupported, read_layers
+
+_log = logging.getLogger("floe_chat.engine")
+Step = Callable[[int, Tensor, Tensor | None], Stepped]
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the queries of a pass see, layer by layer: keys and values, and which of them, where it is not all."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    mask: Tensor | None
+
+
+class LeanDecoder:
+    """The forward pass of one model, made once from its modules.
+
+    Attributes:
+        reason: in words, what computes the dense part and why. steps: each layer's, for one token; without them torch's
+            operations compute it.
+
+    Raises:
+        Unsupported: a family, rope or layer that this does not compute.
+    """
+
+    def __init__(self, model: Any, window: int) -> None:
+        self._config, self._window = model.config, window
+        self._embedding: Tensor = model.model.embed_tokens.weight
+        self.device = self._embedding.device
+        self._rope = Rope(model.model.rotary_emb, model.model.layers[0].self_attn.head_dim, self._embedding)
+        self._layers = read_layers(model)
+        self._eps: float = model.config.rms_norm_eps
+        self._norm: Tensor = model.model.norm.weight
+        self._head: nn.Module = model.lm_head
+        self._step: Step | None = None  # of the pass that runs, or ran last
+        self.steps: list[NativeStep] = []
+        self.reason = "one lean pass for the dense layers"
+        try:
+            self.steps = self._native_steps()
+        except Unsupported as declined:
+            self.reason += f" by torch's operations, since {declined}"
+            _log.info("no compiled step: %s", declined)
+        else:
+            self.reason += ", a compiled step per layer and token"
+            if beside := {layer.beside for layer in self._layers if layer.beside}:
+                self.reason += f", {' and '.join(sorted(beside))} by torch's operations"
+
+    def _native_steps(self) -> list[NativeStep]:
+        if self.device.type != "cpu":
+            raise Unsupported(f"the compiled step runs on the CPU and the dense layers lie on {self.device}")
+        if self._embedding.dtype != torch.float32:
+            raise Unsupported(f"the compiled step computes float32, not {self._embedding.dtype}")
+        try:
+            return [NativeStep(layer.dense()) for layer in self._layers]
+        except (NativeUnavailableError, ValueError) as error:
+            raise Unsupported(str(error)) from error
+
+    def _store(self) -> GrowingStore:
+        heads = self._layers[0].heads
+        dtype = self._embedding.dtype
+        return GrowingStore(len(self._layers), heads.keys, heads.dim, self._window, dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
+        """See `Decoder`.
+
+        Raises:
+            ValueError: more tokens than the window. IndexError: a token that the vocabulary does not have.
+        """
+        if min(ids) < 0 or max(ids) >= len(self._embedding):  # a GPU would not survive it
+            raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
+        store = kv.store_of(GrowingStore, self._store)
+        start, end = kv.length, kv.length + len(ids)
+        store.crop(start)
+        self._step = None  # its views would keep the store's memory while that grows
+        store.reserve(end)
+        rope = self._rope.tables(start, end)
+        if len(ids) == 1 and self.steps:
+            step = _NativePass(self.steps, self._layers, store, rope[0], start).step
+        else:
+            step = _TorchPass(self._layers, store, rope, start).step
+        self._step = step
+        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        added: Tensor | None = None
+        for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
+            x, hidden, routed = step(index, x, added)
+            self._stream = x
+            added = layer.block(hidden, *routed)
+        store.length = end
+        last = x[-1:] if added is None else x[-1:] + added[-1:]
+        return self._head(_norm(last, self._norm, self._eps))
+
+    def ahead(self, layer: int, output: Tensor | None) -> Tensor:
+        """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.
+
+        Keys and values of these tokens are guesses then; layer + 1 writes its own over them when it runs.
+        """
+        assert self._step is not None, "no pass is running"
+        return self._step(layer + 1, self._stream, output).hidden
+
+
+class _NativePass:
+    """One token's way through the layers by the compiled step. rope: (2, D) of its position."""
+
+    def __init__(
+        self, steps: Sequence[NativeStep], layers: Sequence[Layer], store: GrowingStore, rope: Tensor, position: int
+    ) -> None:
+        self._steps, self._kept, self._rope, self._position = steps, store.layers(), rope, position
+        packed = next((part for part in (layers[0].qkv, layers[0].out) if isinstance(part, PackedLinear)), None)
+        self._x_bits = 22 if packed is None else packed.control.preset.x_bits
+
+    def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
+        """Layer `index` before its block, see `kernels.step.dense_step`."""
+        return self._steps[index](x, added, self._rope, self._kept[index], self._position, self._x_bits)
+
+
+class _TorchPass:
+    """Any number of tokens' way through the layers by torch's operations.
+
+    Args:
+        rope: (T, 2, D) of their positions, from `start` on.
+    """
+
+    def __init__(self, layers: Sequence[Layer], store: GrowingStore, rope: Tensor, start: int) -> None:
+        self._layers, self._tokens, end = layers, len(rope), start + len(rope)
+        self._places = store.places(end)
+        heads = layers[0].heads
+        # Queries and keys are turned, values stay as they are: tables for all heads at once, (T, heads, D).
+        cos, sin = rope[:, :1], rope[:, 1:]
+        turned, still = heads.queries + heads.keys, (self._tokens, heads.keys, heads.dim)
+        self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
+        self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
+        self._views: dict[int | None, _View] = {}
+        for window in {layer.heads.window for layer in layers}:
+            first = 0 if window is None else max(0, start + 1 - window)
+            self._views[window] = _View(*store.seen(first, end), _mask(first, start, end, window, rope.device))
+
+    def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
+        """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
+        layer = self._layers[index]
+        stream = x if added is None else x + added
+        stream = stream + self._attention(index, _norm(stream, layer.before, layer.eps))
+        hidden = _norm(stream, layer.after, layer.eps)
+        return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+
+    def _attention(self, index: int, x: Tensor) -> Tensor:
+        layer, heads = self._layers[index], self._layers[index].heads
+        qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.dim)
+        self._prepare(qkv, layer)
+        qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.dim // 2, 2), self._sin)
+        queries, both = qkv.split_with_sizes((heads.queries, 2 * heads.keys), 1)
+        self._places[index].copy_(both)
+        view = self._views[heads.window]
+        attend = self._attend_one if self._tokens == 1 else self._attend_any
+        return layer.out.forward(attend(layer, queries, view.keys[index], view.values[index], view.mask))
+
+    def _prepare(self, qkv: Tensor, layer: Layer) -> None:
+        """What some families do before rope: norms of queries and keys, limits; in place, (T, all heads, D)."""
+        heads = layer.heads
+        if heads.q_norm is not None and heads.k_norm is not None:
+            parts = qkv.split((heads.queries, heads.keys, heads.keys), 1)
+            for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
+                normed = _norm(part.reshape(self._tokens, -1, len(weight)), weight, layer.eps)
+                part.copy_(normed.view(part.shape))
+        if heads.clip is not None:
+            qkv.clamp_(-heads.clip, heads.clip)
+
+    # Key heads stand in the batch dimension, so that the query heads which share one need no copy of it.
+
+    def _attend_one(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None) -> Tensor:
+        """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
+        heads = layer.heads
+        grouped = queries.view(heads.keys, 1, -1, heads.dim)  # as if they were positions: all see all tokens
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=heads.scale).reshape(1, -1)
+
+    def _attend_any(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """queries (T, heads, D) -> (T, heads * D). mask: None for plain causal attention, T = N."""
+        heads = layer.heads
+        groups = heads.queries // heads.keys
+        grouped = queries.unflatten(1, (heads.keys, groups)).permute(1, 2, 0, 3)
+        keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
+        out = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
+        )
+        return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which of tokens first..end-1 each of start..end-1 sees, (T, N); None for plain causal attention or one token."""
+    if end - start == 1 or (start == 0 and (window is None or window >= end)):
+        return None
+    ago = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return ago >= 0 if window is None else (ago >= 0) & (ago < window)

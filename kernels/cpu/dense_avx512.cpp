@@ -1,0 +1,32 @@
+// A decode step's dense operations for AVX-512.
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+#include <stdint.h>
+
+namespace {
+constexpr int64_t kLanes = 16;
+}
+
+#include "dense_ops.inl"
+
+namespace floe {
+namespace {
+
+const DenseOps table = {"avx512", multiply, attend, exponentials};
+
+} // namespace
+
+const DenseOps *dense_avx512() { return &table; }
+
+} // namespace floe
+
+#else
+
+#include "dense_ops.h"
+
+namespace floe {
+const DenseOps *dense_avx512() { return nullptr; }
+} // namespace floe
+
+#endif

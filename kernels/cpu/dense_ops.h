@@ -1,0 +1,43 @@
+// What one thread does in a decode step's dense part with float32 numbers. Each instruction set brings a table of these
+// (dense_*.cpp); the rule of row_ops.h about external linkage holds for those files too.
+#pragma once
+
+#include <stdint.h>
+
+namespace floe {
+
+constexpr int64_t kSpan = 64; // stored tokens that one call of `attend` takes at most: their values stay in a cache
+
+// One token's heads. Of each stored token the keys of all key heads lie before their values.
+struct Heads {
+    int64_t heads, kv_heads, dim;
+
+    int64_t group() const { return heads / kv_heads; } // query heads that share a key head
+    int64_t stride() const { return 2 * kv_heads * dim; }
+};
+
+// A head's attention to some of the tokens: sum of exp(score - most) · value lies beside it.
+struct Share {
+    float most, total; // largest score; sum of exp(score - most)
+};
+
+struct DenseOps {
+    const char *name;
+
+    // y[r] = w_r · x for `rows` rows of n floats.
+    void (*multiply)(const float *w, const float *x, int64_t rows, int64_t n, float *y);
+
+    // Attention of queries (heads, D), which are scaled already, to `tokens` stored tokens from kv on: shares (heads)
+    // and sums (heads, D), not yet divided by the total. scores: heads · kSpan floats of scratch.
+    void (*attend)(const Heads &h, const float *queries, const float *kv, int64_t tokens, float *scores, Share *shares,
+                   float *sums);
+
+    // x[i] = exp(x[i] - most); returns their sum. NaN stays NaN.
+    float (*exponentials)(float *x, int64_t n, float most);
+};
+
+const DenseOps *dense_portable();
+const DenseOps *dense_avx2();
+const DenseOps *dense_avx512();
+
+} // namespace floe

@@ -1,0 +1,209 @@
+// What comes before a layer's experts, for one token and in float32: norm, attention, norm, router.
+//
+// Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
+// tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
+#include "buffers.h"
+#include "dense_ops.h"
+#include "expert_ops.h"
+#include "thread_pool.h"
+
+#include <string.h>
+
+#include <cmath>
+
+namespace floe {
+namespace {
+
+constexpr int64_t kItemRows = 64;
+constexpr int64_t kSmall = 128 * 1024; // bytes that one thread reads before another one would have woken up
+
+const DenseOps &dense_ops() {
+    const DenseOps *const all[] = {dense_avx512(), dense_avx2()};
+    for (const DenseOps *ops : all)
+        if (ops != nullptr && strcmp(ops->name, row_ops().name) == 0) return *ops;
+    return *dense_portable();
+}
+
+int64_t row_bytes(const floe_matrix &m) {
+    if (m.row.bits == 32) return m.row.n > 0 ? 4 * m.row.n : (int64_t)FLOE_BAD_SHAPE;
+    return m.row.bits == 16 ? (int64_t)FLOE_BAD_SHAPE : code_bytes(m.row);
+}
+
+bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns) {
+    return m.rows == rows && m.row.n == columns && row_bytes(m) > 0;
+}
+
+bool fits(const floe_dense_layer &l) {
+    if (l.hidden < 1 || l.heads < 1 || l.kv_heads < 1 || l.dim < 2 || l.dim % 2 || l.heads % l.kv_heads) return false;
+    if (l.window < 0 || (l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
+    if (l.router != nullptr && (l.top_k < 1 || l.top_k > l.experts)) return false;
+    return is_shape(l.qkv, (l.heads + 2 * l.kv_heads) * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
+}
+
+struct Floats {
+    const float *w, *x;
+    int64_t rows, n;
+    float *y;
+};
+
+void multiply_floats(const float *w, const float *x, int64_t rows, int64_t n, int threads, float *y) {
+    Floats floats = {w, x, rows, n, y};
+    const auto work = [](void *opaque, int64_t item, int) {
+        const Floats &f = *(const Floats *)opaque;
+        const int64_t first = item * kItemRows, count = f.rows - first < kItemRows ? f.rows - first : kItemRows;
+        dense_ops().multiply(f.w + first * f.n, f.x, count, f.n, f.y + first);
+    };
+    parallel_for(4 * rows * n < kSmall ? 1 : threads, (rows + kItemRows - 1) / kItemRows, work, &floats);
+}
+
+int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y) {
+    if (m.row.bits == 32) {
+        multiply_floats((const float *)m.q, x, m.rows, m.row.n, threads, y);
+    } else {
+        if (m.rows * row_bytes(m) < kSmall) threads = 1;
+        const int code = floe_linear(x, 1, &m.row, m.q, m.scale, m.zero, m.rows, digits, threads, y);
+        if (code != FLOE_OK) return code;
+    }
+    for (int64_t i = 0; m.bias != nullptr && i < m.rows; i++) y[i] += m.bias[i];
+    return FLOE_OK;
+}
+
+// y = x / rms(x) · weight; y may be x.
+void normalize(const float *x, const float *weight, int64_t n, float eps, float *y) {
+    float squares;
+    dense_ops().multiply(x, x, 1, n, &squares);
+    const float factor = 1.0f / std::sqrt(squares / (float)n + eps);
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
+}
+
+// Norms and limit of the joined queries, keys and values, as some families have them.
+void prepare_heads(const floe_dense_layer &l, float *qkv) {
+    const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
+    if (l.q_norm != nullptr && l.each_head) {
+        for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
+            normalize(qkv + h * l.dim, h < l.heads ? l.q_norm : l.k_norm, l.dim, l.eps, qkv + h * l.dim);
+    } else if (l.q_norm != nullptr) {
+        normalize(qkv, l.q_norm, queries, l.eps, qkv);
+        normalize(qkv + queries, l.k_norm, keys, l.eps, qkv + queries);
+    }
+    for (int64_t i = 0; l.clip < INFINITY && i < queries + 2 * keys; i++) // NaN is left as it is
+        qkv[i] = qkv[i] < -l.clip ? -l.clip : qkv[i] > l.clip ? l.clip : qkv[i];
+}
+
+// rope: dim cosines, then as many sines, the first half of which is negated.
+void turn(float *head, const float *rope, int64_t dim) {
+    const int64_t half = dim / 2;
+    const float *sines = rope + dim;
+    for (int64_t i = 0; i < half; i++) {
+        const float left = head[i], right = head[i + half];
+        head[i] = left * rope[i] + right * sines[i];
+        head[i + half] = right * rope[i + half] + left * sines[i + half];
+    }
+}
+
+struct Attention {
+    Heads h;
+    const float *queries, *kv;
+    int64_t tokens;
+    float *scores; // of each thread
+    Share *shares; // (spans, heads)
+    float *sums;   // (spans, heads, D)
+};
+
+void attend_span(void *opaque, int64_t span, int worker) {
+    const Attention &a = *(const Attention *)opaque;
+    const int64_t first = span * kSpan, count = a.tokens - first < kSpan ? a.tokens - first : kSpan;
+    dense_ops().attend(a.h, a.queries, a.kv + first * a.h.stride(), count, a.scores + worker * a.h.heads * kSpan,
+                       a.shares + span * a.h.heads, a.sums + span * a.h.heads * a.h.dim);
+}
+
+// The spans' results in one: out (heads, D), which may be the first span's sums.
+void join_spans(const Attention &a, int64_t spans, float *out) {
+    for (int64_t q = 0; q < a.h.heads; q++) {
+        float most = a.shares[q].most, total = 0;
+        for (int64_t s = 1; s < spans; s++)
+            if (a.shares[s * a.h.heads + q].most > most) most = a.shares[s * a.h.heads + q].most;
+        for (int64_t s = 0; s < spans; s++) {
+            Share &share = a.shares[s * a.h.heads + q];
+            share.most = std::exp(share.most - most); // the span's factor
+            total += share.most * share.total;
+        }
+        for (int64_t s = 0; s < spans; s++) {
+            const float factor = a.shares[s * a.h.heads + q].most / total;
+            const float *sums = a.sums + (s * a.h.heads + q) * a.h.dim;
+            for (int64_t d = 0; d < a.h.dim; d++)
+                out[q * a.h.dim + d] = factor * sums[d] + (s ? out[q * a.h.dim + d] : 0);
+        }
+    }
+}
+
+// The experts with the largest probabilities and their shares. NaN is larger than any number, as in torch; of equal
+// ones the first goes first.
+void route(const floe_dense_layer &l, float *logits, int64_t *index, float *weights) {
+    float most = logits[0], sum = 0;
+    for (int64_t e = 1; e < l.experts; e++) most = logits[e] > most ? logits[e] : most;
+    const float total = dense_ops().exponentials(logits, l.experts, most);
+    for (int64_t k = 0; k < l.top_k; k++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < l.experts; e++)
+            if (logits[e] >= 0 || std::isnan(logits[e]))
+                if (best < 0 || logits[e] > logits[best] || (std::isnan(logits[e]) && !std::isnan(logits[best])))
+                    best = e;
+        index[k] = best;
+        weights[k] = logits[best] / total;
+        logits[best] = -1; // taken
+        sum += weights[k];
+    }
+    for (int64_t k = 0; l.shares && k < l.top_k; k++) weights[k] /= sum;
+}
+
+} // namespace
+} // namespace floe
+
+using namespace floe;
+
+int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope, float *kv,
+                    int64_t capacity, int64_t position, int digits, int threads, float *stream, float *hidden,
+                    int64_t *index, float *weights) {
+    thread_local Buffer buffer;
+    const floe_dense_layer &l = *layer;
+    if (!fits(l)) return FLOE_BAD_SHAPE;
+    if (position < 0 || position >= capacity) return FLOE_BAD_INDEX;
+    threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
+
+    Attention a = {{l.heads, l.kv_heads, l.dim}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
+    const int64_t first = l.window > 0 && l.window <= position ? position + 1 - l.window : 0;
+    a.tokens = position + 1 - first;
+    a.kv = kv + first * a.h.stride();
+    const int64_t spans = (a.tokens + kSpan - 1) / kSpan, queries = l.heads * l.dim;
+    const int64_t scores = threads * l.heads * kSpan, logits = l.router != nullptr ? l.experts : 0;
+    uint8_t *memory = buffer.take(aligned(4 * l.qkv.rows) + aligned(4 * scores) + aligned(4 * spans * queries) +
+                                  aligned(8 * spans * l.heads) + aligned(4 * logits));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    float *qkv = carve<float>(memory, l.qkv.rows);
+    a.queries = qkv;
+    a.scores = carve<float>(memory, scores);
+    a.sums = carve<float>(memory, spans * queries);
+    a.shares = carve<Share>(memory, spans * l.heads);
+    float *probabilities = carve<float>(memory, logits);
+
+    for (int64_t i = 0; i < l.hidden; i++) stream[i] = added == nullptr ? x[i] : x[i] + added[i];
+    normalize(stream, l.before, l.hidden, l.eps, hidden);
+    int code = multiply(l.qkv, hidden, digits, threads, qkv);
+    if (code != FLOE_OK) return code;
+    prepare_heads(l, qkv);
+    for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, rope, l.dim);
+    for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
+    memcpy(kv + position * a.h.stride(), qkv + queries, (size_t)a.h.stride() * sizeof(float));
+
+    parallel_for(4 * a.tokens * a.h.stride() < kSmall ? 1 : threads, spans, attend_span, &a);
+    join_spans(a, spans, a.sums);
+    code = multiply(l.out, a.sums, digits, threads, hidden);
+    if (code != FLOE_OK) return code;
+    for (int64_t i = 0; i < l.hidden; i++) stream[i] += hidden[i];
+    normalize(stream, l.after, l.hidden, l.eps, hidden);
+    if (l.router == nullptr) return FLOE_OK;
+    multiply_floats(l.router, hidden, l.experts, l.hidden, threads, probabilities);
+    route(l, probabilities, index, weights);
+    return FLOE_OK;
+}

@@ -1,0 +1,130 @@
+"""`step.dense_step` compiled from C++ (dense_step.cpp): a layer's weights are handed over once, then a call is a call.
+
+At small sizes that call takes as long as two of the two dozen operations that torch would need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layouts import LinearWeights, packed_bytes
+from ..step import DenseLayer, Projection, Stepped
+from . import native
+
+_ERRORS = {-1: "sizes that do not fit each other", -2: "a position beyond what the store has room for"}
+
+
+class _Matrix(Structure):
+    _fields_ = (
+        *(("n", c_int64), ("group", c_int64), ("bits", c_int32), ("bfloat16", c_int32)),
+        *(("rows", c_int64), ("q", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("bias", c_void_p)),
+    )
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "window", "experts", "top_k")),
+        *((name, c_int32) for name in ("each_head", "shares")),
+        *((name, c_float) for name in ("eps", "scale", "clip")),
+        *((name, c_void_p) for name in ("before", "after", "q_norm", "k_norm", "router")),
+        *(("qkv", _Matrix), ("out", _Matrix)),
+    )
+
+
+class NativeStep:
+    """`step.dense_step` for one layer, in float32.
+
+    Raises:
+        NativeUnavailableError: the compiled kernels cannot be used here.
+        ValueError: weights that do not fit each other, are not float32, or do not lie on the CPU in one piece.
+    """
+
+    def __init__(self, layer: DenseLayer) -> None:
+        self._function = _function()
+        self._weights = layer  # they must outlive the addresses
+        heads, router, hidden = layer.heads, layer.router, layer.before.numel()
+        each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.dim
+        normed = [heads.dim, heads.dim] if each_head else [heads.queries * heads.dim, heads.keys * heads.dim]
+        experts = 0 if router is None else router.weight.shape[0]
+        self._layer = _Layer(
+            *(hidden, heads.queries, heads.keys, heads.dim, heads.window or 0),
+            *(experts, 0 if router is None else router.top_k, each_head, router is not None and router.shares),
+            *(layer.eps, heads.scale, inf if heads.clip is None else heads.clip),
+            *(_address(layer.before, hidden), _address(layer.after, hidden)),
+            *(_optional(norm, size) for norm, size in zip((heads.q_norm, heads.k_norm), normed, strict=True)),
+            _optional(None if router is None else router.weight, experts * hidden),
+            *(_matrix(layer.qkv), _matrix(layer.out)),
+        )
+        self._pointer = byref(self._layer)
+        self._hidden, self._top_k, self._rope = hidden, self._layer.top_k, 2 * heads.dim
+        self._stored = 2 * heads.keys * heads.dim  # of a token
+        if self._function(self._pointer, *[None] * 4, 0, 0, 2, 1, *[None] * 4) == -1:  # no position: nothing is touched
+            raise ValueError(_ERRORS[-1])
+
+    def __call__(
+        self, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int, x_bits: int = 22
+    ) -> Stepped:
+        """As `step.dense_step`; x_bits as for the other operations.
+
+        Raises:
+            ValueError: tensors of other sizes, not float32 or not in one piece, or a position that kv has no room for.
+        """
+        stream, hidden = torch.empty(1, self._hidden), torch.empty(1, self._hidden)
+        routed: tuple[Tensor, ...] = ()
+        places = (None, None)
+        if self._top_k:
+            routed = (torch.empty(1, self._top_k, dtype=torch.int64), torch.empty(1, self._top_k))
+            places = (routed[0].data_ptr(), routed[1].data_ptr())
+        code = self._function(
+            *(self._pointer, _address(x, self._hidden), _optional(added, self._hidden), _address(rope, self._rope)),
+            *(_address(kv, kv.numel()), kv.numel() // self._stored, position, -(-x_bits // 8)),
+            *(torch.get_num_threads(), stream.data_ptr(), hidden.data_ptr(), *places),
+        )
+        if code:
+            raise ValueError(_ERRORS[code]) if code in _ERRORS else MemoryError("the CPU kernels got no memory")
+        return Stepped(stream, hidden, routed)
+
+
+def _function() -> Any:
+    native.isa()  # the library is there, of this version, and runs the instruction set that was asked for
+    try:
+        function = ctypes.CDLL(str(native.library_path())).floe_dense_step
+    except AttributeError as error:
+        raise native.NativeUnavailableError(f"the compiled CPU kernels are older than this: {error}") from error
+    function.restype = c_int
+    function.argtypes = [
+        *(POINTER(_Layer), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
+        *(c_void_p, c_void_p, c_void_p, c_void_p),
+    ]
+    return function
+
+
+def _matrix(projection: Projection) -> _Matrix:
+    weight, bias = projection.weight, projection.bias
+    if isinstance(weight, LinearWeights):
+        vector, rows = weight.vector, weight.q.shape[0]
+        parts = (
+            _address(weight.q, rows * packed_bytes(vector.n, vector.bits), torch.uint8),
+            *(_address(part, rows * vector.groups, torch.float16) for part in (weight.scale, weight.zero)),
+        )
+        return _Matrix(vector.n, vector.group, vector.bits, 0, rows, *parts, _optional(bias, rows))
+    rows, columns = weight.shape
+    return _Matrix(columns, columns, 32, 0, rows, _address(weight, rows * columns), None, None, _optional(bias, rows))
+
+
+def _optional(tensor: Tensor | None, count: int) -> int | None:
+    return None if tensor is None else _address(tensor, count)
+
+
+def _address(tensor: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
+    if tensor.dtype != dtype or tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise ValueError(
+            f"{count} values of {dtype} in one piece on the CPU are wanted, not {tuple(tensor.shape)} of {tensor.dtype}"
+        )
+    return tensor.data_ptr()

@@ -1,0 +1,141 @@
+"""What comes before a layer's experts, for one token, as one operation: norm, attention, norm, router.
+
+`dense_step` defines it in plain torch; `cpu/native_step.py` is the compiled one. Shapes: H hidden size, D width of a
+head, K experts per token, C tokens that a store of keys and values has room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .layouts import LinearWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """y = x · Wᵀ + bias.
+
+    Attributes:
+        weight: (rows, columns) floating point, or codes. bias: (rows,).
+    """
+
+    weight: Tensor | LinearWeights
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight if isinstance(self.weight, Tensor) else self.weight.dense(x.dtype)
+        return F.linear(x, weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a layer attends.
+
+    Attributes:
+        queries: heads of queries. keys: heads of keys, and of values; each serves queries / keys query heads.
+        dim: D, even. scale: of the products of queries and keys. window: how many tokens a query sees, itself included.
+        clip: limit of all three. q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,)
+            of all heads together.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+    scale: float
+    window: int | None = None
+    clip: float | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How a layer chooses its experts.
+
+    Attributes:
+        weight: (E, H). shares: whether the weights of the chosen are made to sum to 1. dtype: of those.
+    """
+
+    weight: Tensor
+    top_k: int
+    shares: bool
+    dtype: torch.dtype = torch.float32
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equal ones, any may be chosen."""
+        probabilities = torch.softmax(F.linear(hidden, self.weight), -1, dtype=torch.float32)
+        weights, index = probabilities.topk(self.top_k, -1)
+        if self.shares:
+            weights /= weights.sum(-1, keepdim=True)
+        return index, weights.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """The weights of a layer without its experts.
+
+    Attributes:
+        before, after: (H,) of the RMS norms before attention and after it. eps: of all norms. qkv: to queries, keys and
+            values of all heads. out: back to H. router: None where the block does more than route.
+    """
+
+    before: Tensor
+    after: Tensor
+    eps: float
+    heads: Heads
+    qkv: Projection
+    out: Projection
+    router: Router | None
+
+
+class Stepped(NamedTuple):
+    """What a step gives.
+
+    Attributes:
+        stream: (1, H) the residual after attention. hidden: (1, H) what the block is given. routed: with a router, the
+            experts (1, K) int64 and their weights (1, K) float32; else nothing.
+    """
+
+    stream: Tensor
+    hidden: Tensor
+    routed: tuple[Tensor, ...]
+
+
+def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int) -> Stepped:
+    """One token before a layer's experts.
+
+    Args:
+        x: (1, H) the residual stream after the attention before. added: (1, H) what the block since then gave, or None.
+        rope: (2, D) cosines and sines of the position, the first half of the sines negated.
+        kv: (C, 2 * key heads, D) keys, then values, of the tokens before; the token's own are written to its place.
+        position: of the token.
+    """
+    heads, width = layer.heads, x.shape[-1]
+    stream = x if added is None else x + added
+    qkv = layer.qkv(F.rms_norm(stream, (width,), layer.before, layer.eps)).view(-1, heads.dim)
+    queries, keys, values = qkv.split([heads.queries, heads.keys, heads.keys])
+    if heads.q_norm is not None and heads.k_norm is not None:
+        queries, keys = (
+            _norm(part, weight, layer.eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm))
+        )
+    if heads.clip is not None:
+        queries, keys, values = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, values))
+    queries, keys = (part * rope[0] + part.roll(heads.dim // 2, -1) * rope[1] for part in (queries, keys))
+    kv[position] = torch.cat([keys, values])
+    first = 0 if heads.window is None else max(0, position + 1 - heads.window)
+    keys, values = kv[first : position + 1].repeat_interleave(heads.queries // heads.keys, 1).chunk(2, 1)
+    scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
+    out = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+    stream = stream + layer.out(out.view(1, -1))
+    hidden = F.rms_norm(stream, (width,), layer.after, layer.eps)
+    return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+
+
+def _norm(part: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """part (heads, D), normalized over each head or all of them, as many as weight is for."""
+    return F.rms_norm(part.reshape(-1, weight.numel()), weight.shape, weight, eps).view(part.shape)

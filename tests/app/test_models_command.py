@@ -1,0 +1,73 @@
+"""`floe-chat models` and `floe-chat paths`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from floe_chat.app.cli import cli
+from floe_chat.app.setup_flow import Wish
+from floe_chat.models import catalog
+from floe_chat.models.errors import UsageError
+from floe_chat.models.pack import PackSpec
+
+from ..helpers import make_checkpoint, make_pack
+
+
+def run(*words: str, answer: str | None = None) -> Result:
+    return CliRunner().invoke(cli, list(words), input=answer)
+
+
+def refused(*words: str) -> UsageError:
+    error = CliRunner().invoke(cli, list(words), standalone_mode=False).exception
+    assert isinstance(error, UsageError), error
+    return error
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A pack that is called tiny, beside one that was only begun."""
+    make_pack(make_checkpoint(tmp_path / "source", layers=1), catalog.models_folder() / "tiny", PackSpec())
+    begun = Wish("floe/other", "other")
+    begun.folder.mkdir()
+    (begun.folder / "packing.json").write_text("{}")
+    (catalog.models_folder() / "other.setup.json").write_text(
+        json.dumps({"model": begun.model, "name": begun.name, "up": 3, "gate": 4, "down": 4, "dense": 4, "commit": ""})
+    )
+    return catalog.models_folder() / "tiny"
+
+
+def test_lists_installed_begun_and_listed(tiny: Path) -> None:
+    found: dict[str, Any] = json.loads(run("models", "--json").stdout)
+    assert [(one["name"], one["trouble"]) for one in found["installed"]] == [("demo", None), ("tiny", None)]
+    assert found["installed"][1]["bytes"] > 1000 and found["installed"][1]["folder"] == str(tiny)
+    assert [one["name"] for one in found["unfinished"]] == ["other"]
+    assert [one["name"] for one in found["listed"]] == [entry.name for entry in catalog.PUBLISHED]
+    text = run("models").stdout
+    assert "tiny" in text and "so far, floe/other" in text and "mistralai/Mixtral-8x7B-Instruct-v0.1" in text
+
+
+def test_removes_what_was_asked_for_and_nothing_else(tiny: Path) -> None:
+    assert "--yes" in refused("models", "remove", "tiny").hint and tiny.exists()
+    done = run("models", "remove", "tiny", "--yes")
+    assert done.exit_code == 0 and "tiny is deleted" in done.stderr
+    assert not tiny.exists() and (catalog.models_folder() / "other").exists()
+    assert run("models", "remove", "other", "-y").exit_code == 0
+    assert list(catalog.models_folder().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["demo", "absent", "..", "/etc", ""])
+def test_refuses_to_remove_what_is_no_model_of_the_folder(name: str) -> None:
+    assert "to remove" in refused("models", "remove", name, "--yes").title
+    assert catalog.find("demo").exists()
+
+
+def test_paths(own_folders: Path) -> None:
+    found = json.loads(run("paths", "--json").stdout)
+    assert list(found) == ["settings", "history", "models", "cache", "log"]
+    assert all(Path(path).is_relative_to(own_folders) for path in found.values())
+    assert found["models"] == str(catalog.models_folder())
+    assert [line.split()[0] for line in run("paths").stdout.splitlines()] == list(found)

@@ -1,0 +1,275 @@
+"""The compiled step of the dense part against its definition in float64: odd sizes, every instruction set, codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu.native_step import NativeStep
+from floe_chat.kernels.layouts import LinearWeights, VectorLayout, group_size, pack_codes
+from floe_chat.kernels.step import DenseLayer, Heads, Projection, Router, Stepped, dense_step
+from torch import Tensor
+
+from ..helpers import relative_rms
+
+LIMIT = 1e-5
+CAPACITY = 300
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over."""
+
+    hidden: int = 48
+    queries: int = 4
+    keys: int = 2
+    dim: int = 12
+    experts: int = 5
+    top_k: int = 2
+    bits: int = 32
+    bias: bool = False
+    normed: str = ""
+    clip: float | None = None
+    window: int | None = None
+    shares: bool = True
+
+
+SIZES = {
+    "small": Sizes(),
+    "least": Sizes(1, 1, 1, 2, 1, 1),
+    "odd": Sizes(35, 6, 3, 14, 7, 7, shares=False),
+    "five-of-one": Sizes(50, 5, 1, 66, 3, 1, bias=True),
+    "wide": Sizes(260, 16, 2, 64, 128, 8, normed="head"),
+    "all-keys": Sizes(130, 4, 4, 32, normed="all", clip=0.7),
+    "no-router": Sizes(experts=0),
+    "window": Sizes(window=9),
+    "window-of-one": Sizes(window=1),
+    "window-of-spans": Sizes(64, 8, 2, 16, window=150),
+    "4-bit": Sizes(128, 4, 2, 32, bits=4),
+    "8-bit": Sizes(192, 6, 2, 32, bits=8, bias=True, normed="head"),
+    "3-bit-odd": Sizes(50, 5, 1, 14, bits=3),
+    "2-bit-wide": Sizes(640, 4, 2, 64, bits=2),
+}
+every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    try:
+        native.isa()
+    except native.NativeUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def make_projection(rows: int, columns: int, bits: int, bias: bool) -> Projection:
+    own = torch.randn(rows) if bias else None
+    if bits == 32:
+        return Projection(torch.randn(rows, columns) / columns**0.5, own)
+    vector = VectorLayout(columns, bits, group_size(columns))
+    codes = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)
+    scale = (torch.rand(rows, vector.groups) + 0.5) / (1 << bits) / columns**0.5
+    zero = torch.rand(rows, vector.groups) * (1 << bits)
+    return Projection(LinearWeights(vector, pack_codes(codes, bits), scale.half(), zero.half()), own)
+
+
+def make_layer(sizes: Sizes) -> DenseLayer:
+    """Random weights."""
+    torch.manual_seed(sizes.hidden)
+    s, width = sizes, sizes.queries * sizes.dim
+    over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
+    q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
+    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm)
+    return DenseLayer(
+        before=1 + 0.3 * torch.randn(s.hidden),
+        after=1 + 0.3 * torch.randn(s.hidden),
+        eps=1e-5,
+        heads=heads,
+        qkv=make_projection(width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
+        out=make_projection(s.hidden, width, s.bits, s.bias),
+        router=Router(torch.randn(s.experts, s.hidden), s.top_k, s.shares) if s.experts else None,
+    )
+
+
+def widened(layer: DenseLayer) -> DenseLayer:
+    """The same in float64."""
+
+    def wide(part: Any) -> Any:
+        if isinstance(part, Projection):
+            weight = part.weight if isinstance(part.weight, Tensor) else part.weight.dense(torch.float64)
+            return Projection(weight.double(), wide(part.bias))
+        return part.double() if isinstance(part, Tensor) else part
+
+    heads = replace(layer.heads, q_norm=wide(layer.heads.q_norm), k_norm=wide(layer.heads.k_norm))
+    router = layer.router and replace(layer.router, weight=wide(layer.router.weight))
+    names = ("before", "after", "qkv", "out")
+    return replace(layer, heads=heads, router=router, **{name: wide(getattr(layer, name)) for name in names})
+
+
+def make_input(sizes: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, added, rope, and a store that is NaN wherever nobody may look."""
+    torch.manual_seed(position)
+    x, added = torch.randn(1, sizes.hidden), torch.randn(1, sizes.hidden)
+    angles = torch.rand(sizes.dim // 2).mul(6).repeat(2)
+    rope = torch.stack([angles.cos(), angles.sin()])
+    rope[1, : sizes.dim // 2].neg_()
+    kv = torch.full((CAPACITY, 2 * sizes.keys, sizes.dim), NAN)
+    first = 0 if sizes.window is None else max(0, position + 1 - sizes.window)
+    kv[first:position] = torch.randn(position - first, *kv.shape[1:])
+    return x, added, rope, kv
+
+
+def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = True) -> Stepped:
+    """One step, which must be its definition in float64; returns it."""
+    x, more, rope, kv = make_input(sizes, position)
+    before, given = kv.clone(), more if added else None
+    ours = NativeStep(layer)(x, given, rope, kv, position)
+    wide = before.double()
+    truth = dense_step(widened(layer), x.double(), more.double() if added else None, rope.double(), wide, position)
+    assert relative_rms(ours.stream, truth.stream) <= LIMIT and relative_rms(ours.hidden, truth.hidden) <= LIMIT
+    assert relative_rms(kv[position], wide[position]) <= LIMIT
+    before[position] = kv[position]
+    assert torch.equal(kv.nan_to_num(99), before.nan_to_num(99)), "more was written than this token's place"
+    assert len(ours.routed) == len(truth.routed)
+    if truth.routed:
+        assert torch.equal(ours.routed[0], truth.routed[0]) and ours.routed[1].dtype == torch.float32
+        assert relative_rms(ours.routed[1], truth.routed[1]) <= LIMIT
+    return ours
+
+
+@every_size
+@pytest.mark.usefixtures("isa", "two_threads")
+def test_it_is_the_definition(sizes: Sizes) -> None:
+    layer = make_layer(sizes)
+    for position in (0, 1, 63, 64, 200, CAPACITY - 1):
+        compare(layer, sizes, position)
+    compare(layer, sizes, 5, added=False)
+
+
+def test_threads_change_no_bit(two_threads: None) -> None:
+    sizes = Sizes(512, 16, 8, 32, 8, 2)  # large enough to be shared
+    layer = make_layer(sizes)
+    both = compare(layer, sizes, CAPACITY - 1)
+    torch.set_num_threads(1)
+    alone = compare(layer, sizes, CAPACITY - 1)
+    assert torch.equal(both.stream, alone.stream) and torch.equal(both.hidden, alone.hidden)
+
+
+def test_scores_of_any_size_are_weighed() -> None:
+    sizes = Sizes()
+    layer = make_layer(sizes)
+    for scale in (1e-3, 30.0, 1e3):  # all alike; one outweighs the others by more than float32 holds
+        compare(replace(layer, heads=replace(layer.heads, scale=scale)), sizes, 150)
+
+
+@pytest.mark.parametrize("where", ["x", "added", "kept key", "kept value"])
+def test_what_is_not_a_number_reaches_the_result(where: str) -> None:
+    sizes = Sizes()
+    x, added, rope, kv = make_input(sizes, 100)
+    target = {"x": x[0], "added": added[0], "kept key": kv[70, 0], "kept value": kv[70, -1]}[where]
+    target[3] = NAN
+    stepped = NativeStep(make_layer(sizes))(x, added, rope, kv, 100)
+    assert bool(stepped.stream.isnan().any()) and bool(stepped.hidden.isnan().all())
+    index, weights = stepped.routed
+    assert bool(weights.isnan().all()) and index.unique().numel() == sizes.top_k
+    assert all(0 <= expert < sizes.experts for expert in index[0].tolist())
+
+
+def test_of_equal_experts_the_first_are_chosen() -> None:
+    layer = make_layer(SIZES["small"])
+    router = Router(torch.ones(5, 48), 3, shares=True)
+    x, added, rope, kv = make_input(SIZES["small"], 4)
+    index, weights = NativeStep(replace(layer, router=router))(x, added, rope, kv, 4).routed
+    assert index.tolist() == [[0, 1, 2]] and weights.allclose(torch.full((1, 3), 1 / 3))
+
+
+@pytest.mark.parametrize(("x_bits", "limit"), [(22, 1e-5), (15, 1e-3), (8, 3e-2)])
+def test_x_is_read_as_finely_as_asked(x_bits: int, limit: float) -> None:
+    sizes = SIZES["4-bit"]
+    layer = make_layer(sizes)
+    x, added, rope, kv = make_input(sizes, 20)
+    ours = NativeStep(layer)(x, added, rope, kv.clone(), 20, x_bits)
+    truth = dense_step(layer, x, added, rope, kv, 20)
+    assert relative_rms(ours.hidden, truth.hidden) <= limit
+
+
+LAYER = make_layer(SIZES["small"])
+CODES = make_layer(SIZES["4-bit"])
+
+
+def changed_heads(**changes: Any) -> DenseLayer:
+    return replace(LAYER, heads=replace(LAYER.heads, **changes))
+
+
+def changed_codes(**changes: Any) -> DenseLayer:
+    assert isinstance(CODES.qkv.weight, LinearWeights)
+    return replace(CODES, qkv=Projection(replace(CODES.qkv.weight, **changes)))
+
+
+def a_router(*shape: int, top_k: int) -> Router:
+    return Router(torch.zeros(shape), top_k, shares=True)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(replace(LAYER, before=torch.ones(47)), id="narrow-norm"),
+        pytest.param(replace(LAYER, after=torch.ones(48).bfloat16()), id="norm-of-16-bit"),
+        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(95, 48))), id="fewer-rows"),
+        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(96, 47))), id="narrow-projection"),
+        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(48, 96).T)), id="not-in-one-piece"),
+        pytest.param(replace(LAYER, qkv=Projection(torch.zeros(96, 48), torch.zeros(95))), id="short-bias"),
+        pytest.param(replace(LAYER, out=Projection(torch.zeros(48, 47))), id="narrow-output"),
+        pytest.param(changed_heads(queries=5), id="heads-that-share-unevenly"),
+        pytest.param(changed_heads(dim=13), id="odd-heads"),
+        pytest.param(changed_heads(keys=0), id="no-key-heads"),
+        pytest.param(changed_heads(window=-1), id="negative-window"),
+        pytest.param(changed_heads(q_norm=torch.ones(12)), id="one-norm"),
+        pytest.param(changed_heads(q_norm=torch.ones(12), k_norm=torch.ones(24)), id="norms-of-two-kinds"),
+        pytest.param(replace(LAYER, router=a_router(5, 47, top_k=2)), id="narrow-router"),
+        pytest.param(replace(LAYER, router=a_router(5, 48, top_k=6)), id="more-than-all-experts"),
+        pytest.param(replace(LAYER, router=a_router(5, 48, top_k=0)), id="no-expert"),
+        pytest.param(changed_codes(vector=VectorLayout(128, 8, 64)), id="codes-of-another-width"),
+        pytest.param(changed_codes(scale=torch.ones(256, 1).half()), id="fewer-scales"),
+        pytest.param(changed_codes(zero=torch.zeros(256, 2)), id="zeros-of-32-bit"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
+    with pytest.raises(ValueError):
+        NativeStep(layer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"x": torch.ones(1, 47)}, id="narrow-x"),
+        pytest.param({"x": torch.ones(1, 48).double()}, id="x-of-64-bit"),
+        pytest.param({"x": torch.ones(1, 96)[:, ::2]}, id="x-in-pieces"),
+        pytest.param({"added": torch.ones(2, 48)}, id="added-to-two-tokens"),
+        pytest.param({"rope": torch.ones(2, 11)}, id="narrow-rope"),
+        pytest.param({"kv": torch.zeros(CAPACITY, 12, 4).transpose(1, 2)}, id="store-in-pieces"),
+        pytest.param({"kv": torch.zeros(CAPACITY, 4, 12).bfloat16()}, id="store-of-16-bit"),
+        pytest.param({"kv": torch.zeros(0, 4, 12), "position": 0}, id="no-store"),
+        pytest.param({"position": -1}, id="position-negative"),
+        pytest.param({"position": CAPACITY}, id="position-too-large"),
+        pytest.param({"position": 1 << 40}, id="position-far-too-large"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_and_nothing_is_written(changes: dict[str, Any]) -> None:
+    x, added, rope, kv = make_input(SIZES["small"], 20)
+    arguments: dict[str, Any] = {"x": x, "added": added, "rope": rope, "kv": kv, "position": 20, **changes}
+    before = arguments["kv"].clone()
+    with pytest.raises(ValueError):
+        NativeStep(LAYER)(**arguments)
+    assert torch.equal(arguments["kv"].nan_to_num(99), before.nan_to_num(99))
+
+
+def test_digits_that_do_not_exist_are_refused_and_nothing_is_written() -> None:
+    x, added, rope, kv = make_input(SIZES["4-bit"], 20)
+    for x_bits in (0, 32):
+        with pytest.raises(ValueError):
+            NativeStep(CODES)(x, added, rope, kv, 20, x_bits)
+    assert bool(kv[20].isnan().all())
