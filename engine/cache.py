@@ -4,26 +4,27 @@ Bookkeeping only, on one thread: the bytes lie in a tensor (capacity, row bytes)
 neuron, as CORM's limitations ask for, and no expert has a share of its own. A slot is free, filling (its row is on the
 way) or ready. It keeps its row while that is filling, and until `release` if the step that runs uses it.
 
-A neuron's key within its layer is e * F + n.
+A neuron's key within its layer is e * F + n. The tables and the work on them are `kernels/pool.py`'s; here is by what
+rule they are kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..kernels.cpu.native_pool import make
+from ..kernels.pool import FREE_COUNT, STEP, Keys, Located, Rule, Slots
 from ..models.heat import Heat
+from . import uses
 from .uses import Uses
 
-Policy = Literal["score", "lru", "fifo"]
-Slots = NDArray[np.int32]
-Keys = NDArray[np.int64]
-Number = TypeVar("Number", bound=np.generic)
+__all__ = ["Found", "Keys", "NeuronPool", "Policy", "Slots"]
 
-_FREE, _FILLING, _READY = 0, 1, 2  # a slot's state
+Policy = Literal["score", "lru", "fifo"]
 
 # Eviction looks at so many slots for each that is wanted, and takes those worth least.
 SAMPLE, SMALLEST_WINDOW = 6, 256
@@ -60,48 +61,60 @@ class NeuronPool:
 
     Attributes:
         slots: (L, E, F) int32, -1 for an absent neuron; an assigned slot may still be filling. To be read only.
-        capacity: slots in all.
+        layers: (L, E * F), the same. reason: in words, what works on the tables and why.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, capacity: int, policy: Policy = "score") -> None:
         if policy not in ("score", "lru", "fifo"):
             raise ValueError(f"there is no policy {policy!r}: choose score, lru or fifo")
-        self._experts, self._neurons, self._policy = experts, neurons, policy
-        self.slots = np.full((layers, experts, neurons), -1, np.int32)
-        self._flat, self._tables = self.slots.reshape(-1), self.slots.reshape(layers, experts * neurons)
-        self._prefetch_worth = np.float32(PREFETCH_WORTH / experts)
         self._uses = Uses(layers, experts, neurons)
-        self._residents = np.zeros(layers * experts, np.int64)  # ready rows of each expert
-        self._finds, self._brought, self._step = 0, 0, 1  # calls of find, of reserve, of release
-        self._hand, self._layer = 0, 0  # the slot that eviction looks at next, the layer asked last
-        # By slot; one more than there are, so that slot -1 of an absent neuron reads and writes the last, nobody's.
-        self._state = np.zeros(1, np.uint8)
-        self._step_of = np.zeros(1, np.int64)  # the last step that used it
-        self._key = np.zeros(1, np.int64)  # into _flat
-        # lru: the last call that used it. fifo: the call that brought it. score: the find for which it was prefetched.
-        self._mark = np.zeros(1, np.int64)
-        self._scratch = np.zeros(1, np.int32)
-        self._free, self._free_count = np.zeros(0, np.int32), 0  # a stack
-        self.capacity = 0
-        self.resize(capacity)
+        rule = Rule(
+            by_score=policy == "score",
+            marks_use=policy == "lru",
+            sample=SAMPLE,
+            smallest_window=SMALLEST_WINDOW,
+            prefetch_worth=PREFETCH_WORTH / experts,
+            turn=TURN,
+            use_rate=uses.USE_RATE,
+            largest_growth=uses.LARGEST_GROWTH,
+        )
+        self._table, self.reason = make(layers, experts, neurons, rule, self._uses.means)
+        self.slots = self._table.slots.reshape(layers, experts, neurons)
+        self.layers = self._table.slots.reshape(layers, experts * neurons)
+        self._table.resize(capacity)
+
+    def locate(
+        self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
+    ) -> Located:
+        """Where a step's active neurons are. Notes their use; those present stay until `release`.
+
+        Args:
+            experts: (P,) of each call. offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the
+                same neuron. width: neurons of one of these experts, F or less where they are parts of the layer's.
+
+        Raises:
+            ValueError: an index out of range. Nothing has changed then.
+        """
+        return self._table.locate(layer, experts, offsets, neurons, width)
 
     def find(self, layer: int, keys: Keys) -> Found:
-        """Where a step's neurons are, which may be named twice. Notes their use; those present stay until `release`.
+        """`locate` for neurons in any order, which may be named twice.
 
         Raises:
             ValueError: a key out of range.
         """
-        self._check(keys)
-        slots = self._tables[layer][keys]
-        at = slots.astype(np.int64)
-        state = self._state[at]
-        self._step_of[at] = self._step
-        self._finds += 1
-        self._layer = layer
-        if self._policy == "lru":
-            self._mark[at] = self._finds + self._brought
-        self._uses.note(layer, keys)
-        return Found(slots, state == _READY, state == _FILLING)
+        _check(keys)
+        experts, neurons = np.divmod(keys, self.slots.shape[2])
+        located = self.locate(layer, experts, np.arange(keys.size + 1), neurons, self.slots.shape[2])
+        slots = np.full(keys.size, -1, np.int32)
+        ready, coming = np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_)
+        for part, mask in ((located.ready, ready), (located.coming, coming)):
+            slots[part.at], mask[part.at] = part.places, True
+        return Found(slots, ready, coming)
+
+    def keys(self, layer: int, slots: NDArray[np.int64]) -> Keys:
+        """The neurons of a layer whose rows these slots hold or wait for."""
+        return self._table.keys[slots].astype(np.int64) - layer * self.layers.shape[1]
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
         """Slots for the first M of these absent neurons; the rows that lay there are gone from now on.
@@ -116,31 +129,8 @@ class NeuronPool:
         Raises:
             ValueError: a key out of range, present or named twice. Nothing has changed then.
         """
-        self._check(keys)
-        table = self._tables[layer]
-        if (table[keys] != -1).any():
-            raise ValueError("a neuron that is to be brought has a slot already")
-        order = np.arange(keys.size, dtype=np.int32)
-        table[keys] = order
-        if (table[keys] != order).any():
-            table[keys] = -1
-            raise ValueError("a neuron is to be brought twice")
-        taken = self._take_free(keys.size)
-        if taken.size < keys.size:
-            taken = np.concatenate([taken, self._evict(keys.size - taken.size, urgent)])
-        table[keys[taken.size :]] = -1
-        keys = keys[: taken.size]
-        table[keys] = taken
-        at = taken.astype(np.int64)
-        self._brought += 1
-        self._state[at] = _FILLING
-        self._key[at] = keys + layer * table.size
-        self._step_of[at] = self._step if urgent else 0
-        if self._policy != "score":
-            self._mark[at] = self._finds + self._brought
-        else:
-            self._mark[at] = 0 if urgent else self._finds + 1 + (layer - self._layer - 1) % len(self._tables)
-        return taken
+        _check(keys)
+        return self._table.reserve(layer, keys, urgent=urgent)
 
     def filled(self, slots: Slots) -> None:
         """The bytes of these filling rows are in their slots.
@@ -148,8 +138,7 @@ class NeuronPool:
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
         """
-        at = self._end_filling(slots, _READY)
-        self._residents += self._per_expert(self._key[at])
+        self._table.settle(slots, arrived=True)
 
     def abandon(self, slots: Slots) -> None:
         """The transfers into these filling slots were dropped: their rows are absent, the slots free.
@@ -157,13 +146,11 @@ class NeuronPool:
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
         """
-        at = self._end_filling(slots, _FREE)
-        self._flat[self._key[at]] = -1
-        self._put_free(slots)
+        self._table.settle(slots, arrived=False)
 
     def release(self) -> None:
         """The kernels that read rows of this step have ended: the rows may go. Those that are filling stay."""
-        self._step += 1
+        self._table.counters[STEP] += 1
 
     def heard(self, layer: int, scores: NDArray[np.floating[Any]]) -> None:
         """The router's scores (E,) of this step, after softmax; the mean of several tokens. Ignored if not finite."""
@@ -171,12 +158,18 @@ class NeuronPool:
 
     def resident(self, layer: int) -> NDArray[np.float32]:
         """(E,) share of each expert's neurons that are ready."""
-        return (self._residents[self._of(layer)] / self._neurons).astype(np.float32)
+        _, experts, neurons = self.slots.shape
+        return (self._table.residents[layer * experts : (layer + 1) * experts] / neurons).astype(np.float32)
+
+    @property
+    def capacity(self) -> int:
+        """Slots in all."""
+        return self._table.capacity
 
     @property
     def used(self) -> int:
         """Slots that hold a row or wait for one."""
-        return self.capacity - self._free_count
+        return self.capacity - int(self._table.counters[FREE_COUNT])
 
     def resize(self, capacity: int) -> None:
         """More slots, all free, or fewer: the rows in slots from `capacity` on are dropped.
@@ -184,24 +177,7 @@ class NeuronPool:
         Raises:
             ValueError: one of those is filling or in use, or capacity is negative. Nothing has changed then.
         """
-        if capacity < 0:
-            raise ValueError(f"a pool of {capacity} slots")
-        before, kept = self.capacity, min(self.capacity, capacity)
-        state, step_of = self._state[kept:before], self._step_of[kept:before]
-        if ((state == _FILLING) | ((state == _READY) & (step_of == self._step))).any():
-            raise ValueError("rows in the slots to be given up are filling or in use")
-        self._drop(kept + np.flatnonzero(state))
-        self._state = _resized(self._state, kept, capacity)
-        self._step_of = _resized(self._step_of, kept, capacity)
-        self._key = _resized(self._key, kept, capacity)
-        self._mark = _resized(self._mark, kept, capacity)
-        self._scratch = np.zeros(capacity + 1, np.int32)
-        free = self._free[: self._free_count]
-        fresh = np.arange(capacity - 1, before - 1, -1, dtype=np.int32)
-        self._free = np.zeros(capacity, np.int32)
-        self._free_count = 0
-        self._put_free(np.concatenate([fresh, free[free < capacity]]))
-        self.capacity, self._hand = capacity, 0
+        self._table.resize(capacity)
 
     def heat(self) -> Heat:
         """What was used how much so far, for the next start."""
@@ -220,88 +196,9 @@ class NeuronPool:
         worth = (heat.scores[..., None] * heat.uses).reshape(-1)
         count = min(self.capacity, worth.size)
         best = np.argpartition(-worth, count - 1)[:count] if 0 < count < worth.size else np.arange(count)
-        return np.divmod(best[np.argsort(-worth[best], kind="stable")], self._tables.shape[1])
-
-    def _of(self, layer: int) -> slice:
-        return slice(layer * self._experts, (layer + 1) * self._experts)
-
-    def _check(self, keys: Keys) -> None:
-        if keys.dtype != np.int64 or keys.ndim != 1:
-            raise ValueError(f"keys must be (N,) int64, not {keys.ndim}-D {keys.dtype}")
-        # A negative key read without its sign is larger than any.
-        if keys.size and int(keys.view(np.uint64).max()) >= self._tables.shape[1]:
-            raise ValueError(f"a key is out of range 0..{self._tables.shape[1] - 1}")
-
-    def _end_filling(self, slots: Slots, state: int) -> Keys:
-        """From filling to `state`; the slots as indices."""
-        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.capacity:
-            raise ValueError(f"a slot is out of range 0..{self.capacity - 1}")
-        at, order = slots.astype(np.int64), np.arange(slots.size, dtype=np.int32)
-        self._scratch[at] = order
-        if (self._state[at] != _FILLING).any() or (self._scratch[at] != order).any():
-            raise ValueError("a slot is not filling, or named twice")
-        self._state[at] = state
-        return at
-
-    def _take_free(self, wanted: int) -> Slots:
-        start = max(0, self._free_count - wanted)
-        taken = self._free[start : self._free_count][::-1].copy()
-        self._free_count = start
-        return taken
-
-    def _put_free(self, slots: Slots) -> None:
-        end = self._free_count + slots.size
-        self._free[self._free_count : end] = slots
-        self._free_count = end
-
-    def _evict(self, wanted: int, urgent: bool) -> Slots:
-        """Up to `wanted` slots whose rows were ready and not in use, and are gone now."""
-        target, count, left = max(SAMPLE * wanted, SMALLEST_WINDOW), 0, self.capacity
-        enough = max(target // 2, wanted)
-        first, worths = self._hand, [np.zeros(0, np.float32)]
-        # Where much is in use a window has too few to choose from, and the hand goes on, once round at most.
-        while left and count < enough:
-            end = min(self._hand + min(target, left), self.capacity)
-            window = slice(self._hand, end)
-            ready = (self._state[window] == _READY) & (self._step_of[window] != self._step)
-            worth = self._worth(window, urgent)
-            np.copyto(worth, np.inf, where=~ready)
-            worths.append(worth)
-            count += np.count_nonzero(ready)
-            left -= end - self._hand
-            self._hand = end % self.capacity
-        worth = np.concatenate(worths)
-        best = np.argpartition(worth, wanted)[:wanted] if wanted < worth.size else np.arange(worth.size)
-        best = best[worth[best] < np.inf]
-        evicted = (first + best) % self.capacity if best.size else best
-        self._drop(evicted)
-        return evicted.astype(np.int32)
-
-    def _worth(self, window: slice, urgent: bool) -> NDArray[np.floating[Any]]:
-        """What the rows in a window of slots are worth by the policy; infinite if more than a prefetch may take."""
-        if self._policy != "score":
-            return self._mark[window].astype(np.float64)
-        keys = self._key[window]
-        experts = keys // self._neurons
-        away = (np.arange(len(self._tables)) - self._layer - 1) % len(self._tables)
-        worth = self._uses.worth(keys, experts, 1 - TURN * away / len(self._tables))
-        promised = self._mark[window] > self._finds
-        np.maximum(worth, promised * self._prefetch_worth, out=worth)
-        if not urgent:
-            np.copyto(worth, np.inf, where=worth >= self._prefetch_worth)
-        return worth
-
-    def _drop(self, at: Keys) -> None:
-        keys = self._key[at]
-        self._flat[keys] = -1
-        self._state[at] = _FREE
-        self._residents -= self._per_expert(keys)
-
-    def _per_expert(self, keys: Keys) -> NDArray[np.int64]:
-        return np.bincount(keys // self._neurons, minlength=self._residents.size)
+        return np.divmod(best[np.argsort(-worth[best], kind="stable")], self.layers.shape[1])
 
 
-def _resized(old: NDArray[Number], kept: int, capacity: int) -> NDArray[Number]:
-    new = np.zeros(capacity + 1, old.dtype)
-    new[:kept] = old[:kept]
-    return new
+def _check(keys: Keys) -> None:
+    if keys.dtype != np.int64 or keys.ndim != 1:
+        raise ValueError(f"keys must be (N,) int64, not {keys.ndim}-D {keys.dtype}")

@@ -36,11 +36,11 @@ class PackedLinear(nn.Module):
         weights, width = self.weights, x.shape[-1]
         if width != weights.vector.n:
             raise ValueError(f"x of width {width} for a layer of {weights.vector.n}")
-        exact = self.control.preset.lossless
+        x_bits = self.control.preset.x_bits
         if x.ndim == 2:  # as engine/step.py calls it
-            y = self._linear(x, weights, exact)
+            y = self._linear(x, weights, x_bits)
         else:
-            y = self._linear(x.flatten(0, -2), weights, exact).unflatten(0, x.shape[:-1])
+            y = self._linear(x.flatten(0, -2), weights, x_bits).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 

@@ -8,11 +8,13 @@ threads, bytes and the link's slowness are real.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import kernels
@@ -23,6 +25,7 @@ from .transfer import Link, Transfer
 from .virtual import PREFIX, Card, Clock, VirtualLink
 
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
+Numbers = NDArray[np.int64]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
 
 
@@ -58,50 +61,81 @@ class Device:
     def dense(self, tokens: int) -> None:
         """The dense part of one layer has been told to run for `tokens`; a virtual clock goes on by that."""
 
-    def up(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
-        """The active neurons, listed on the host, their values on the device. The host waits for the device here."""
-        active = self._find(x, up, calls, thresholds, exact)
-        return Active(active.offsets, active.neurons.cpu(), active.values)
+    def up(
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> tuple[Active, Tensor, list[Tensor]]:
+        """The active neurons; the host waits for the device here.
+
+        Returns:
+            them and their values on the host, the values on the device, and what the host is `also` to have.
+        """
+        found = self._find(x, up, calls, thresholds, x_bits)
+        neurons, values, *others = self.fetched(found.neurons, found.values, *also)
+        return Active(found.offsets, neurons, values), found.values, others
+
+    def fetched(self, *tensors: Tensor) -> list[Tensor]:
+        """The same on the host, by one copy that it waits for: a decode step waits for the device nowhere else."""
+        if self.place == "cpu":
+            return list(tensors)
+        return _moved(tensors, lambda tensor: not tensor.is_cpu, _to_host)
+
+    def sent(self, *tensors: Tensor) -> list[Tensor]:
+        """The same on the device, by one copy that nobody waits for."""
+        if self.place == "cpu":
+            return list(tensors)
+        return _moved(tensors, lambda tensor: tensor.is_cpu, self._to_device)
+
+    def part(self, values: Tensor, offsets: Numbers, at: Numbers, places: Numbers) -> Active:
+        """Some active neurons of P calls, on the device.
+
+        Args:
+            values: (N,) on the device, of all. offsets: (P + 1,) theirs.
+            at, places: (M,) their positions among all, and where their rows are.
+        """
+        if values.is_cpu:
+            return Active(torch.from_numpy(offsets), torch.from_numpy(places), taken(values, at))
+        offsets_there, places_there, at_there = self.sent(*map(torch.from_numpy, (offsets, places, at)))
+        return Active(offsets_there, places_there, values.index_select(0, at_there))
 
     def rows(
-        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
         """What rows in device memory add to y; they are one expert's, and active.neurons are places among them."""
         one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
-        return self._sum(x, rows, one, active, limits, exact)
+        return self._sum(x, rows, one, active, limits, x_bits)
 
     def expert(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, exact: bool
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, x_bits: int
     ) -> Tensor:
         """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
-        return kernels.expert_swiglu(x, up, rows, 0, threshold, product, exact=exact)[0]
+        return kernels.expert_swiglu(x, up, rows, 0, threshold, product, x_bits=x_bits)[0]
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
         """Copy rows[slots] to target[places], both in device memory."""
         kernels.pool_scatter(target, places, rows.index_select(0, slots.to(rows.device)))
 
     def rows_beside(
-        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Future[Partial]:
         """Start what rows add to y on the CPU, where they lie; all tensors are the CPU's."""
         nbytes = active.neurons.numel() * rows.layout.nbytes
-        return self._beside(lambda: self._sum(x, rows, calls, active, limits, exact), "cpu", nbytes)
+        return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", nbytes)
 
     def expert_beside(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[float, float], exact: bool
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[float, float], x_bits: int
     ) -> Future[Partial]:
         """Start one expert over many tokens on the CPU; y is not weighted."""
 
         def work() -> Partial:
-            y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, exact=exact)
+            y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, x_bits=x_bits)
             return y, torch.tensor([kept])
 
         return self._beside(work, "cpu_batch", rows.data[0].nbytes * len(x))
 
     def joined(self, started: Future[Partial]) -> Partial:
         """What was started beside the device, on the device, once it is there."""
-        y, reached = started.result()
-        return y.to(self.place), reached.to(self.place)
+        y, reached = self.sent(*started.result())
+        return y, reached
 
     def finish(self) -> None:
         """The host waits until the device has done all that it was told."""
@@ -119,13 +153,23 @@ class Device:
         if self._kept is not None:
             self.rates.save(self._kept)
 
-    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
-        return kernels.up_gemv(x, up, calls, thresholds, exact=exact)
+    def _to_device(self, packed: Tensor) -> Tensor:
+        return packed.pin_memory().to(self.place, non_blocking=True)
+
+    # On a GPU the kernels are called without the checks in front of them, which would fetch what they look at: calls
+    # are the model's own router's, and active neurons the pool's.
+
+    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
+        if x.is_cpu:
+            return kernels.up_gemv(x, up, calls, thresholds, x_bits=x_bits)
+        return kernels.choose(x.device.type).up_gemv(x, up, calls, thresholds, x_bits)
 
     def _sum(
-        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
-        return kernels.sparse_swiglu(x, rows, calls, active, limits, exact=exact)
+        if x.is_cpu:
+            return kernels.sparse_swiglu(x, rows, calls, active, limits, x_bits=x_bits)
+        return kernels.choose(x.device.type).sparse_swiglu(x, rows, calls, active, limits, x_bits)
 
     def _beside(self, work: Callable[[], Partial], what: Measured, nbytes: int) -> Future[Partial]:
         def timed() -> Partial:
@@ -136,6 +180,33 @@ class Device:
             return found
 
         return self._cpu.submit(timed)
+
+
+def taken(values: Tensor, at: Numbers) -> Tensor:
+    """values[at] on the host, for ascending positions. By numpy: torch would call its threads."""
+    if at.size == values.numel():
+        return values
+    words = values if values.element_size() == 4 else values.view(torch.int16)
+    return torch.from_numpy(np.take(words.numpy(), at)).view(values.dtype)
+
+
+def _moved(
+    tensors: Sequence[Tensor], wanted: Callable[[Tensor], bool], move: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Copies of those that are wanted, by one `move` of all their bytes; the others as they are."""
+    moved = list(tensors)
+    # The widest first, so that each lies where its values may.
+    chosen = sorted((i for i, tensor in enumerate(tensors) if wanted(tensor)), key=lambda i: -tensors[i].element_size())
+    if chosen:
+        packed = move(torch.cat([tensors[i].contiguous().view(-1).view(torch.uint8) for i in chosen]))
+        parts = packed.split([tensors[i].nbytes for i in chosen])
+        for i, part in zip(chosen, parts, strict=True):
+            moved[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
+    return moved
+
+
+def _to_host(packed: Tensor) -> Tensor:
+    return torch.empty(packed.shape, dtype=torch.uint8, pin_memory=packed.is_cuda).copy_(packed)
 
 
 class VirtualDevice(Device):
@@ -165,30 +236,32 @@ class VirtualDevice(Device):
         """One layer's attention, norms and router."""
         self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
 
-    def up(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
+    def up(
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> tuple[Active, Tensor, list[Tensor]]:
         """The up projections of the called experts; the host waits."""
-        found = super().up(x, up, calls, thresholds, exact)
+        found = super().up(x, up, calls, thresholds, x_bits, also)
         weights, made = up.q.shape[1] * up.layout.vector.n, calls.experts.numel()
         self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
         self.finish()
         return found
 
     def rows(
-        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
         """Rows of the pool."""
-        found = super().rows(x, rows, calls, active, limits, exact)
+        found = super().rows(x, rows, calls, active, limits, x_bits)
         count = active.neurons.numel()
         self._gpu(self._read(count, found), self._flops * count, 2)
         return found
 
     def expert(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, exact: bool
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, x_bits: int
     ) -> Tensor:
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]
         self._gpu(rows.data.nbytes + up.bytes_per_expert(), 1.5 * self._flops * neurons * len(x), 3)
-        return super().expert(x, up, rows, threshold, product, exact)
+        return super().expert(x, up, rows, threshold, product, x_bits)
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
         """Read once and written once."""

@@ -159,7 +159,7 @@ class Rows:
         ready, coming, copied, on_cpu: shares of active neurons whose rows were in the pool, on their way there, fetched
             when they were wanted, and computed by the CPU where they lie. The rest was left out (lenient).
         expert_hits: share of expert calls of which at least half the rows were there or on their way.
-        recall, precision: of the neurons that were named one layer ahead.
+        recall, precision: of the neurons that were named one layer ahead; recalls, precisions: by layer.
         substituted: share of experts for which resident ones stood in. dropped: of expert halves, by score.
         moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
         link_bytes_s: what the link reached while it was busy. link_peak: what it can, bytes per second.
@@ -175,6 +175,8 @@ class Rows:
     expert_hits: float | None
     recall: float | None
     precision: float | None
+    recalls: tuple[float | None, ...]
+    precisions: tuple[float | None, ...]
     substituted: float | None
     dropped: float | None
     moved_per_token: float | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -92,10 +91,10 @@ class MoELayer(nn.Module):
 
     def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
         plan = self.plan
-        up, rows, exact = plan.layer.up, plan.layer.rows, plan.preset.lossless
+        up, rows, x_bits = plan.layer.up, plan.layer.rows, plan.preset.x_bits
         down_thresholds = None if plan.products is None else plan.products[calls.experts]
         thresholds = plan.thresholds[calls.experts]
-        return kernels.moe_step(hidden, up, rows, calls, thresholds, down_thresholds, exact=exact)
+        return kernels.moe_step(hidden, up, rows, calls, thresholds, down_thresholds, x_bits=x_bits)
 
     def _prefill(self, hidden: Tensor, calls: Calls) -> Tensor:
         plan = self.plan
@@ -119,7 +118,7 @@ class MoELayer(nn.Module):
                 plan.layer.rows,
                 share.expert,
                 *plan.limits(share.expert),
-                exact=plan.preset.lossless,
+                x_bits=plan.preset.x_bits,
             )
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
@@ -176,17 +175,17 @@ class Plan:
         if not self.preset.drop and not self._split:
             tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
             return Calls(tokens, index.flatten(), weights.flatten())
-        places: list[int] = []
-        experts: list[int] = []
         # In plain Python, since a decode step has two of them and each operation on tensors costs as much as them all.
-        halves = selection.halves(weights.tolist(), self.preset.drop, self.preset.major)
-        for place, (expert, part) in enumerate(zip(chain(*index.tolist()), chain(*halves), strict=True)):
-            wanted = [2 * expert, 2 * expert + 1][:part] if self._split else [expert][:part]
-            places += [place] * len(wanted)
-            experts += wanted
-        at = torch.tensor(places, dtype=torch.int64, device=index.device)
+        shares = weights.tolist()
+        computed: list[tuple[int, int, float]] = []
+        parts = selection.halves(shares, self.preset.drop, self.preset.major)
+        for token, row in enumerate(zip(index.tolist(), shares, parts, strict=True)):
+            for expert, share, part in zip(*row, strict=True):
+                wanted = (2 * expert, 2 * expert + 1)[:part] if self._split else (expert,)[:part]
+                computed += [(token, one, share) for one in wanted]
+        tokens, experts, kept = zip(*computed, strict=True) if computed else ((), (), ())
         return Calls(
-            at // index.shape[1],
+            torch.tensor(tokens, dtype=torch.int64, device=index.device),
             torch.tensor(experts, dtype=torch.int64, device=index.device),
-            weights.flatten()[at],
+            torch.tensor(kept, dtype=weights.dtype, device=index.device),
         )

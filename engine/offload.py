@@ -16,17 +16,19 @@ from torch import Tensor
 from ..models.heat import Heat
 from ..models.packed import PackedLayer
 from . import placement
-from .cache import Keys, NeuronPool, Policy, Slots
+from .cache import Keys, NeuronPool, Policy
 from .devices import Device
 from .events import Notice
 from .transfer import Transfer
 
 if TYPE_CHECKING:
+    from .offloaded import Untold
     from .predictor import Predictor
 
 
-# Rows of a prefetch that stand or fall together: few enough that most of a wrong guess is never sent.
-PIECE = 200
+# A prefetch goes in pieces that stand or fall together: of so many rows at least, few enough that most of a wrong guess
+# is never sent, and so many at most, since each costs the host some microseconds.
+PIECE, PIECES = 200, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Offload:
         buffers: for prompts, two times the rows of one expert, (F, nbytes) each.
         marks: (E * F,) bool, for whoever compares sets of keys, and puts them back to False.
         notices: what a person should know, until somebody takes it.
-        under_way: transfers into the pool that are not known to have arrived.
+        under_way: transfers into the pool that are not known to have arrived, the oldest first.
+        untold: what layers have still to count, once the host has waited for it.
     """
 
     def __init__(
@@ -85,7 +88,8 @@ class Offload:
         self.pool = NeuronPool(len(layers), experts, neurons, capacity, parts.eviction)
         self.rows = self._room(capacity, nbytes)
         self.buffers = [self._room(neurons, nbytes) for _ in range(2)]
-        self.under_way: list[Transfer] = []
+        self.under_way: dict[Transfer, None] = {}
+        self.untold: list[Untold] = []
         self.notices: list[Notice] = []
         self.marks = np.zeros(experts * neurons, np.bool_)
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
@@ -111,14 +115,14 @@ class Offload:
         for transfer in self.device.link.finished():
             if transfer in self.under_way:  # others go to a prompt's buffers
                 self.pool.filled(transfer.slots)
-                self.under_way.remove(transfer)
+                del self.under_way[transfer]
 
     def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
         """Ask for the rows of the first of these absent neurons that get a slot; `transfer.index` are those."""
         slots = self.pool.reserve(layer, keys, urgent=urgent)
         transfer = Transfer(self.sources[layer], keys[: slots.size], self.rows, slots, urgent, score, layer)
         if slots.size:
-            self.under_way.append(transfer)
+            self.under_way[transfer] = None
             self.device.link.submit(transfer)
         return transfer
 
@@ -128,11 +132,11 @@ class Offload:
         They go in pieces, so that those that have not begun can be given up.
         """
         slots = self.pool.reserve(layer, keys, urgent=False)
-        source = self.sources[layer]
-        for start in range(0, slots.size, PIECE):
-            part = slice(start, min(start + PIECE, slots.size))
+        source, piece = self.sources[layer], max(PIECE, -(-slots.size // PIECES))
+        for start in range(0, slots.size, piece):
+            part = slice(start, min(start + piece, slots.size))
             transfer = Transfer(source, keys[part], self.rows, slots[part], False, score, layer)
-            self.under_way.append(transfer)
+            self.under_way[transfer] = None
             self.device.link.submit(transfer)
         return slots.size == keys.size
 
@@ -140,14 +144,15 @@ class Offload:
         """Give up prefetches for a layer (None: for all) that have not begun."""
         for transfer in self.device.link.drop(layer):
             self.pool.abandon(transfer.slots)
-            self.under_way.remove(transfer)
+            del self.under_way[transfer]
 
-    def await_slots(self, layer: int, slots: Slots) -> float:
-        """Until the rows in these slots of a layer have arrived; seconds that this took."""
+    def await_rows(self, layer: int, keys: Keys) -> float:
+        """Until these rows of a layer, all on their way, have arrived; seconds that this took."""
         waited = 0.0
-        wanted = np.zeros(self.pool.capacity, np.bool_)
-        wanted[slots] = True
-        for transfer in [t for t in self.under_way if t.layer == layer and wanted[t.slots].any()]:
+        self.marks[keys] = True
+        wanted = [t for t in self.under_way if t.layer == layer and self.marks[t.index].any()]
+        self.marks[keys] = False
+        for transfer in wanted:
             waited += self.device.wait(transfer)
         self.collect()
         return waited

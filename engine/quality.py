@@ -21,6 +21,7 @@ class Preset:
             way round (importance-driven scheduling section 5.1). lenient: rows that are not on the device are left out
             instead of waited for (CORM).
         lossless: nothing is left out, and the kernels keep all of float32's precision.
+        coarse: weights that are codes meet x in 8 bits instead of 15, in the CPU's kernels.
     """
 
     name: str
@@ -31,13 +32,19 @@ class Preset:
     alpha: float = 0.0
     lenient: bool = False
     lossless: bool = False
+    coarse: bool = False
+
+    @property
+    def x_bits(self) -> int:
+        """How much of x's precision the kernels keep (`kernels.X_BITS`)."""
+        return 22 if self.lossless else 8 if self.coarse else 15
 
 
 PRESETS = (
     Preset("Exact", 0.0, lossless=True),
     Preset("High", 0.3, 0.5, drop=0.2, major=0.2),
-    Preset("Balanced", 0.5, 0.7, drop=0.2, major=0.4),
-    Preset("Fast", 0.6, 0.8, drop=0.4, major=0.8),
+    Preset("Balanced", 0.5, 0.7, drop=0.2, major=0.4, coarse=True),
+    Preset("Fast", 0.6, 0.8, drop=0.4, major=0.8, coarse=True),
 )
 DEFAULT = "Balanced"
 
@@ -48,11 +55,17 @@ def of(manifest: Manifest) -> tuple[Preset, ...]:
     Exact is there only where all weights are the source's own 16-bit weights. High, Balanced and Fast are those that
     were measured on this very pack (`floe-chat tune`), or else shares that did well on others.
     """
-    tuned = {t.name: Preset(t.name, t.sparsity, t.product, t.drop, t.major) for t in manifest.tuned}
-    presets = [tuned.get(p.name, p) for p in PRESETS if manifest.lossless or not p.lossless]
+    measured = {t.name: tuned(t.name, t.sparsity, t.product, t.drop, t.major) for t in manifest.tuned}
+    presets = [measured.get(p.name, p) for p in PRESETS if manifest.lossless or not p.lossless]
     if manifest.architecture.intermediate % 2:  # an odd number of neurons has no halves
         presets = [replace(p, major=p.drop) for p in presets]
     return tuple(presets)
+
+
+def tuned(name: str, sparsity: float, product: float, drop: float, major: float) -> Preset:
+    """The preset `name` with shares that were measured; how x is read goes with the name."""
+    known = next((preset for preset in PRESETS if preset.name == name), Preset(name, sparsity))
+    return replace(known, sparsity=sparsity, product=product, drop=drop, major=major)
 
 
 CUSTOM = "Custom"
@@ -68,7 +81,7 @@ def custom(
     alpha: float = 0.0,
     lenient: bool = False,
 ) -> Preset:
-    """A preset of one's own.
+    """A preset of one's own. One that skips at least the neurons that Balanced skips reads x as coarsely.
 
     Raises:
         UsageError: a share that is none, or halves of experts that have an odd number of neurons.
@@ -79,7 +92,9 @@ def custom(
             raise UsageError(f"{name} cannot be {value}", "It is a share.", "Choose a number from 0 to 1.")
     if major > drop and manifest.architecture.intermediate % 2:
         raise UsageError("This model's experts have no halves", "Their number of neurons is odd.", "Leave out major.")
-    return Preset(CUSTOM, sparsity, product, drop, major, alpha, lenient)
+    balanced = get(DEFAULT, manifest)
+    coarse = balanced.coarse and sparsity >= balanced.sparsity
+    return Preset(CUSTOM, sparsity, product, drop, major, alpha, lenient, coarse=coarse)
 
 
 def available(manifest: Manifest) -> tuple[str, ...]:

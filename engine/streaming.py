@@ -64,7 +64,7 @@ class Prompt:
                 self.plan.layer.up.layout, *(part[share.expert, None] for part in _parts(self.plan.layer.up))
             )
             limits = self.plan.limits(share.expert)
-            self._add(share, device.expert(self.hidden[share.tokens], one, rows, *limits, self.plan.preset.lossless))
+            self._add(share, device.expert(self.hidden[share.tokens], one, rows, *limits, self.plan.preset.x_bits))
             if place + 2 < len(staged):
                 device.finish()  # this buffer has been read
                 coming.append(self._send(staged[place + 2], place + 2))
@@ -104,8 +104,8 @@ class Prompt:
 
     def _beside(self, share: Share) -> Future[Partial]:
         layer, x = self.ram.layer, self.hidden[share.tokens].cpu()
-        limits, exact = self.plan.limits(share.expert), self.plan.preset.lossless
-        return self.shared.device.expert_beside(x, layer.up, layer.rows, share.expert, limits, exact)
+        limits, x_bits = self.plan.limits(share.expert), self.plan.preset.x_bits
+        return self.shared.device.expert_beside(x, layer.up, layer.rows, share.expert, limits, x_bits)
 
     def _add(self, share: Share, y: Tensor) -> None:
         self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))

@@ -166,6 +166,8 @@ class Telemetry:
             expert_hits=_share(total("hit"), looked),
             recall=_share(total("right"), needed),
             precision=_share(total("right"), guessed),
+            recalls=tuple(_share(layer.right, layer.needed) for layer in self.layers),
+            precisions=tuple(_share(layer.right, layer.guessed) for layer in self.layers),
             substituted=_share(total("substituted"), chosen),
             dropped=_share(total("dropped"), 2 * chosen),
             moved_per_token=moved / self._decoded if decoded else None,

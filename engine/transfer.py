@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.cpu.native_pool import landing
 from ..kernels.layouts import ALIGN, ExpertRows, RowLayout, VectorLayout
 
 CHUNK = 50  # rows: FloE's best for 16-bit rows on an RTX 3090 (section 4.1, figure 7); see `links.tuned_chunk`
@@ -282,17 +283,9 @@ class Mover(ABC):
             )
         if math.isnan(transfer.score):
             raise ValueError("a score must be a number")
-        if index.size:
-            ordered = np.sort(slots)
-            if index.min() < 0 or index.max() >= source.shape[0]:
-                raise ValueError(f"row out of range 0..{source.shape[0] - 1}")
-            if ordered[0] < 0 or ordered[-1] >= target.shape[0]:
-                raise ValueError(f"slot out of range 0..{target.shape[0] - 1}")
-            if (ordered[1:] == ordered[:-1]).any():
-                raise ValueError("a slot is written twice")
+        places = landing(index, slots, source.shape[0], target.shape[0])
         rows = ExpertRows(self._layout, source[None])
-        places = torch.from_numpy(slots.astype(np.int64))
-        return Job(transfer, rows, torch.from_numpy(index.copy()), places)
+        return Job(transfer, rows, torch.from_numpy(index.copy()), torch.from_numpy(places))
 
     def _until(self, reached: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: reached() or self._ended)

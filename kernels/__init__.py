@@ -3,8 +3,9 @@
 `reference.py` defines what each computes. Bad shapes, dtypes and indices raise before any memory is touched.
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons per expert, N active neurons.
 
-`exact=False` allows a float32 x to be read with 15 bits (relative to the largest of 64 neighbours; errors of about
-5e-5, far below those of low-bit weights), which the CPU's kernels multiply a fifth to a third faster.
+`x_bits` says how much of x's precision must be kept where weights are codes: 22 bits (float32's), or what
+`reference.rounded` leaves, 15 (relative errors of about 5e-5) or 8 (of 0.6 to 0.9 %, still far below those of low-bit
+weights). The CPU's kernels are the faster the fewer it is; implementations may keep more.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from .backend import Backend, choose
 from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights, packed_bytes
-from .types import Active, Calls
+from .types import X_BITS, Active, Calls
 
 _FEW = 32
 
 __all__ = [
+    "X_BITS",
     "Active",
     "Backend",
     "Calls",
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, exact: bool = True) -> Active:
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, x_bits: int = 22) -> Active:
     """The active neurons of every call: v = up_e · x, kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
 
     Args:
@@ -43,12 +45,12 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, exact
     Raises:
         ValueError: shapes that do not fit, or a token or expert out of range.
     """
-    _check_x(x, up.layout.vector.n)
+    _check_x(x, up.layout.vector.n, x_bits)
     _check_up(up)
     _check_calls(x, calls, up.q.shape[0])
     if thresholds.shape != calls.experts.shape:
         raise ValueError(f"{calls.experts.numel()} calls but thresholds of shape {tuple(thresholds.shape)}")
-    return choose(x.device.type).up_gemv(x, up, calls, thresholds, exact)
+    return choose(x.device.type).up_gemv(x, up, calls, thresholds, x_bits)
 
 
 def sparse_swiglu(
@@ -58,7 +60,7 @@ def sparse_swiglu(
     active: Active,
     down_thresholds: Tensor | None = None,
     *,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
     """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
 
@@ -75,7 +77,7 @@ def sparse_swiglu(
         ValueError: shapes that do not fit, an index out of range, a neuron twice within one call, or one that the
             pool does not hold.
     """
-    _check_x(x, rows.layout.gate.n)
+    _check_x(x, rows.layout.gate.n, x_bits)
     experts, neurons = _check_rows(rows)
     _check_calls(x, calls, experts)
     _check_active(calls, active, neurons)
@@ -86,7 +88,7 @@ def sparse_swiglu(
     backend = choose(x.device.type)
     if not backend.checks_active:
         _check_active_content(rows, calls, active, neurons)
-    return backend.sparse_swiglu(x, rows, calls, active, down_thresholds, exact)
+    return backend.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
 
 
 def moe_step(
@@ -97,7 +99,7 @@ def moe_step(
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
     *,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv`, then `sparse_swiglu` of the neurons it found: one layer's experts for a few tokens.
 
@@ -114,8 +116,8 @@ def moe_step(
     Raises:
         ValueError: shapes that do not fit, or (on the CPU) an index out of range.
     """
-    _check_x(x, up.layout.vector.n)
-    _check_x(x, rows.layout.gate.n)
+    _check_x(x, up.layout.vector.n, x_bits)
+    _check_x(x, rows.layout.gate.n, x_bits)
     _check_up(up)
     if _check_rows(rows) != tuple(up.q.shape[:2]):
         raise ValueError(f"up of {tuple(up.q.shape[:2])} and rows of {_check_rows(rows)} experts and neurons")
@@ -124,7 +126,7 @@ def moe_step(
     for name, limits in (("thresholds", thresholds), ("down_thresholds", down_thresholds)):
         if limits is not None and limits.shape != calls.experts.shape:
             raise ValueError(f"{calls.experts.numel()} calls but {name} of shape {tuple(limits.shape)}")
-    return choose(x.device.type).moe_step(x, up, rows, calls, thresholds, down_thresholds, exact)
+    return choose(x.device.type).moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
 
 
 def expert_swiglu(
@@ -135,7 +137,7 @@ def expert_swiglu(
     threshold: float,
     down_threshold: float = 0.0,
     *,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
     """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
 
@@ -150,8 +152,8 @@ def expert_swiglu(
     Raises:
         ValueError: shapes that do not fit, no such expert, or a second threshold that is negative or not a number.
     """
-    _check_x(x, up.layout.vector.n)
-    _check_x(x, rows.layout.gate.n)
+    _check_x(x, up.layout.vector.n, x_bits)
+    _check_x(x, rows.layout.gate.n, x_bits)
     _check_up(up)
     _check_rows(rows)
     if up.q.shape[:2] != rows.data.shape[:2]:
@@ -159,10 +161,10 @@ def expert_swiglu(
     _check_range("expert", torch.tensor([expert]), rows.data.shape[0])
     if not down_threshold >= 0:
         raise ValueError(f"down_threshold must be 0 or more, not {down_threshold}")
-    return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold, down_threshold, exact)
+    return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold, down_threshold, x_bits)
 
 
-def linear(x: Tensor, weights: LinearWeights, *, exact: bool = True) -> Tensor:
+def linear(x: Tensor, weights: LinearWeights, *, x_bits: int = 22) -> Tensor:
     """y = x · Wᵀ from low-bit weights, for any number of tokens.
 
     Args:
@@ -175,12 +177,12 @@ def linear(x: Tensor, weights: LinearWeights, *, exact: bool = True) -> Tensor:
         ValueError: shapes that do not fit.
     """
     vector = weights.vector
-    _check_x(x, vector.n)
+    _check_x(x, vector.n, x_bits)
     if weights.q.ndim != 2 or weights.q.shape[1] != packed_bytes(vector.n, vector.bits):
         raise ValueError(f"weights.q must be (N, {packed_bytes(vector.n, vector.bits)}), not {tuple(weights.q.shape)}")
     if not weights.scale.shape == weights.zero.shape == (weights.q.shape[0], vector.groups):
         raise ValueError(f"weights.scale and weights.zero must be {(weights.q.shape[0], vector.groups)}")
-    return choose(x.device.type).linear(x, weights, exact)
+    return choose(x.device.type).linear(x, weights, x_bits)
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
@@ -216,7 +218,9 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     choose(pool.device.type).pool_scatter(pool, slots, records)
 
 
-def _check_x(x: Tensor, hidden: int) -> None:
+def _check_x(x: Tensor, hidden: int, x_bits: int) -> None:
+    if x_bits not in X_BITS:
+        raise ValueError(f"no such precision of x: {x_bits} bit; valid are {', '.join(map(str, X_BITS))}")
     if x.ndim != 2 or x.shape[1] != hidden or not x.is_floating_point():
         raise ValueError(f"x must be (B, {hidden}) floating point, not {tuple(x.shape)} {x.dtype}")
 

@@ -31,13 +31,13 @@ class Backend:
     device: str
     reason: str
     checks_active: bool
-    up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, bool], Active]
-    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, bool], tuple[Tensor, Tensor]]
+    up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, int], Active]
+    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
     moe_step: Callable[
-        [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]
+        [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, int], tuple[Tensor, Tensor]
     ]
-    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float, float, bool], tuple[Tensor, int, int]]
-    linear: Callable[[Tensor, LinearWeights, bool], Tensor]
+    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float, float, int], tuple[Tensor, int, int]]
+    linear: Callable[[Tensor, LinearWeights, int], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
 

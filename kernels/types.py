@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+X_BITS = (22, 15, 8)  # how much of x's precision an operation may be told to keep (kernels/__init__.py)
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:

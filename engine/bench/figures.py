@@ -22,16 +22,13 @@ from .weights import Shapes, filled, make_linear, make_rows, make_up, pair, rand
 
 _SHARES = (0.2, 0.4)
 _SPARSITIES = (0.6, 0.8)
-_DTYPES = (torch.float32, torch.bfloat16)  # the engine's on a CPU, and the 16-bit one
+# The dtype of x and how many bits the kernels keep of it: float32 as in Exact, 16 bit, and as Balanced reads it.
+_KINDS = {"float32 x": (torch.float32, 22), "bfloat16 x": (torch.bfloat16, 22), "x in 8 bits": (torch.float32, 8)}
 _INT4_GROUP = 128  # the usual one of torch's own 4-bit kernel
 
 
 def _x(shapes: Shapes, dtype: torch.dtype, tokens: int = 1) -> Tensor:
     return torch.randn(tokens, shapes.hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def _kind(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.") + " x"
 
 
 def _percent(share: float) -> str:
@@ -48,11 +45,11 @@ def _reading(nbytes: int) -> Figure:
     return Figure("read (floor)", work, inner=1)
 
 
-def _up_work(x: Tensor, up: UpWeights) -> Callable[[int], int]:
+def _up_work(x: Tensor, up: UpWeights, x_bits: int = 22) -> Callable[[int], int]:
     nothing = torch.full((2,), torch.inf)
 
     def work(turn: int) -> int:
-        kernels.up_gemv(x, up, pair(turn, up.q.shape[0]), nothing)
+        kernels.up_gemv(x, up, pair(turn, up.q.shape[0]), nothing, x_bits=x_bits)
         return 2 * up.bytes_per_expert()
 
     return work
@@ -63,8 +60,8 @@ def up(shapes: Shapes, experts: dict[int, int], floor_bytes: int) -> list[Figure
     figures = [_reading(floor_bytes)]
     for bits, count in experts.items():
         made = make_up(shapes, bits, count)
-        for dtype in _DTYPES:
-            figures.append(Figure(f"{bits} bit, {_kind(dtype)}", _up_work(_x(shapes, dtype), made), "read (floor)"))
+        for kind, (dtype, x_bits) in _KINDS.items():
+            figures.append(Figure(f"{bits} bit, {kind}", _up_work(_x(shapes, dtype), made, x_bits), "read (floor)"))
     return figures
 
 
@@ -92,9 +89,9 @@ def rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> list[Fi
 
         name = f"gather {_percent(share)} (floor)"
         figures.append(Figure(name, gather))
-        for dtype in _DTYPES:
-            work = _rows_work(_x(shapes, dtype), made, chosen)
-            figures.append(Figure(f"{_percent(share)} active, {_kind(dtype)}", work, name))
+        for kind, (dtype, x_bits) in _KINDS.items():
+            work = _rows_work(_x(shapes, dtype), made, chosen, x_bits)
+            figures.append(Figure(f"{_percent(share)} active, {kind}", work, name))
     return figures
 
 
@@ -109,13 +106,13 @@ def _chosen(share: float, shapes: Shapes, experts: int) -> list[kernels.Active]:
     return [random_active(share, shapes.neurons, seed) for seed in range(experts // 2)]
 
 
-def _rows_work(x: Tensor, made: ExpertRows, chosen: list[kernels.Active]) -> Callable[[int], int]:
+def _rows_work(x: Tensor, made: ExpertRows, chosen: list[kernels.Active], x_bits: int = 22) -> Callable[[int], int]:
     # The up projection's results have the dtype of x.
     typed = [kernels.Active(a.offsets, a.neurons, a.values.to(x.dtype)) for a in chosen]
 
     def work(turn: int) -> int:
         active = typed[turn % len(typed)]
-        kernels.sparse_swiglu(x, made, pair(turn, made.data.shape[0]), active)
+        kernels.sparse_swiglu(x, made, pair(turn, made.data.shape[0]), active, x_bits=x_bits)
         return active.neurons.numel() * made.layout.nbytes
 
     return work
@@ -136,7 +133,7 @@ def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
     """`moe_step`: two experts, 2-bit up and 4-bit rows, thresholds cut at each sparsity. Peer: torch's dense int4."""
     up, rows = make_up(shapes, 2, experts), make_rows(shapes, 4, experts)
     figures = [Figure("dense int4", _dense_int4(shapes, _x(shapes, torch.bfloat16), experts))]
-    for sparsity, dtype in product(_SPARSITIES, _DTYPES):
+    for sparsity, (kind, (dtype, x_bits)) in product(_SPARSITIES, _KINDS.items()):
         x = _x(shapes, dtype)
 
         @cache
@@ -148,12 +145,12 @@ def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
         for turn in range(experts // 2 if compiled else 1):
             limits(turn)
 
-        def work(turn: int, x: Tensor = x, limits: Callable[[int], Tensor] = limits) -> int:
+        def work(turn: int, x: Tensor = x, limits: Callable[[int], Tensor] = limits, x_bits: int = x_bits) -> int:
             thresholds = limits(turn % (experts // 2))
-            _, active = kernels.moe_step(x, up, rows, pair(turn, experts), thresholds)
+            _, active = kernels.moe_step(x, up, rows, pair(turn, experts), thresholds, x_bits=x_bits)
             return 2 * up.bytes_per_expert() + int(active.sum()) * rows.layout.nbytes
 
-        name = f"{_percent(sparsity)} sparse, {_kind(dtype)}"
+        name = f"{_percent(sparsity)} sparse, {kind}"
         figures.append(Figure(name, work, peer="dense int4", once=not compiled))
     return figures
 
@@ -188,14 +185,15 @@ def linear(shapes: Shapes, widths: tuple[int, ...], matrices: int, floor_bytes: 
     for bits in widths:
         # As many bytes of each width, since the cache counts bytes.
         made = [make_linear(shapes, bits) for _ in range(matrices * 8 // bits)]
-
-        def work(turn: int, made: list[LinearWeights] = made) -> int:
-            one = made[turn % len(made)]
-            kernels.linear(x, one)
-            return one.q.nbytes + one.scale.nbytes + one.zero.nbytes
-
         floor = "read (floor)" if compiled else None
-        figures.append(Figure(f"{bits} bit, {_kind(x.dtype)}", work, floor, inner=len(made), once=not compiled))
+        for kind, x_bits in (("float32 x", 22), ("x in 8 bits", 8)):
+
+            def work(turn: int, made: list[LinearWeights] = made, x_bits: int = x_bits) -> int:
+                one = made[turn % len(made)]
+                kernels.linear(x, one, x_bits=x_bits)
+                return one.q.nbytes + one.scale.nbytes + one.zero.nbytes
+
+            figures.append(Figure(f"{bits} bit, {kind}", work, floor, inner=len(made), once=not compiled))
     return figures
 
 
@@ -213,12 +211,12 @@ def prefill(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
     figures = [Figure("plain torch", with_torch, tokens=shapes.tokens, once=True)]
     if not compiled:
         return figures
-    for sparsity, threshold in ((0.0, 0.0), (_SPARSITIES[0], limit)):
+    for sparsity, threshold, x_bits in ((0.0, 0.0, 22), (_SPARSITIES[0], limit, 22), (_SPARSITIES[0], limit, 8)):
 
-        def work(turn: int, threshold: float = threshold) -> int:
-            kernels.expert_swiglu(x, up, rows, turn % experts, threshold)
+        def work(turn: int, threshold: float = threshold, x_bits: int = x_bits) -> int:
+            kernels.expert_swiglu(x, up, rows, turn % experts, threshold, x_bits=x_bits)
             return 0
 
-        name = f"{_percent(sparsity)} sparse"
+        name = f"{_percent(sparsity)} sparse" + (", x in 8 bits" if x_bits == 8 else "")
         figures.append(Figure(name, work, peer="plain torch", tokens=shapes.tokens, inner=1))
     return figures

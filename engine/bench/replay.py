@@ -101,7 +101,7 @@ class ReplayDevice(VirtualDevice):
         self.token = self.layer = 0
         self.asked = False
 
-    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool) -> Active:
+    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         """The first question of a layer is about itself, the second about the next one."""
         values = (
             self._trace.ahead[self.token, self.layer + 1] if self.asked else self._trace.values[self.token, self.layer]
@@ -119,7 +119,7 @@ class ReplayDevice(VirtualDevice):
         return Active(torch.from_numpy(ends), active, torch.empty(len(active)))
 
     def _sum(
-        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, exact: bool
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
         return torch.zeros_like(x), (active.offsets.diff() * self._kept).long()
 

@@ -20,7 +20,7 @@ from .measure import Report, Section, Table, Timed, in_turn, summarise
 
 WARM = 1  # the first run fills the system's file cache
 GOALS = {"first token": 1.0, "ask": 4.0}  # seconds, for the demo
-_PARTS = ("python", "import torch", "import transformers", "load the model")
+_PARTS = ("python", "import torch", "load the model")
 
 
 def run(
@@ -90,10 +90,6 @@ def _milestones(pack: Path) -> dict[str, float]:
         marks.append(time.perf_counter())
 
     importlib.import_module("torch")
-    mark()
-    from ...models.lean import import_model_code
-
-    import_model_code()
     mark()
     from ..loader import load
 

@@ -13,25 +13,32 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
 COMMON = (
     *("library.cpp", "cpu_features.cpp", "thread_pool.cpp"),
     *("up_gemv.cpp", "sparse_swiglu.cpp", "many_tokens.cpp", "row_portable.cpp"),
+    *("dense_step.cpp", "dense_portable.cpp"),
+    "pool.cpp",
 )
-X86 = {
-    "row_avx2.cpp": {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]},
-    "row_avx512.cpp": {
-        # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).
-        "unix": [
-            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
-            *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
-        ],
-        "msvc": ["/arch:AVX512"],
-    },
+_AVX2 = {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]}
+_AVX512 = {
+    # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).
+    "unix": [
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+        *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    ],
+    "msvc": ["/arch:AVX512"],
 }
-SOURCES = (*COMMON, *X86)  # elsewhere than on x86 the last two compile to empty tables
+X86 = {
+    "row_avx2.cpp": _AVX2,
+    "row_avx512.cpp": _AVX512,
+    "dense_avx2.cpp": _AVX2,
+    "dense_avx512.cpp": _AVX512,
+}
+SOURCES = (*COMMON, *X86)  # elsewhere than on x86 those in X86 compile to empty tables
 FLAGS = {
     "unix": ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"],
     "msvc": ["/O2", "/std:c++17", "/EHsc", "/utf-8"],
@@ -58,12 +65,16 @@ def build(output: Path, extra: list[str] | None = None) -> None:
     compiler = shlex.split(named) if named else [c for c in ("c++", "g++", "clang++") if shutil.which(c)][:1]
     if not compiler:
         raise FileNotFoundError("no C++ compiler: install g++ or clang++, or set CXX")
-    with tempfile.TemporaryDirectory() as folder:
-        objects: list[str] = []
-        for source in SOURCES:
-            objects.append(str(Path(folder) / f"{source}.o"))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+        def compiled(source: str) -> str:
+            target = str(Path(folder) / f"{source}.o")
             flags = flags_for(source, "unix", platform.machine()) + (extra or [])
-            _run([*compiler, *flags, "-c", str(HERE / source), "-o", objects[-1]])
+            _run([*compiler, *flags, "-c", str(HERE / source), "-o", target])
+            return target
+
+        slowest_first = sorted(SOURCES, key=list(X86).__contains__, reverse=True)
+        objects = list(pool.map(compiled, slowest_first))
         _run([*compiler, "-shared", *objects, *(extra or []), "-pthread", "-o", str(output)])
 
 

@@ -1,6 +1,6 @@
 // How AVX2 reads codes and scales; included by row_avx2.cpp.
-// A step is what one 32-byte load of codes holds: two chunks of 2 or 3 bits, one of 4 bits. Eight chunks make a
-// section, whose scales fill one register.
+// A step is what is multiplied at once: two chunks of up to 4 bits, one in each lane of the registers, or one of 8 bits.
+// Eight chunks make a section, whose scales fill one register.
 
 namespace floe {
 namespace {
@@ -15,8 +15,8 @@ inline float half(const uint8_t *p) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvts
 
 // How codes of a width fill registers (row_generic.inl: Fill) and memory.
 template <int BITS> struct Width {
-    static constexpr int kPlanes = BITS == 8 ? 1 : BITS == 4 ? 2 : 4;
-    static constexpr int kChunks = BITS <= 3 ? 2 : 1;                        // in a step
+    static constexpr int kPlanes = BITS == 8 ? 1 : 4;
+    static constexpr int kChunks = BITS == 8 ? 1 : 2;                        // in a step
     static constexpr int kChunkBytes = BITS == 8 ? 64 : BITS == 4 ? 32 : 16; // of 3-bit codes, their lower bits
 };
 
@@ -30,13 +30,24 @@ inline const uint8_t *top_at(const uint8_t *p, int64_t c, int64_t chunks) {
     return p + c / 4 * 96 + here * 16 + c % 4 * 8;
 }
 
-// The codes of a step as bytes, plane by plane.
+inline __m256i both_lanes(__m128i first, __m128i second) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+}
+
+// The 4-bit codes of a step as bytes, plane by plane. Without a second chunk, zeros stand for it.
+inline void nibble_planes(const uint8_t *p, bool second, __m256i *codes) {
+    const __m256i nibble = _mm256_set1_epi8(0x0f);
+    FLOE_UNROLL for (int k = 0; k < 2; k++) {
+        const __m256i raw = both_lanes(load128(p + 16 * k), second ? load128(p + 32 + 16 * k) : _mm_setzero_si128());
+        codes[k] = _mm256_and_si256(raw, nibble);
+        codes[2 + k] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
+    }
+}
+
+// The same of 2 or 3 bits.
 template <int BITS> inline void unpack_planes(__m256i raw, __m128i top, __m256i *codes) {
     const __m256i nibble = _mm256_set1_epi8(0x0f);
-    if (BITS == 4) {
-        codes[0] = _mm256_and_si256(raw, nibble);
-        codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), nibble);
-    } else if (BITS == 2) {
+    if (BITS == 2) {
         const __m256i mask = _mm256_set1_epi8(3);
         codes[0] = _mm256_and_si256(raw, mask);
         codes[1] = _mm256_and_si256(_mm256_srli_epi16(raw, 2), mask);
@@ -67,7 +78,9 @@ template <int BITS, bool FULL> inline void step_codes(const uint8_t *p, int64_t 
     p = chunk_at<BITS>(p, c);
     if (BITS == 8) { // as 16-bit numbers
         FLOE_UNROLL for (int j = 0; j < 4; j++) planes[j] = _mm256_cvtepu8_epi16(load128(p + 16 * j));
-    } else if (FULL || BITS == 4 || here - c > 1) {
+    } else if (BITS == 4) {
+        nibble_planes(p, FULL || here - c > 1, planes);
+    } else if (FULL || here - c > 1) {
         unpack_planes<BITS>(load(p), BITS == 3 ? load128(top) : __m128i(), planes);
     } else {
         const __m128i upper = BITS == 3 ? _mm_loadl_epi64((const __m128i *)top) : __m128i();

@@ -13,8 +13,8 @@ inline float sum8(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 
-// Integer sums of a step with one token: plane k of digit d lies at digits(d, k). 16-bit sums of at most 8 products of
-// 15 and 127 do not overflow.
+// Integer sums of a step with one token: plane k of digit d lies at digits(d, k). 16-bit sums of 8 products of 15 and
+// 127 do not overflow.
 template <int BITS, int DIGITS, class Digits> inline __m256 step_sum(const __m256i *codes, Digits digits) {
     if (BITS == 8) {
         __m256i total = _mm256_madd_epi16(codes[0], load(digits(0, 0)));

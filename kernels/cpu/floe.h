@@ -46,7 +46,7 @@ FLOE_API int floe_select_isa(const char *name);
 
 // v = up_e · x for P calls, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1) and returns N; the
 // neurons wait in the calling thread until it fetches them with floe_up_take. digits: 3 keeps float32's precision of x
-// (about 22 bits), 2 is enough for 16-bit x (15 bits).
+// (about 22 bits), 2 is enough for 16-bit x (15 bits), 1 rounds it to 8 bits.
 FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q,
                               const uint8_t *scale, const uint8_t *zero, int64_t experts, int64_t neurons,
                               int64_t calls, const int64_t *call_token, const int64_t *call_expert,
@@ -68,6 +68,34 @@ FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vecto
 FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
                          const uint8_t *zero, int64_t width, int digits, int threads, float *y);
 
+// A dense matrix: rows of float32 values in q (row.bits is 32), or codes as in floe_linear. bias: (rows) or NULL.
+typedef struct {
+    floe_vector row;
+    int64_t rows;
+    const uint8_t *q, *scale, *zero;
+    const float *bias;
+} floe_matrix;
+
+// The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
+// qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
+// NULL, or (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none.
+// router: (experts, H), or NULL. shares: whether the weights of the chosen experts are made to sum to 1.
+typedef struct {
+    int64_t hidden, heads, kv_heads, dim, window, experts, top_k;
+    int32_t each_head, shares;
+    float eps, scale, clip;
+    const float *before, *after, *q_norm, *k_norm, *router;
+    floe_matrix qkv, out;
+} floe_dense_layer;
+
+// One token before a layer's experts. x (H) is the residual stream, added (H) or NULL what the block before gave.
+// rope: (2, D) cosines and sines of the position, the first half of the sines negated. kv: (capacity, 2, kv_heads, D)
+// keys and values of the tokens before; the token's own are written at `position`. Fills stream (H), the residual after
+// attention; hidden (H), what the block is given; and with a router the top_k experts in index and their weights.
+FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope,
+                             float *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
+                             float *hidden, int64_t *index, float *weights);
+
 // One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= threshold,
 // v = up · x, and |silu(gate_n · x_t) v_nt| >= down_threshold, or NaN; y is (tokens, H), written whole. Pointers are to
 // the expert's own weights. Returns how many (neuron, token) pairs were active, and in kept how many reached
@@ -83,6 +111,39 @@ FLOE_API int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_by
                               int64_t wanted, int threads, uint8_t *out);
 FLOE_API int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int64_t *slot, int64_t count,
                                int threads, const uint8_t *records);
+
+// The tables of a pool of rows, shapes and words as in `kernels/pool.py`: its Rule, Means and RowTable. One thread's.
+enum { FLOE_POOL_STEP, FLOE_POOL_FINDS, FLOE_POOL_BROUGHT, FLOE_POOL_LAYER, FLOE_POOL_FREE, FLOE_POOL_HAND };
+
+typedef struct {
+    int64_t layers, experts, neurons, capacity;
+    int32_t by_score, marks_use;
+    int64_t sample, smallest_window;
+    double turn, use_rate, largest_growth;
+    float prefetch_worth;
+    const double *recent;
+    double *growth;
+    float *raw;
+    int32_t *slots, *keys, *free_slots;
+    int64_t *residents, *words, *marks, *counters;
+} floe_pool;
+
+// Where active neurons are. Fills parts, three times (P + 1) offsets, and lists, six times (N): positions and slots of
+// rows that are there, the same of those on their way, positions and keys of absent ones.
+FLOE_API int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t width, int64_t calls,
+                              const int64_t *experts, const int64_t *offsets, const int64_t *neurons, int64_t *parts,
+                              int64_t *lists);
+
+// Slots for the first of `count` absent keys; returns for how many. Nothing has changed where it returns an error.
+FLOE_API int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, int urgent,
+                                   int32_t *slots);
+
+// Filling rows have arrived, or never will. Nothing has changed where it returns an error.
+FLOE_API int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived);
+
+// The slots of a transfer as 64-bit places, if rows and slots are in range and no slot is named twice.
+FLOE_API int floe_landing(int64_t count, const int64_t *index, const int32_t *slots, int64_t rows, int64_t capacity,
+                          int64_t *places);
 
 // Ask for huge pages behind a buffer. FLOE_UNSUPPORTED where the system has none to give.
 FLOE_API int floe_advise_hugepages(void *data, int64_t bytes);

@@ -203,7 +203,7 @@ using namespace floe;
 int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
                 const uint8_t *zero, int64_t width, int digits, int threads, float *y) {
     thread_local Buffer buffer;
-    if (code_bytes(*row) < 0 || tokens < 0 || width < 0 || digits < 2 || digits > 3) return FLOE_BAD_SHAPE;
+    if (code_bytes(*row) < 0 || tokens < 0 || width < 0 || digits < 1 || digits > 3) return FLOE_BAD_SHAPE;
     threads = clamped(threads);
     const int64_t scratch_bytes = aligned(row->n + kChunk);
     uint8_t *memory = buffer.take(tokens_bytes(*row, tokens) + threads * scratch_bytes);
@@ -221,7 +221,7 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
     if (code_bytes(*up) < 0 || gate_codes < 0 || down_codes < 0 || up->n != gate->n || gate->n != down->n ||
-        tokens < 0 || neurons < 0 || digits < 2 || digits > 3)
+        tokens < 0 || neurons < 0 || digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     const int64_t gate_bytes = 4 * groups_of(*gate) + gate_codes;
     if (row_bytes < gate_bytes + 4 * groups_of(*down) + down_codes) return FLOE_BAD_SHAPE;

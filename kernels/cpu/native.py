@@ -10,23 +10,48 @@ FLOE_CPU_LIBRARY names another build of the library.
 
 from __future__ import annotations
 
-import ctypes
-import os
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import byref, c_int64, c_uint64
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpWeights, VectorLayout
 from ..types import Active, Calls
+from .native_library import (
+    ISAS,
+    OK,
+    Isa,
+    NativeUnavailableError,
+    Vector,
+    isa,
+    isa_is_forced,
+    library,
+    library_path,
+    select_isa,
+)
 
-ISAS = ("avx512", "avx2", "portable")
-_VERSION = 3
-_SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
-_OK, _UNSUPPORTED = 0, -5
+__all__ = [
+    "ISAS",
+    "Isa",
+    "NativeUnavailableError",
+    "advise_hugepages",
+    "expert_swiglu",
+    "gather_rows",
+    "isa",
+    "isa_is_forced",
+    "library_path",
+    "linear",
+    "moe_step",
+    "pool_scatter",
+    "read",
+    "read_rows",
+    "select_isa",
+    "sparse_swiglu",
+    "up_gemv",
+]
+
+_DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
 _ERRORS = {
     -1: "sizes that no layout has",
     -2: "an index out of range, or offsets that do not rise",
@@ -34,155 +59,27 @@ _ERRORS = {
 }
 
 
-class NativeUnavailableError(RuntimeError):
-    """The compiled kernels cannot be used here; the text says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Isa:
-    """The instruction set in use ("avx512", "avx2", "portable"), and why."""
-
-    name: str
-    reason: str
-
-
-class _Vector(Structure):
-    _fields_ = (("n", c_int64), ("group", c_int64), ("bits", c_int32), ("bfloat16", c_int32))
-
-
-_SIGNATURES = {
-    "floe_version": (c_int, ()),
-    "floe_isa": (c_char_p, ()),
-    "floe_isa_reason": (c_char_p, ()),
-    "floe_select_isa": (c_int, (c_char_p,)),
-    "floe_up_gemv": (
-        c_int64,
-        (
-            *(c_void_p, c_int64, POINTER(_Vector), c_void_p, c_void_p, c_void_p, c_int64, c_int64),
-            *(c_int64, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p),
-        ),
-    ),
-    "floe_up_take": (c_int, (c_int64, c_void_p, c_void_p)),
-    "floe_sparse_swiglu": (
-        c_int,
-        (
-            *(c_void_p, c_int64, POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_int64),
-            *(c_void_p, c_int64),
-            *(c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p),
-            c_void_p,
-        ),
-    ),
-    "floe_linear": (
-        c_int,
-        (
-            *(c_void_p, c_int64, POINTER(_Vector), c_void_p, c_void_p, c_void_p, c_int64),
-            *(c_int, c_int, c_void_p),
-        ),
-    ),
-    "floe_expert_swiglu": (
-        c_int64,
-        (
-            *(c_void_p, c_int64, POINTER(_Vector), c_void_p, c_void_p, c_void_p),
-            *(POINTER(_Vector), POINTER(_Vector), c_void_p, c_int64, c_int64, c_float, c_float, c_int, c_int),
-            *(c_void_p, POINTER(c_int64)),
-        ),
-    ),
-    "floe_gather_rows": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p)),
-    "floe_pool_scatter": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p)),
-    "floe_advise_hugepages": (c_int, (c_void_p, c_int64)),
-    "floe_read": (c_int, (c_void_p, c_int64, c_int, POINTER(c_uint64))),
-    "floe_read_rows": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, POINTER(c_uint64))),
-}
-
-
-def library_path() -> Path:
-    """Where the compiled library lies.
-
-    Raises:
-        NativeUnavailableError: it was not built.
-    """
-    if named := os.environ.get("FLOE_CPU_LIBRARY"):
-        return Path(named)
-    for path in sorted(Path(__file__).parent.glob("_floe*")):
-        if path.suffix in _SUFFIXES:
-            return path
-    raise NativeUnavailableError("the CPU kernels were not compiled (no C++ compiler when the package was installed)")
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    path = library_path()
-    try:
-        library = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = result, list(arguments)
-    except (OSError, AttributeError) as error:
-        raise NativeUnavailableError(f"the compiled CPU kernels do not load: {error}") from error
-    if (version := library.floe_version()) != _VERSION:
-        raise NativeUnavailableError(f"{path.name} has interface {version}, not {_VERSION}: install the package again")
-    if wanted := os.environ.get("FLOE_CPU_ISA"):
-        _select(library, wanted)
-    return library
-
-
-def _select(library: ctypes.CDLL, name: str) -> None:
-    if name not in ISAS:
-        raise NativeUnavailableError(f"no such instruction set: {name!r}; valid are {', '.join(ISAS)}")
-    if library.floe_select_isa(name.encode()) != _OK:
-        raise NativeUnavailableError(f"this CPU cannot run the {name} kernels")
-
-
-def isa_is_forced() -> bool:
-    """Whether FLOE_CPU_ISA asks for an instruction set by name, so that nothing else may run in its place."""
-    return bool(os.environ.get("FLOE_CPU_ISA"))
-
-
-def isa() -> Isa:
-    """The instruction set in use.
-
-    Raises:
-        NativeUnavailableError: no library, or FLOE_CPU_ISA asks for what this CPU lacks.
-    """
-    library = _library()
-    return Isa(library.floe_isa().decode(), library.floe_isa_reason().decode())
-
-
-def select_isa(name: str | None) -> Isa:
-    """Use this instruction set from now on, for tests and benchmarks; None is the best one.
-
-    Raises:
-        NativeUnavailableError: it does not exist, or this CPU cannot run it.
-    """
-    library = _library()
-    if name is None:
-        library.floe_select_isa(None)
-    else:
-        _select(library, name)
-    return isa()
-
-
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool = True) -> Active:
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     Raises:
         ValueError: sizes or indices that do not fit.
     """
-    library = _library()
+    loaded = library()
     x32, tokens, experts = _float32(x), _int64(calls.tokens), _int64(calls.experts)
     limits, offsets = _float32(thresholds), torch.empty(calls.experts.numel() + 1, dtype=torch.int64)
     q, scale, zero = _bytes(up.q), up.scale.contiguous(), up.zero.contiguous()
-    total = library.floe_up_gemv(
+    total = loaded.floe_up_gemv(
         *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0], q.shape[1]),
         *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), limits.data_ptr()),
-        *(_digits(x, exact), torch.get_num_threads(), offsets.data_ptr()),
+        *(_digits(x, x_bits), torch.get_num_threads(), offsets.data_ptr()),
     )
     _check(total)
     # They wait in the library, in this thread, until there are tensors of the right size for them.
     neurons = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
-    _check(library.floe_up_take(total, neurons.data_ptr(), values.data_ptr()))
+    _check(loaded.floe_up_take(total, neurons.data_ptr(), values.data_ptr()))
     return Active(offsets, neurons, _as(values, x.dtype))
 
 
@@ -192,7 +89,7 @@ def sparse_swiglu(
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None = None,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call.
 
@@ -206,7 +103,7 @@ def sparse_swiglu(
     Raises:
         ValueError: sizes or indices that do not fit, or a neuron twice within one call.
     """
-    library = _library()
+    loaded = library()
     x32, tokens, experts, weights = (
         _float32(x),
         _int64(calls.tokens),
@@ -223,12 +120,12 @@ def sparse_swiglu(
     gate, down = _row_vectors(rows.layout)
     y, kept = torch.empty(x32.shape), torch.empty(experts.numel(), dtype=torch.int64)
     _check(
-        library.floe_sparse_swiglu(
+        loaded.floe_sparse_swiglu(
             *(x32.data_ptr(), x32.shape[0], gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
             *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
             *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
             *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
-            *(None if limits is None else limits.data_ptr(), _digits(x, exact), torch.get_num_threads()),
+            *(None if limits is None else limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
             *(y.data_ptr(), kept.data_ptr()),
         )
     )
@@ -242,7 +139,7 @@ def moe_step(
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv`, then `sparse_swiglu` of what it found: y (B, H) and counts (P, 2) int64.
 
@@ -251,8 +148,8 @@ def moe_step(
     Raises:
         ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
     """
-    active = up_gemv(x, up, calls, thresholds, exact)
-    y, kept = sparse_swiglu(x, rows, calls, active, down_thresholds, exact)
+    active = up_gemv(x, up, calls, thresholds, x_bits)
+    y, kept = sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
     return y, torch.stack([active.offsets.diff(), kept], dim=1)
 
 
@@ -263,7 +160,7 @@ def expert_swiglu(
     expert: int,
     threshold: float,
     down_threshold: float = 0.0,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
     """One expert over many tokens: x (B, H) -> y (B, H).
 
@@ -276,17 +173,17 @@ def expert_swiglu(
     q, data = _bytes(up.q[expert]), _bytes(rows.data[expert])
     scale, zero = up.scale[expert].contiguous(), up.zero[expert].contiguous()
     y, kept = torch.empty(x32.shape), c_int64()
-    active = _library().floe_expert_swiglu(
+    active = library().floe_expert_swiglu(
         *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
         *(*gate_down, data.data_ptr(), *data.shape, threshold, down_threshold),
-        *(_digits(x, exact), torch.get_num_threads(), y.data_ptr(), byref(kept)),
+        *(_digits(x, x_bits), torch.get_num_threads(), y.data_ptr(), byref(kept)),
     )
     _check(active)
     return _as(y, x.dtype), active, kept.value
 
 
-def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
+def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     """y = x · Wᵀ: x (B, K) -> (B, N).
 
     Raises:
@@ -296,10 +193,10 @@ def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
     scale, zero = weights.scale.contiguous(), weights.zero.contiguous()
     y = torch.empty(x32.shape[0], q.shape[0])
     _check(
-        _library().floe_linear(
+        library().floe_linear(
             *(x32.data_ptr(), x32.shape[0], _vector(weights.vector, torch.float16)),
             *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0]),
-            *(_digits(x, exact), torch.get_num_threads(), y.data_ptr()),
+            *(_digits(x, x_bits), torch.get_num_threads(), y.data_ptr()),
         )
     )
     return _as(y, x.dtype)
@@ -315,7 +212,7 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
     source = _bytes(data)
     _writable(out)
     _check(
-        _library().floe_gather_rows(
+        library().floe_gather_rows(
             *(source.data_ptr(), *source.shape, index.data_ptr(), index.numel()),
             *(torch.get_num_threads(), out.data_ptr()),
         )
@@ -331,7 +228,7 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     index, source = _int64(slots), _bytes(records)
     _writable(pool)
     _check(
-        _library().floe_pool_scatter(
+        library().floe_pool_scatter(
             *(pool.data_ptr(), *pool.shape, index.data_ptr(), index.numel()),
             *(torch.get_num_threads(), source.data_ptr()),
         )
@@ -340,13 +237,13 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
 
 def advise_hugepages(tensor: Tensor) -> bool:
     """Ask for huge pages behind a large tensor before it is filled; False where the system has none to give."""
-    return _library().floe_advise_hugepages(tensor.data_ptr(), tensor.nbytes) == _OK
+    return library().floe_advise_hugepages(tensor.data_ptr(), tensor.nbytes) == OK
 
 
 def read(tensor: Tensor) -> int:
     """Read a contiguous tensor as fast as plain loads go, for a benchmark's floor; returns a checksum."""
     checksum = c_uint64()
-    _check(_library().floe_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads(), byref(checksum)))
+    _check(library().floe_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads(), byref(checksum)))
     return checksum.value
 
 
@@ -354,7 +251,7 @@ def read_rows(rows: Tensor, index: Tensor) -> int:
     """Read the rows `index` of (N, nbytes) uint8 likewise."""
     checksum = c_uint64()
     _check(
-        _library().floe_read_rows(
+        library().floe_read_rows(
             *(rows.data_ptr(), *rows.shape, index.data_ptr(), index.numel()),
             *(torch.get_num_threads(), byref(checksum)),
         )
@@ -363,18 +260,19 @@ def read_rows(rows: Tensor, index: Tensor) -> int:
 
 
 @cache
-def _vector(layout: VectorLayout, float16: torch.dtype) -> _Vector:
-    return _Vector(layout.n, layout.group, layout.bits, int(float16 == torch.bfloat16))
+def _vector(layout: VectorLayout, float16: torch.dtype) -> Vector:
+    return Vector(layout.n, layout.group, layout.bits, int(float16 == torch.bfloat16))
 
 
 @cache
-def _row_vectors(layout: RowLayout) -> tuple[_Vector, _Vector]:
+def _row_vectors(layout: RowLayout) -> tuple[Vector, Vector]:
     return _vector(layout.gate, layout.float16), _vector(layout.down, layout.float16)
 
 
-def _digits(x: Tensor, exact: bool) -> int:
-    """8-bit digits that x is cut into: three hold about 22 bits, two hold 15, more than 16-bit floats have."""
-    return 3 if exact and x.dtype in (torch.float32, torch.float64) else 2
+def _digits(x: Tensor, x_bits: int) -> int:
+    """8-bit digits that x is cut into, two at most of 16-bit floats, which have fewer than 15 bits."""
+    digits = _DIGITS[x_bits]
+    return digits if x.dtype in (torch.float32, torch.float64) else min(digits, 2)
 
 
 def _float32(tensor: Tensor) -> Tensor:

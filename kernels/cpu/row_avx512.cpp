@@ -48,6 +48,10 @@ void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *to
         return;
     }
     switch (tokens[0]->digit_count * 16 + v.bits) {
+    case 1 * 16 + 2: return dot_codes<2, 1>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 1 * 16 + 3: return dot_codes<3, 1>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 1 * 16 + 4: return dot_codes<4, 1>(v, w, rows, tokens, count, wanted, out, ahead);
+    case 1 * 16 + 8: return dot_codes<8, 1>(v, w, rows, tokens, count, wanted, out, ahead);
     case 2 * 16 + 2: return dot_codes<2, 2>(v, w, rows, tokens, count, wanted, out, ahead);
     case 2 * 16 + 3: return dot_codes<3, 2>(v, w, rows, tokens, count, wanted, out, ahead);
     case 2 * 16 + 4: return dot_codes<4, 2>(v, w, rows, tokens, count, wanted, out, ahead);
@@ -213,7 +217,10 @@ void finish(const floe_vector &v, float *y, const float *bias) {
 }
 
 void prepare(const floe_vector &v, Token &token) {
-    if (chunked(v)) return chunked_prepare(v, token);
+    if (chunked(v)) {
+        const int64_t planes = v.bits == 8 ? 1 : v.bits == 4 ? 2 : 4; // each of a register's chunks has a part in each
+        return chunked_prepare(v, token, {planes, planes});
+    }
     token.digit_count = 0;
     plain_sums(v, token);
 }

@@ -242,19 +242,20 @@ inline float split_chunk(const float *x, int digits, int8_t *out, float *scale) 
         *scale = top >= 0x7f800000u ? bits_to_float(0x7fc00000u) : 0.0f;
         return *scale;
     }
-    const float largest = digits == 3 ? 127.0f * 16384.0f : 127.0f * 128.0f;
+    const float largest = digits == 3 ? 127.0f * 16384.0f : digits == 2 ? 127.0f * 128.0f : 127.0f;
     const float step = bits_to_float(top) / largest;
     const float inverse = largest / bits_to_float(top);
     int32_t sum = 0;
     for (int i = 0; i < kChunk; i++) {
         // Adding 1.5 · 2^23 rounds to an integer, which is then in the low bits.
         const int32_t whole = (int32_t)(float_to_bits(x[i] * inverse + 12582912.0f) - 0x4b400000u);
-        const int32_t lo = ((whole + 64) & 127) - 64;
-        const int32_t rest = (whole - lo) >> 7;
-        const int32_t mid = digits == 3 ? ((rest + 64) & 127) - 64 : rest;
-        out[i] = (int8_t)(digits == 3 ? (rest - mid) >> 7 : mid);
-        out[kChunk + i] = (int8_t)(digits == 3 ? mid : lo);
-        if (digits == 3) out[2 * kChunk + i] = (int8_t)lo;
+        int32_t rest = whole;
+        for (int d = digits - 1; d > 0; d--) {
+            const int32_t low = ((rest + 64) & 127) - 64;
+            out[d * kChunk + i] = (int8_t)low;
+            rest = (rest - low) >> 7;
+        }
+        out[i] = (int8_t)rest;
         sum += whole;
     }
     *scale = step;
@@ -266,10 +267,7 @@ struct Fill {
     int64_t chunks, planes;
 };
 
-inline Fill fill_of(int bits) { return bits == 8 ? Fill{1, 1} : bits == 4 ? Fill{2, 2} : Fill{4, 4}; }
-
-inline void chunked_prepare(const floe_vector &v, Token &token) {
-    const Fill fill = fill_of(v.bits);
+inline void chunked_prepare(const floe_vector &v, Token &token, Fill fill) {
     const int64_t chunks = v.n / kChunk, registers = (chunks + fill.chunks - 1) / fill.chunks;
     const int64_t digits = token.digit_count, piece = kChunk / fill.planes, stride = digits * fill.planes * kChunk;
     memset(token.digits, 0, (size_t)(registers * stride));

@@ -45,10 +45,10 @@ struct Ahead {
 // One token's x, prepared for vectors of one layout.
 //
 // x is also cut into signed 8-bit digits, so that 8-bit multiply-adds can take the codes as they are: in a chunk of
-// 64 values, x = scale · (hi · 2^14 + mid · 2^7 + lo), or scale · (hi · 2^7 + lo) with two digits. One 32-bit sum of
-// a register of codes takes 16 products at 2 and 3 bits, 8 at 4 bits, 4 at 8 bits, of a code and three digits: below
-// 2^31 in each case (4 · 255 · 127 · 2^14 is the largest), so it is exact. Digits lie as the codes do: for each
-// register of codes and each digit, the planes of all chunks in it.
+// 64 values, x = scale · (hi · 2^14 + mid · 2^7 + lo), or scale · (hi · 2^7 + lo) with two digits, or scale · hi with
+// one, which rounds x to 8 bits. One 32-bit sum of a register of codes takes 16 products at up to 4 bits, 4 at 8 bits,
+// of a code and three digits: below 2^31 in each case (4 · 255 · 127 · 2^14 is the largest), so it is exact. Digits lie
+// as the codes do: for each register of codes and each digit, the planes of all chunks in it.
 struct Token {
     const float *x;
     int8_t *digits;  // (registers, digit_count, planes, 64), zero where the last register has no chunk
@@ -60,7 +60,7 @@ struct Token {
 struct RowOps {
     const char *name;
 
-    // Fills the token's tables; digit_count comes in as 2 or 3 and goes out as 0 where they are not used.
+    // Fills the token's tables; digit_count comes in as 1 to 3 and goes out as 0 where they are not used.
     void (*prepare)(const floe_vector &v, Token &token);
 
     // out[r][t] = w_r · x_t for 1 to kBatch vectors and tokens. wanted: bit t of wanted[r] says whether that product is
@@ -70,7 +70,7 @@ struct RowOps {
 
     // y += a[0] · w[0] + ... for up to kBatch vectors, so that y is read and written once for all of them. The zero
     // points' share may be left in bias (n / 64 + groups) until `finish` adds it. With two digits a · scale may be read
-    // with 15 bits. ahead: one per vector.
+    // with 15 bits, with one with 8, relative to the largest of the batch. ahead: one per vector.
     void (*axpy)(const floe_vector &v, const Stored *w, const float *a, int count, int digits, float *y, float *bias,
                  uint8_t *scratch, const Ahead *ahead);
     void (*finish)(const floe_vector &v, float *y, const float *bias);

@@ -6,8 +6,35 @@ namespace floe {
 namespace {
 
 void prepare(const floe_vector &v, Token &token) {
+    if (token.digit_count == 1 && chunked(v)) return chunked_prepare(v, token, {1, 1});
     token.digit_count = 0;
     plain_sums(v, token);
+}
+
+// One token's product, in integers, with codes that are unpacked already.
+float digit_dot(const floe_vector &v, const Stored &w, const Token &token, const uint8_t *codes) {
+    const int64_t per_group = v.group / kChunk;
+    float total = 0;
+    for (int64_t c = 0; c < v.n / kChunk; c++, codes += kChunk) {
+        const int8_t *x = token.digits + c * kChunk;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < kChunk; i++) sum += (int16_t)codes[i] * (int16_t)x[i];
+        const float scale = half_to_float(load16(w.scale + 2 * (c / per_group)));
+        const float zero = half_to_float(load16(w.zero + 2 * (c / per_group)));
+        total += scale * ((float)sum * token.scale[c] - zero * token.sums[c]);
+    }
+    return total;
+}
+
+void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count, const uint8_t *wanted,
+         float (*out)[kBatch], uint8_t *scratch, const Ahead *ahead) {
+    if (tokens[0]->digit_count == 0) return generic_dot(v, w, rows, tokens, count, wanted, out, scratch, ahead);
+    for (int r = 0; r < rows; r++) {
+        Pace(ahead[r], 0);
+        unpack(v.bits, v.n, w[r].codes, scratch);
+        for (int t = 0; t < count; t++)
+            if (is_wanted(wanted, r, t)) out[r][t] = digit_dot(v, w[r], *tokens[t], scratch);
+    }
 }
 
 void finish(const floe_vector &, float *, const float *) {}
@@ -29,7 +56,7 @@ uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
 }
 
 const RowOps table = {
-    "portable",         prepare, generic_dot, generic_axpy, finish, generic_expand, generic_add_products,
+    "portable",         prepare, dot,  generic_axpy, finish, generic_expand, generic_add_products,
     generic_add_active, copy,    read};
 
 } // namespace

@@ -47,6 +47,39 @@ inline void prefetch_lines(const uint8_t *p, int64_t lines) {
     for (; lines > 0; lines--, p += 64) FLOE_PREFETCH(p);
 }
 
+// Rows whose down columns are to be added, kBatch at a time, so that sums are read and written once for as many. Of
+// those behind the next batch, none or kBatch at most have been fetched.
+struct Kept {
+    Stored down[3 * kBatch];
+    float a[3 * kBatch];
+    int count = 0, fetched = 0;
+    int64_t lines; // of a column
+
+    explicit Kept(int64_t lines) : lines(lines) {}
+
+    void push(const Stored &column, float factor) {
+        a[count] = factor;
+        down[count++] = column;
+        if (fetched < kBatch) prefetch_lines(down[fetched++].scale, lines); // the first ones
+    }
+
+    // The size of the next batch, and what to fetch while it is added.
+    int fetch(Ahead *ahead) {
+        const int batch = count < kBatch ? count : kBatch, end = count < 2 * kBatch ? count : 2 * kBatch;
+        for (int i = 0; fetched < end; i++) ahead[i] = {down[fetched++].scale, lines};
+        return batch;
+    }
+
+    void pop(int batch) {
+        for (int i = batch; i < count; i++) {
+            down[i - batch] = down[i];
+            a[i - batch] = a[i];
+        }
+        count -= batch;
+        fetched -= batch;
+    }
+};
+
 void compute_slice(void *opaque, int64_t item, int worker) {
     const Context &c = *(const Context *)opaque;
     const RowOps &ops = row_ops();
@@ -67,14 +100,12 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
-    // The rows of one batch whose down columns are to be added.
-    struct Batch {
-        Stored down[kBatch];
-        float a[kBatch];
-        int count = 0;
-    };
-    const auto gates = [&](int64_t start) {
-        Batch batch;
+    // While gates of a batch are computed, those of the next one arrive; while down columns are added, those of the
+    // next ones. So the memory always has as much to bring as is computed at the time.
+    Kept kept(down_lines);
+    int64_t kept_count = 0;
+    for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), gate_lines);
+    for (int64_t start = slice.start; start < slice.end; start += kBatch) {
         const int rows = (int)(batch_end(start) - start);
         Stored gate[kBatch];
         Ahead ahead[kBatch] = {};
@@ -87,32 +118,18 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         for (int r = 0; r < rows; r++) {
             const float product = silu(g[r][0]) * c.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
-            batch.a[batch.count] = weight * product;
-            batch.down[batch.count++] = stored(*c.down, row(start + r) + c.gate_bytes);
+            kept.push(stored(*c.down, row(start + r) + c.gate_bytes), weight * product);
+            kept_count++;
         }
-        return batch;
-    };
-    const auto prefetch_down = [&](const Batch &batch, int from) {
-        for (int r = from; r < batch.count; r++) prefetch_lines(batch.down[r].scale, down_lines);
-    };
-    // While gates of a batch are computed, those of the next one arrive; while down columns are added, those of the
-    // next batch. So the memory always has as much to bring as is computed at the time.
-    for (int64_t i = slice.start; i < batch_end(slice.start); i++) prefetch_lines(row(i), gate_lines);
-    Batch batch = gates(slice.start);
-    prefetch_down(batch, 0);
-    int64_t kept = 0;
-    for (int64_t start = slice.start; start < slice.end; start += kBatch) {
-        const int64_t next = start + kBatch;
-        const Batch following = next < slice.end ? gates(next) : Batch();
-        Ahead ahead[kBatch] = {};
-        for (int r = 0; r < following.count; r++) ahead[r] = {following.down[r].scale, down_lines};
-        prefetch_down(following, batch.count);
-        if (batch.count) ops.axpy(*c.down, batch.down, batch.a, batch.count, c.digits, sum, bias, scratch, ahead);
-        kept += batch.count;
-        batch = following;
+        while (kept.count >= 2 * kBatch || (kept.count > 0 && start + kBatch >= slice.end)) {
+            Ahead next[kBatch] = {};
+            const int batch = kept.fetch(next);
+            ops.axpy(*c.down, kept.down, kept.a, batch, c.digits, sum, bias, scratch, next);
+            kept.pop(batch);
+        }
     }
     ops.finish(*c.down, sum, bias);
-    c.slices[item].kept = kept; // once: neighbouring slices share a cache line
+    c.slices[item].kept = kept_count; // once: neighbouring slices share a cache line
 }
 
 // One token's columns item * kColumns ..., summed over the slices of its calls.
@@ -164,7 +181,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
     if (gate_codes < 0 || down_codes < 0 || gate->n != down->n || tokens < 0 || experts < 0 || neurons < 0 ||
-        calls < 0 || digits < 2 || digits > 3)
+        calls < 0 || digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     Context c = {};
     c.gate_bytes = 4 * groups_of(*gate) + gate_codes;

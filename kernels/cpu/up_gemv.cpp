@@ -88,7 +88,7 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
                      const uint8_t *zero, int64_t experts, int64_t neurons, int64_t calls, const int64_t *call_token,
                      const int64_t *call_expert, const float *thresholds, int digits, int threads, int64_t *offsets) {
     if (code_bytes(*row) < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX ||
-        digits < 2 || digits > 3)
+        digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;

@@ -28,13 +28,13 @@ def expert_swiglu(
     expert: int,
     threshold: float,
     down_threshold: float = 0.0,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
     """One expert over many tokens (prefill): x (B, H) -> y (B, H).
 
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold. Each third
     of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe a copy
-    beforehand is faster. `exact` changes nothing. What is not a number reaches both thresholds. Waits for the device
+    beforehand is faster. `x_bits` changes nothing. What is not a number reaches both thresholds. Waits for the device
     once.
 
     Raises:
@@ -68,9 +68,9 @@ def expert_swiglu(
     return y.to(x.dtype), found[0], found[1]
 
 
-def linear(x: Tensor, weights: LinearWeights, exact: bool = True) -> Tensor:
-    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored; `exact`
-    changes nothing.
+def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
+    """y = x · Wᵀ: x (B, K) -> (B, N). Up to 8 tokens the weights are multiplied as stored;
+    `x_bits` changes nothing.
 
     Raises:
         ValueError: weights that the device of x cannot read.

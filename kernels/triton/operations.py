@@ -1,7 +1,7 @@
 """The sparse operations of `reference.py` on a GPU, and `moe_step`, which runs them without asking the host anything.
 
 Weights are read where they lie: in device memory or in pinned host memory ("zero copy", over PCIe), also record by
-record while a kernel runs. Nothing here copies them; pageable host memory is refused. `exact` changes nothing: float32
+record while a kernel runs. Nothing here copies them; pageable host memory is refused. `x_bits` changes nothing: float32
 costs these kernels no more.
 """
 
@@ -32,7 +32,7 @@ class _List:
     most: int
 
 
-def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, exact: bool = True) -> Active:
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     x is (B, H) of any float type; products are summed in float32. Waits for the device once, to learn how many neurons
@@ -55,7 +55,7 @@ def sparse_swiglu(
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None = None,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call, y (B, H).
 
@@ -81,7 +81,7 @@ def moe_step(
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
-    exact: bool = True,
+    x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nobody waits.
 

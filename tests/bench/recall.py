@@ -134,7 +134,7 @@ def neurons(packed: PackedModel, layer: int, then: Seen, guess: Tensor, named: T
 
 
 def neurons_of(
-    guess: Tensor, up: UpWeights, experts: Tensor, thresholds: Tensor, *, exact: bool = False
+    guess: Tensor, up: UpWeights, experts: Tensor, thresholds: Tensor, *, x_bits: int = 8
 ) -> tuple[Calls, Active]:
     """The neurons that the next layer's experts will find active, by its own up projection.
 
@@ -149,7 +149,7 @@ def neurons_of(
     tokens = torch.arange(len(experts), device=experts.device).repeat_interleave(experts.shape[1])
     flat = experts.flatten()
     calls = Calls(tokens, flat, torch.ones(len(flat), device=guess.device))
-    return calls, kernels.up_gemv(guess, up, calls, thresholds[flat], exact=exact)
+    return calls, kernels.up_gemv(guess, up, calls, thresholds[flat], x_bits=x_bits)
 
 
 def keys(calls: Calls, active: Active, neurons: int) -> NDArray[np.int64]:

@@ -88,8 +88,8 @@ def test_thresholds_of_products_are_measured_too() -> None:
 
 
 def test_results_that_are_not_finite_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(x: torch.Tensor, weights: LinearWeights, *, exact: bool = True) -> torch.Tensor:
-        return torch.full((x.shape[0], weights.q.shape[0]), torch.nan if exact else 0.0)
+    def wrong(x: torch.Tensor, weights: LinearWeights, *, x_bits: int = 22) -> torch.Tensor:
+        return torch.full((x.shape[0], weights.q.shape[0]), torch.nan if x_bits == 22 else 0.0)
 
     monkeypatch.setattr("floe_chat.kernels.linear", wrong)
     with pytest.raises(FloeError, match="nothing was timed"):

@@ -13,9 +13,23 @@ import torch
 from floe_chat import kernels
 from floe_chat.engine import cache, uses
 from floe_chat.engine.cache import Keys, NeuronPool, Policy, Slots
+from floe_chat.kernels.pool import RowTable
 from floe_chat.models.heat import Heat, from_popularity
 
 POLICIES: tuple[Policy, ...] = ("score", "lru", "fifo")
+
+
+@pytest.fixture(params=["native", "numpy"], autouse=True)
+def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test on both kinds of tables."""
+    if request.param == "numpy":
+
+        def make(*given: Any) -> tuple[RowTable, str]:
+            return RowTable(*given), "the test's choice"
+
+        monkeypatch.setattr(cache, "make", make)
+    elif NeuronPool(1, 1, 1, 1).reason != "compiled":
+        pytest.skip("the compiled kernels are not there")
 
 
 def keys_of(*keys: int) -> Keys:
@@ -347,7 +361,7 @@ def test_scores_that_are_no_numbers_are_forgotten() -> None:
 
 @pytest.mark.parametrize("growth", [3.0, 1e20], ids=["often", "never"])
 def test_uses_are_moving_means_over_the_calls_of_an_expert(growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "_LARGEST_GROWTH", growth)
+    monkeypatch.setattr(uses, "LARGEST_GROWTH", growth)
     rng, neurons = np.random.default_rng(2), 9
     pool, mean = NeuronPool(2, 3, neurons, 5), np.zeros((2, 3, neurons))
     for turn in range(300):

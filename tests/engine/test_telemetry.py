@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.events import Finished, Stats
+from floe_chat.engine.events import Finished, Load, Loaded, Stats
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality import Preset
@@ -172,3 +172,16 @@ def test_counters_are_told_while_the_answer_runs(engine: Engine, monkeypatch: py
     finished(engine, 1)
     told = [event.new_tokens for event in engine.seen if isinstance(event, Stats) and event.request == 1]
     assert told == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_recall_by_layer(tiny_pack: Path) -> None:
+    with Engine() as engine:
+        engine.send(Load(str(tiny_pack), None, "sim:rtx3060-12gb", None))
+        engine.until(Loaded)
+        engine.send(asking(1, PROMPT, tokens=9))
+        rows = finished(engine, 1).rows
+    assert rows is not None and rows.recall is not None and rows.precision is not None
+    # Nothing looks ahead to the first of the two layers; only active neurons of the second count for the whole.
+    assert rows.recalls[0] is None and rows.precisions[0] is None
+    assert rows.precisions[1] == rows.precision and rows.recalls[1] == rows.recall
+    assert 0 < rows.recall <= 1

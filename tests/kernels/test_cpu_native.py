@@ -204,7 +204,7 @@ def test_sparse_swiglu_with_fewer_bits(isa: str, h: int, widths: tuple[int, int]
     rows, dense_gate, dense_down = make_rows(3, 37, gate, down, torch.bfloat16)
     x, calls, active = make_x(3, h) * 0.02, make_calls(3, 3, 4), choose_active(4, 37, 0.7, shuffled=False)
     poison(3 * h)
-    y, _ = native.sparse_swiglu(x, rows, calls, active, exact=False)
+    y, _ = native.sparse_swiglu(x, rows, calls, active, x_bits=15)
     assert relative(y, exact_swiglu(x, dense_gate, dense_down, calls, active)) <= 5e-4
 
 
@@ -214,7 +214,7 @@ def test_a_scale_that_is_not_finite_stays_in_its_group(isa: str) -> None:
     data = rows.data.clone()
     data[0, 3, vector.nbytes + 2 * 9 : vector.nbytes + 2 * 10].view(torch.float16).fill_(float("inf"))
     x, calls, active = make_x(1, h) * 0.02, make_calls(1, 1, 1), choose_active(1, 20, 1.0, shuffled=False)
-    y, _ = native.sparse_swiglu(x, ExpertRows(rows.layout, data), calls, active, exact=False)
+    y, _ = native.sparse_swiglu(x, ExpertRows(rows.layout, data), calls, active, x_bits=15)
     hurt = torch.zeros(h, dtype=torch.bool)
     hurt[9 * 64 : 10 * 64] = True
     assert not y[:, hurt].isfinite().any()

@@ -76,7 +76,7 @@ def test_linear_of_16_bit_x(bits: int, dtype: torch.dtype) -> None:
 def test_linear_with_fewer_bits_of_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
-    y = native.linear(x, linear_of(layer, 0), exact=False)
+    y = native.linear(x, linear_of(layer, 0), x_bits=15)
     assert relative_rms(y, x.double() @ layer.up[0].T) <= 1e-4
 
 
@@ -131,7 +131,7 @@ def test_expert_of_16_bit_x(dtype: torch.dtype) -> None:
 @every_isa
 def test_fewer_bits_of_x_cost_little() -> None:
     layer, x = make_layer((1, 130, 320, 64), (2, 4, 4)), make_x(11, 320, torch.float32)
-    y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0, exact=False)
+    y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0, x_bits=15)
     assert active == 11 * 130
     assert relative_rms(y, swiglu(layer, 0, x, 0.0)[0]) <= 2e-4
 

@@ -1,0 +1,226 @@
+"""A few tokens in one layer whose rows lie in RAM: locate rows, place absent ones, compute, add up what has come.
+
+Lists are the host's, in numpy, and go to the device as they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..kernels.layouts import ExpertRows
+from ..kernels.pool import Located, Part
+from ..kernels.types import Active, Calls
+from . import placement
+from .cache import Keys
+from .devices import Partial, taken
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from .offloaded import OffloadedLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a step computes with, on the device or on the host.
+
+    Attributes:
+        hidden: (B, H). limits: (P,) the second thresholds of the calls; None where the preset has none.
+    """
+
+    hidden: Tensor
+    calls: Calls
+    limits: Tensor | None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As `of` takes them."""
+        limits = () if self.limits is None else (self.limits,)
+        return (self.hidden, self.calls.tokens, self.calls.experts, self.calls.weights, *limits)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Given:
+        """From what `tensors` names."""
+        hidden, tokens, experts, weights, *limits = tensors
+        return cls(hidden, Calls(tokens, experts, weights), limits[0] if limits else None)
+
+
+class Step:
+    """One step.
+
+    Args:
+        there, here: what it computes with, on the device and on the host; of a prompt `here` may have hidden states of
+            the device. active: on the host. values: on the device.
+
+    Attributes:
+        y: (B, H) what is known so far; None for nothing.
+    """
+
+    def __init__(self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor) -> None:
+        self.layer, self.shared, self.device = layer, layer.shared, layer.shared.device
+        self.plan, self.there, self.here, self.active, self.values = layer.plan, there, here, active, values
+        self.rows = ExpertRows(self.plan.layer.rows.layout, self.shared.rows[None])
+        self.y: Tensor | None = None
+        self._reached: Tensor | None = None
+        self._found: Located
+        self._copied: Part
+        self._left: Keys
+        self._beside: Future[Partial] | None = None
+        self._first: Transfer | None = None
+        self._waited = 0.0
+        self._of_one = there.hidden.shape[0] == 1  # one token names no neuron twice
+
+    def locate(self) -> None:
+        """Which of the rows are there, on their way, or absent."""
+        pool, layer = self.shared.pool, self.layer
+        chosen, scores = layer.chosen.numpy().reshape(-1), layer.scores.float().numpy().reshape(-1)
+        heard = np.bincount(chosen, scores, minlength=pool.slots.shape[1])
+        pool.heard(layer.index, heard / layer.chosen.shape[0])
+        experts, neurons = self.here.calls.experts.numpy(), self.plan.layer.rows.data.shape[1]
+        self._found = pool.locate(
+            layer.index, experts, self.active.offsets.numpy(), self.active.neurons.numpy(), neurons
+        )
+
+    def place(self) -> None:
+        """Start the absent rows: on their way, or computed by the CPU where they lie (Fiddler)."""
+        lenient, absent = self.plan.preset.lenient, self._found.absent
+        self._copied, self._left = absent, absent.places
+        if not absent.at.size:
+            return
+        missing = _sizes(absent.offsets)
+        if not lenient and self.shared.parts.cpu:
+            self._copied = self._share_with_cpu(missing)
+        # In the lenient mode nothing is waited for (CORM): what is absent is left out and comes for later tokens.
+        self._left = self._copied.places if self._of_one else np.unique(self._copied.places)
+        if self._left.size:
+            self._first = self.shared.fetch(self.layer.index, self._left, urgent=not lenient)
+        self._move_whole(missing)
+
+    def compute(self) -> None:
+        """What is there already."""
+        self._add(self._found.ready)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Add what has come since: y (B, H) and counts (P, 2) as `kernels.moe_step` gives them."""
+        coming = self._found.coming
+        if not self.plan.preset.lenient:
+            if coming.at.size:
+                keys = self.shared.pool.keys(self.layer.index, coming.places)
+                self._waited += self.shared.await_rows(self.layer.index, keys)
+                self._add(coming)
+            self._add_copied()
+            if self._beside is not None:
+                self._sum(*self.device.joined(self._beside))
+        if self.layer.control.counting:
+            self._count()
+        (counts,) = self.device.sent(self.active.offsets.diff())
+        if self.y is None or self._reached is None:
+            return torch.zeros_like(self.there.hidden), torch.stack([counts, torch.zeros_like(counts)], 1)
+        return self.y, torch.stack([counts, self._reached], 1)
+
+    def _share_with_cpu(self, missing: NDArray[np.int64]) -> Part:
+        """What is copied; the rest is begun."""
+        device, nbytes, absent = self.device, self.shared.rows.shape[1], self._found.absent
+        queued = device.link.queued_bytes() / device.rates.link_bytes_s
+        calls = self.here.calls
+        shares = placement.share(
+            missing.tolist(), nbytes, calls.weights.tolist(), device.rates, queued, device.cpu_share
+        )
+        if not any(shares):
+            return absent
+        # The last of each call: neurons lie by falling importance, and those that are copied stay for later tokens.
+        copied, rest = _cut(absent, missing - np.array(shares))
+        neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), rest.at))
+        part = Active(torch.from_numpy(rest.offsets), neurons, taken(self.active.values, rest.at))
+        rows, x_bits = self.layer.in_ram().layer.rows, self.plan.preset.x_bits
+        hidden = self.here.hidden if self.here.hidden.is_cpu else device.fetched(self.here.hidden)[0]
+        self._beside = device.rows_beside(hidden, rows, calls, part, self.here.limits, x_bits)
+        return copied
+
+    def _move_whole(self, missing: NDArray[np.int64]) -> None:
+        """Of an expert that is mostly active and partly absent, bring the rest as well (CORM)."""
+        neurons, table = self.plan.layer.rows.data.shape[1], self.shared.pool.layers[self.layer.index]
+        counts = _sizes(self.active.offsets.numpy()).tolist()
+        for expert, count, absent in zip(self.here.calls.experts.tolist(), counts, missing.tolist(), strict=True):
+            if absent and placement.whole(count, neurons, self.shared.parts.whole):
+                rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
+                if rest.size:
+                    self.shared.fetch(self.layer.index, rest, urgent=False, score=np.inf)
+
+    def _add_copied(self) -> None:
+        """Rows that were fetched for this step; where the pool is smaller than that, load after load."""
+        shared, transfer, done = self.shared, self._first, 0
+        while transfer is not None:
+            first, done = done, done + transfer.index.size
+            if done > first:
+                self._waited += self.device.wait(transfer)
+                shared.collect()
+                self._add(self._arrived(transfer, first, done))
+            if done == self._left.size:
+                return
+            shared.settle()  # what this step has computed may go now
+            transfer = shared.fetch(self.layer.index, self._left[done:], urgent=True)
+
+    def _arrived(self, transfer: Transfer, first: int, last: int) -> Part:
+        """What the rows first..last-1 of those that are copied are for."""
+        copied = self._copied
+        if self._of_one:  # they are listed in the same order
+            offsets = np.clip(copied.offsets, first, last) - first
+            return Part(offsets, copied.at[first:last], transfer.slots.astype(np.int64))
+        mine = np.isin(copied.places, transfer.index)
+        offsets = np.concatenate(([0], np.cumsum(mine)))[copied.offsets]
+        slots = self.shared.pool.layers[self.layer.index][copied.places[mine]]
+        return Part(offsets, copied.at[mine], slots.astype(np.int64))
+
+    def _add(self, part: Part) -> None:
+        if part.at.size:
+            active = self.device.part(self.values, part.offsets, part.at, part.places)
+            there = self.there
+            self._sum(
+                *self.device.rows(there.hidden, self.rows, there.calls, active, there.limits, self.plan.preset.x_bits)
+            )
+
+    def _sum(self, y: Tensor, reached: Tensor) -> None:
+        self.y = y if self.y is None else self.y + y
+        self._reached = reached if self._reached is None else self._reached + reached
+
+    def _count(self) -> None:
+        counts, found, ends = self.layer.telemetry.layers[self.layer.index], self._found, self.active.offsets.numpy()
+        there = _sizes(found.ready.offsets + found.coming.offsets)
+        counts.ready += found.ready.at.size
+        counts.coming += found.coming.at.size
+        counts.copied += self._copied.at.size
+        counts.on_cpu += found.absent.at.size - self._copied.at.size
+        counts.waited += self._waited
+        if self.plan.preset.lenient:  # nothing else is waited for: it counts as on its way
+            counts.coming += found.absent.at.size
+            there += _sizes(found.absent.offsets)
+        counts.looked += there.size
+        counts.hit += int((2 * there >= _sizes(ends)).sum())
+
+
+def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    return offsets[1:] - offsets[:-1]
+
+
+def _cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
+    """The first `kept` (P,) neurons of each call, and the rest."""
+    starts, ends = part.offsets[:-1], part.offsets[1:]
+    cuts = starts + kept
+    return _pieces(part, starts, cuts), _pieces(part, cuts, ends)
+
+
+def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Part:
+    pieces = [slice(*bounds) for bounds in zip(starts.tolist(), ends.tolist(), strict=True)]
+    offsets = np.concatenate(([0], np.cumsum(ends - starts)))
+    return Part(
+        offsets,
+        np.concatenate([part.at[piece] for piece in pieces]),
+        np.concatenate([part.places[piece] for piece in pieces]),
+    )

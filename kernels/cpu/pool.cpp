@@ -1,0 +1,374 @@
+// The pool of rows: where neurons lie, who gives way, how much each is used. `kernels/pool.py` defines all of it.
+//
+// Lists are compacted without branches: what is there and what is not alternates in a way that no processor foresees.
+#include "buffers.h"
+#include "floe.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace floe {
+namespace {
+
+enum { FREE, FILLING, READY };
+
+int64_t expert_width(const floe_pool &p) { return p.experts * p.neurons; }
+
+// The expert of a flat key. Exact: half a neuron keeps the quotient farther from whole numbers than it is rounded.
+struct ExpertOf {
+    double inverse;
+    explicit ExpertOf(const floe_pool &p) : inverse(1.0 / (double)p.neurons) {}
+    int64_t operator()(int64_t key) const { return (int64_t)(((double)key + 0.5) * inverse); }
+};
+
+bool rise(const int64_t *offsets, int64_t calls) {
+    for (int64_t c = 0; c < calls; c++)
+        if (offsets[c + 1] < offsets[c]) return false;
+    return offsets[0] == 0;
+}
+
+bool within(const int64_t *index, int64_t count, int64_t end) {
+    int64_t signs = 0; // one of n and end - 1 - n is negative where n is outside, but for sums that overflow
+    for (int64_t i = 0; i < count; i++) signs |= index[i] | (int64_t)((uint64_t)end - 1 - (uint64_t)index[i]);
+    return signs >= 0;
+}
+
+// Counts the calls of experts: g of `Means`. False if one is called twice, by several tokens.
+bool called(const floe_pool &p, int64_t layer, int64_t width, int64_t calls, const int64_t *experts,
+            const int64_t *offsets, uint8_t *seen) {
+    const int64_t parts = p.neurons / width; // of an expert
+    bool once = true;
+    memset(seen, 0, (size_t)(p.experts * (parts + 1)));
+    uint8_t *part_seen = seen + p.experts;
+    for (int64_t c = 0; c < calls; c++) {
+        if (offsets[c] == offsets[c + 1]) continue;
+        once &= !part_seen[experts[c]];
+        part_seen[experts[c]] = 1;
+        const int64_t expert = experts[c] / parts;
+        if (!seen[expert]) p.growth[layer * p.experts + expert] /= 1 - p.use_rate;
+        seen[expert] = 1;
+    }
+    return once;
+}
+
+// What its active neurons get for it, see `Means`.
+float use_of(const floe_pool &p, int64_t layer, int64_t width, int64_t expert) {
+    return (float)(p.use_rate * p.growth[layer * p.experts + expert * width / p.neurons]);
+}
+
+// Where an expert is called twice: in two passes, so that a neuron that several tokens name is counted once.
+void note_twice(const floe_pool &p, int64_t layer, int64_t width, int64_t calls, const int64_t *experts,
+                const int64_t *offsets, const int64_t *neurons, float *added) {
+    float *raw = p.raw + layer * expert_width(p);
+    for (int64_t c = 0; c < calls; c++) {
+        const float use = use_of(p, layer, width, experts[c]);
+        for (int64_t i = offsets[c]; i < offsets[c + 1]; i++) added[i] = raw[experts[c] * width + neurons[i]] + use;
+    }
+    for (int64_t c = 0; c < calls; c++)
+        for (int64_t i = offsets[c]; i < offsets[c + 1]; i++) raw[experts[c] * width + neurons[i]] = added[i];
+}
+
+void shrink(const floe_pool &p, int64_t layer) {
+    for (int64_t e = layer * p.experts; e < (layer + 1) * p.experts; e++) {
+        if (!(p.growth[e] > p.largest_growth)) continue;
+        const float by = (float)p.growth[e];
+        for (int64_t n = e * p.neurons; n < (e + 1) * p.neurons; n++) p.raw[n] /= by;
+        p.growth[e] = 1.0;
+    }
+}
+
+// One call's part of `floe_pool_locate`: the next places of its six lists.
+struct Lists {
+    int64_t *ready_at, *ready, *coming_at, *coming, *absent_at, *absent;
+};
+
+void locate_call(const floe_pool &p, int64_t layer, int64_t first, int64_t start, int64_t end, const int64_t *neurons,
+                 float use, Lists &lists) {
+    const int32_t *__restrict table = p.slots + layer * expert_width(p) + first;
+    float *__restrict raw = p.raw + layer * expert_width(p) + first;
+    int64_t *__restrict words = p.words;
+    const int64_t nobody = p.capacity, stamp = 4 * p.counters[FLOE_POOL_STEP];
+    Lists at = lists;
+    for (int64_t i = start; i < end; i++) {
+        const int64_t neuron = neurons[i], slot = table[neuron], place = slot < 0 ? nobody : slot;
+        const int64_t state = words[place] & 3;
+        words[place] = stamp | state;
+        raw[neuron] += use;
+        *at.ready_at = *at.absent_at = i;
+        *at.ready = slot;
+        *at.absent = first + neuron;
+        const int64_t ready = state == READY, absent = slot < 0;
+        at.ready_at += ready;
+        at.ready += ready;
+        at.absent_at += absent;
+        at.absent += absent;
+        if (state == FILLING) { // seldom, or many in a row
+            *at.coming_at++ = i;
+            *at.coming++ = slot;
+        }
+    }
+    lists = at;
+}
+
+// What may go: slots and their worth, as numbers that are in the same order.
+struct Candidates {
+    static constexpr int kShift = 19; // 16 buckets for each doubling of a worth
+    static constexpr int kBuckets = 1 << (32 - kShift);
+
+    using Worth = std::pair<uint32_t, int32_t>; // and slot
+
+    int32_t *slots = nullptr;
+    uint32_t *worths = nullptr;
+    Worth *border = nullptr; // room for all of them
+    int64_t count = 0;
+    uint32_t histogram[kBuckets] = {};
+
+    // Moves those of the `wanted` smallest worths to the front of `slots`; returns how many there are.
+    int64_t select(int64_t wanted) {
+        if (wanted >= count) return count;
+        int64_t below = 0;
+        uint32_t bucket = 0;
+        while (below + histogram[bucket] < wanted) below += histogram[bucket++];
+        // Those of lower buckets go, and some of this one.
+        int64_t taken = 0, on_border = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const int32_t slot = slots[i];
+            const uint32_t worth = worths[i], mine = worth >> kShift;
+            slots[taken] = slot; // never ahead of i
+            taken += mine < bucket;
+            border[on_border] = {worth, slot};
+            on_border += mine == bucket;
+        }
+        const int64_t rest = wanted - taken;
+        if (rest < on_border) std::nth_element(border, border + rest, border + on_border);
+        for (int64_t i = 0; i < rest; i++) slots[taken + i] = border[i].second;
+        return wanted;
+    }
+};
+
+uint32_t ordered(float worth) {
+    uint32_t bits;
+    memcpy(&bits, &worth, sizeof bits);
+    return bits ^ ((bits >> 31) ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+// A window of slots; returns how many of them hold rows that nobody uses now.
+int64_t look_by_score(const floe_pool &p, int64_t start, int64_t end, bool urgent, const float *factors,
+                      Candidates &found) {
+    const ExpertOf expert_of(p);
+    const int64_t in_use = 4 * p.counters[FLOE_POOL_STEP] + READY, finds = p.counters[FLOE_POOL_FINDS];
+    int64_t ready = 0, count = found.count;
+    for (int64_t slot = start; slot < end; slot++) {
+        const int64_t word = p.words[slot], key = p.keys[slot];
+        const bool loose = ((word & 3) == READY) & (word != in_use);
+        float worth = p.raw[key] * factors[expert_of(key)];
+        worth = p.marks[slot] > finds ? std::max(worth, p.prefetch_worth) : worth;
+        const bool fits = loose & (urgent | (worth < p.prefetch_worth));
+        const uint32_t order = ordered(worth);
+        found.slots[count] = (int32_t)slot;
+        found.worths[count] = order;
+        found.histogram[order >> Candidates::kShift] += fits;
+        count += fits;
+        ready += loose;
+    }
+    found.count = count;
+    return ready;
+}
+
+int64_t look_by_mark(const floe_pool &p, int64_t start, int64_t end, Candidates &found) {
+    const int64_t in_use = 4 * p.counters[FLOE_POOL_STEP] + READY;
+    const int64_t now = p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT];
+    const int64_t before = found.count;
+    for (int64_t slot = start; slot < end; slot++) {
+        const int64_t word = p.words[slot], age = now - p.marks[slot];
+        if ((word & 3) != READY || word == in_use) continue;
+        const uint32_t order = 0xFFFFFFFFu - (uint32_t)std::min<int64_t>(age, 0xFFFFFFFFu);
+        found.slots[found.count] = (int32_t)slot;
+        found.worths[found.count++] = order;
+        found.histogram[order >> Candidates::kShift]++;
+    }
+    return found.count - before;
+}
+
+// Factors of a row's worth by (layer, expert): score, turn, and what the stored means are multiplied by.
+void fill_factors(const floe_pool &p, float *factors) {
+    for (int64_t l = 0; l < p.layers; l++) {
+        const int64_t away = (l - p.counters[FLOE_POOL_LAYER] - 1 + p.layers) % p.layers;
+        const double turn = 1 - p.turn * (double)away / (double)p.layers;
+        for (int64_t e = l * p.experts; e < (l + 1) * p.experts; e++)
+            factors[e] = (float)(p.recent[e] * turn / p.growth[e]);
+    }
+}
+
+// Up to `wanted` slots whose rows were ready and not in use, and are gone now. Fills slots, returns how many.
+int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, Candidates &found, float *factors) {
+    const int64_t target = std::max(p.sample * wanted, p.smallest_window);
+    const int64_t enough = std::max(target / 2, wanted);
+    if (p.by_score) fill_factors(p, factors);
+    int64_t &hand = p.counters[FLOE_POOL_HAND];
+    // Where much is in use a window has too few to choose from, and the hand goes on, once round at most.
+    for (int64_t left = p.capacity, ready = 0; left > 0 && ready < enough;) {
+        const int64_t end = std::min(hand + std::min(target, left), p.capacity);
+        ready += p.by_score ? look_by_score(p, hand, end, urgent, factors, found)
+                            : look_by_mark(p, hand, end, found);
+        left -= end - hand;
+        hand = end % p.capacity;
+    }
+    const int64_t taken = found.select(wanted);
+    const ExpertOf expert_of(p);
+    for (int64_t i = 0; i < taken; i++) {
+        const int32_t slot = slots[i] = found.slots[i], key = p.keys[slot];
+        p.slots[key] = -1;
+        p.words[slot] = FREE;
+        p.residents[expert_of(key)]--;
+    }
+    return taken;
+}
+
+// FLOE_OK if these keys are absent and each is named once; they are marked as wanted (-2) then.
+int claim(int32_t *table, int64_t count, const int64_t *keys) {
+    int64_t claimed = 0;
+    while (claimed < count && table[keys[claimed]] == -1) table[keys[claimed++]] = -2;
+    if (claimed == count) return FLOE_OK;
+    for (int64_t i = 0; i < claimed; i++) table[keys[i]] = -1;
+    return FLOE_REPEATED;
+}
+
+// Which slots a transfer has named, kept at zero between calls.
+struct Marks {
+    std::vector<uint8_t> of;
+    void clear(const int32_t *slots, int64_t count) {
+        for (int64_t i = 0; i < count; i++) of[(size_t)slots[i]] = 0;
+    }
+};
+
+} // namespace
+} // namespace floe
+
+using namespace floe;
+
+int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t width, int64_t calls, const int64_t *experts,
+                     const int64_t *offsets, const int64_t *neurons, int64_t *parts, int64_t *lists) {
+    const floe_pool &p = *pool;
+    if (width < 1 || p.neurons % width || layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
+    if (!within(experts, calls, expert_width(p) / width) || !rise(offsets, calls)) return FLOE_BAD_INDEX;
+    const int64_t total = offsets[calls];
+    if (!within(neurons, total, width)) return FLOE_BAD_INDEX;
+    thread_local Buffer buffer;
+    const int64_t seen = aligned(p.experts * (1 + p.neurons / width));
+    uint8_t *memory = buffer.take(seen + aligned(4 * total));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+
+    p.counters[FLOE_POOL_FINDS]++;
+    p.counters[FLOE_POOL_LAYER] = layer;
+    const bool once = called(p, layer, width, calls, experts, offsets, memory);
+    Lists at;
+    int64_t **heads[] = {&at.ready_at, &at.ready, &at.coming_at, &at.coming, &at.absent_at, &at.absent};
+    for (int64_t i = 0; i < 6; i++) *heads[i] = lists + i * total;
+    const Lists begin = at;
+    int64_t *ends[] = {parts, parts + calls + 1, parts + 2 * (calls + 1)};
+    for (int64_t c = 0; c <= calls; c++) {
+        ends[0][c] = at.ready - begin.ready;
+        ends[1][c] = at.coming - begin.coming;
+        ends[2][c] = at.absent - begin.absent;
+        if (c == calls) break;
+        const float use = once ? use_of(p, layer, width, experts[c]) : 0.0f;
+        locate_call(p, layer, experts[c] * width, offsets[c], offsets[c + 1], neurons, use, at);
+    }
+    if (p.marks_use) {
+        const int64_t mark = p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT];
+        for (const int64_t *slot = begin.ready; slot != at.ready; slot++) p.marks[*slot] = mark;
+        for (const int64_t *slot = begin.coming; slot != at.coming; slot++) p.marks[*slot] = mark;
+    }
+    if (!once) note_twice(p, layer, width, calls, experts, offsets, neurons, (float *)(memory + seen));
+    shrink(p, layer);
+    return FLOE_OK;
+}
+
+int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, int urgent,
+                          int32_t *slots) {
+    const floe_pool &p = *pool;
+    if (layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
+    if (!within(keys, count, expert_width(p))) return FLOE_BAD_INDEX;
+    int32_t *table = p.slots + layer * expert_width(p);
+    int64_t &free_count = p.counters[FLOE_POOL_FREE];
+    int64_t taken = std::min(free_count, count);
+    thread_local Buffer buffer;
+    Candidates found;
+    float *factors = nullptr;
+    if (taken < count) {
+        const int64_t places = p.capacity + 1; // the place behind the last is written to, but does not count
+        const int64_t bytes = 2 * aligned(4 * places) + aligned(8 * places) + aligned(4 * p.layers * p.experts);
+        uint8_t *memory = buffer.take(bytes);
+        if (memory == nullptr) return FLOE_NO_MEMORY;
+        found.slots = carve<int32_t>(memory, places);
+        found.worths = carve<uint32_t>(memory, places);
+        found.border = carve<Candidates::Worth>(memory, places);
+        factors = carve<float>(memory, p.layers * p.experts);
+    }
+    if (const int error = claim(table, count, keys)) return error;
+    for (int64_t i = 0; i < taken; i++) slots[i] = p.free_slots[--free_count];
+    if (taken < count) taken += evict(p, count - taken, urgent != 0, slots + taken, found, factors);
+    const int64_t brought = ++p.counters[FLOE_POOL_BROUGHT], finds = p.counters[FLOE_POOL_FINDS];
+    const int64_t word = (urgent ? 4 * p.counters[FLOE_POOL_STEP] : 0) + FILLING;
+    const int64_t turns = (layer - p.counters[FLOE_POOL_LAYER] - 1 + p.layers) % p.layers;
+    const int64_t mark = !p.by_score ? finds + brought : urgent ? 0 : finds + 1 + turns;
+    for (int64_t i = 0; i < taken; i++) {
+        const int32_t slot = slots[i];
+        table[keys[i]] = slot;
+        p.keys[slot] = (int32_t)(layer * expert_width(p) + keys[i]);
+        p.words[slot] = word;
+        p.marks[slot] = mark;
+    }
+    for (int64_t i = taken; i < count; i++) table[keys[i]] = -1;
+    return taken;
+}
+
+int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived) {
+    const floe_pool &p = *pool;
+    const ExpertOf expert_of(p);
+    const int state = arrived ? READY : FREE;
+    for (int64_t i = 0; i < count; i++) {
+        const bool fits = slots[i] >= 0 && slots[i] < p.capacity && (p.words[slots[i]] & 3) == FILLING;
+        if (fits) {
+            p.words[slots[i]] += state - FILLING; // one that is named twice is not filling the second time
+            continue;
+        }
+        for (int64_t back = 0; back < i; back++) p.words[slots[back]] -= state - FILLING;
+        return FLOE_BAD_INDEX;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t slot = slots[i], key = p.keys[slot];
+        if (arrived) {
+            p.residents[expert_of(key)]++;
+        } else {
+            p.words[slot] = FREE;
+            p.slots[key] = -1;
+            p.free_slots[p.counters[FLOE_POOL_FREE]++] = slot;
+        }
+    }
+    return FLOE_OK;
+}
+
+int floe_landing(int64_t count, const int64_t *index, const int32_t *slots, int64_t rows, int64_t capacity,
+                 int64_t *places) {
+    thread_local Marks marks;
+    if (!within(index, count, rows)) return FLOE_BAD_INDEX;
+    try {
+        if ((int64_t)marks.of.size() < capacity) marks.of.resize((size_t)capacity);
+    } catch (const std::bad_alloc &) {
+        return FLOE_NO_MEMORY;
+    }
+    int64_t named = 0;
+    while (named < count && slots[named] >= 0 && slots[named] < capacity && !marks.of[(size_t)slots[named]]) {
+        marks.of[(size_t)slots[named]] = 1;
+        places[named] = slots[named];
+        named++;
+    }
+    marks.clear(slots, named);
+    return named == count ? FLOE_OK : FLOE_REPEATED;
+}

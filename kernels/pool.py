@@ -1,0 +1,332 @@
+"""Which neuron's row lies in which slot of a pool, who gives way, and how much each neuron is used: the tables, and the
+few operations on them that a step asks for.
+
+`RowTable` defines them in numpy; `cpu/native_pool.py` is the compiled one. Policies are `engine/cache.py`'s.
+
+Shapes: L layers, E experts, F neurons of each, S slots, P calls, N active neurons. A neuron's key is e · F + n within
+its layer, and flat l · E · F + e · F + n.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+FREE, FILLING, READY = 0, 1, 2  # a slot's state
+STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND = range(6)  # places in `RowTable.counters`
+
+Keys = NDArray[np.int64]
+Slots = NDArray[np.int32]
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What decides who stays.
+
+    Attributes:
+        by_score: by what a row is worth; else the smallest mark goes first.
+        marks_use: whether `locate` marks rows with its time, as an LRU does.
+        sample, smallest_window: eviction looks at so many slots for each that is wanted, and at so many at least.
+        prefetch_worth: what a prefetched row is worth until its turn, and the most that a row is worth which gives way
+            to one. turn: what is needed next by the layer just asked counts this much less, others in proportion.
+        use_rate: share of a new observation in the mean activity. largest_growth: see `Means`.
+    """
+
+    by_score: bool
+    marks_use: bool
+    sample: int
+    smallest_window: int
+    prefetch_worth: float
+    turn: float
+    use_rate: float
+    largest_growth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Moving means of the router's scores and of each neuron's activity.
+
+    A neuron's mean is over the calls of its expert: m = (1 - r) m + r, or without the r where it was not active. Only
+    active ones are touched: what is stored is m · g with g = (1 - r)^-calls, so that a call multiplies the expert's g
+    and adds r · g to the active ones.
+
+    Attributes:
+        recent: (L, E) float64, of the scores. raw: (L, E · F) float32, m · g. growth: (L, E) float64, g.
+    """
+
+    recent: NDArray[np.float64]
+    raw: NDArray[np.float32]
+    growth: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the active neurons of P calls, in their order.
+
+    Attributes:
+        offsets: (P + 1,) int64, as in `Active`. at: (M,) int64, their positions among all active neurons.
+        places: (M,) int64, the slots of their rows, or of absent ones the keys.
+    """
+
+    offsets: NDArray[np.int64]
+    at: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The active neurons of a step by where their rows are: there, on their way, or absent."""
+
+    ready: Part
+    coming: Part
+    absent: Part
+
+
+class RowTable:
+    """The tables of a pool.
+
+    Attributes:
+        slots: (L · E · F,) int32 by flat key, -1 for an absent neuron. residents: (L · E,) int64, ready rows.
+        words: (S + 1,) int64 by slot, 4 · the last step that used it + its state. keys: (S + 1,) int32, flat.
+        marks: (S + 1,) int64; by score the find for which a row was prefetched, else when it was used or brought.
+            All three have one more than there are slots: slot -1 of an absent neuron reads and writes nobody's.
+        free: (S,) int32, a stack. counters: (6,) int64, see STEP and so on.
+    """
+
+    def __init__(self, layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> None:
+        """No slot yet.
+
+        Raises:
+            ValueError: more neurons than a key can name.
+        """
+        if layers * experts * neurons >= 1 << 31:
+            raise ValueError(f"{layers * experts * neurons} neurons are more than a pool can name")
+        self.layers, self.experts, self.neurons = layers, experts, neurons
+        self.rule, self.means = rule, means
+        self.capacity, self.width = 0, experts * neurons
+        self.slots = np.full(layers * self.width, -1, np.int32)
+        self.residents = np.zeros(layers * experts, np.int64)
+        self.words, self.marks = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self.keys, self.free = np.zeros(1, np.int32), np.zeros(0, np.int32)
+        self.counters = np.zeros(6, np.int64)
+        self.counters[STEP] = 1
+
+    def locate(
+        self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
+    ) -> Located:
+        """Where a step's active neurons are; those present stay until the next step. Notes their use.
+
+        Args:
+            experts: (P,). offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the same neuron.
+            width: neurons of one of these experts: F, or less where they are parts of the layer's.
+
+        Raises:
+            ValueError: an index out of range. Nothing has changed then.
+        """
+        self._check(experts, offsets, neurons, width)
+        counts = np.diff(offsets)
+        keys = np.repeat(experts * width, counts) + neurons
+        slots = self.slots[layer * self.width + keys]
+        states = self.words[slots] & 3
+        self.words[slots] = self.counters[STEP] * 4 + states
+        self.counters[FINDS] += 1
+        self.counters[LAYER] = layer
+        if self.rule.marks_use:
+            self.marks[slots] = self.counters[FINDS] + self.counters[BROUGHT]
+        self._note(layer, keys)
+        slots = slots.astype(np.int64)
+        return Located(
+            _part(offsets, states == READY, slots),
+            _part(offsets, states == FILLING, slots),
+            _part(offsets, slots < 0, keys),
+        )
+
+    def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
+        """Slots for the first M of these absent neurons (N,), free ones first; rows that lay there are gone from now
+        on. `urgent` and the policy: see `engine/cache.py`.
+
+        Raises:
+            ValueError: a key out of range, present or named twice. Nothing has changed then.
+        """
+        table = self.slots[layer * self.width : (layer + 1) * self.width]
+        # A negative key read without its sign is larger than any.
+        if keys.size and int(keys.view(np.uint64).max()) >= self.width:
+            raise ValueError(f"a key is out of range 0..{self.width - 1}")
+        if (table[keys] != -1).any():
+            raise ValueError("a neuron that is to be brought has a slot already")
+        order = np.arange(keys.size, dtype=np.int32)
+        table[keys] = order
+        twice = (table[keys] != order).any()
+        table[keys] = -1
+        if twice:
+            raise ValueError("a neuron is to be brought twice")
+        taken = self._take_free(keys.size)
+        if taken.size < keys.size:
+            taken = np.concatenate([taken, self._evict(keys.size - taken.size, urgent)])
+        keys = keys[: taken.size]
+        table[keys] = taken
+        finds, step = self.counters[FINDS], self.counters[STEP]
+        self.counters[BROUGHT] += 1
+        self.words[taken] = 4 * step * urgent + FILLING
+        self.keys[taken] = keys + layer * self.width
+        if self.rule.by_score:
+            turns = (layer - self.counters[LAYER] - 1) % self.layers
+            self.marks[taken] = 0 if urgent else finds + 1 + turns
+        else:
+            self.marks[taken] = finds + self.counters[BROUGHT]
+        return taken
+
+    def settle(self, slots: Slots, *, arrived: bool) -> None:
+        """These filling rows have arrived, or never will: those are absent now, the slots free.
+
+        Raises:
+            ValueError: a slot that is not filling, or named twice. Nothing has changed then.
+        """
+        if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.capacity:
+            raise ValueError(f"a slot is out of range 0..{self.capacity - 1}")
+        if (self.words[slots] & 3 != FILLING).any() or np.unique(slots).size != slots.size:
+            raise ValueError("a slot is not filling, or named twice")
+        if arrived:
+            self.words[slots] += READY - FILLING
+            self.residents += self._per_expert(self.keys[slots])
+        else:
+            self.words[slots] = FREE
+            self.slots[self.keys[slots]] = -1
+            self._put_free(slots)
+
+    def resize(self, capacity: int) -> None:
+        """More slots, all free, or fewer: rows in slots from `capacity` on are dropped.
+
+        Raises:
+            ValueError: one of those is filling or in use, or capacity is negative. Nothing has changed then.
+        """
+        if capacity < 0:
+            raise ValueError(f"a pool of {capacity} slots")
+        before, kept = self.capacity, min(self.capacity, capacity)
+        words = self.words[kept:before]
+        if ((words & 3 == FILLING) | (words == self.counters[STEP] * 4 + READY)).any():
+            raise ValueError("rows in the slots to be given up are filling or in use")
+        self._drop(kept + np.flatnonzero(words & 3))
+        free = self.free[: self.counters[FREE_COUNT]]
+        fresh = np.arange(capacity - 1, before - 1, -1, dtype=np.int32)
+        self.words, self.keys = _resized(self.words, kept, capacity), _resized(self.keys, kept, capacity)
+        self.marks = _resized(self.marks, kept, capacity)
+        self.free = np.zeros(capacity, np.int32)
+        self.counters[FREE_COUNT] = self.counters[HAND] = 0
+        self._put_free(np.concatenate([fresh, free[free < capacity]]))
+        self.capacity = capacity
+
+    def _check(self, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int) -> None:
+        if width < 1 or self.neurons % width:
+            raise ValueError(f"experts of {width} neurons are not parts of {self.neurons}")
+        if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self.width // width:
+            raise ValueError(f"an expert is out of range 0..{self.width // width - 1}")
+        if neurons.size and not 0 <= int(neurons.min()) <= int(neurons.max()) < width:
+            raise ValueError(f"a neuron is out of range 0..{width - 1}")
+        rising = offsets.size == experts.size + 1 and not offsets[0] and bool((np.diff(offsets) >= 0).all())
+        if not rising or offsets[-1] != neurons.size:
+            raise ValueError("offsets must rise from 0 to the number of neurons, one interval per call")
+
+    def _note(self, layer: int, keys: Keys) -> None:
+        expert, rate = keys // self.neurons, self.rule.use_rate
+        raw, growth = self.means.raw[layer], self.means.growth[layer]
+        growth[np.bincount(expert, minlength=self.experts) > 0] /= 1 - rate
+        raw[keys] += (rate * growth).astype(np.float32)[expert]
+        for large in np.flatnonzero(growth > self.rule.largest_growth):
+            raw.reshape(self.experts, -1)[large] /= np.float32(growth[large])
+            growth[large] = 1.0
+
+    def _take_free(self, wanted: int) -> Slots:
+        end = int(self.counters[FREE_COUNT])
+        start = max(0, end - wanted)
+        self.counters[FREE_COUNT] = start
+        return self.free[start:end][::-1].copy()
+
+    def _put_free(self, slots: Slots) -> None:
+        start = self.counters[FREE_COUNT]
+        self.free[start : start + slots.size] = slots
+        self.counters[FREE_COUNT] += slots.size
+
+    def _evict(self, wanted: int, urgent: bool) -> Slots:
+        """Up to `wanted` slots whose rows were ready and not in use, and are gone now."""
+        target, count, left = max(self.rule.sample * wanted, self.rule.smallest_window), 0, self.capacity
+        enough = max(target // 2, wanted)
+        first = hand = int(self.counters[HAND])
+        worths = [np.zeros(0, np.float32)]
+        # Where much is in use a window has too few to choose from, and the hand goes on, once round at most.
+        while left and count < enough:
+            end = min(hand + min(target, left), self.capacity)
+            words = self.words[hand:end]
+            ready = (words & 3 == READY) & (words != self.counters[STEP] * 4 + READY)
+            worth = self._worth(slice(hand, end), urgent)
+            np.copyto(worth, np.inf, where=~ready)
+            worths.append(worth)
+            count += np.count_nonzero(ready)
+            left -= end - hand
+            hand = end % self.capacity
+        self.counters[HAND] = hand
+        worth = np.concatenate(worths)
+        best = np.argpartition(worth, wanted)[:wanted] if wanted < worth.size else np.arange(worth.size)
+        best = best[worth[best] < np.inf]
+        evicted = (first + best) % self.capacity if best.size else best
+        self._drop(evicted)
+        return evicted.astype(np.int32)
+
+    def _worth(self, window: slice, urgent: bool) -> NDArray[np.floating[Any]]:
+        """What the rows in a window of slots are worth by the rule; infinite if more than a prefetch may take."""
+        if not self.rule.by_score:
+            return self.marks[window].astype(np.float64)
+        means, keys = self.means, self.keys[window]
+        away = (np.arange(self.layers) - self.counters[LAYER] - 1) % self.layers
+        turns = 1 - self.rule.turn * away / self.layers
+        factors = (means.recent * turns[:, None] / means.growth).astype(np.float32)
+        worth = means.raw.reshape(-1)[keys] * factors.reshape(-1)[keys // self.neurons]
+        promised, least = self.marks[window] > self.counters[FINDS], np.float32(self.rule.prefetch_worth)
+        np.maximum(worth, promised * least, out=worth)
+        if not urgent:
+            np.copyto(worth, np.inf, where=worth >= least)
+        return worth
+
+    def _drop(self, slots: NDArray[np.int64]) -> None:
+        keys = self.keys[slots]
+        self.slots[keys] = -1
+        self.words[slots] = FREE
+        self.residents -= self._per_expert(keys)
+
+    def _per_expert(self, keys: NDArray[np.int32]) -> NDArray[np.int64]:
+        return np.bincount(keys // self.neurons, minlength=self.residents.size)
+
+
+def landing(index: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
+    """The slots (N,) of a transfer as int64, once it is known that nothing in it is out of range.
+
+    Args:
+        index: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.
+
+    Raises:
+        ValueError: a row or slot out of range, or a slot named twice.
+    """
+    if index.size:
+        ordered = np.sort(slots)
+        if index.min() < 0 or index.max() >= rows:
+            raise ValueError(f"row out of range 0..{rows - 1}")
+        if ordered[0] < 0 or ordered[-1] >= capacity:
+            raise ValueError(f"slot out of range 0..{capacity - 1}")
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ValueError("a slot is written twice")
+    return slots.astype(np.int64)
+
+
+def _part(offsets: NDArray[np.int64], mask: NDArray[np.bool_], places: NDArray[np.int64]) -> Part:
+    at = np.flatnonzero(mask)
+    return Part(np.concatenate(([0], np.cumsum(mask)))[offsets], at, places[at])
+
+
+def _resized(old: NDArray[Number], kept: int, capacity: int) -> NDArray[Number]:
+    new = np.zeros(capacity + 1, old.dtype)
+    new[:kept] = old[:kept]
+    return new

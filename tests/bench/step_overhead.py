@@ -1,0 +1,215 @@
+"""What the engine itself takes of one token in one layer at Mixtral's width.
+
+Where rows lie in RAM and a pool: nothing is computed and nothing is moved. The device hands out random active neurons
+(each neuron as likely as its rank makes it, so that a pool has something to keep) and zeros, the link is done at once.
+What is left is finding, placing, evicting, counting. A pool of 100 % holds all rows from the start.
+
+Where rows are read in place, on the CPU: a layer's whole step, counted as in an answer, against `kernels.moe_step`
+alone, in turns. The floor is 1.
+
+Prints milliseconds per layer and token, then the same as one JSON line. Times of the thread alone ("cpu") are told
+beside those of the clock, which on a busy machine are mostly others'.
+
+    python tests/bench/step_overhead.py [--tokens 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from floe_chat import kernels
+from floe_chat.engine.bench.weights import MIXTRAL, make_rows, make_up, pair
+from floe_chat.engine.devices import Device, Partial
+from floe_chat.engine.moe import Control, MoELayer
+from floe_chat.engine.offload import Offload, Parts
+from floe_chat.engine.offloaded import OffloadedLayer
+from floe_chat.engine.placement import Rates
+from floe_chat.engine.quality import PRESETS, Preset
+from floe_chat.engine.telemetry import Telemetry
+from floe_chat.engine.transfer import Transfer
+from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.types import Active, Calls
+from floe_chat.models.packed import PackedLayer
+
+LAYERS, EXPERTS, NEURONS, TOP_K = 4, 8, 14336, 2
+ACTIVE = 0.49  # of the neurons, as at Balanced
+IN_PLACE = 4  # experts that are read in place, more than any cache holds
+WARM = 12  # tokens
+
+
+class _Link:
+    """Everything is there at once."""
+
+    name, bytes_moved, busy_s = "no link", 0, 0.0
+
+    def __init__(self) -> None:
+        self._done: list[Transfer] = []
+
+    def queued_bytes(self) -> int:
+        return 0
+
+    def submit(self, transfer: Transfer) -> None:
+        transfer.done = True
+        self._done.append(transfer)
+
+    def wait(self, transfer: Transfer) -> float:
+        return 0.0
+
+    def finished(self) -> list[Transfer]:
+        done, self._done = self._done, []
+        return done
+
+    def drop(self, layer: int | None) -> list[Transfer]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class _Nothing(Device):
+    """Computes nothing."""
+
+    def __init__(self, seed: int) -> None:
+        rates = Rates(10e9, 1e-5, 8e9, 2e10, 5e-5, 2e11, 1e-5)
+        super().__init__("nothing", "cpu", _Link(), rates)
+        self._draw = np.random.default_rng(seed)
+        rank = np.arange(NEURONS) / NEURONS
+        likely = np.clip(2 * ACTIVE * (1 - rank), 0.02, 1.0)
+        self._likely = likely * ACTIVE / likely.mean()
+
+    def _find(self, x: Any, up: Any, calls: Calls, thresholds: Any, x_bits: int) -> Active:
+        pieces = self._likely.reshape(-1, up.q.shape[1])  # an expert, or its halves
+        likely = [pieces[expert % len(pieces)] for expert in calls.experts.tolist()]
+        found = [np.flatnonzero(self._draw.random(part.size) < part) for part in likely]
+        ends = torch.tensor([0, *np.cumsum([part.size for part in found])])
+        return Active(ends, torch.from_numpy(np.concatenate(found)), torch.ones(int(ends[-1])))
+
+    def _sum(self, x: torch.Tensor, rows: Any, calls: Calls, active: Active, limits: Any, x_bits: int) -> Partial:
+        return torch.zeros_like(x), active.offsets.diff()
+
+    def _beside(self, work: Any, what: Any, nbytes: int) -> Future[Partial]:
+        done: Future[Partial] = Future()
+        done.set_result(work())
+        return done
+
+
+def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLayer], Control]:
+    """Layers of Mixtral's width without weights (the record of a row is made as small as it can be)."""
+    vector = VectorLayout(64, 2, 64)
+    rows = ExpertRows(RowLayout(vector, vector, torch.float16), torch.zeros(EXPERTS, NEURONS, 64, dtype=torch.uint8))
+    up_layout = UpLayout(vector, torch.float16)
+    up = UpWeights(
+        up_layout,
+        torch.zeros(EXPERTS, NEURONS, up_layout.row_bytes, dtype=torch.uint8),
+        torch.zeros(EXPERTS, NEURONS, 1, dtype=torch.float16),
+        torch.zeros(EXPERTS, NEURONS, 1, dtype=torch.float16),
+    )
+    table = torch.linspace(0, 1, 101).repeat(EXPERTS, 1)
+    packed = PackedLayer(up=up, rows=rows, thresholds=table, products=table)
+    control, telemetry = Control(PRESETS[2]), Telemetry(LAYERS, EXPERTS)
+    shared = Offload(device, parts, [packed] * LAYERS, int(share * LAYERS * EXPERTS * NEURONS))
+    made = [OffloadedLayer(i, packed, packed, shared, control, telemetry) for i in range(LAYERS)]
+    return made, control
+
+
+def measure(share: float, tokens: int) -> dict[str, float]:
+    """Milliseconds per layer and token: the engine's own, and the share of them that drawing neurons takes."""
+    device = _Nothing(0)
+    made, _ = layers(device, share, Parts(predictor="none"))
+    x, draw = torch.zeros(1, 64), np.random.default_rng(1)
+    took: dict[str, list[float]] = {"clock": [], "cpu": []}
+    drawn, drawn_cpu = 0.0, 0.0
+    find = device._find  # pyright: ignore[reportPrivateUsage]
+
+    def timed(*given: Any) -> Active:
+        nonlocal drawn, drawn_cpu
+        begun, begun_cpu = time.perf_counter(), time.thread_time()
+        found = find(*given)
+        drawn += time.perf_counter() - begun
+        drawn_cpu += time.thread_time() - begun_cpu
+        return found
+
+    device._find = timed  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if share == 1.0:
+        made[0].shared.warm(made[0].shared.pool.heat())
+    popular = np.linspace(2, 1, EXPERTS) / np.linspace(2, 1, EXPERTS).sum()
+    with torch.inference_mode():
+        for token in range(tokens + WARM):
+            begun, begun_cpu, drawn, drawn_cpu = time.perf_counter(), time.thread_time(), 0.0, 0.0
+            for layer in made:
+                chosen = draw.choice(EXPERTS, TOP_K, replace=False, p=popular)
+                layer(x, torch.from_numpy(chosen)[None], torch.tensor([[0.6, 0.4]]))
+            if token >= WARM:
+                took["clock"].append((time.perf_counter() - begun - drawn) / LAYERS * 1e3)
+                took["cpu"].append((time.thread_time() - begun_cpu - drawn_cpu) / LAYERS * 1e3)
+    return {
+        "median_ms": statistics.median(took["clock"]),
+        "least_ms": min(took["clock"]),
+        "cpu_median_ms": statistics.median(took["cpu"]),
+        "cpu_least_ms": min(took["cpu"]),
+    }
+
+
+def resident(tokens: int) -> dict[str, float]:
+    """Milliseconds of a layer whose rows are read in place, of its kernels alone, and the first over the second."""
+    with torch.inference_mode():
+        up = make_up(MIXTRAL, 2, IN_PLACE)
+        rows = make_rows(MIXTRAL, 4, IN_PLACE)
+        v = kernels.up_gemv(x := torch.randn(1, MIXTRAL.hidden), up, pair(0, IN_PLACE), torch.zeros(2)).values
+        # A threshold that half the neurons reach, and a second one that some of these miss.
+        table = torch.quantile(v.abs()[: 1 << 14], torch.linspace(0, 1, 101)).repeat(IN_PLACE, 1)
+        packed = PackedLayer(up=up, rows=rows, thresholds=table, products=table * 1e-3)
+        control = Control(Preset("Plain", ACTIVE, 0.5))
+        control.counting = True
+        layer = MoELayer(0, packed, control, Telemetry(1, IN_PLACE))
+        thresholds, products = layer.plan.thresholds, layer.plan.products
+        took: dict[str, list[float]] = {"layer": [], "kernels": []}
+        for token in range(tokens + WARM):
+            calls = pair(token, IN_PLACE)
+            index, weights = calls.experts[None], calls.weights[None]
+            limits = thresholds[calls.experts], None if products is None else products[calls.experts]
+            for name in ("layer", "kernels") if token % 2 else ("kernels", "layer"):
+                begun = time.perf_counter()
+                if name == "layer":
+                    layer(x, index, weights)
+                else:
+                    kernels.moe_step(x, up, rows, calls, *limits, x_bits=control.preset.x_bits)
+                if token >= WARM:
+                    took[name].append(time.perf_counter() - begun)
+    ratios = [whole / alone for whole, alone in zip(took["layer"], took["kernels"], strict=True)]
+    return {
+        "layer_ms": statistics.median(took["layer"]) * 1e3,
+        "kernels_ms": statistics.median(took["kernels"]) * 1e3,
+        "ratio": statistics.median(ratios),
+        "least_ratio": min(took["layer"]) / min(took["kernels"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=60)
+    tokens = parser.parse_args().tokens
+    found = {f"{share:.0%}": measure(share, tokens) for share in (0.1, 0.3, 1.0)}
+    for name, ms in found.items():
+        print(
+            f"pool of {name:>4} of the rows: {ms['median_ms']:.2f} ms (least {ms['least_ms']:.2f}), "
+            f"the thread alone {ms['cpu_median_ms']:.2f} (least {ms['cpu_least_ms']:.2f})"
+        )
+    in_place = resident(tokens)
+    print(
+        f"rows in place: {in_place['layer_ms']:.2f} ms, kernels alone {in_place['kernels_ms']:.2f}, "
+        f"{in_place['ratio']:.3f} times as much (by the least times {in_place['least_ratio']:.3f})"
+    )
+    told = {"bench": "step overhead", "layers": LAYERS, "tokens": tokens, "pool": found, "in_place": in_place}
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The compiled tables of a pool beside those in numpy: the same calls, the same tables after each.
+
+Which rows are evicted is the same too, but for rows worth exactly as much as each other, of which either may take any:
+so the pools here are asked with worths that differ, or compared by how many went and what those were worth.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from floe_chat.kernels import pool
+from floe_chat.kernels.cpu import native, native_pool
+from floe_chat.kernels.cpu.native_pool import NativeTable
+from floe_chat.kernels.pool import BROUGHT, FINDS, FREE_COUNT, HAND, STEP, Keys, Means, Part, RowTable, Rule, Slots
+
+RULE = Rule(
+    by_score=True,
+    marks_use=False,
+    sample=3,
+    smallest_window=4,
+    prefetch_worth=0.4,
+    turn=0.5,
+    use_rate=0.02,
+    largest_growth=3.0,
+)
+LRU = replace(RULE, by_score=False, marks_use=True)
+FIFO = replace(RULE, by_score=False)
+SHAPE = (3, 4, 30)
+
+
+def means(seed: int, shape: tuple[int, int, int] = SHAPE) -> Means:
+    """As after some use, no two alike."""
+    rng, (layers, experts, neurons) = np.random.default_rng(seed), shape
+    return Means(
+        rng.random((layers, experts)),
+        rng.random((layers, experts * neurons), dtype=np.float32),
+        1 + rng.random((layers, experts)),
+    )
+
+
+def both(rule: Rule, capacity: int, seed: int = 0) -> tuple[RowTable, NativeTable]:
+    tables = RowTable(*SHAPE, rule, means(seed)), NativeTable(*SHAPE, rule, means(seed))
+    for table in tables:
+        table.resize(capacity)
+    return tables
+
+
+def assert_equal(one: RowTable, two: RowTable) -> None:
+    for name in ("slots", "residents", "counters"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+    for name in ("words", "keys", "marks"):  # but for nobody's slot
+        np.testing.assert_array_equal(getattr(one, name)[:-1], getattr(two, name)[:-1], err_msg=name)
+    free = int(one.counters[FREE_COUNT])
+    np.testing.assert_array_equal(one.free[:free], two.free[:free])
+    np.testing.assert_array_equal(one.means.growth, two.means.growth)
+    np.testing.assert_allclose(one.means.raw, two.means.raw, rtol=1e-6)
+
+
+def assert_same_part(one: Part, two: Part) -> None:
+    for name in ("offsets", "at", "places"):
+        assert getattr(one, name).dtype == getattr(two, name).dtype == np.int64
+        np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+
+
+def calls(rng: np.random.Generator, width: int, count: int) -> tuple[Keys, Keys, Keys]:
+    """Experts of `width` neurons, maybe the same one twice, offsets, and ascending neurons."""
+    experts = rng.integers(0, SHAPE[1] * SHAPE[2] // width, count)
+    found = [np.flatnonzero(rng.random(width) < rng.random()) for _ in range(count)]
+    return experts, np.cumsum([0, *(part.size for part in found)]), np.concatenate([*found, np.zeros(0, np.int64)])
+
+
+@pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_compiled_tables_are_those_of_the_definition(rule: Rule, seed: int) -> None:
+    dice, rng = random.Random(seed), np.random.default_rng(seed)
+    # By mark, rows that came together are worth the same: with one window of the whole pool that is no matter.
+    capacity = dice.choice([1, 20, 100, 360]) if rule.by_score else 360
+    one, two = both(rule, capacity, seed)
+    moving: list[Slots] = []
+    for _ in range(80):
+        layer = dice.randrange(SHAPE[0])
+        action = dice.random()
+        if action < 0.3:
+            width = dice.choice([30, 15, 10])
+            given = calls(rng, width, dice.randint(0, 5))
+            found = [table.locate(layer, *given, width) for table in (one, two)]
+            for name in ("ready", "coming", "absent"):
+                assert_same_part(getattr(found[0], name), getattr(found[1], name))
+        elif action < 0.7:
+            absent = np.flatnonzero(one.slots[layer * one.width : (layer + 1) * one.width] < 0)
+            keys = rng.permutation(absent)[: dice.randint(0, 60)]
+            urgent = dice.random() < 0.5
+            reserved = [table.reserve(layer, keys, urgent=urgent) for table in (one, two)]
+            assert sorted(reserved[0].tolist()) == sorted(reserved[1].tolist())
+            if reserved[0].tolist() != reserved[1].tolist():  # in another order: go on from there
+                _agree(two, one)
+            moving.append(reserved[0])
+        elif action < 0.9 and moving:
+            slots, arrived = moving.pop(dice.randrange(len(moving))), dice.random() < 0.8
+            for table in (one, two):
+                table.settle(slots, arrived=arrived)
+        else:
+            for table in (one, two):
+                table.counters[STEP] += 1
+        assert_equal(one, two)
+
+
+def _agree(table: RowTable, wanted: RowTable) -> None:
+    for name in ("slots", "words", "keys", "marks"):
+        getattr(table, name)[:] = getattr(wanted, name)
+
+
+@pytest.mark.parametrize("wanted", [1, 7, 500, 1999, 2000, 3000])
+def test_the_rows_worth_least_go(wanted: int) -> None:
+    shape = (1, 2, 4000)
+    rule = replace(RULE, smallest_window=5000)
+    worths: list[float] = []
+    for kind in (RowTable, NativeTable):
+        table = kind(*shape, rule, means(3, shape))
+        table.resize(2000)
+        table.settle(table.reserve(0, np.arange(2000), urgent=True), arrived=True)
+        table.counters[STEP] += 1
+        before = table.keys[:2000].copy()
+        taken = table.reserve(0, np.arange(4000, 4000 + wanted), urgent=True)
+        assert taken.size == min(wanted, 2000)
+        worth = table.means.raw[0][before]
+        gone = np.zeros(2000, np.bool_)
+        gone[taken] = True
+        assert gone.all() or worth[gone].max() <= worth[~gone].min()
+        assert (table.slots[before[gone]] == -1).all() and (table.slots[before[~gone]] >= 0).all()
+        worths.append(float(np.sort(worth[gone]).astype(np.float64).sum()))
+    assert worths[0] == worths[1]
+
+
+@pytest.mark.parametrize("kind", [RowTable, NativeTable])
+def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[RowTable]) -> None:
+    table = kind(*SHAPE, RULE, means(1))
+    table.resize(10)
+    moving = table.reserve(1, np.arange(4), urgent=True)
+    one, ends = np.array([1]), np.array([0, 2])
+    before = [array.copy() for array in (table.slots, table.words, table.counters, table.means.raw)]
+    wrong = {
+        "an expert": lambda: table.locate(0, np.array([4]), ends, np.array([0, 1]), 30),
+        "an expert is": lambda: table.locate(0, np.array([-1]), ends, np.array([0, 1]), 30),
+        "a neuron is": lambda: table.locate(0, one, ends, np.array([0, 30]), 30),
+        "a neuron is out": lambda: table.locate(0, one, ends, np.array([-1, 3]), 30),
+        "parts of": lambda: table.locate(0, one, ends, np.array([0, 1]), 20),
+        "parts of 30": lambda: table.locate(0, one, ends, np.array([0, 1]), 60),
+        "offsets": lambda: table.locate(0, one, np.array([0, 3]), np.array([0, 1]), 30),
+        "offsets must": lambda: table.locate(0, one, np.array([1, 2]), np.array([0, 1]), 30),
+        "offsets must rise": lambda: table.locate(0, np.array([1, 1]), np.array([0, 3, 2]), np.array([0, 1]), 30),
+        "a key": lambda: table.reserve(0, np.array([5, 120]), urgent=True),
+        "a slot already": lambda: table.reserve(1, np.array([9, 3]), urgent=True),
+        "twice": lambda: table.reserve(0, np.array([9, 8, 9]), urgent=False),
+        "a slot is out": lambda: table.settle(np.array([10], np.int32), arrived=True),
+        "not filling": lambda: table.settle(np.array([*moving, 9], np.int32), arrived=True),
+        "named twice": lambda: table.settle(np.array([*moving, moving[0]], np.int32), arrived=False),
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+        for array, kept in zip((table.slots, table.words, table.counters, table.means.raw), before, strict=True):
+            np.testing.assert_array_equal(array, kept, err_msg=words)
+    assert (table.counters[FINDS], table.counters[BROUGHT], table.counters[HAND]) == (0, 1, 0)
+
+
+def test_more_neurons_than_a_key_can_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="more than a pool can name"):
+        RowTable(1 << 10, 1 << 10, 1 << 11, RULE, means(0))
+
+
+@pytest.mark.parametrize("land", [pool.landing, native_pool.landing])
+def test_a_transfer_names_rows_and_slots_that_exist_and_no_slot_twice(
+    land: Callable[[Keys, Slots, int, int], Keys],
+) -> None:
+    index, slots = np.array([3, 3, 0]), np.array([5, 0, 6], np.int32)
+    for _ in range(2):  # nothing is left behind
+        places = land(index, slots, 4, 7)
+        assert places.dtype == np.int64 and places.tolist() == [5, 0, 6]
+        assert land(np.zeros(0, np.int64), np.zeros(0, np.int32), 4, 7).size == 0
+        for bad, words in (([4], "row"), ([-1], "row")):
+            with pytest.raises(ValueError, match=words):
+                land(np.array(bad), slots[:1], 4, 7)
+        for twice, words in (([0, 5, 0], "twice"), ([0, 1, 7], "slot out"), ([0, -1, 2], "slot out")):
+            with pytest.raises(ValueError, match=words):
+                land(index, np.array(twice, np.int32), 4, 7)
+
+
+def test_without_the_library_the_definition_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> native.Isa:
+        raise native.NativeUnavailableError("it was not compiled")
+
+    native_pool.functions.cache_clear()
+    monkeypatch.setattr(native, "isa", absent)
+    table, reason = native_pool.make(*SHAPE, RULE, means(0))
+    assert type(table) is RowTable and reason == "numpy, since it was not compiled"
+    assert native_pool.landing(np.array([1]), np.array([2], np.int32), 3, 4).tolist() == [2]
+    monkeypatch.setenv("FLOE_CPU_ISA", "avx2")
+    with pytest.raises(native.NativeUnavailableError):
+        native_pool.make(*SHAPE, RULE, means(0))
