@@ -74,7 +74,7 @@ def text_ids(pack: Path, file: Path | None) -> list[int]:
     from ..models.catalog import asset
 
     path = pack / "tokenizer.json"
-    text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else _read(file)
+    text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else read_text(file)
     try:
         ids: list[int] = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
     # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
@@ -94,7 +94,8 @@ def _without(ids: list[int], passages: list[list[int]]) -> list[int]:
     return left + ids[begin:]
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A text of the user's. Raises: UsageError: it cannot be read, or is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except OSError as error:

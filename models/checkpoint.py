@@ -1,20 +1,31 @@
-"""Tensors out of a published checkpoint: one map of names per model family, shards opened one tensor at a time."""
+"""Tensors out of a published checkpoint: one map of names per model family, read one tensor at a time.
+
+What the shards' headers say is checked before the first byte of weights is asked for.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import CheckpointError
+from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+DTYPES = {  # by safetensors' names: the ones of weights that can be packed
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+}
+_SAMPLE = 4096  # bytes of each tensor that stand for all of it where no commit does
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +125,25 @@ def _check_config(config: Any) -> None:
 
 
 class Checkpoint:
-    """A folder of safetensors shards with config.json, as published.
+    """A published model: safetensors shards and config.json, in a folder or on a shelf.
 
     Attributes:
         config: transformers' configuration. family: its names. float16: float16 or bfloat16, what 16-bit widths store.
         exact: False when the weights are wider than 16 bit, so that 16-bit widths round them.
+        folder: where its small files lie. places: published tensor name -> (shard, place), shards in order.
+
+    Raises:
+        CheckpointError: there is no such model, or its files contradict each other; says which and how.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config: Any = read_config(folder)
+    def __init__(self, source: Path | Shelf) -> None:
+        self.shelf: Shelf = FolderShelf(source) if isinstance(source, Path) else source
+        self.folder = source if isinstance(source, Path) else _folder_of(source)
+        self.config: Any = read_config(self.folder)
         self.family = FAMILIES[self.config.model_type]
-        self._where, self._stored = _index(folder)
+        self.places = _places(self.shelf)
         self._check()
-        dtypes = {self._stored[name][0] for name in self._every_expert_name()}
+        dtypes = {self.places[name][1].dtype for name in self._every_expert_name()}
         self.exact = len(dtypes) == 1 and dtypes <= {"BF16", "F16"}
         self.float16 = torch.float16 if self.exact and dtypes == {"F16"} else torch.bfloat16
 
@@ -138,47 +154,63 @@ class Checkpoint:
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate (F, H), up (F, H) and down (H, F) of one expert, in the checkpoint's dtype."""
-        gate, up, down = (self.tensor(name) for name in self._expert_names(layer, expert))
+        gate, up, down = (self.tensor(name) for name in self.expert_names(layer, expert))
         return gate, up, down
 
-    def dense_names(self) -> list[str]:
-        """Published names of everything that is not an expert."""
-        experts = {
-            name
-            for layer in range(self.config.num_hidden_layers)
-            for expert in range(self.experts)
-            for name in self._expert_names(layer, expert)
-        }
-        return [name for name in self._where if name not in experts]
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its published name.
-
-        Raises:
-            CheckpointError: the shard that should hold it is missing or damaged.
-        """
-        try:
-            with safe_open(self._where[name], "pt") as shard:
-                return shard.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{self._where[name].name} of the checkpoint cannot be read",
-                str(error),
-                "Download that file again.",
-            ) from error
-
-    def _expert_names(self, layer: int, expert: int) -> list[str]:
+    def expert_names(self, layer: int, expert: int) -> list[str]:
+        """Published names of its gate, up and down."""
         f = self.family
         return [f.expert.format(layer=layer, expert=expert, part=part) for part in (f.gate, f.up, f.down)]
 
+    def dense_names(self) -> list[str]:
+        """Published names of everything that is not an expert."""
+        experts = set(self._every_expert_name())
+        return [name for name in self.places if name not in experts]
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor by its published name, in memory of its own.
+
+        Raises:
+            CheckpointError: the shard that should hold it is missing or damaged. FloeError: it cannot be had.
+        """
+        file, place = self.places[name]
+        path = self.shelf.path(file)
+        raw = torch.empty(place.end - place.start, dtype=torch.uint8)
+        try:
+            with path.open("rb") as shard:
+                shard.seek(place.start)
+                read = shard.readinto(raw.numpy())  # pyright: ignore[reportArgumentType]
+        except OSError as error:
+            raise _unreadable(file, f"{error.strerror or error}.") from error
+        if read != len(raw):
+            raise _unreadable(file, f"It ends inside {name}.")
+        return raw.view(_dtype(name, place)).view(place.shape)
+
+    def fingerprint(self) -> str:
+        """A sha256 that stands for these weights: where every tensor lies, and the commit, or samples of the bytes."""
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        for name, (file, place) in self.places.items():
+            digest.update(repr((name, file, place.dtype, place.shape, place.start, place.end)).encode())
+        if self.shelf.commit is not None:
+            digest.update(self.shelf.commit.encode())
+        else:
+            for name, (file, place) in self.places.items():
+                try:
+                    with self.shelf.path(file).open("rb") as shard:
+                        shard.seek(place.start)
+                        digest.update(shard.read(min(_SAMPLE, place.end - place.start)))
+                except OSError as error:
+                    raise _unreadable(file, f"{name}: {error.strerror or error}.") from error
+        return digest.hexdigest()
+
     def _every_expert_name(self) -> list[str]:
         layers, experts = range(self.config.num_hidden_layers), range(self.experts)
-        return [name for layer in layers for expert in experts for name in self._expert_names(layer, expert)]
+        return [name for layer in layers for expert in experts for name in self.expert_names(layer, expert)]
 
     def _check(self) -> None:
         layers = self.config.num_hidden_layers
-        beyond = (self._expert_names(layers, 0)[0], self._expert_names(0, self.experts)[0])
-        if extra := next((name for name in beyond if name in self._where), None):
+        beyond = (self.expert_names(layers, 0)[0], self.expert_names(0, self.experts)[0])
+        if extra := next((name for name in beyond if name in self.places), None):
             raise CheckpointError(
                 f"The checkpoint at {self.folder} does not fit its config.json",
                 f"It has {layers} layers of {self.experts} experts by config.json, but also holds {extra}.",
@@ -186,45 +218,85 @@ class Checkpoint:
             )
         wide, narrow = self.config.intermediate_size, self.config.hidden_size
         for index, name in enumerate(self._every_expert_name()):
-            if name not in self._where:
+            if name not in self.places:
                 raise CheckpointError(
                     f"The checkpoint at {self.folder} lacks weights",
                     f"No shard holds {name}.",
                     "Download the missing *.safetensors files.",
                 )
-            dtype, shape = self._stored[name]
+            place = self.places[name][1]
             needed = (narrow, wide) if index % 3 == 2 else (wide, narrow)
-            if dtype not in ("BF16", "F16", "F32") or shape != needed:
+            if place.dtype not in DTYPES or place.shape != needed:
                 raise CheckpointError(
                     f"The checkpoint at {self.folder} cannot be packed",
-                    f"{name} is {dtype} of {shape}; floating point of {needed} is needed.",
+                    f"{name} is {place.dtype} of {place.shape}; floating point of {needed} is needed.",
                     "Use the model's original, unquantized checkpoint.",
                 )
 
 
-def _index(folder: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Published tensor name -> shard, and -> dtype and shape.
-
-    From the files' own headers: an index may name files that are not there.
-    """
-    shards = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("consolidated"))
-    if not shards:
-        pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+def _folder_of(shelf: Shelf) -> Path:
+    config = shelf.small("config.json")
+    if config is None:
         raise CheckpointError(
-            f"The checkpoint at {folder} has no safetensors files",
-            f"It has {pickles[0]}, but pickle files can run code and are never read." if pickles else "",
-            "Download the *.safetensors files of the model.",
+            f"{shelf.name} is no model that floe-chat knows", "It has no config.json.", "Choose another model."
         )
-    where: dict[str, Path] = {}
-    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in shards:
-        try:
-            with safe_open(path, "pt") as shard:
-                where |= dict.fromkeys(shard.keys(), path)
-                slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
-                stored |= {name: (str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices.items()}
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{path.name} of the checkpoint cannot be read", str(error), "Download that file again."
-            ) from error
-    return where, stored
+    return config.parent
+
+
+def _places(shelf: Shelf) -> dict[str, tuple[str, TensorPlace]]:
+    """Published tensor name -> shard and place; by the index where the model has one, which has to agree."""
+    headers = shelf.headers()
+    index = _index(shelf)
+    if index is not None:
+        for file in sorted(set(index.values())):
+            if file not in headers:
+                raise _disagree(f"It names {file}, which is missing.")
+        headers = {file: places for file, places in headers.items() if file in set(index.values())}
+    found: dict[str, tuple[str, TensorPlace]] = {}
+    for file, places in sorted(headers.items()):
+        for name, place in places.items():
+            if index is not None and index.get(name) != file:
+                raise _disagree(f"{file} holds {name}, which the index {_says(index.get(name))}.")
+            if name in found:
+                raise _disagree(f"Both {found[name][0]} and {file} hold {name}.")
+            found[name] = file, place
+    if index is not None and (lost := sorted(index.keys() - found.keys())):
+        raise _disagree(f"{index[lost[0]]} should hold {lost[0]}, but does not.")
+    return found
+
+
+def _says(file: str | None) -> str:
+    return "does not list" if file is None else f"expects in {file}"
+
+
+def _index(shelf: Shelf) -> dict[str, str] | None:
+    path = shelf.small(INDEX)
+    if path is None:
+        return None
+    try:
+        listed: Any = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read", f"{error}", "Download that file again.") from error
+
+
+def _disagree(cause: str) -> CheckpointError:
+    return CheckpointError(
+        "The checkpoint's shards disagree with its index",
+        cause,
+        f"Download {INDEX} and the *.safetensors files of the same model again.",
+    )
+
+
+def _dtype(name: str, place: TensorPlace) -> torch.dtype:
+    if place.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{name} of the checkpoint cannot be read",
+            f"It is {place.dtype}; floating point of 16 or 32 bit is needed.",
+            "Use the model's original, unquantized checkpoint.",
+        )
+    return DTYPES[place.dtype]
+
+
+def _unreadable(file: str, cause: str) -> CheckpointError:
+    return CheckpointError(f"{file} of the checkpoint cannot be read", cause, "Download that file again.")

@@ -204,26 +204,35 @@ class Training:
     """Teaches layer after layer while a model is packed; holds one layer's hidden states at a time.
 
     Args:
-        routers: (E, H) of each layer. norms: (H,) weights of the norm before each MoE block.
-        report: called with a layer's index before it is taught.
+        layers: how many the model has. report: called with a layer's index before it is taught.
+
+    Attributes:
+        before: what a layer's MoE block was given (B, H), what it chose (B, K), and its norm's weights (H,); None at
+            the first layer. learned: of each layer that was taught, see `learn`. Both may be set, to go on with a
+            training that was broken off.
     """
 
-    def __init__(self, routers: Sequence[Tensor], norms: Sequence[Tensor], report: Callable[[int], None]) -> None:
-        self._routers, self._norms, self._report = routers, norms, report
-        self._before: tuple[Tensor, Tensor] | None = None
-        self._learned: list[tuple[Lookahead, float, float] | None] = []
+    def __init__(self, layers: int, report: Callable[[int], None]) -> None:
+        self._layers, self._report = layers, report
+        self.before: tuple[Tensor, Tensor, Tensor] | None = None
+        self.learned: list[tuple[Lookahead, float, float] | None] = []
 
-    def reach(self, layer: int, hidden: Tensor, chosen: Tensor) -> None:
-        """The pass has come to `layer`, one after the other: hidden (B, H), chosen (B, K)."""
-        if self._before is not None:
+    def reach(self, layer: int, hidden: Tensor, chosen: Tensor, router: Tensor, norm: Tensor) -> None:
+        """The pass has come to `layer`, one after the other.
+
+        Args:
+            hidden: (B, H) given to its MoE block. chosen: (B, K) by its router (E, H).
+            norm: (H,) weights of the norm before it.
+        """
+        if self.before is not None and len(self.learned) < layer:
             self._report(layer - 1)
-            router = self._routers[layer].float()
+            router = router.float()
             experts, size = router.shape
-            ratio = carry(self._norms[layer - 1], self._norms[layer])
-            lesson = Lesson(*self._before, F.linear(hidden.float(), router), chosen, router * ratio)
-            wide = width(layer - 1, len(self._routers), size, experts)
-            self._learned.append(learn(lesson, wide, seed=layer - 1))
-        self._before = (hidden, chosen) if layer + 1 < len(self._routers) else None
+            given, choice, norm_before = self.before
+            ratio = carry(norm_before, norm)
+            lesson = Lesson(given, choice, F.linear(hidden.float(), router), chosen, router * ratio)
+            self.learned.append(learn(lesson, width(layer - 1, self._layers, size, experts), seed=layer - 1))
+        self.before = (hidden, chosen, norm) if layer + 1 < self._layers else None
 
     def tensors(self) -> dict[str, Tensor]:
         """What the profile stores; nothing unless every layer learned something.
@@ -231,8 +240,8 @@ class Training:
         lookahead.NN.linear, .inner, .outer (see Lookahead), and lookahead.recall (L - 1, 2) float32: the learned
         predictor's and the router's on tokens held out.
         """
-        learned = [found for found in self._learned if found is not None]
-        if len(learned) < len(self._learned) or not learned:
+        learned = [found for found in self.learned if found is not None]
+        if len(learned) < len(self.learned) or not learned:
             return {}
         stored = {RECALL: torch.tensor([[learned, router] for _, learned, router in learned])}
         for layer, (found, _, _) in enumerate(learned):
@@ -245,6 +254,23 @@ class Training:
 def name(layer: int, part: str) -> str:
     """A predictor's tensor in the profile."""
     return f"{PREFIX}.{layer:02d}.{part}"
+
+
+def to_tensors(found: tuple[Lookahead, float, float] | None) -> dict[str, Tensor]:
+    """What `learn` returned, as tensors that a file can keep."""
+    if found is None:
+        return {"recall": torch.empty(0, dtype=torch.float64)}
+    parts = {part: getattr(found[0], part) for part in ("linear", "inner", "outer")}
+    kept = {part: tensor for part, tensor in parts.items() if tensor is not None}
+    return {"recall": torch.tensor(found[1:], dtype=torch.float64), **kept}
+
+
+def from_tensors(tensors: Mapping[str, Tensor]) -> tuple[Lookahead, float, float] | None:
+    """The inverse of `to_tensors`."""
+    if not tensors["recall"].numel():
+        return None
+    learned, router = tensors["recall"].tolist()
+    return Lookahead(tensors["linear"], tensors.get("inner"), tensors.get("outer")), learned, router
 
 
 def load(profile: Mapping[str, Tensor], layers: int, hidden: int, experts: int) -> list[Lookahead]:

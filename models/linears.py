@@ -16,6 +16,7 @@ from ..kernels.layouts import LinearWeights, VectorLayout, group_size, packed_by
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, PackError
 from .quantize import store_matrix
+from .tensorfile import Plan
 
 HEAD_BITS = 8
 
@@ -30,8 +31,8 @@ def layout_of(columns: int, bits: int) -> VectorLayout:
     return VectorLayout(columns, bits, group_size(columns))
 
 
-def matrices(source: Checkpoint, dense: Mapping[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """The layers that a pack stores as codes: published name without .weight -> (N, K); none at 16 bit.
+def stored_layers(source: Checkpoint, bits: int) -> dict[str, str]:
+    """The layers that a pack stores as codes: published name without .weight -> the tensor it is made of; none at 16.
 
     Where the head is the embedding, the head alone becomes codes: tokens are looked up in the embedding as published.
 
@@ -40,18 +41,30 @@ def matrices(source: Checkpoint, dense: Mapping[str, Tensor], bits: int) -> dict
     """
     if bits == 16:
         return {}
-    names = {name: name.removesuffix(".weight") for name in dense if name.endswith(".weight")}
-    found = {layer: dense[name] for name, layer in names.items() if source.family.is_linear(layer)}
-    if source.config.tie_word_embeddings and "model.embed_tokens.weight" in dense:
-        found.setdefault("lm_head", dense["model.embed_tokens.weight"])
-    for layer, matrix in found.items():
-        if matrix.ndim != 2 or not matrix.numel() or not matrix.is_floating_point():
+    names = [name for name in source.dense_names() if name.endswith(".weight")]
+    found = {name.removesuffix(".weight"): name for name in names}
+    found = {layer: name for layer, name in found.items() if source.family.is_linear(layer)}
+    if source.config.tie_word_embeddings and "model.embed_tokens.weight" in names:
+        found.setdefault("lm_head", "model.embed_tokens.weight")
+    for layer, name in found.items():
+        place = source.places[name][1]
+        if len(place.shape) != 2 or not min(place.shape):
             raise CheckpointError(
                 f"{layer} of the checkpoint cannot be packed",
-                f"It is {matrix.dtype} of {tuple(matrix.shape)}; a matrix of floating point is needed.",
+                f"It is of shape {place.shape}; a matrix is needed.",
                 "Use the model's original, unquantized checkpoint.",
             )
     return found
+
+
+def plan(layer: str, rows: int, columns: int, bits: int) -> Plan:
+    """The tensors that `store` makes of a layer of `rows` by `columns`, as they lie in the file."""
+    vector = layout_of(columns, bits)
+    return {
+        f"{layer}.q": (torch.uint8, (rows, packed_bytes(columns, bits))),
+        f"{layer}.scale": (torch.float16, (rows, vector.groups)),
+        f"{layer}.zero": (torch.float16, (rows, vector.groups)),
+    }
 
 
 def store(layer: str, matrix: Tensor, bits: int) -> dict[str, Tensor]:

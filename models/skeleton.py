@@ -47,38 +47,13 @@ def build(
     Raises:
         PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
     """
-    try:
-        with torch.device("meta"):
-            model: Any = (make or _library)(config, dtype)
-    # transformers looks values of the configuration up in its tables and lets whatever that raises pass.
-    except Exception as error:
-        raise PackError(
-            "The model's configuration cannot be built", f"{type(error).__name__}: {error}", "Restore config.json."
-        ) from error
+    model = empty(config, dtype, make)
     for index, layer in enumerate(model.model.layers):
         layer.mlp.experts = experts(index)
-    weights = {family.module_name(name): tensor for name, tensor in dense.items()}
-    if bits < 16:
-        for name, layer in list(model.named_modules()):
-            if family.is_linear(name):
-                width = linears.width_of(name, bits)
-                stored = linears.load(weights, name, layer.out_features, layer.in_features, width)
-                model.set_submodule(name, linear(stored, layer.bias))
+    weights = dict(dense)
     if config.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
-    empty = {name: own for name, own in model.named_parameters(remove_duplicate=False) if own.is_meta}
-    for name, parameter in empty.items():
-        tensor = weights.get(name)
-        if tensor is None or tensor.shape != parameter.shape:
-            have = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
-            raise PackError(
-                "The dense part of the model does not fit its configuration",
-                f"{name} is {have}; {tuple(parameter.shape)} is needed.",
-                "Pack the source checkpoint again.",
-            )
-        owner, _, leaf = name.rpartition(".")
-        value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
-        setattr(model.get_submodule(owner), leaf, value)
+    furnish(model, "", family, weights, bits, linear, dtype, device)
     # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(device)
@@ -87,6 +62,68 @@ def build(
             "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
         )
     return model.eval()
+
+
+def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:
+    """The causal language model on the meta device; `make` as for `build`.
+
+    Raises:
+        PackError: a configuration that describes no model.
+    """
+    try:
+        with torch.device("meta"):
+            return (make or _library)(config, dtype)
+    # transformers looks values of the configuration up in its tables and lets whatever that raises pass.
+    except Exception as error:
+        raise PackError(
+            "The model's configuration cannot be built", f"{type(error).__name__}: {error}", "Restore config.json."
+        ) from error
+
+
+def furnish(
+    module: nn.Module,
+    prefix: str,
+    family: Family,
+    dense: Mapping[str, Tensor],
+    bits: int,
+    linear: Linear,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Give a part of an empty model its weights; `prefix` is its name in the model, "" for all of it.
+
+    The other arguments are those of `build`. What is no longer on the meta device is left as it is.
+
+    Raises:
+        PackError: tensors that are missing, or of a shape or dtype that the configuration does not ask for.
+    """
+    weights = {family.module_name(name): tensor for name, tensor in dense.items()}
+    lead = f"{prefix}." if prefix else ""
+    if bits < 16:
+        modules: list[tuple[str, Any]] = list(module.named_modules())
+        for name, layer in modules:
+            if family.is_linear(lead + name):
+                width = linears.width_of(lead + name, bits)
+                stored = linears.load(weights, lead + name, layer.out_features, layer.in_features, width)
+                module.set_submodule(name, linear(stored, layer.bias))
+    unfilled = {name: own for name, own in module.named_parameters(remove_duplicate=False) if own.is_meta}
+    for name, parameter in unfilled.items():
+        tensor = weights.get(lead + name)
+        if tensor is None or tensor.shape != parameter.shape:
+            raise unfit(lead + name, None if tensor is None else tuple(tensor.shape), tuple(parameter.shape))
+        owner, _, leaf = name.rpartition(".")
+        value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
+        setattr(module.get_submodule(owner), leaf, value)
+
+
+def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> PackError:
+    """The error for a dense tensor that is not what the configuration asks for; a shape of None is no tensor."""
+    have = "missing" if shape is None else f"of shape {shape}"
+    return PackError(
+        "The dense part of the model does not fit its configuration",
+        f"{name} is {have}; {needed} is needed.",
+        "Pack the source checkpoint again.",
+    )
 
 
 def _library(config: Any, dtype: torch.dtype) -> nn.Module:

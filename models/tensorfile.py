@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -26,6 +27,7 @@ _CODES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",
+    torch.float64: "F64",
     torch.int64: "I64",
 }
 
@@ -35,12 +37,14 @@ class TensorFile:
 
     Args:
         path: replaced if it exists. plan: dtype and shape of every tensor by name.
+        resume: go on with the file that is there instead, of which some tensors have been written.
 
     Raises:
         OSError: the disk cannot hold the file; space is claimed at once, so this is known before any work is done.
+        ValueError: there is no file to go on with, or one of another plan.
     """
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: Plan, *, resume: bool = False) -> None:
         header: dict[str, dict[str, object]] = {}
         places: dict[str, tuple[int, int]] = {}
         end = 0
@@ -59,9 +63,14 @@ class TensorFile:
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (align(8 + len(encoded)) - 8 - len(encoded))
         start = 8 + len(encoded)
-        with path.open("wb") as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            _claim(file.fileno(), start + end)
+        head = len(encoded).to_bytes(8, "little") + encoded
+        if resume:
+            if not path.is_file() or path.stat().st_size != start + end or not _begins(path, head):
+                raise ValueError(f"{path.name} is not what was begun")
+        else:
+            with path.open("wb") as file:
+                file.write(head)
+                _claim(file.fileno(), start + end)
         self.path = path
         self._plan = plan
         self._places = {name: (start + offset, nbytes) for name, (offset, nbytes) in places.items()}
@@ -73,16 +82,33 @@ class TensorFile:
         offset, nbytes = self._places[name]
         return torch.from_numpy(self._bytes[offset : offset + nbytes]).view(dtype).view(shape)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def flush(self) -> None:
+        """Return when everything written so far is on the disk, also after a power cut."""
         self._bytes.flush()
         fd = os.open(self.path, os.O_RDWR)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.flush()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A whole file at once, as `TensorFile` lays it out."""
+    plan: Plan = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with TensorFile(path, plan) as file:
+        for name, tensor in tensors.items():
+            file[name].copy_(tensor)
+
+
+def _begins(path: Path, head: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(head)) == head
 
 
 def _claim(fd: int, nbytes: int) -> None:

@@ -5,82 +5,141 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-import psutil
-
+from . import journal
 from .errors import FloeError, TryAgainError, UsageError
+from .journal import Journal, Settings
 from .manifest import COPIED, FILE_NAME, UNFINISHED
+
+_LOCKED = 1 << 30  # byte of the marker that is locked where locks are of bytes: behind what others may read
 
 
 @contextmanager
-def claimed(folder: Path, source: Path, needed: int) -> Generator[None]:
-    """Hold `folder` for a pack of `needed` bytes, emptied of what an interrupted one left there.
+def claimed(folder: Path, source: Path, settings: Settings, needed: int, *, fresh: bool) -> Generator[Journal]:
+    """Hold `folder` for a pack of `needed` bytes, and its journal: that of an interrupted pack, or a new one.
 
-    Leaving it after an exception keeps the mark of an unfinished pack, which the next one may take over.
+    Leaving it after an exception keeps what was done, for the same pack to go on with. `fresh` begins anew instead.
 
     Raises:
-        UsageError: it is the source, a file, a finished pack, or holds files that are not ours.
-        TryAgainError: another running process packs into it. FloeError: the disk is too small.
+        UsageError: it is the source, a file, a finished pack, holds files that are not ours, or a pack with other
+            settings was interrupted there. TryAgainError: another process packs into it.
+        FloeError: the disk is too small.
     """
     if folder.resolve() == source.resolve():
         raise UsageError("The pack cannot be written over its source", "", "Choose another folder.")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file", "", "Choose a folder that is empty or does not exist.")
+    marker = folder / UNFINISHED
+    if not marker.exists():
+        _refuse_content(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tidy = False
+    try:
+        with locked(marker, f"Another floe-chat is packing into {folder}"):
+            finished = (folder / FILE_NAME).exists()  # and only tidying up was interrupted
+            if not finished and (fresh or not Journal.exists(folder)):
+                _wipe(folder)
+            found = Journal.open(folder, settings)
+            if not finished:
+                tidy = not found.resumed
+                _need_room(folder, needed)
+            tidy = False
+            yield found
+            tidy = True
+    finally:
+        if tidy:
+            shutil.rmtree(folder / journal.FOLDER, ignore_errors=True)
+            marker.unlink(missing_ok=True)  # last, so that a cut in between is noticed
+
+
+@contextmanager
+def locked(marker: Path, title: str) -> Generator[None]:
+    """Hold a file that says who works in its folder; the system lets go of it when the process ends.
+
+    Raises:
+        TryAgainError: another process holds it. FloeError: the disk knows no locks.
+    """
+    while True:
+        file = marker.open("a+b")
+        try:
+            if not _lock(file):
+                raise TryAgainError(title, _holder(marker), "Wait until it has finished, or choose another folder.")
+            if marker.exists() and os.path.samestat(marker.stat(), os.fstat(file.fileno())):
+                file.truncate(0)
+                file.write(json.dumps({"pid": os.getpid()}).encode())
+                file.flush()
+                yield
+                return
+        finally:
+            file.close()
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Whether the file is ours now."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            file.seek(_LOCKED)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            file.seek(0)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        raise FloeError(
+            f"{file.name} cannot be locked", f"{error.strerror or error}.", "Choose a folder on another disk."
+        ) from error
+    return True
+
+
+def _holder(marker: Path) -> str:
+    try:
+        return f"It is process {int(json.loads(marker.read_text(encoding='utf-8'))['pid'])}."
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _refuse_content(folder: Path) -> None:
     if (folder / FILE_NAME).exists():
         raise UsageError(
             f"{folder} already holds a packed model", "", "Choose another folder, or delete that one first."
         )
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file", "", "Choose a folder that is empty or does not exist.")
-    folder.mkdir(parents=True, exist_ok=True)
-    _take_marker(folder)
-    for path in folder.iterdir():
-        if path.name in (*COPIED, FILE_NAME + ".part") or path.suffix == ".safetensors":
-            path.unlink()
-    marker = folder / UNFINISHED
-    if needed > (free := shutil.disk_usage(folder).free):
-        marker.unlink()
-        raise FloeError(
-            f"The disk of {folder} is too small",
-            f"The pack takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free.",
-            "Free some space or choose another disk.",
-        )
-    try:
-        yield
-    except BaseException:
-        marker.write_text("{}", encoding="utf-8")
-        raise
-    marker.unlink()
-
-
-def _take_marker(folder: Path) -> None:
-    """Mark `folder` as being written by this process."""
-    marker = folder / UNFINISHED
-    partial = marker.with_suffix(".part")
-    if not marker.exists() and (strangers := sorted({path.name for path in folder.iterdir()} - {partial.name})):
+    if folder.exists() and (strangers := sorted({path.name for path in folder.iterdir()} - {UNFINISHED})):
         raise UsageError(
             f"{folder} holds other files",
             f"For example {strangers[0]}.",
             "Choose an empty folder: nothing was changed.",
         )
-    if (writer := _writer(marker)) is not None:
-        raise TryAgainError(
-            f"Another floe-chat is packing into {folder}",
-            f"It is process {writer}.",
-            "Wait until it has finished, or choose another folder.",
+
+
+def _wipe(folder: Path) -> None:
+    """Delete what an interrupted pack left."""
+    for path in folder.iterdir():
+        if path.name in (*COPIED, FILE_NAME + ".part") or path.suffix == ".safetensors":
+            path.unlink()
+    shutil.rmtree(folder / journal.FOLDER, ignore_errors=True)
+
+
+def _need_room(folder: Path, needed: int) -> None:
+    free, have = shutil.disk_usage(folder).free, sum(map(_allocated, folder.rglob("*")))
+    if needed - have > free:
+        raise FloeError(
+            f"The disk of {folder} is too small",
+            f"The pack takes {(needed - have) / 1e9:.1f} GB and {free / 1e9:.1f} GB are free.",
+            "Free some space or choose another disk.",
         )
-    partial.write_text(json.dumps({"pid": os.getpid(), "started": psutil.Process().create_time()}), encoding="utf-8")
-    partial.replace(marker)
-    if _writer(marker) != os.getpid():  # two began at once, and the other was later
-        raise TryAgainError(f"Another floe-chat is packing into {folder}", "", "Wait until it has finished.")
 
 
-def _writer(marker: Path) -> int | None:
-    """The process that wrote the marker, if it still runs; a number given to a newer process does not count."""
-    try:
-        fields = json.loads(marker.read_text(encoding="utf-8"))
-        process = psutil.Process(int(fields["pid"]))
-        return process.pid if process.create_time() == fields["started"] else None
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
-        return None
+def _allocated(path: Path) -> int:
+    """Bytes of disk that a file takes, those that it has claimed and not yet written among them."""
+    stat = path.stat()
+    return stat.st_blocks * 512 if hasattr(stat, "st_blocks") else stat.st_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import CheckpointError
 from floe_chat.models.pack import EXACT, PackSpec, pack
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.shelf import INDEX, FolderShelf
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..helpers import calibration_tokens, edit_json, edit_tensors, make_checkpoint, make_pack
@@ -132,6 +135,89 @@ def test_every_missing_shard_is_noticed(source: Path) -> None:
         (source.parent / "kept").rename(shard)
 
 
+def _lists_too_much(weights: dict[str, str]) -> None:
+    weights["model.layers.0.extra.weight"] = next(iter(weights.values()))
+
+
+def _lists_too_little(weights: dict[str, str]) -> None:
+    del weights["model.norm.weight"]
+
+
+def _swaps_files(weights: dict[str, str]) -> None:
+    weights["model.norm.weight"] = next(file for file in weights.values() if file != weights["model.norm.weight"])
+
+
+def _names_a_lost_file(weights: dict[str, str]) -> None:
+    weights["model.norm.weight"] = "model-00009-of-00009.safetensors"
+
+
+def _climbs(weights: dict[str, str]) -> None:
+    weights["model.norm.weight"] = "../model-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize("change", [_lists_too_much, _lists_too_little, _swaps_files, _names_a_lost_file, _climbs])
+def test_shards_that_disagree_with_the_index_are_refused(source: Path, change: Any) -> None:
+    edit_json(source / INDEX, lambda fields: change(fields["weight_map"]))
+    error = refused(source)
+    assert "index" in error.title and ("model.norm" in error.cause or "extra" in error.cause or "model-" in error.cause)
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_in_the_index_is_refused(source: Path, content: bytes) -> None:
+    (source / INDEX).write_bytes(content)
+    assert INDEX in refused(source).title
+
+
+def test_a_tensor_in_two_shards_is_refused(source: Path) -> None:
+    (source / INDEX).unlink()
+    first = sorted(source.glob("*.safetensors"))[0]
+    shutil.copyfile(first, source / "model-copy.safetensors")
+    error = refused(source)
+    assert first.name in error.cause and "model-copy.safetensors" in error.cause
+
+
+def test_files_that_the_index_does_not_name_are_left_alone(source: Path) -> None:
+    (source / "adapter.safetensors").write_bytes(sorted(source.glob("*.safetensors"))[0].read_bytes())
+    assert Checkpoint(source).experts == 4
+
+
+def _overlong(header: dict[str, Any]) -> None:
+    next(iter(header.values()))["data_offsets"][1] += 64
+
+
+def _negative(header: dict[str, Any]) -> None:
+    next(iter(header.values()))["data_offsets"] = [-8, 8]
+
+
+def _no_shape(header: dict[str, Any]) -> None:
+    del next(iter(header.values()))["shape"]
+
+
+@pytest.mark.parametrize("change", [_overlong, _negative, _no_shape])
+def test_a_header_that_makes_no_sense_is_refused_before_weights_are_read(source: Path, change: Any) -> None:
+    shard = sorted(source.glob("*.safetensors"))[0]
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header.pop("__metadata__", None)
+    change(header)
+    encoded = json.dumps(header).encode()
+    shard.write_bytes(len(encoded).to_bytes(8, "little") + encoded + raw[8 + length :])
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(source)
+    assert shard.name in caught.value.title
+
+
+def test_headers_say_where_every_tensor_lies(tiny_checkpoint: Path) -> None:
+    for file, places in FolderShelf(tiny_checkpoint).headers().items():
+        whole = (tiny_checkpoint / file).read_bytes()
+        for name, tensor in load_file(tiny_checkpoint / file).items():
+            place = places.pop(name)
+            assert whole[place.start : place.end] == tensor.view(torch.uint8).numpy().tobytes()
+            assert place.shape == tuple(tensor.shape) and place.dtype == "BF16"
+        assert not places
+
+
 @pytest.mark.parametrize("damage", ["truncated", "empty", "zeros"])
 def test_every_damaged_shard_is_named(source: Path, damage: str) -> None:
     for shard in sorted(source.glob("*.safetensors")):
@@ -214,6 +300,7 @@ def test_tied_embeddings_need_no_head_of_their_own(tmp_path: Path) -> None:
 
     edit_json(source / "config.json", tie)
     edit_tensors(source, drop_head)
+    edit_json(source / INDEX, lambda fields: fields["weight_map"].pop("lm_head.weight"))
     assert make_pack(source, tmp_path / "packed", EXACT).lossless
     make_pack(source, tmp_path / "rounded", PackSpec())
     dense = PackedModel.open(tmp_path / "rounded").dense()

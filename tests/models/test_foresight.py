@@ -15,6 +15,8 @@ from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.foresight import Lesson, Lookahead, Training, carry, learn, width
 from floe_chat.models.pack import EXACT
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.tensorfile import write_tensors
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..bench.recall import watch
@@ -145,14 +147,27 @@ def test_carrying_over_norms_survives_weights_of_zero() -> None:
 
 def test_layers_that_learned_nothing_leave_the_profile_without_predictors() -> None:
     told: list[int] = []
-    training = Training([torch.randn(E, H)] * 3, [torch.ones(H)] * 3, told.append)
+    router, norm = torch.randn(E, H), torch.ones(H)
+    training = Training(3, told.append)
     for layer, tokens in enumerate((200, 200, 200)):
-        training.reach(layer, torch.randn(tokens, H), torch.rand(tokens, E).topk(K).indices)
+        training.reach(layer, torch.randn(tokens, H), torch.rand(tokens, E).topk(K).indices, router, norm)
     assert told == [0, 1] and len(training.tensors()) == 3
-    training = Training([torch.randn(E, H)] * 3, [torch.ones(H)] * 3, told.append)
+    training = Training(3, told.append)
     for layer in range(3):
-        training.reach(layer, torch.randn(20, H), torch.rand(20, E).topk(K).indices)
+        training.reach(layer, torch.randn(20, H), torch.rand(20, E).topk(K).indices, router, norm)
     assert training.tensors() == {}
+
+
+@pytest.mark.parametrize("tokens", [20, 3000], ids=["nothing", "network"])
+def test_what_was_learned_survives_being_kept(tmp_path: Path, tokens: int) -> None:
+    found = learn(lesson(tokens, 2, "network"), 32, seed=0)
+    write_tensors(tmp_path / "kept.safetensors", foresight.to_tensors(found))
+    again = foresight.from_tensors(load_file(tmp_path / "kept.safetensors"))
+    if found is None or again is None:
+        assert found is again is None and tokens == 20
+        return
+    assert again[1:] == found[1:] and again[0].inner is not None
+    assert all(torch.equal(getattr(again[0], part), getattr(found[0], part)) for part in ("linear", "inner", "outer"))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])

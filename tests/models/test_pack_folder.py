@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 import torch
-from floe_chat.models import pack as pack_module
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.dense_part import DensePart
 from floe_chat.models.errors import FloeError, PackError, TryAgainError, UsageError
 from floe_chat.models.manifest import FILE_NAME, UNFINISHED, Manifest
-from floe_chat.models.pack import EXACT, PackSpec, pack
+from floe_chat.models.pack import EXACT, PackSpec, pack, working_bytes
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.workplace import locked
 
 from ..helpers import calibration_tokens, make_checkpoint, make_pack, write_tokenizer
 
@@ -54,7 +54,7 @@ def while_copying_small_files(patch: pytest.MonkeyPatch) -> None:
 
 
 def before_the_dense_part(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pack_module, "_write", cut_power)
+    patch.setattr(DensePart, "store", cut_power)
 
 
 def before_the_manifest(patch: pytest.MonkeyPatch) -> None:
@@ -82,8 +82,13 @@ CUTS = [
     while_copying_small_files,
     before_the_manifest,
     before_the_rename_to(FILE_NAME),
+    before_the_rename_to("journal.jsonl"),
+    before_the_rename_to("state.safetensors"),
+    before_the_rename_to("ahead_00.safetensors"),
 ]
-CUT_IDS = ["before-dense", "second-layer", "small-files", "before-manifest", "inside-manifest"]
+CUT_IDS = [
+    *("before-dense", "second-layer", "small-files", "before-manifest", "inside-manifest", "journal", "state", "ahead")
+]
 
 
 def interrupted(source: Path, folder: Path, cut: Any) -> None:
@@ -115,21 +120,14 @@ def test_packing_again_after_an_interruption_is_as_if_nothing_happened(
     assert contents(tmp_path / "p") == contents(exact_pack)
 
 
-def test_packing_again_works_after_a_cut_while_the_folder_was_claimed(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    interrupted(tiny_checkpoint, tmp_path / "p", before_the_rename_to(UNFINISHED))
-    make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
-    assert PackedModel.open(tmp_path / "p", recheck=True)
-
-
 def test_a_folder_that_another_process_packs_into_is_refused(tmp_path: Path, tiny_checkpoint: Path) -> None:
     interrupted(tiny_checkpoint, tmp_path / "p", in_the_second_layer)
-    writer = psutil.Process()
-    mark = json.dumps({"pid": writer.pid, "started": writer.create_time()})
-    (tmp_path / "p" / UNFINISHED).write_text(mark)
-    before = contents(tmp_path / "p")
-    with pytest.raises(TryAgainError, match="Another"):
-        make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
-    assert contents(tmp_path / "p") == before
+    with locked(tmp_path / "p" / UNFINISHED, ""):
+        before = contents(tmp_path / "p")
+        with pytest.raises(TryAgainError, match="Another") as caught:
+            make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
+        assert str(os.getpid()) in caught.value.cause and contents(tmp_path / "p") == before
+    make_pack(tiny_checkpoint, tmp_path / "p", EXACT)
 
 
 @pytest.mark.parametrize("mark", ['{"pid": 4194305, "started": 1.0}', "", "[]", "{}", '{"pid": "x"}', "\0"], ids=repr)
@@ -148,7 +146,9 @@ def test_nothing_of_an_interrupted_pack_survives_into_another_models(tmp_path: P
         interrupted(tiny_checkpoint, tmp_path / "p", before_the_manifest)
     finally:
         (tiny_checkpoint / "chat_template.jinja").unlink()
-    make_pack(other, tmp_path / "p", EXACT)
+    with pytest.raises(UsageError, match="other settings"):
+        make_pack(other, tmp_path / "p", EXACT)
+    pack(Checkpoint(other), tmp_path / "p", EXACT, calibration_tokens(), "x", fresh=True)
     make_pack(other, tmp_path / "fresh", EXACT)
     assert set(contents(tmp_path / "p")) == set(contents(tmp_path / "fresh"))
 
@@ -208,8 +208,8 @@ def test_the_disk_that_a_pack_takes_is_foreseen(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, dense: int
 ) -> None:
     spec = PackSpec(dense=dense)
-    files = make_pack(tiny_checkpoint, tmp_path / "p", spec).files
-    weights = sum(entry.size for name, entry in files.items() if name.endswith(".safetensors"))
+    manifest = make_pack(tiny_checkpoint, tmp_path / "p", spec)
+    weights = sum(entry.size for name, entry in manifest.files.items() if name.endswith(".safetensors"))
     free = int(0.9 * weights)
 
     def usage(_path: Path) -> Usage:
@@ -218,7 +218,7 @@ def test_the_disk_that_a_pack_takes_is_foreseen(
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with pytest.raises(FloeError, match="too small"):
         make_pack(tiny_checkpoint, tmp_path / "q", spec)
-    free = weights
+    free = weights + working_bytes(manifest)
     make_pack(tiny_checkpoint, tmp_path / "q", spec)
 
 
@@ -238,7 +238,7 @@ def test_progress_rises_to_one_and_the_source_stays_as_it_was(tmp_path: Path, ti
     before = contents(tiny_checkpoint)
     shares: list[float] = []
     source = Checkpoint(tiny_checkpoint)
-    pack(source, tmp_path / "p", EXACT, calibration_tokens(), "x", lambda _step, share: shares.append(share))
+    pack(source, tmp_path / "p", EXACT, calibration_tokens(), "x", lambda _step, share, _left: shares.append(share))
     assert shares == sorted(shares) and shares[-1] == 1.0 and len(shares) > 8
     assert contents(tiny_checkpoint) == before
 
@@ -246,6 +246,6 @@ def test_progress_rises_to_one_and_the_source_stays_as_it_was(tmp_path: Path, ti
 @pytest.mark.parametrize(
     "spec", [{"up": 5}, {"gate": 1}, {"down": 0}, {"up": 32}, {"dense": 3}, {"dense": 2}, {"dense": 0}], ids=str
 )
-def test_widths_that_do_not_exist_are_refused(spec: dict[str, int]) -> None:
+def test_widths_that_do_not_exist_are_refused(spec: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="bit"):
         PackSpec(**spec)

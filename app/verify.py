@@ -1,0 +1,157 @@
+"""`floe-chat verify`: whether a packed model is sound, and what to do if it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import progress
+from .widgets import units
+from .widgets.plain import printable
+
+if TYPE_CHECKING:
+    from ..models.manifest import Manifest
+    from ..models.verify import Compared, Damage
+
+
+@click.command()
+@click.argument("model", default="demo", metavar="[MODEL]")
+@click.option(
+    "--source",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Compare a few layers with the checkpoint that was packed, too.",
+)
+@click.option("--repair", is_flag=True, help="Pack the damaged files, and only those, again from --source.")
+@click.option(
+    "--text",
+    "text_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What the pack was calibrated on, for --repair.  [default: the built-in text]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def verify(
+    ctx: click.Context, model: str, source: Path | None, repair: bool, text_file: Path | None, as_json: bool
+) -> None:
+    """Check every byte and every tensor of the packed MODEL.
+
+    Exit code 0: it is sound, or has been repaired. 1: it is not; what to do is said.
+    """
+    from ..models.catalog import find
+    from ..models.manifest import Manifest
+    from ..models.verify import damages
+
+    if repair and source is None:
+        raise click.UsageError("--repair needs the checkpoint that was packed: --source FOLDER")
+    folder = find(model)
+    manifest = Manifest.read(folder)
+    damaged = damages(folder, manifest, _step)
+    repaired: list[str] = []
+    if repair and source is not None and damaged:
+        repaired = _repair(folder, source, text_file, damaged)
+        damaged = damages(folder, manifest := Manifest.read(folder), _step)
+    compared = _compared(folder, manifest, source) if source is not None and not damaged else []
+    progress.clear()
+    good = not damaged and all(matrix.good for matrix in compared)
+    if as_json:
+        found = _fields(folder, manifest, good, damaged, repaired, compared)
+        click.echo(json.dumps(progress.rounded(found)))
+    else:
+        click.echo("\n".join(printable(line) for line in _lines(folder, manifest, damaged, repaired, compared, source)))
+    ctx.exit(0 if good else 1)
+
+
+def _step(step: str, share: float) -> None:
+    progress.step(f"{step} ({share:.0%})")
+
+
+def _compared(folder: Path, manifest: Manifest, source: Path) -> list[Compared]:
+    from ..models.checkpoint import Checkpoint
+    from ..models.packed import PackedModel
+    from ..models.verify import compare
+
+    layers = manifest.architecture.layers
+    few = sorted({0, layers // 2, layers - 1})
+    return compare(PackedModel(folder, manifest), Checkpoint(source), few, _step)
+
+
+def _repair(folder: Path, source: Path, text_file: Path | None, damaged: list[Damage]) -> list[str]:
+    from ..models.checkpoint import Checkpoint
+    from ..models.repair import repair
+    from .packing import tokens_of
+
+    checkpoint = Checkpoint(source)
+    names = [damage.file for damage in damaged]
+
+    def told(step: str, share: float, _left: float | None) -> None:
+        _step(step, share)
+
+    changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
+    for name in changed:
+        progress.note(
+            f"{name} was packed again but is not the file it was: the text or the number of threads was another. "
+            "The pack is sound."
+        )
+    return names
+
+
+def _fields(
+    folder: Path,
+    manifest: Manifest,
+    good: bool,
+    damaged: list[Damage],
+    repaired: list[str],
+    compared: list[Compared],
+) -> dict[str, Any]:
+    return {
+        "model": manifest.name,
+        "folder": str(folder),
+        "good": good,
+        "files": len(manifest.files),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "damaged": [dataclasses.asdict(damage) for damage in damaged],
+        "repaired": repaired,
+        "compared": [{**dataclasses.asdict(matrix), "good": matrix.good} for matrix in compared],
+    }
+
+
+def _lines(
+    folder: Path,
+    manifest: Manifest,
+    damaged: list[Damage],
+    repaired: list[str],
+    compared: list[Compared],
+    source: Path | None,
+) -> list[str]:
+    size = units.size(sum(entry.size for entry in manifest.files.values()))
+    lines = [f"repaired  {name}" for name in repaired]
+    if damaged:
+        lines += [f"damaged   {damage.file}: {damage.cause}" for damage in damaged]
+        lines += [f"{len(damaged)} of {len(manifest.files)} files are damaged; the others are sound.", ""]
+        if source is None:
+            lines += ["Pack only these again from the checkpoint that the model was packed from:"]
+        lines += [f"  floe-chat verify {folder} --repair --source {source or 'FOLDER'}"]
+        lines += ["or restore them from a copy."]
+        return lines
+    lines += [f"{manifest.name}: all {len(manifest.files)} files are sound, {size}."]
+    if compared:
+        lines += [
+            f"{matrix.name}: differs by {matrix.error:.3g}, {matrix.limit:.3g} at the most"
+            for matrix in compared
+            if not matrix.good
+        ]
+        worst = max(compared, key=lambda matrix: matrix.error / matrix.limit)
+        bad = sum(not matrix.good for matrix in compared)
+        lines += [
+            f"{len(compared)} matrices beside the source's: {bad} differ by more than their width explains; the most "
+            f"for its width {worst.name}, {worst.bits} bit, by {worst.error:.3g} of its size."
+        ]
+        if bad:
+            lines += [f"Either {source} is not what was packed, or packing failed: pack it again."]
+    return lines

@@ -1,0 +1,249 @@
+"""Verifying a pack: what is damaged is found and named, repaired from the source, and compared with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.errors import CheckpointError
+from floe_chat.models.manifest import FILE_NAME, Manifest
+from floe_chat.models.pack import EXACT, PackSpec
+from floe_chat.models.packed import PackedModel
+from floe_chat.models.repair import repair
+from floe_chat.models.verify import Compared, compare, damages
+from torch import Tensor
+
+from ..helpers import calibration_tokens, edit_json, edit_tensors, make_checkpoint, make_pack, reseal, run_cli
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("verify") / "source", layers=3)
+
+
+@pytest.fixture(scope="module")
+def sound(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify") / "sound"
+    make_pack(source, folder, PackSpec())
+    return folder
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sound, tmp_path / "copy"))
+
+
+def silent(_step: str, _share: float) -> None:
+    pass
+
+
+def silent_left(_step: str, _share: float, _left: float | None) -> None:
+    pass
+
+
+def damaged(folder: Path) -> dict[str, str]:
+    return {damage.file: damage.cause for damage in damages(folder, Manifest.read(folder), silent)}
+
+
+def spoil(path: Path) -> None:
+    """One bit in the middle."""
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_sound_pack_has_no_damage_and_every_file_is_told_of(sound: Path) -> None:
+    told: list[tuple[str, float]] = []
+    assert damages(sound, Manifest.read(sound), lambda step, share: told.append((step, share))) == []
+    assert {name for name in Manifest.read(sound).files if any(name in step for step, _ in told)} == set(
+        contents(sound)
+    ) - {FILE_NAME}
+    assert [share for _, share in told] == sorted(share for _, share in told)
+
+
+def test_all_damaged_files_are_named_at_once(copy: Path) -> None:
+    spoil(copy / "layer_01.safetensors")
+    (copy / "tokenizer.json").unlink()
+    (copy / "dense.safetensors").write_bytes(b"x")
+    found = damaged(copy)
+    assert set(found) == {"layer_01.safetensors", "tokenizer.json", "dense.safetensors"}
+    assert "sha256" in found["layer_01.safetensors"] and "missing" in found["tokenizer.json"]
+
+
+SENSELESS: dict[str, tuple[str, str, float]] = {
+    "scale-not-finite": ("layer_00.safetensors", "up.scale", float("nan")),
+    "zero-not-finite": ("layer_02.safetensors", "up.zero", float("inf")),
+    "thresholds-fall": ("layer_01.safetensors", "threshold", -1.0),
+    "norm-not-finite": ("dense.safetensors", "model.norm.weight", float("nan")),
+    "dense-scale-not-finite": ("dense.safetensors", "lm_head.scale", float("inf")),
+    "popularity-not-finite": ("profile.safetensors", "popularity", float("nan")),
+}
+
+
+@pytest.mark.parametrize(("file", "name", "value"), SENSELESS.values(), ids=SENSELESS)
+def test_values_that_make_no_sense_are_found_behind_a_right_sha256(
+    copy: Path, file: str, name: str, value: float
+) -> None:
+    def change(found: str, tensor: Tensor) -> Tensor:
+        if found != name:
+            return tensor
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    kept = {path.name: path.read_bytes() for path in copy.glob("*.safetensors") if path.name != file}
+    edit_tensors(copy, change)
+    for other, raw in kept.items():
+        (copy / other).write_bytes(raw)
+    reseal(copy)
+    assert set(damaged(copy)) == {file}
+
+
+def test_row_scales_that_are_not_finite_are_found(copy: Path) -> None:
+    def change(name: str, tensor: Tensor) -> Tensor:
+        if name != "rows":
+            return tensor
+        tensor = tensor.clone()
+        tensor[2, 5, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # float16 infinity
+        return tensor
+
+    edit_tensors(copy, change)
+    reseal(copy)
+    assert {file for file in damaged(copy) if file.startswith("layer")} == {f"layer_0{n}.safetensors" for n in range(3)}
+    assert "gate of expert 2" in damaged(copy)["layer_00.safetensors"]
+
+
+def test_a_dense_tensor_that_is_missing_is_found(copy: Path) -> None:
+    edit_tensors(copy, lambda name, tensor: None if name == "model.layers.1.self_attn.k_proj.zero" else tensor)
+    reseal(copy)
+    assert "k_proj.zero" in damaged(copy)["dense.safetensors"]
+
+
+REPAIRS: dict[str, list[str]] = {
+    "first-layer": ["layer_00.safetensors"],
+    "two-layers": ["layer_01.safetensors", "layer_02.safetensors"],
+    "dense": ["dense.safetensors"],
+    "tokenizer": ["tokenizer.json", "config.json"],
+    "profile": ["profile.safetensors"],
+    "much": ["layer_01.safetensors", "dense.safetensors", "tokenizer_config.json"],
+}
+
+
+@pytest.mark.parametrize("files", REPAIRS.values(), ids=REPAIRS)
+@pytest.mark.parametrize("how", ["spoilt", "missing"])
+def test_repair_brings_back_the_very_bytes(sound: Path, copy: Path, source: Path, files: list[str], how: str) -> None:
+    for name in files:
+        spoil(copy / name) if how == "spoilt" else (copy / name).unlink()
+    assert set(damaged(copy)) == set(files)
+    assert repair(Checkpoint(source), copy, files, calibration_tokens(), silent_left) == []
+    assert contents(copy) == contents(sound)
+
+
+def test_repair_reads_only_what_it_needs(copy: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = Checkpoint.tensor
+
+    def tensor(self: Checkpoint, name: str) -> Tensor:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(Checkpoint, "tensor", tensor)
+    spoil(copy / "layer_01.safetensors")
+    repair(Checkpoint(source), copy, ["layer_01.safetensors"], calibration_tokens(), silent_left)
+    assert len(read) == 12 and all(".layers.1." in name and ".experts." in name for name in read)
+
+
+def test_repair_with_another_text_says_so_and_leaves_a_sound_pack(copy: Path, source: Path) -> None:
+    spoil(copy / "layer_02.safetensors")
+    changed = repair(Checkpoint(source), copy, ["layer_02.safetensors"], calibration_tokens() + 1, silent_left)
+    assert changed == ["layer_02.safetensors"] and damaged(copy) == {}
+    assert PackedModel.open(copy, recheck=True)
+
+
+def test_repair_keeps_presets_and_name(copy: Path, source: Path) -> None:
+    preset = {"name": "Fast", "sparsity": 0.5, "product": 0.1, "drop": 0.0, "major": 0.0, "kl": 0.1}
+    edit_json(copy / FILE_NAME, lambda fields: fields.update(name="Own", tuned=[{**preset, "bytes_per_token": 1.0}]))
+    before = Manifest.read(copy)
+    spoil(copy / "layer_00.safetensors")
+    repair(Checkpoint(source), copy, ["layer_00.safetensors"], calibration_tokens(), silent_left)
+    assert Manifest.read(copy) == before
+
+
+def test_repair_from_another_model_is_refused(copy: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", layers=3, experts=5)
+    before = contents(copy)
+    with pytest.raises(CheckpointError, match="not the source"):
+        repair(Checkpoint(other), copy, ["layer_00.safetensors"], calibration_tokens(), silent_left)
+    assert contents(copy) == before
+
+
+def by_bits(found: list[Compared]) -> dict[int, float]:
+    return {bits: max(m.error for m in found if m.bits == bits) for bits in {m.bits for m in found}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "bits"),
+    [(EXACT, {16}), (PackSpec(), {3, 4, 8, 16}), (PackSpec(up=2, gate=8, down=3, dense=8), {2, 3, 8, 16})],
+    ids=["exact", "default", "mixed"],
+)
+def test_every_width_explains_how_far_the_values_are_off(
+    tmp_path: Path, source: Path, spec: PackSpec, bits: set[int]
+) -> None:
+    make_pack(source, tmp_path / "p", spec)
+    found = compare(PackedModel.open(tmp_path / "p"), Checkpoint(source), [0, 2], silent)
+    assert all(matrix.good for matrix in found), [matrix for matrix in found if not matrix.good]
+    assert len([matrix for matrix in found if "expert" in matrix.name]) == 2 * 4 * 3
+    errors = by_bits(found)
+    assert set(errors) == bits and errors[16] == 0
+    assert all(errors[width] > limit for width, limit in ((2, 0.3), (3, 0.1), (4, 0.05), (8, 0.002)) if width in errors)
+
+
+def test_another_models_weights_are_noticed(sound: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other", layers=3, seed=3)
+    found = compare(PackedModel.open(sound), Checkpoint(other), [1], silent)
+    # Norms are ones in both.
+    assert not [matrix for matrix in found if matrix.good and "norm" not in matrix.name]
+    with pytest.raises(CheckpointError, match="not the source"):
+        compare(PackedModel.open(sound), Checkpoint(make_checkpoint(tmp_path / "small", layers=2)), [0], silent)
+
+
+def test_one_expert_in_the_place_of_another_is_noticed(copy: Path, source: Path) -> None:
+    def swap(name: str, tensor: Tensor) -> Tensor:
+        return tensor[[1, 0, 2, 3]] if name in ("rows", "up.q", "up.scale", "up.zero") else tensor
+
+    edit_tensors(copy, swap)
+    reseal(copy)
+    found = compare(PackedModel.open(copy), Checkpoint(source), [1], silent)
+    bad = {matrix.name.split(",")[1] for matrix in found if not matrix.good}
+    assert bad == {" expert 1", " expert 2"}
+
+
+def test_the_command_finds_repairs_and_compares(source: Path, tmp_path: Path) -> None:
+    text, folder = tmp_path / "text.txt", tmp_path / "p"
+    text.write_text("A person asked, and the machine answered as well as it could. " * 20)
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    assert "too short" in run_cli("pack", str(source), str(folder), "--text", str(short)).err
+    assert run_cli("pack", str(source), str(folder), "--text", str(text)).code == 0
+    ran = run_cli("verify", str(folder))
+    assert ran.code == 0 and "sound" in ran.out
+    spoil(folder / "layer_01.safetensors")
+    ran = run_cli("verify", str(folder))
+    assert ran.code == 1 and "layer_01.safetensors" in ran.out and "--repair" in ran.out
+    fields: dict[str, Any] = json.loads(run_cli("verify", str(folder), "--json").out)
+    assert not fields["good"] and [damage["file"] for damage in fields["damaged"]] == ["layer_01.safetensors"]
+    assert run_cli("verify", str(folder), "--repair").code == 2
+    arguments = ("verify", str(folder), "--repair", "--source", str(source), "--text", str(text), "--json")
+    ran = run_cli(*arguments)
+    fields = json.loads(ran.out)
+    assert ran.code == 0 and fields["good"] and fields["repaired"] == ["layer_01.safetensors"] and fields["compared"]
+    assert "not the file it was" not in ran.err
