@@ -1,4 +1,7 @@
-"""`floe-chat ask`: one question in, one answer out, for pipes and scripts."""
+"""`floe-chat ask`: one question in, one answer out, for pipes and scripts.
+
+Question and answer go into the history, so that the next `ask --continue`, or the screen, can go on from there.
+"""
 
 from __future__ import annotations
 
@@ -6,52 +9,101 @@ import dataclasses
 import json
 import secrets
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ..engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
-from ..models.errors import FloeError
+from ..models.errors import FloeError, UsageError
 from .chat_client import ChatClient, Message, TextDelta
+from .history import Answer, AnswerStats, History, Setup, Trouble, history_file
+from .history.exchange import ask_anew, ask_in
+
+Form = Literal["text", "json", "lines"]
+"""What goes to stdout: the text as it comes, one JSON object at the end, or one for each piece and one at the end."""
 
 
-def answer(
-    client: ChatClient, text: str, sampling: Sampling, max_tokens: int, system: str | None, *, as_json: bool
-) -> int:
-    """Ask, print the answer as it comes (or one JSON object at the end), and return the exit code.
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, and of whom.
+
+    Attributes:
+        setup: model and instructions, as the history notes them. going_on: with the last conversation; number: or with
+            this one. saved: whether question and answer are kept.
+    """
+
+    text: str
+    setup: Setup
+    max_tokens: int
+    going_on: bool = False
+    number: int | None = None
+    saved: bool = True
+
+
+def ask(client: ChatClient, question: Question, form: Form) -> int:
+    """Ask, print the answer in this form, keep both, and return the exit code.
 
     Raises:
-        FloeError: the model cannot be loaded, or the question does not fit.
+        FloeError: there is nothing to go on with, the model cannot be loaded, or the question does not fit.
     """
-    if sampling.seed is None:
-        # Drawn here, so that --json can tell which seed gives this answer again.
-        sampling = replace(sampling, seed=secrets.randbelow(1 << 32))
+    continuing = question.going_on or question.number is not None
+    if continuing and not question.saved:
+        raise UsageError("Chats are not kept here", "history.save is false in the settings.", "Ask without --continue.")
     client.start()
+    history = History(history_file() if question.saved else None)
     try:
         loaded = _load(client)
-        messages = [Message("system", system)] if system else []
-        request = client.submit([*messages, Message("user", text)], sampling, max_tokens).request
-        pieces: list[str] = []
-        while True:
-            for update in client.poll(timeout=0.1):
-                match update:
-                    case TextDelta():
-                        pieces.append(update.text)
-                        if not as_json:
-                            sys.stdout.write(update.text)
-                            sys.stdout.flush()
-                    case Finished(request=done) if done == request:
-                        _close(update, loaded, sampling, "".join(pieces), as_json=as_json)
-                        return 0
-                    case Notice(title, cause):
-                        sys.stderr.write(f"floe-chat: {title}. {cause}\n")
-                    case Failed():
-                        raise _error(update)
-                    case _:
-                        pass
+        setup = replace(question.setup, preset=loaded.preset)
+        if continuing:
+            exchange = ask_in(history, question.number, question.text, setup)
+        else:
+            exchange = ask_anew(history, question.text, setup)
+        with exchange.answer as kept:
+            return _answer(client, exchange.turns, question, loaded, kept, form)
     except KeyboardInterrupt:
         client.cancel()
         raise
     finally:
         client.close()
+        history.close()
+        for event in history.poll():
+            if isinstance(event, Trouble):
+                sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
+
+
+def _answer(
+    client: ChatClient, turns: Sequence[Message], question: Question, loaded: Loaded, kept: Answer, form: Form
+) -> int:
+    # Drawn here, so that --json can tell which seed gives this answer again.
+    sampling = question.setup.sampling
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=secrets.randbelow(1 << 32))
+    request = client.submit(turns, sampling, question.max_tokens).request
+    pieces: list[str] = []
+    while True:
+        for update in client.poll(timeout=0.1):
+            match update:
+                case TextDelta():
+                    pieces.append(update.text)
+                    kept.append(update.text)
+                    _show(update.text, form)
+                case Finished(request=done) if done == request:
+                    kept.finish(AnswerStats.of(update.stats, update.reason))
+                    _close(update, loaded, sampling, "".join(pieces), form)
+                    return 0
+                case Notice(title, cause):
+                    sys.stderr.write(f"floe-chat: {title}. {cause}\n")
+                case Failed():
+                    raise _error(update)
+                case _:
+                    pass
+
+
+def _show(text: str, form: Form) -> None:
+    if form == "json" or not text:
+        return
+    sys.stdout.write(text if form == "text" else json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def _load(client: ChatClient) -> Loaded:
@@ -73,12 +125,12 @@ def _load(client: ChatClient) -> Loaded:
                     pass
 
 
-def _close(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, *, as_json: bool) -> None:
-    if not as_json:
+def _close(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, form: Form) -> None:
+    if form == "text":
         sys.stdout.write("\n")
         return
     stats = finished.stats
-    fields = {
+    fields: dict[str, Any] = {
         "answer": text,
         "stop_reason": finished.reason,
         "model": loaded.model,

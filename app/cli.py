@@ -9,18 +9,31 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from ..models.errors import FloeError, UsageError
+from ..models.privacy import stay_private
 from .bench import bench
 from .evaluate import evaluate
 from .harness import harness
+from .history_cli import history
 from .log import log_file, start_log
+from .models_command import models, paths
+from .packing import pack
+from .plan import plan
+from .setup_command import setup
 from .tune import tune
+from .verify import verify
 from .widgets.plain import printable
+
+if TYPE_CHECKING:
+    from ..engine.events import Sampling
+    from .ask import Form
+    from .chat_client import ChatClient
+    from .settings import Settings
 
 EXIT_INTERRUPTED = 130
 
@@ -72,10 +85,11 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
 @_with(*_MODEL, *_SAMPLING)
 @click.version_option(version("floe-chat"), prog_name="floe-chat")
 @click.pass_context
-def cli(ctx: click.Context, model: str, preset: str | None, device: str, vram: str | None, **sampling: Any) -> None:
+def cli(ctx: click.Context, **options: Any) -> None:
     """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
 
-    Without a command, opens the chat screen.
+    Without a command, opens the chat screen. What the command line leaves open comes from the settings file, see
+    `floe-chat paths`.
     """
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -85,106 +99,101 @@ def cli(ctx: click.Context, model: str, preset: str | None, device: str, vram: s
                 f"{option} belongs after the command: floe-chat {ctx.invoked_subcommand} {option} ..."
             )
         return
-    from ..models.catalog import find
-    from .arguments import memory_size, need_terminal, sampling_from
+    from .arguments import need_terminal
 
     need_terminal()
-    from .chat_client import ChatClient
     from .tui import run_app
 
-    pack = find(model)
-    chosen, max_tokens, system = sampling_from(sampling, pack)
-    ctx.exit(run_app(ChatClient(pack, preset, device, memory_size(vram)), chosen, max_tokens, system))
+    _, options = _settled(ctx, options)
+    ctx.exit(run_app(*_opened(options)))
 
 
 @cli.command()
 @click.argument("prompt", nargs=-1)
-@click.option("--file", "-f", "file", type=click.Path(path_type=Path), help="Read the question from a text file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option(
+    "--file",
+    "-f",
+    "files",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Read the question, or what it is about, from a text file; may be given several times.",
+)
+@click.option(
+    "--continue", "-c", "going_on", is_flag=True, help="Go on with the conversation that was written to last."
+)
+@click.option("--conversation", type=click.IntRange(1), metavar="N", help="Go on with this one; see `history list`.")
+@click.option("--json", "form", flag_value="json", help="Print one JSON object instead of the text.")
+@click.option(
+    "--json-lines", "form", flag_value="lines", help="Print a JSON object for each piece, and one at the end."
+)
 @_with(*_MODEL, *_SAMPLING)
 @click.pass_context
 def ask(
     ctx: click.Context,
     prompt: tuple[str, ...],
-    file: Path | None,
-    as_json: bool,
-    model: str,
-    preset: str | None,
-    device: str,
-    vram: str | None,
-    **sampling: Any,
+    files: tuple[Path, ...],
+    going_on: bool,
+    conversation: int | None,
+    form: Form | None,
+    **options: Any,
 ) -> None:
     """Answer one question on stdout.
 
-    The question is PROMPT, the --file, and what is piped in, whichever are given, in this order.
+    The question is PROMPT, every --file, and what is piped in, whichever are given, in this order. It is kept with its
+    answer (`floe-chat history`), unless the settings say otherwise.
+
+    \b
+    floe-chat ask "What is an expert?"
+    git diff | floe-chat ask "Summarize this"
+    floe-chat ask --continue "And in one sentence?"
+    floe-chat ask -f notes.txt -f plan.txt "What contradicts what?"
     """
+    from .arguments import question
+    from .ask import Question
+    from .ask import ask as answer
+    from .history import Setup
+
+    text = question(prompt, files)
+    settings, options = _settled(ctx, options)
+    client, sampling, max_tokens, system = _opened(options)
+    setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
+    asked = Question(text, setup, max_tokens, going_on, conversation, settings.save_history)
+    ctx.exit(answer(client, asked, form or "text"))
+
+
+def _settled(ctx: click.Context, options: dict[str, Any]) -> tuple[Settings, dict[str, Any]]:
+    """The settings, and the options with what they say where the command line says nothing."""
+    from .settings import fill
+    from .settings_file import read, settings_file
+
+    found = read(settings_file())
+    for problem in found.problems:
+        click.echo(printable(f"floe-chat: {settings_file()}: {problem}"), err=True)
+    given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    return found.settings, fill(options, given, found.settings)
+
+
+def _opened(options: dict[str, Any]) -> tuple[ChatClient, Sampling, int, str | None]:
+    """What answers, how it draws, how much, and its instructions."""
     from ..models.catalog import find
-    from .arguments import memory_size, question, sampling_from
-    from .ask import answer
+    from .arguments import memory_size, sampling_from
     from .chat_client import ChatClient
 
-    text = question(prompt, file)
-    pack = find(model)
-    chosen, max_tokens, system = sampling_from(sampling, pack)
-    ctx.exit(
-        answer(ChatClient(pack, preset, device, memory_size(vram)), text, chosen, max_tokens, system, as_json=as_json)
-    )
+    rest = dict(options)
+    pack = find(rest.pop("model"))
+    preset, device, vram = (rest.pop(name) for name in ("preset", "device", "vram"))
+    sampling, max_tokens, system = sampling_from(rest, pack)
+    return ChatClient(pack, preset, device, memory_size(vram)), sampling, max_tokens, system
 
 
 @cli.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
-@click.option("--up", type=int, default=3, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
-@click.option("--rows", type=int, default=4, show_default=True, help="Bits of gate and down: 2, 3, 4, 8 or 16.")
-@click.option("--gate", type=int, help="Bits of gate, if not those of --rows.")
-@click.option("--down", type=int, help="Bits of down, if not those of --rows.")
-@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all the rest is 16]")
-@click.option("--name", help="What the model is called.  [default: the destination folder's name]")
-def pack(
-    source: Path,
-    destination: Path,
-    up: int,
-    rows: int,
-    gate: int | None,
-    down: int | None,
-    dense: int | None,
-    name: str | None,
-) -> None:
-    """Pack the checkpoint in folder SOURCE into folder DESTINATION.
-
-    SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. With --up 16 --rows 16
-    nothing is rounded, and the preset Exact gives the original model's own answers. `floe-chat tune` measures what
-    other widths would lose and save.
-    """
-    gate, down = rows if gate is None else gate, rows if down is None else down
-    with click.progressbar(length=1000, label="Reading", file=sys.stderr, show_pos=False) as bar:
-        shown = 0
-
-        def progress(step: str, share: float) -> None:
-            nonlocal shown
-            bar.label = step
-            bar.update(int(share * 1000) - shown)
-            shown = int(share * 1000)
-
-        from ..models.pack import PackSpec
-        from .packing import pack_folder
-
-        if dense is None:
-            dense = 16 if up == gate == down == 16 else 4
-        called = name or destination.resolve().name
-        spec = PackSpec(up, gate, down, dense)
-        manifest, size = pack_folder(source, destination, spec, called, progress)
-    click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
-    click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
-
-
-@cli.command()
+@click.option("--measure", is_flag=True, help="Measure this machine's rates anew; it takes a few seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
+def doctor(measure: bool, as_json: bool) -> None:
     """Tell what this machine has, which paths would run here, and why."""
     from .doctor import report
 
-    click.echo(report(as_json=as_json))
+    click.echo(report(as_json=as_json, measure=measure))
 
 
 @cli.command()
@@ -209,13 +218,20 @@ cli.add_command(bench)
 cli.add_command(evaluate)
 cli.add_command(tune)
 cli.add_command(harness)
+cli.add_command(history)
+cli.add_command(models)
+cli.add_command(pack)
+cli.add_command(paths)
+cli.add_command(plan)
+cli.add_command(setup)
+cli.add_command(verify)
 
 
 def main() -> None:
     """Run the command: every failure ends in a sentence and an exit code (SystemExit), never in a traceback."""
     # Read by huggingface_hub and transformers when they are imported: nothing here needs a network (`harness` asks for
     # it by itself), and their advice to programmers would land between the person's lines.
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
+    stay_private()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Torch's threads would otherwise wait for their next work busily and keep the cores from the kernels' own threads:
     # a decode step of full width took half as long again.

@@ -1,0 +1,387 @@
+"""From a choice to a packed, checked model: download, packing and check as one flow that can be left at any time.
+
+The command line and the wizard hold a `Setup` and look at its `progress` as often as they like; behind it one thread
+works, which nothing waits for. What somebody began is noted beside the models until it is finished, so that any later
+start of the program can go on: shards that are on the disk, layers that are packed and the very commit stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..models import catalog
+from ..models.errors import FloeError, UsageError
+from ..models.fetch_progress import DownloadProgress
+
+if TYPE_CHECKING:
+    from ..models.checkpoint import Checkpoint
+    from ..models.fetch_loop import Tuning
+    from ..models.hub_shelf import HubShelf
+    from ..models.pack import PackSpec
+
+State = Literal["looking", "working", "paused", "checking", "done", "failed", "cancelled"]
+
+_NOTE = ".setup.json"  # beside the folder of the pack, while it is not finished
+_FETCHED = catalog.FETCHED  # likewise, the folder with what was fetched
+_log = logging.getLogger("floe_chat.app")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody wants set up.
+
+    Attributes:
+        model: a hub id (owner/name), or the folder of a checkpoint. name: what it will be called here.
+        up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it was asked.
+        home: the models folder that it goes into, whatever is chosen for others later.
+    """
+
+    model: str
+    name: str
+    up: int = 3
+    gate: int = 4
+    down: int = 4
+    dense: int = 4
+    commit: str = ""
+    home: Path = field(default_factory=catalog.models_folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where the pack goes."""
+        return self.home / self.name
+
+    @property
+    def fetched(self) -> Path:
+        """Where shards and small files lie while they are needed."""
+        return self.home / (self.name + _FETCHED)
+
+    @property
+    def note(self) -> Path:
+        """What says that it was begun."""
+        return self.home / (self.name + _NOTE)
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the disk that it takes so far."""
+        return _taken(self.folder) + _taken(self.fetched)
+
+    @property
+    def local(self) -> Path | None:
+        """The folder of the checkpoint, if it is one."""
+        path = Path(self.model).expanduser()
+        return path if path.is_dir() else None
+
+    def spec(self) -> PackSpec:
+        """Raises: UsageError: widths that there are not."""
+        from ..models.pack import PackSpec
+
+        return PackSpec(self.up, self.gate, self.down, self.dense)
+
+
+def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = None) -> Wish:
+    """What `model` means: a listed name, a hub id, or the folder of a checkpoint; `bits`: widths by `Wish`'s names.
+
+    Raises:
+        UsageError: it is none of these, or the name is taken or cannot be a folder's.
+    """
+    entry = catalog.published(model)
+    source = entry.repo if entry and entry.repo else model
+    local = Path(source).expanduser()
+    if local.is_dir():
+        source = str(local.resolve())
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        listed = ", ".join(known.name for known in catalog.PUBLISHED if known.repo)
+        raise UsageError(
+            f"There is no model {model!r} to set up",
+            f"Listed are {listed}.",
+            "Give one of these, a hub id (owner/name), or the folder of a downloaded checkpoint.",
+        )
+    called = name or (entry.name if entry else Path(source).name.lower())
+    if called == catalog.DEMO or not re.fullmatch(r"\w[\w.-]*", called) or called.endswith((_NOTE, _FETCHED)):
+        raise UsageError(f"A model cannot be called {called!r}", "", "Choose letters, digits, '-' and '_' with --name.")
+    wanted = Wish(source, called, **(bits or {}))  # pyright: ignore[reportArgumentType]
+    if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
+        raise UsageError(
+            f"There is a model called {called} already",
+            f"It lies in {wanted.folder}.",
+            f"Chat with it: floe-chat --model {called}, or choose another name with --name.",
+        )
+    return wanted
+
+
+def unfinished() -> list[Wish]:
+    """What was begun and is not finished, by name. Notes that cannot be read are passed over."""
+    found: list[Wish] = []
+    folder = catalog.models_folder()
+    for path in sorted(folder.glob("*" + _NOTE)) if folder.is_dir() else []:
+        try:
+            begun = Wish(**json.loads(path.read_text(encoding="utf-8")))
+            begun.spec()
+        except (OSError, ValueError, TypeError, FloeError) as error:
+            _log.warning("%s cannot be read: %s", path, error)
+        else:
+            found.append(begun)
+    return found
+
+
+def forget(begun: Wish) -> None:
+    """Give up what was begun: delete what was fetched and packed of it, and the note last.
+
+    Raises:
+        FloeError: something cannot be deleted.
+    """
+    try:
+        for folder in (begun.fetched, begun.folder):
+            if folder.exists():
+                shutil.rmtree(folder)
+        begun.note.unlink(missing_ok=True)
+    except OSError as error:
+        raise FloeError(
+            f"{begun.name} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class SetupProgress:
+    """A moment of a setup.
+
+    Attributes:
+        step: what is being done, in words. share: of packing, 0..1. left: seconds to the end, None while unknown.
+        download: None where nothing is fetched. notices: what a person should know, in order.
+        peak: bytes of the disk that it takes at the most, None until that is known.
+    """
+
+    state: State
+    step: str
+    share: float
+    left: float | None
+    download: DownloadProgress | None
+    notices: tuple[str, ...] = ()
+    peak: int | None = None
+
+
+class _CancelledError(Exception):
+    pass
+
+
+class Setup:
+    """One model being set up; use as a context manager, or `close` it.
+
+    Attributes:
+        error: why it failed. wish: with the commit, once that is known.
+    """
+
+    def __init__(
+        self,
+        wanted: Wish,
+        token: str | None = None,
+        *,
+        tuning: Tuning | None = None,
+        after: Setup | None = None,
+    ) -> None:
+        """`token`: for the hub, if not the user's own; it is not kept. tuning: of the download's patience. after: one
+        that was cancelled, and may hold its folders for a moment still."""
+        self.wish = wanted
+        self.error: FloeError | None = None
+        self._token, self._tuning, self._after = token, tuning, after
+        self._state: State = "looking"
+        self._step, self._share, self._left = "Looking at the model", 0.0, None
+        self._shelf: HubShelf | None = None
+        self._notices: list[str] = []
+        self._peak: int | None = None
+        self._cancelled = threading.Event()
+        self._going = threading.Event()
+        self._going.set()
+        self._thread = threading.Thread(target=self._run, name="floe-setup", daemon=True)
+
+    def start(self) -> Setup:
+        """Begin, or go on where an earlier one was left; returns at once."""
+        self._thread.start()
+        return self
+
+    def progress(self) -> SetupProgress:
+        """How far it is now."""
+        shelf = self._shelf
+        download = None if shelf is None else shelf.progress()
+        state = self._state
+        if state in ("looking", "working", "checking") and not self._going.is_set():
+            state = "paused"
+        left = self._left
+        if left is not None and download is not None and download.left is not None:
+            left = max(left, download.left)
+        notices = (*self._notices, *(download.notices if download else ()))
+        return SetupProgress(state, self._step, self._share, left, download, notices, self._peak)
+
+    def pause(self) -> None:
+        """Stop fetching at once and packing after the matrix in hand; everything is kept."""
+        self._going.clear()
+        if self._shelf is not None:
+            self._shelf.download.pause()
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        if self._shelf is not None:
+            self._shelf.download.resume()
+        self._going.set()
+
+    def cancel(self) -> None:
+        """End it; everything is kept for a later setup. Seen at once, whatever the thread still finishes."""
+        if self._state not in ("done", "failed"):
+            self._state = "cancelled"
+        self._cancelled.set()
+        self._going.set()
+        if self._shelf is not None:
+            self._shelf.download.cancel()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it has ended within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Cancel what still runs, and wait until it has let go of its folders."""
+        self.cancel()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except FloeError as error:
+            self._fail(error)
+        except _CancelledError:
+            pass
+        except OSError as error:
+            self._fail(
+                FloeError(
+                    f"Setting up {self.wish.name} failed",
+                    f"{error.strerror or error}.",
+                    "Everything done so far is kept: mend that and run it again.",
+                )
+            )
+        # The thread's border: whatever goes wrong below must reach the person.
+        except Exception as error:  # noqa: BLE001
+            _log.exception("setup failed")
+            hint = "This is a fault of floe-chat; the log has the details. Everything done so far is kept."
+            self._fail(FloeError("The setup failed", f"{type(error).__name__}: {error}", hint))
+
+    def _fail(self, error: FloeError) -> None:
+        if not self._cancelled.is_set():
+            self.error, self._state = error, "failed"
+
+    def _work(self) -> None:
+        if self._after is not None:
+            self._step = "Waiting for what was stopped to let go of its folders"
+            self._after.close()
+            self._after = None
+        from ..models.checkpoint import Checkpoint
+        from ..models.manifest import COPIED
+        from ..models.pack import pack
+        from ..models.packed import PackedModel
+        from .packing import tokens_of
+
+        spec = self.wish.spec()
+        self.wish.home.mkdir(parents=True, exist_ok=True)
+        _write_note(self.wish)
+        with self._source() as source:
+            checkpoint = Checkpoint(source)
+            for name in COPIED:
+                checkpoint.shelf.small(name)
+            tokens = tokens_of(checkpoint.folder, None)
+            self._need_room(checkpoint, spec)
+            self._step = "Waiting for the first weights"
+            self._reach("working")
+            pack(checkpoint, self.wish.folder, spec, tokens, self.wish.name, self._told)
+        self._shelf = None
+        self._reach("checking")
+        self._step, self._left = "Checking the pack", None
+        PackedModel.open(self.wish.folder)
+        if self.wish.fetched.exists():
+            shutil.rmtree(self.wish.fetched)
+        self.wish.note.unlink(missing_ok=True)
+        self._step, self._share = "Done", 1.0
+        self._reach("done")
+
+    @contextmanager
+    def _source(self) -> Generator[Path | HubShelf]:
+        if (local := self.wish.local) is not None:
+            yield local
+            return
+        from ..models.hub import resolve
+        from ..models.hub_shelf import HubShelf
+
+        self._step = "Asking the hub"
+        repo = resolve(self.wish.model, self.wish.commit or "main", self._token)
+        self._reach("looking")
+        if not self.wish.commit:
+            self.wish = dataclasses.replace(self.wish, commit=repo.commit)
+            _write_note(self.wish)
+        self._step = "Reading what the model consists of"
+        with HubShelf(repo, self.wish.fetched, tuning=self._tuning) as shelf:
+            self._shelf = shelf
+            if not self._going.is_set():
+                shelf.download.pause()
+            if self._cancelled.is_set():
+                raise _CancelledError
+            yield shelf
+
+    def _need_room(self, checkpoint: Checkpoint, spec: PackSpec) -> None:
+        """Raises: FloeError: the disk cannot hold the pack and what has to lie beside it."""
+        from ..engine.footprint import Footprint
+        from ..models.download import check_room
+
+        sizes = catalog.described(checkpoint.config.to_dict()).sizes
+        self._peak = Footprint.of(sizes, spec).disk
+        if self.wish.local is None:
+            shards = sorted(
+                max(place.end for place in places.values()) for places in checkpoint.shelf.headers().values()
+            )
+            self._peak += sum(shards[-2:])
+        check_room(self.wish.folder, max(0, self._peak - self.wish.taken))
+
+    def _reach(self, state: State) -> None:
+        if self._cancelled.is_set():
+            raise _CancelledError
+        self._state = state
+
+    def _told(self, step: str, share: float, left: float | None) -> None:
+        from ..models.pack_run import CONTINUES
+
+        if step == CONTINUES:
+            self._notices.append(f"{CONTINUES}.")
+        self._step, self._share, self._left = step, share, left
+        self._going.wait()
+        if self._cancelled.is_set():
+            raise _CancelledError
+
+
+def _write_note(begun: Wish) -> None:
+    path = begun.note
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    fields = {name: value for name, value in dataclasses.asdict(begun).items() if name != "home"}  # disks move
+    partial.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    partial.chmod(0o600)
+    partial.replace(path)
+
+
+def _taken(folder: Path) -> int:
+    """Bytes of the disk that a folder's files take; those that are laid out and not written yet take none."""
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    return sum(getattr(path.stat(), "st_blocks", 0) * 512 or path.stat().st_size for path in files)

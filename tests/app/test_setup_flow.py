@@ -1,0 +1,266 @@
+"""A model is set up from a hub over real HTTP: fetched, packed, checked; left, taken up again; refused with reasons."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from floe_chat.app import setup_command, setup_flow
+from floe_chat.app.cli import cli
+from floe_chat.app.setup_flow import Setup, Wish, forget, unfinished, wish
+from floe_chat.models import catalog
+from floe_chat.models.errors import AccessError, FloeError, TryAgainError, UsageError
+from floe_chat.models.fetch_loop import Tuning
+from floe_chat.models.packed import PackedModel
+
+from ..helpers import make_checkpoint
+from ..models.fakehub import ALWAYS, FakeHub, Fault
+
+REPO = "floe/tiny"
+IMPATIENT = Tuning(first_wait=0.01, longest_wait=0.05, sync=0.01)
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers in several shards."""
+    return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
+
+
+@pytest.fixture
+def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub({REPO: source}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        yield hub
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def ended(running: Setup) -> Setup:
+    assert running.wait(DEADLINE_S), running.progress()
+    return running
+
+
+def reached(running: Setup, step: str) -> None:
+    """Until its step begins like that."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not running.progress().step.startswith(step):
+        assert time.monotonic() < deadline and running.error is None, (running.progress(), running.error)
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a setup without a hub and without trouble makes, name and commit apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        with Setup(wish(str(source), "tiny")) as running:
+            assert ended(running.start()).error is None
+            return digest(running.wish.folder)
+
+
+def same_weights(folder: Path, expected: dict[str, str]) -> bool:
+    """All but the manifest, which names where the model came from."""
+    found = digest(folder)
+    return found.keys() == expected.keys() and all(
+        found[name] == expected[name] for name in found if name != "manifest.json"
+    )
+
+
+def test_fetched_packed_checked(hub: FakeHub, undisturbed: dict[str, str]) -> None:
+    with Setup(wish(REPO)) as running:
+        ended(running.start())
+        now = running.progress()
+    assert (running.error, now.state, now.share) == (None, "done", 1.0)
+    assert same_weights(running.wish.folder, undisturbed)
+    manifest = PackedModel.open(running.wish.folder, recheck=True).manifest
+    assert (manifest.source.name, manifest.source.commit) == (REPO, running.wish.commit)
+    # Nothing is left beside the pack, and it can be called by its name.
+    assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny"]
+    assert catalog.find("tiny") == running.wish.folder and unfinished() == []
+    with pytest.raises(UsageError, match="called tiny already"):
+        wish(REPO)
+
+
+def test_left_and_taken_up_again(hub: FakeHub, undisturbed: dict[str, str]) -> None:
+    with Setup(wish(REPO), tuning=IMPATIENT) as running:
+        running.start()
+        reached(running, "Packing layer 2")
+        running.pause()
+        assert running.progress().state == "paused"
+        running.resume()
+        running.cancel()
+        assert running.progress().state == "cancelled"
+    (begun,) = unfinished()
+    assert begun.commit == running.wish.commit != ""
+    assert [one.trouble for one in catalog.installed() if one.name == "tiny"] != [None]
+    fetched = hub.sent("model-")
+    with Setup(begun, tuning=IMPATIENT) as again:
+        assert ended(again.start()).error is None
+        notices = again.progress().notices
+    assert "Going on where packing was interrupted." in notices
+    assert same_weights(begun.folder, undisturbed)
+    assert hub.sent("model-") < 2 * fetched  # what layer 1 needed was not fetched again
+    assert unfinished() == []
+
+
+def test_the_second_of_two_is_told(hub: FakeHub) -> None:
+    hub.faults.append(Fault("GET /storage/", times=ALWAYS, rate=20_000))
+    with Setup(wish(REPO), tuning=IMPATIENT) as first:
+        first.start()
+        reached(first, "Packing")
+        with Setup(wish(REPO), tuning=IMPATIENT) as second:
+            ended(second.start())
+        assert isinstance(second.error, TryAgainError) and "Another" in second.error.title
+        assert first.error is None and first.progress().state == "working"
+
+
+def test_terms_have_to_be_accepted_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub({REPO: source}, gated=[REPO]) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        with Setup(wish(REPO)) as running:
+            ended(running.start())
+        assert isinstance(running.error, AccessError) and hub.url in running.error.hint
+        with Setup(unfinished()[0], hub.token) as running:
+            assert ended(running.start()).error is None
+        kept = [path for path in catalog.models_folder().rglob("*") if path.is_file()]
+        assert kept and not any(hub.token.encode() in path.read_bytes() for path in kept)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
+    for model, name, words in (
+        ("no such model", None, "no model 'no such model' to set up"),
+        (REPO, "../escape", "cannot be called"),
+        (REPO, "demo", "cannot be called"),
+        (REPO, "x.download", "cannot be called"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            wish(model, name)
+    with Setup(Wish("floe/absent", "absent")) as running:
+        ended(running.start())
+    assert running.error is not None and "floe/absent" in str(running.error)
+    forget(running.wish)
+    (tmp_path / "empty").mkdir()
+    with Setup(wish(str(tmp_path / "empty"), "empty")) as running:
+        ended(running.start())
+    assert running.error is not None and "config.json" in str(running.error)
+    with Setup(Wish(REPO, "odd", up=5)) as running:
+        ended(running.start())
+    assert running.error is not None and "5 bit" in running.error.title
+
+
+def test_a_disk_that_is_too_small_is_known_first(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refuse(_folder: Path, needed: int) -> None:
+        asked.append(needed)
+        raise FloeError("The disk is too small")
+
+    monkeypatch.setattr("floe_chat.models.download.check_room", refuse)
+    with Setup(wish(REPO)) as running:
+        ended(running.start())
+    assert running.error is not None and running.error.title == "The disk is too small"
+    assert hub.sent("model-") < asked[0]  # headers at the most
+    assert not running.wish.folder.exists()
+
+
+def test_given_up_leaves_nothing(hub: FakeHub) -> None:
+    with Setup(wish(REPO), tuning=IMPATIENT) as running:
+        running.start()
+        reached(running, "Packing layer 1")
+    (begun,) = unfinished()
+    forget(begun)
+    assert unfinished() == [] and list(catalog.models_folder().iterdir()) == []
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from floe_chat.app import setup_flow
+from floe_chat.models import checkpoint, hub_shelf, pack, packed, skeleton
+from floe_chat.models.fetch_loop import Tuning
+from transformers import AutoModelForCausalLM, MixtralForCausalLM
+
+for line in sys.stdin:
+    os.environ["HF_ENDPOINT"] = line.strip()
+    child = os.fork()
+    if child == 0:
+        running = setup_flow.Setup(
+            (setup_flow.unfinished() or [setup_flow.wish("floe/tiny")])[0],
+            tuning=Tuning(piece=100_000, first_wait=0.01, longest_wait=0.05, sync=0.01),
+        )
+        running.start()
+        running.wait(600)
+        print(running.error, file=sys.stderr)
+        os._exit(0 if running.error is None else 1)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked here")
+def test_killed_again_and_again(hub: FakeHub, undisturbed: dict[str, str], own_folders: Path) -> None:
+    dice = random.Random(7)
+    environment = {"NO_PROXY": "127.0.0.1", "HOME": str(own_folders), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        kills = 0
+        for _start in range(40):
+            parent.stdin.write(hub.url + "\n")
+            parent.stdin.flush()
+            child = int(parent.stdout.readline())
+            if kills < 5:
+                time.sleep(dice.uniform(0.02, 1.2))
+                os.kill(child, signal.SIGKILL)
+            code = int(parent.stdout.readline())
+            kills += code == -signal.SIGKILL
+            if code == 0:
+                break
+        assert code == 0 and kills >= 1
+        parent.stdin.close()
+    os.environ["HOME"] = str(own_folders)
+    assert same_weights(catalog.models_folder() / "tiny", undisturbed)
+    assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny"]
+
+
+def test_the_command(hub: FakeHub, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CliRunner()
+    asked = runner.invoke(cli, ["setup", REPO], standalone_mode=False)
+    assert isinstance(asked.exception, UsageError) and "--yes" in asked.exception.hint
+    done = runner.invoke(cli, ["setup", REPO, "--yes", "--rows", "8"])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == f"{catalog.models_folder() / 'tiny'}\n"
+    assert "floe-chat --model tiny" in done.stderr
+    widths = PackedModel.open(catalog.models_folder() / "tiny").manifest.widths
+    assert (widths.gate, widths.down) == (8, 8)
+    which = runner.invoke(cli, ["setup"], standalone_mode=False)
+    assert isinstance(which.exception, UsageError) and "mixtral-8x7b-instruct" in which.exception.cause
+
+
+def test_the_command_goes_on_with_what_was_begun(hub: FakeHub) -> None:
+    with Setup(wish(REPO), tuning=IMPATIENT) as running:
+        running.start()
+        reached(running, "Packing layer 1")
+    runner = CliRunner()
+    other = runner.invoke(cli, ["setup", REPO, "--up", "8"], standalone_mode=False)
+    assert isinstance(other.exception, UsageError) and "--forget" in other.exception.hint
+    done = runner.invoke(cli, ["setup"])
+    assert done.exit_code == 0, done.stderr
+    assert "Going on with tiny." in done.stderr and "tiny is ready" in done.stderr
+
+
+def test_one_line_tells_how_far_it_is() -> None:
+    now = setup_flow.SetupProgress("working", "Packing layer 3 of 32", 0.125, 7200.0, None)
+    assert setup_command.line(now) == "Packing layer 3 of 32, 12% · about 2 h 0 min left"
