@@ -20,10 +20,12 @@ from ..engine.events import (
     PrefillProgress,
     PresetChanged,
     Sampling,
+    SetQuality,
     Stats,
 )
-from .chat_client import ChatClient, Submitted, TextDelta, Update
+from .chat_client import ChatClient, Cost, Submitted, TextDelta, Update
 from .chat_client import Message as ChatMessage
+from .history import Answer, History, HistoryEvent
 from .widgets.plain import printable
 
 IDLE_PERIOD = 0.1
@@ -113,28 +115,53 @@ class EngineFailed(Message):
         self.exit_code = failure.exit_code
 
 
-class EngineBridge:
-    """Starts a client, posts what it reports to `target`, and passes the screen's wishes on.
+class HistoryTold(Message):
+    """Something happened to the history."""
 
-    `writing` asks for more frequent looks while an answer runs.
+    def __init__(self, event: HistoryEvent) -> None:
+        super().__init__()
+        self.event = event
+
+
+class EngineBridge:
+    """Starts a client, posts what it and the history report to `target`, and passes the screen's wishes on.
+
+    `writing` asks for more frequent looks while an answer runs; `by_hand` is the last quality without a name.
     """
 
-    def __init__(self, client: ChatClient) -> None:
+    def __init__(self, client: ChatClient, history: History) -> None:
         self._client = client
+        self._history = history
+        self._recording: tuple[int, Answer] | None = None
         self.writing = False
+        self.by_hand: SetQuality | None = None
 
     def start(self, target: MessagePump) -> None:
         """Begin loading, and keep draining for as long as `target` lives."""
         self._client.start()
         self._drain_later(target)
 
-    def submit(self, messages: Sequence[ChatMessage], sampling: Sampling, max_new_tokens: int) -> Submitted:
-        """Ask for an answer.
+    def submit(
+        self, messages: Sequence[ChatMessage], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
+        """Ask for an answer, or for more of `answer`.
 
         Raises:
             FloeError: as `ChatClient.submit`.
         """
-        return self._client.submit(messages, sampling, max_new_tokens)
+        return self._client.submit(messages, sampling, max_new_tokens, answer)
+
+    def record(self, request: int, answer: Answer) -> None:
+        """Write the text of the answer to `request` into the history as it comes."""
+        self._recording = (request, answer)
+
+    def count(self, text: str) -> int | None:
+        """How many tokens `text` takes; None while the model is not ready."""
+        return self._client.count(text)
+
+    def costs(self) -> tuple[Cost, ...]:
+        """The presets with their measured costs. Raises FloeError as `ChatClient.costs`."""
+        return self._client.costs()
 
     def cancel(self) -> None:
         """Stop the running answer, if there is one."""
@@ -144,14 +171,27 @@ class EngineBridge:
         """Ask for another quality preset."""
         self._client.set_preset(preset)
 
+    def set_quality(self, quality: SetQuality) -> None:
+        """Turn the quality dial by hand."""
+        self.by_hand = quality
+        self._client.set_quality(quality)
+
     def _drain_later(self, target: MessagePump) -> None:
         # One timer after the other: looks cannot pile up behind a slow paint.
         target.set_timer(WRITING_PERIOD if self.writing else IDLE_PERIOD, lambda: self._drain(target))
 
     def _drain(self, target: MessagePump) -> None:
-        for message in as_messages(self._client.poll()):
-            target.post_message(message)
+        self.drain(target)
         self._drain_later(target)
+
+    def drain(self, target: MessagePump) -> None:
+        """Post what has come, and keep the running answer's text: once it is here, a crash does not lose it."""
+        for message in as_messages(self._client.poll()):
+            if isinstance(message, AnswerText) and self._recording and message.request == self._recording[0]:
+                self._recording[1].append(message.text)
+            target.post_message(message)
+        for event in self._history.poll():
+            target.post_message(HistoryTold(event))
 
 
 def as_messages(updates: Iterable[Update]) -> list[Message]:

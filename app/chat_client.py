@@ -21,6 +21,7 @@ from ..engine.events import (
     Loaded,
     Sampling,
     SetPreset,
+    SetQuality,
     Shutdown,
     Tokens,
 )
@@ -28,7 +29,10 @@ from ..engine.session import Session
 from ..models.errors import FloeError, TryAgainError, UsageError
 
 if TYPE_CHECKING:
+    from ..engine.quality import Preset
     from ..models.chat_format import ChatFormat, Detokenizer
+
+_PRIMING = 8  # tokens; more than any character takes bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,19 @@ class Submitted:
     request: int
     prompt_tokens: int
     dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A preset and what it was measured to cost on this very pack; None where `floe-chat tune` has not run.
+
+    Attributes:
+        kl: mean KL divergence from the 16-bit model, nats. bytes_per_token: of experts' weights read.
+    """
+
+    preset: Preset
+    kl: float | None
+    bytes_per_token: float | None
 
 
 Update = Event | TextDelta
@@ -104,8 +121,10 @@ class ChatClient:
                     updates.append(event)
         return updates
 
-    def submit(self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int) -> Submitted:
-        """Ask for an answer to `messages` (the last one is the user's).
+    def submit(
+        self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
+        """Ask for an answer to `messages` (the last one is the user's), which goes on where `answer` ends.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
@@ -115,11 +134,37 @@ class ChatClient:
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        prompt, dropped = self._fit(self._format, messages, max_new_tokens)
+        begun = tuple(self._format.encode_text(answer)) if answer else ()
+        prompt, dropped = self._fit(self._format, messages, max_new_tokens, begun)
         self._last_request += 1
-        self._running = (self._last_request, self._format.decoder())
+        decoder = self._format.decoder()
+        decoder.push(begun[-_PRIMING:])  # a decoder drops the space before its very first word
+        self._running = (self._last_request, decoder)
         self._session.send(Generate(self._last_request, tuple(prompt), sampling, max_new_tokens, self._format.stop_ids))
         return Submitted(self._last_request, len(prompt), dropped)
+
+    def count(self, text: str) -> int | None:
+        """How many tokens `text` takes by itself; None while the model is not ready."""
+        if self._format is None or isinstance(self._format, FloeError):
+            return None
+        return len(self._format.encode_text(text))
+
+    def costs(self) -> tuple[Cost, ...]:
+        """The presets of the loaded pack, best first, and what each was measured to cost.
+
+        Raises:
+            FloeError: the pack is gone.
+        """
+        from ..engine import quality
+        from ..models.manifest import Manifest
+
+        manifest = Manifest.read(self._pack)
+        measured = {tuned.name: tuned for tuned in manifest.tuned}
+        costs: list[Cost] = []
+        for preset in quality.of(manifest):
+            known = measured.get(preset.name)
+            costs.append(Cost(preset, known and known.kl, known and known.bytes_per_token))
+        return tuple(costs)
 
     def cancel(self) -> None:
         """Stop the running answer, if there is one."""
@@ -129,6 +174,10 @@ class ChatClient:
     def set_preset(self, preset: str) -> None:
         """Change the quality preset from the next token on."""
         self._session.send(SetPreset(preset))
+
+    def set_quality(self, quality: SetQuality) -> None:
+        """Turn the quality dial by hand, from the next token on."""
+        self._session.send(quality)
 
     def close(self) -> None:
         """End the engine; never hangs: the thread is a daemon and is given half a second to leave by itself."""
@@ -161,22 +210,39 @@ class ChatClient:
         finally:
             self._format_ready.set()
 
-    def _fit(self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int) -> tuple[list[int], int]:
-        """The prompt, and how many of the oldest messages it leaves out."""
+    def _fit(
+        self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int, begun: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """The prompt with the beginning of the answer, and how many of the oldest messages it leaves out."""
         from ..engine import context
 
         system = [message for message in messages[:1] if message.role == "system"]
         turns = list(messages[len(system) :])
         limit = self._window - context.room_for_answer(self._window, max_new_tokens)
-        shortest: list[int] = []
-        for dropped in range(0, len(turns), 2):  # a question leaves together with its answer
-            kept = [{"role": m.role, "content": m.text} for m in (*system, *turns[dropped:])]
-            shortest = chat.encode(kept)
-            if len(shortest) <= limit:
-                return shortest, dropped
-        raise UsageError(
-            "The message is too long for the model's window",
-            f"It takes {len(shortest):,} tokens with the model's own marks; the window holds {self._window:,}"
-            f" and {self._window - limit:,} of them are kept for the answer.",
-            "Shorten it, or ask for a shorter answer (--max-tokens).",
-        )
+
+        most = (len(turns) + 1) // 2  # a question leaves together with its answer
+
+        def first(rounds: int) -> int:
+            return 0 if rounds == most else len(turns) + 1 - 2 * rounds
+
+        def prompt(rounds: int) -> list[int]:
+            kept = (*system, *turns[first(rounds) :])
+            return chat.encode([{"role": m.role, "content": m.text} for m in kept]) + list(begun)
+
+        best, fits, over, step = prompt(1), 1, most + 1, 1
+        if len(best) > limit:
+            raise UsageError(
+                "The message is too long for the model's window",
+                f"It takes {len(best):,} tokens with the model's own marks; the window holds {self._window:,}"
+                f" and {self._window - limit:,} of them are kept for the answer.",
+                "Shorten it, or ask for a shorter answer (--max-tokens).",
+            )
+        # In steps that double, then by halves: a chat of thousands of turns is not encoded thousands of times.
+        while over - fits > 1:
+            rounds = min(fits + step, most) if over > most else (fits + over) // 2
+            longer = prompt(rounds)
+            if len(longer) <= limit:
+                best, fits, step = longer, rounds, step * 2
+            else:
+                over = rounds
+        return best, first(fits)

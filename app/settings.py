@@ -24,6 +24,12 @@ ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "new_chat": ("ctrl+n", "Begin another chat"),
         "toggle_panel": ("f2", "The live panel"),
         "next_preset": ("f3", "The next quality preset"),
+        "quality": ("f4", "The quality dial"),
+        "setup": ("f5", "This chat: instructions, persona, sampling"),
+        "experts": ("f9", "Experts, layer by layer"),
+        "history": ("ctrl+r", "Earlier chats, and the search in them"),
+        "regenerate": ("ctrl+t", "Answer the last question again"),
+        "copy": ("ctrl+o", "Copy the last answer"),
         "newline": ("ctrl+j", "A new line in the question"),
         "editor": ("ctrl+g", "Write the question in $EDITOR"),
     }

@@ -1,24 +1,36 @@
-"""The terminal application: themes, commands, and what lies over the chat."""
+"""The terminal application: themes, keys, commands, and what lies over the chat."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.theme import Theme
 
 from ..engine.events import Sampling
+from ..models.errors import FloeError
 from .bridge import EngineBridge, EngineFailed, EngineNotice
 from .chat_client import ChatClient
+from .history import History, Setup, history_file
 from .screens.chat import ChatScreen
-from .screens.help import HelpScreen
+from .screens.chat_view import ChatView
+from .screens.commands import Command
+from .screens.help import HelpScreen, Section, keys_of
+from .screens.settings import SettingsScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .widgets.themes import FLOE, FLOE_LIGHT
+from .settings import Settings
+from .settings_file import Read, change, read, settings_file
+from .widgets.composer import Composer
+from .widgets.panel import PerformancePanel
+from .widgets.themes import THEMES
+from .widgets.transcript import Transcript
 
 # The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either
 # would wait for a whole turn of the other.
@@ -26,13 +38,15 @@ _SWITCH_INTERVAL = 0.0005
 
 
 class FloeChatApp(App[int]):
-    """floe-chat's screen around one client. The app returns an exit code; who made the client closes it."""
+    """floe-chat's screen around one client. The app returns an exit code; who made the client and the history closes
+    them."""
 
     TITLE = "floe-chat"
-    CSS_PATH = "floe.tcss"
+    CSS_PATH: ClassVar[list[str]] = ["floe.tcss", "pages.tcss"]  # pyright: ignore[reportIncompatibleVariableOverride]
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
-        Binding("f1", "help", "Help", show=False),
+        Binding("ctrl+q", "quit", "leave floe-chat; the answer so far is kept", show=False, priority=True, id="quit"),
+        Binding("f1", "help", "this page", show=False, id="help"),
+        Binding("ctrl+p", "command_palette", "every command by name", show=False, priority=True, id="palette"),
     ]
 
     def __init__(
@@ -42,23 +56,52 @@ class FloeChatApp(App[int]):
         sampling: Sampling,
         max_new_tokens: int,
         system_prompt: str | None = None,
+        history: History | None = None,
+        settings: Path | None = None,
     ) -> None:
+        """`history`: where chats are kept, None: nowhere. `settings`: the file, None: the defaults."""
         super().__init__()
-        self._bridge = EngineBridge(client)
-        self._chat = ChatScreen(self._bridge, sampling, max_new_tokens, system_prompt)
+        self._file = settings
+        self._settings = read(settings) if settings else Read(Settings())
+        own = self._settings.settings
+        kept = history or History(None)
+        self._bridge = EngineBridge(client, kept)
+        setup = Setup(sampling=sampling, system_prompt=system_prompt or "")
+        persona = own.personas.get(own.persona)
+        if persona is not None and persona.system_prompt == setup.system_prompt:
+            setup = Setup(sampling=sampling, system_prompt=setup.system_prompt, persona=own.persona)
+        self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas)
+        self._chat.know(
+            (
+                Command("settings", "Settings", "Every setting, with what it means", self._open_settings),
+                Command("theme", "Theme", "Choose the colours", lambda _text: self.action_change_theme()),
+                Command("help", "Help", "Keys, commands and the panel's words", self._open_help),
+                Command("quit", "Quit", "Leave floe-chat", self._quit),
+            )
+        )
         self._exit_code = 0
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
 
     def on_mount(self) -> None:
-        self.register_theme(FLOE)
-        self.register_theme(FLOE_LIGHT)
-        self.theme = FLOE.name
+        for theme in THEMES:
+            self.register_theme(theme)
+        self._apply(self._settings)
+        self._chat.show_panel(self._settings.settings.panel)
+        self.theme_changed_signal.subscribe(self, self._keep_theme)
 
     def on_ready(self) -> None:
         # The first frame is on the terminal: now the engine may import what takes seconds.
         self._bridge.start(self._chat)
+        for problem in self._settings.problems:
+            self.notify(
+                f"{self._file}, {problem}. The default is in force; the file was left as it is.",
+                title="A setting cannot be used",
+                severity="warning",
+                timeout=15,
+                markup=False,
+            )
 
     async def on_resize(self, event: events.Resize) -> None:
         too_small = event.size.width < SMALLEST.width or event.size.height < SMALLEST.height
@@ -72,7 +115,7 @@ class FloeChatApp(App[int]):
 
     def on_engine_notice(self, event: EngineNotice) -> None:
         """Say it without standing in the way."""
-        self.notify(event.cause, title=event.title, severity="warning", timeout=12)
+        self.notify(event.cause, title=event.title, severity="warning", timeout=12, markup=False)
 
     def on_engine_failed(self, event: EngineFailed) -> None:
         if not self._chat.presets:
@@ -87,30 +130,76 @@ class FloeChatApp(App[int]):
         self.exit(self._exit_code)
 
     def action_help(self) -> None:
-        self.push_screen(HelpScreen())
+        self.push_screen(HelpScreen(self._help()))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self._chat
-        yield SystemCommand("New chat", "Forget this chat and begin another (Ctrl+N)", chat.action_new_chat)
-        yield SystemCommand("Stop", "Stop the running answer (Esc)", chat.action_stop)
-        yield SystemCommand("Panel", "Show or hide the live panel (F2)", chat.action_toggle_panel)
+        for command in chat.commands:
+            yield SystemCommand(
+                command.title, f"{command.does} ({command.usage})", partial(chat.obey, command.name, "")
+            )
         for preset in chat.presets:
             yield SystemCommand(
                 f"Preset: {preset}", "Use this quality from the next token on (F3)", partial(chat.choose_preset, preset)
             )
-        yield SystemCommand("Help", "Keys and the panel's words (F1)", self.action_help)
-        yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
-        yield SystemCommand("Quit", "Leave floe-chat (Ctrl+Q)", self.action_quit)
+
+    def _help(self) -> Iterable[Section]:
+        given = self._settings.settings.keys
+        yield "Keys", keys_of((*Composer.BINDINGS, *ChatScreen.BINDINGS, *ChatView.BINDINGS, *self.BINDINGS), given)
+        yield "Keys while a message is selected", keys_of(Transcript.BINDINGS, given)
+        yield "Keys in the panel", keys_of(PerformancePanel.BINDINGS, given)
+        yield "Commands", [(command.usage, command.does) for command in self._chat.commands]
+
+    def _apply(self, found: Read) -> None:
+        """Let the settings that concern the screen be in force at once."""
+        self._settings = found
+        settings = found.settings
+        self.set_keymap(dict(settings.keys))
+        self._chat.composer.newline_keys = frozenset(settings.keys.get("newline", "ctrl+j").split(",")) | {
+            "shift+enter"
+        }
+        if settings.theme in self.available_themes:
+            self.theme = settings.theme
+
+    def _keep_theme(self, theme: Theme) -> None:
+        """Write the colours that were chosen into the settings."""
+        if self._file is not None and theme.name != self._settings.settings.theme:
+            try:
+                change(self._file, {"screen.theme": theme.name})
+            except FloeError as error:
+                self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
+            self._settings = read(self._file)
+
+    def _open_settings(self, _argument: str) -> None:
+        self.push_screen(SettingsScreen(self._file, self._settings, self._apply))
+
+    def _open_help(self, _argument: str) -> None:
+        self.action_help()
+
+    async def _quit(self, _argument: str) -> None:
+        await self.action_quit()
 
 
 def run_app(client: ChatClient, sampling: Sampling, max_new_tokens: int, system_prompt: str | None) -> int:
     """Show the chat until the person quits; returns the exit code."""
-    app = FloeChatApp(client, sampling=sampling, max_new_tokens=max_new_tokens, system_prompt=system_prompt)
+    file = settings_file()
+    history = History(history_file() if read(file).settings.save_history else None)
+    app = FloeChatApp(
+        client,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        system_prompt=system_prompt,
+        history=history,
+        settings=file,
+    )
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     try:
         code = app.run()
     finally:
         sys.setswitchinterval(before)
+        saved = history.close()
         client.close()
+    if not saved:
+        sys.stderr.write("floe-chat: not all of this chat could be saved\n")
     return 1 if code is None else code

@@ -1,247 +1,183 @@
-"""The chat: what may be sent when, and what comes of it."""
+"""The chat: its keys and commands, what it is answered with, and the pages that lie over it."""
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from typing import ClassVar
 
 from textual import on
 from textual.binding import Binding, BindingType
 
-from ...engine.events import Sampling, Stats
-from ...models.errors import FloeError
-from ..bridge import (
-    AnswerFinished,
-    AnswerText,
-    EngineBridge,
-    EngineFailed,
-    ModelLoading,
-    ModelReady,
-    PresetInForce,
-    PromptRead,
-    StatsArrived,
-)
-from ..widgets.answer import AnswerTurn, summary
-from ..widgets.blocks import ErrorBlock, Note, UserTurn
+from ...engine.events import Sampling
+from ...models.errors import FloeError, UsageError
+from ..bridge import EngineBridge
+from ..history import History, Setup
+from ..settings import Persona
+from ..widgets.blocks import ErrorBlock
 from ..widgets.composer import Composer
-from ..widgets.units import share
-from .chat_view import ChatView
-from .conversation import Conversation
+from ..widgets.turns import CODE
+from .chats import Chats
+from .commands import Command
+from .experts import ExpertsScreen
+from .quality import QualityScreen
+from .setup import SetupScreen, changed
 
 
-class Phase(Enum):
-    """What the engine does for this screen."""
-
-    LOADING = auto()
-    READY = auto()
-    ANSWERING = auto()
-    STOPPING = auto()
-    BROKEN = auto()
-
-
-class ChatScreen(ChatView):
-    """One chat with one model."""
+class ChatScreen(Chats):
+    """One chat with one model, and the way to all that can be done."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "Stop", show=False),
-        Binding("ctrl+n", "new_chat", "New chat", show=False),
-        Binding("f3", "next_preset", "Preset", show=False),
+        Binding("escape", "stop", "stop the answer, or take a waiting question back", show=False, id="stop"),
+        Binding("ctrl+n", "new_chat", "begin another chat", show=False, id="new_chat"),
+        Binding("f3", "next_preset", "next quality preset, also in mid-answer", show=False, id="next_preset"),
+        Binding("ctrl+g", "editor", "write the question in $EDITOR", show=False, id="editor"),
+        Binding("ctrl+r", "order('history')", "earlier chats, and the search in them", show=False, id="history"),
+        Binding("f4", "order('quality')", "the quality dial", show=False, id="quality"),
+        Binding("f5", "order('chat')", "this chat: instructions, persona, sampling", show=False, id="setup"),
+        Binding("f9", "order('experts')", "experts, layer by layer", show=False, id="experts"),
+        Binding("ctrl+t", "order('again')", "answer the last question again", show=False, id="regenerate"),
+        Binding("ctrl+o", "order('copy')", "copy the last answer", show=False, id="copy"),
     ]
 
     def __init__(
-        self, bridge: EngineBridge, sampling: Sampling, max_new_tokens: int, system_prompt: str | None
+        self,
+        bridge: EngineBridge,
+        history: History,
+        setup: Setup,
+        max_new_tokens: int,
+        personas: Mapping[str, Persona],
     ) -> None:
-        super().__init__()
-        self._bridge = bridge
-        self._sampling = sampling
-        self._max_new_tokens = max_new_tokens
-        self._conversation = Conversation(system_prompt)
-        self._phase = Phase.LOADING
-        self._request: int | None = None
-        self._answer: AnswerTurn | None = None
-        self._waiting: UserTurn | None = None
-        self._dropped = 0
-        self._presets: tuple[str, ...] = ()
-        self._wanted_preset = ""
-
-    @property
-    def presets(self) -> tuple[str, ...]:
-        """The loaded model's presets, best first; none while it loads."""
-        return self._presets
+        super().__init__(bridge, history, setup, max_new_tokens)
+        self._personas = personas
+        self.commands: tuple[Command, ...] = self._make_commands()
 
     def on_mount(self) -> None:
         super().on_mount()
-        self._say("loading", "$warning")
+        self._writing.know({command.name: command.does for command in self.commands})
 
-    # What the person does
+    def know(self, commands: Iterable[Command]) -> None:
+        """These commands are understood too; they are the program's, not the chat's."""
+        self.commands = (*self.commands, *commands)
 
-    @on(Composer.Sent)
-    async def _send(self, event: Composer.Sent) -> None:
-        if refusal := self._refusal():
-            self._composer.take_back(event.text)
-            self._status.remark(refusal)
+    def _make_commands(self) -> tuple[Command, ...]:
+        return (
+            Command("new", "New chat", "Begin another chat; this one is kept", lambda _text: self.action_new_chat()),
+            Command("stop", "Stop", "Stop the running answer", lambda _text: self.action_stop()),
+            Command("again", "Answer again", "Answer the last question again", self.answer_again),
+            Command("more", "Go on", "Let the last answer go on where it ended", self.go_on),
+            Command("edit", "Edit", "Change the last question; the old one is kept", self.edit_last),
+            Command("copy", "Copy", "Copy the last answer", lambda _text: self.copy_last()),
+            Command("code", "Copy code", "Copy the last answer's code", lambda _text: self.copy_last(CODE)),
+            Command("fork", "Fork", "Go on in a copy of this chat", self.fork_here),
+            Command("rename", "Rename", "Give this chat a title", self.rename, "TITLE"),
+            Command("delete", "Delete", "Delete this chat", self.delete_chat),
+            Command("undo", "Undo", "Bring back what was deleted last", self.undo),
+            Command("history", "History", "Earlier chats, and the search in them", self.open_history, "[WORDS]"),
+            Command("last", "Last chat", "Open the chat that was written to last", self.open_last),
+            Command("file", "Attach", "Send a text file along", self.attach, "PATH"),
+            Command("export", "Export", "Write this chat to a .md or .json file", self.export, "[FILE]"),
+            Command("chat", "This chat", "Its instructions, persona and sampling", self.open_setup),
+            Command("system", "Instructions", "What the model is told before the chat", self.instruct, "TEXT"),
+            Command("persona", "Persona", "Instructions under a name", self.take_persona, "NAME"),
+            Command("set", "Sampling", "Such as: /set temperature 0.3", self.set_sampling, "NAME VALUE"),
+            Command("quality", "Quality dial", "Presets and fine controls, with their cost", self.turn_dial),
+            Command("preset", "Preset", "Use this quality from the next token on", self.take_preset, "NAME"),
+            Command("panel", "Panel", "Column, two lines, none", lambda _text: self.action_toggle_panel()),
+            Command("pause", "Pause", "Hold the panel's figures", lambda _text: self.action_pause_panel()),
+            Command("experts", "Experts", "How calls spread over experts, by layer", self.open_experts),
+        )
+
+    async def action_order(self, name: str) -> None:
+        """Do what the command `name` does."""
+        await self.obey(name, "")
+
+    async def obey(self, name: str, argument: str) -> None:
+        """Do a command; what stands against it is said."""
+        command = next((command for command in self.commands if command.name == name), None)
+        if command is None:
             return
-        turn = UserTurn(event.text)
-        self._transcript.anchor()
-        await self._transcript.add(turn)
-        if self._phase is Phase.READY:
-            await self._ask(turn)
-        else:
-            loading = self._phase is Phase.LOADING
-            turn.note = "waits until the model is loaded" if loading else "waits until the last answer has stopped"
-            self._waiting = turn
-
-    def _refusal(self) -> str:
-        """Why nothing can be sent now, or nothing."""
-        if self._phase is Phase.BROKEN:
-            return "No model is loaded: the message above says why"
-        if self._phase is Phase.ANSWERING:
-            return "Esc stops the running answer first"
-        return "One question waits already; Esc takes it back" if self._waiting else ""
-
-    async def action_stop(self) -> None:
-        if self._waiting is not None:
-            await self._take_back(self._waiting)
-        elif self._phase is Phase.ANSWERING:
-            self._bridge.cancel()
-            self._phase = Phase.STOPPING
-            self._say("stopping", "$warning")
-
-    async def action_new_chat(self) -> None:
-        if self._phase is Phase.BROKEN:
+        if command.needs_argument and not argument:
+            self._composer.put(f"/{name} ")
+            self._status.remark(f"Write what it needs: {command.usage}")
             return
-        if self._phase is Phase.ANSWERING:
-            await self.action_stop()
-        if self._waiting is not None:
-            await self._take_back(self._waiting)
-        self._answer = None
-        self._dropped = 0
-        self._conversation.clear()
-        self._status.context_used = None
-        await self._transcript.begin_anew()
-        self._composer.focus()
-
-    def action_next_preset(self) -> None:
-        if not self._presets:
-            self._status.remark("The presets are known when the model is loaded")
-        elif len(self._presets) == 1:
-            self._status.remark(f"This model has one preset only: {self._presets[0]}")
-        else:
-            now = self._presets.index(self._wanted_preset) if self._wanted_preset in self._presets else -1
-            self.choose_preset(self._presets[(now + 1) % len(self._presets)])
-
-    def choose_preset(self, preset: str) -> None:
-        """Ask for `preset` from the next token on."""
-        self._wanted_preset = preset
-        self._bridge.set_preset(preset)
-
-    # What the engine does
-
-    @on(ModelLoading)
-    def _show_loading(self, event: ModelLoading) -> None:
-        self._say(f"loading {share(event.fraction)}, {event.step}", "$warning")
-
-    @on(ModelReady)
-    async def _begin(self, event: ModelReady) -> None:
-        self._presets, self._wanted_preset = event.loaded.presets, event.loaded.preset
-        self._show_loaded(event.loaded)
-        await self._become_ready("ready")
-
-    @on(PromptRead)
-    def _show_reading(self, event: PromptRead) -> None:
-        if event.request == self._request and self._phase is Phase.ANSWERING:
-            self._say(f"reading prompt {event.done}/{event.total}", "$accent")
-            if self._answer is not None:
-                self._answer.show_progress(f"reading the prompt, {event.done} of {event.total} tokens")
-
-    @on(AnswerText)
-    def _show_text(self, event: AnswerText) -> None:
-        if event.request != self._request or self._answer is None:
-            return
-        if self._phase is Phase.ANSWERING:
-            self._say("writing", "$primary")
-        self._answer.feed(event.text)
-
-    @on(StatsArrived)
-    def _show_stats(self, event: StatsArrived) -> None:
-        self._take_stats(event.stats, running=event.stats.request == self._request)
-
-    @on(AnswerFinished)
-    async def _finish(self, event: AnswerFinished) -> None:
-        if event.request != self._request:
-            return
-        self._take_stats(event.stats, running=False)
-        await self._end_answer(summary(event.reason, event.stats))
-        await self._become_ready("stopped" if event.reason == "cancelled" else "ready")
-
-    @on(PresetInForce)
-    def _show_preset(self, event: PresetInForce) -> None:
-        self._status.preset = event.preset
-
-    @on(EngineFailed)
-    async def _explain(self, event: EngineFailed) -> None:
-        answering = event.request is not None and event.request == self._request
-        if answering:
-            self._figures.running = False
-            await self._end_answer("ended by an error")
-        await self._transcript.add(ErrorBlock(event.title, event.cause, event.hint))
-        if answering:
-            await self._become_ready("ready")
-        elif self._phase is Phase.LOADING:
-            self._phase = Phase.BROKEN
-            self._say("no model", "$error")
-            if self._waiting is not None:
-                await self._take_back(self._waiting)
-
-    async def _ask(self, turn: UserTurn) -> None:
-        turn.note = ""
-        self._conversation.ask(turn.text)
         try:
-            submitted = self._bridge.submit(self._conversation.messages, self._sampling, self._max_new_tokens)
+            running = command.run(argument)
+            if running is not None:
+                await running
         except FloeError as error:
-            self._conversation.withdraw()
-            await self._take_back(turn)
             await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
+
+    @on(Composer.Ordered)
+    async def _obey(self, event: Composer.Ordered) -> None:
+        await self.obey(event.name, event.argument)
+
+    def action_editor(self) -> None:
+        """Write the question in the person's editor."""
+        if trouble := self._writing.edit_outside(lambda: self._bridge.drain(self)):
+            self._status.remark(trouble)
+
+    # What this chat is answered with
+
+    def instruct(self, text: str) -> None:
+        """Tell the model something before the chat."""
+        self._dialogue.set_up(replace(self._dialogue.setup, system_prompt=text, persona=""))
+        self._show_name()
+        self._status.remark("The model is told so from the next question on")
+
+    def take_persona(self, name: str) -> None:
+        """Use the instructions and sampling values of a persona."""
+        persona = self._personas.get(name)
+        if persona is None:
+            known = ", ".join(self._personas) or "none yet; add one to the settings file"
+            raise UsageError(f"There is no persona {name!r}", f"Known: {known}.")
+        setup = self._dialogue.setup
+        given = {f.name: value for f in fields(Sampling) if (value := getattr(persona, f.name, None)) is not None}
+        sampling = replace(setup.sampling, **given)
+        self._dialogue.set_up(replace(setup, system_prompt=persona.system_prompt, persona=name, sampling=sampling))
+        self._show_name()
+        self._status.remark(f"{name} answers from the next question on")
+
+    def set_sampling(self, words: str) -> None:
+        """Change how the next answers are drawn."""
+        name, _space, value = words.partition(" ")
+        sampling = changed(self._dialogue.setup.sampling, name, value.strip())
+        self._dialogue.set_up(replace(self._dialogue.setup, sampling=sampling))
+        self._status.remark(f"{name} is {getattr(sampling, name)} from the next answer on")
+
+    def open_setup(self, _argument: str = "") -> None:
+        """Show what this chat is answered with."""
+        page = SetupScreen(self._dialogue.name, self._dialogue.setup, self._personas)
+        self.app.push_screen(page, self._set_up)
+
+    def _set_up(self, chosen: tuple[str, Setup] | None) -> None:
+        if chosen is not None:
+            title, setup = chosen
+            if title != self._dialogue.name:
+                self._dialogue.rename(title)
+            self._dialogue.set_up(setup)
+            self._show_name()
+
+    def take_preset(self, name: str) -> None:
+        """Use a preset, by its name in any case."""
+        preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
+        if preset is None:
+            raise UsageError(f"There is no preset {name!r}", f"Known: {', '.join(self.presets) or 'none yet'}.")
+        self.choose_preset(preset)
+
+    def turn_dial(self, _argument: str = "") -> None:
+        """Show the quality dial."""
+        if not self.presets:
+            self._status.remark("The presets are known when the model is loaded")
             return
-        if submitted.dropped > self._dropped:
-            many = f"{submitted.dropped} messages" if submitted.dropped > 1 else "message"
-            await self._transcript.add(
-                Note(f"The oldest {many} left the context window: the model no longer sees them")
-            )
-        self._dropped = submitted.dropped
-        self._request = submitted.request
-        self._phase = Phase.ANSWERING
-        self._bridge.writing = True
-        self._answer = AnswerTurn()
-        await self._transcript.add(self._answer)
-        self._status.context_used = submitted.prompt_tokens
-        self._say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
+        self.app.push_screen(QualityScreen(self._bridge, self._figures, self._status.preset, self.choose_preset))
 
-    async def _end_answer(self, footer: str) -> None:
-        if self._answer is None:
-            return
-        answer, self._answer = self._answer, None
-        answer.finish(footer)
-        if not self._conversation.answer(answer.text):
-            await self._transcript.add(
-                Note("No answer came, so the model will not see this question again. Up brings it back")
-            )
+    def open_experts(self, _argument: str = "") -> None:
+        """Show the experts, layer by layer."""
+        self.app.push_screen(ExpertsScreen(self._figures))
 
-    async def _become_ready(self, words: str) -> None:
-        self._request = None
-        self._phase = Phase.READY
-        self._bridge.writing = False
-        self._say(words, "$success")
-        if self._waiting is not None:
-            turn, self._waiting = self._waiting, None
-            await self._ask(turn)
+    async def _new(self, _argument: str) -> None:
+        await self.action_new_chat()
 
-    async def _take_back(self, turn: UserTurn) -> None:
-        self._waiting = None
-        self._composer.take_back(turn.text)
-        await turn.remove()
-
-    def _take_stats(self, stats: Stats, *, running: bool) -> None:
-        self._show_figures(stats, running=running)
-        if self._answer is not None:
-            self._status.context_used = stats.context_used
+    async def _stop(self, _argument: str) -> None:
+        await self.action_stop()

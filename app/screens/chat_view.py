@@ -12,40 +12,61 @@ from textual.screen import Screen
 from textual.widgets import Markdown
 
 from ...engine.events import Loaded, Stats
+from ..widgets.chips import Chips, Count
+from ..widgets.clipboard import copy
+from ..widgets.code import CodeBlock
 from ..widgets.composer import Composer
 from ..widgets.figures import Figures
 from ..widgets.panel import PanelStrip, PerformancePanel
 from ..widgets.plain import printable
 from ..widgets.status_line import StatusLine
-from ..widgets.transcript import Transcript
+from ..widgets.transcript import Read, Transcript
+from ..widgets.writing import Writing
 
 # Figures arrive about five times a second; nobody reads them that fast, and painting takes time from the engine.
 _PANEL_PERIOD = 0.35
+
+PANELS = ("full", "compact", "hidden")
 
 
 class ChatView(Screen[None]):
     """A column for the panel from 100 columns on, else two lines; a big figure and the expert map from 36 rows on."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("f2", "toggle_panel", "Panel", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f2", "toggle_panel", "the live panel: column, two lines, none", show=False, id="toggle_panel"),
+        Binding("f8", "pause_panel", "hold the panel's figures, or let them go on", show=False),
+    ]
 
-    def __init__(self) -> None:
+    def __init__(self, read: Read, tokens_of: Count) -> None:
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (36, "-tall")]
         self._figures = Figures()
         self._unpainted = False
-        self._transcript = Transcript()
-        self._composer = Composer()
+        self._panel_layout = PANELS[0]
+        self._transcript = Transcript(read)
+        self._writing = Writing(tokens_of, lambda: self._status.context_window)
+        self._composer = self._writing.composer
         self._panel = PerformancePanel()
         self._strip = PanelStrip()
         self._status = StatusLine()
+
+    @property
+    def figures(self) -> Figures:
+        """The latest figures of the engine."""
+        return self._figures
+
+    @property
+    def composer(self) -> Composer:
+        """The text field."""
+        return self._composer
 
     def compose(self) -> ComposeResult:
         yield self._strip
         with Horizontal():
             with Vertical(id="chat"):
                 yield self._transcript
-                yield self._composer
+                yield self._writing
             yield self._panel
         yield self._status
 
@@ -53,17 +74,60 @@ class ChatView(Screen[None]):
         self._composer.focus()
         self.set_interval(_PANEL_PERIOD, self._paint_figures)
 
+    def show_panel(self, layout: str) -> None:
+        """Show the panel as one of `PANELS`; there is no column on a narrow terminal."""
+        self._panel_layout = layout
+        for name in PANELS:
+            self.set_class(name == layout, f"-panel-{name}")
+
     def action_toggle_panel(self) -> None:
-        self.toggle_class("-no-panel")
+        """Column, two lines, none; on a narrow terminal two lines or none."""
+        layouts = PANELS if self.has_class("-wide") else PANELS[1:]
+        now = layouts.index(self._panel_layout) if self._panel_layout in layouts else 0
+        self.show_panel(layouts[(now + 1) % len(layouts)])
+
+    def action_pause_panel(self) -> None:
+        """Hold the figures, or let them go on."""
+        if self._figures.paused:
+            self._figures.go_on()
+        else:
+            self._figures.paused = True
+        self._unpainted = True
 
     def action_scroll_transcript(self, pages: int) -> None:
+        """Scroll the chat by pages."""
         self._transcript.scroll_pages(pages)
+
+    async def action_scroll_to_end(self) -> None:
+        """Go to the end of the chat, and follow it."""
+        await self._transcript.show_end()
+
+    def action_select_messages(self) -> None:
+        """Give the keys to the messages."""
+        self._transcript.focus()
+
+    @on(Transcript.Left)
+    def action_focus_text(self) -> None:
+        """Give the keys back to the text field."""
+        self._composer.focus()
+
+    @on(CodeBlock.Copied)
+    def _copy_code(self, event: CodeBlock.Copied) -> None:
+        self._copy(event.code, "the code")
 
     @on(Markdown.LinkClicked)
     def _copy_link(self, event: Markdown.LinkClicked) -> None:
         href = printable(event.href)
-        self.app.copy_to_clipboard(href)
-        self._status.remark(f"Copied {href}")
+        self._copy(href, href)
+
+    @on(Composer.Refused)
+    @on(Chips.Refused)
+    def _remark(self, event: Composer.Refused | Chips.Refused) -> None:
+        self._status.remark(printable(event.reason))
+
+    def _copy(self, text: str, what: str) -> None:
+        copy(self.app, text)
+        self._status.remark(f"Copied {what}")
 
     def _show_loaded(self, loaded: Loaded) -> None:
         self._figures.loaded = loaded

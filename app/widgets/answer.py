@@ -11,24 +11,18 @@ from typing import Any
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from textual.app import ComposeResult
-from textual.containers import Vertical
 from textual.widgets import Markdown, Static
+from textual.widgets.markdown import MarkdownBlock
 
-from ...engine.events import Stats
+from ..history import Message as Record
+from ..history.exporting import footer
+from .code import CodeBlock
 from .fences import FenceSplitter
 from .plain import printable
-from .units import rate_of, seconds
+from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, Turn
 
 _PERIOD = 0.125
 _LARGEST_DUTY = 0.2
-
-
-_REASONS = {
-    "stop": "end of turn",
-    "length": "length limit",
-    "context": "context full",
-    "cancelled": "stopped by you",
-}
 
 
 class AnswerParser(MarkdownIt):
@@ -46,35 +40,59 @@ class AnswerParser(MarkdownIt):
         return tokens
 
 
-class AnswerTurn(Vertical):
+class AnswerMarkdown(Markdown):
+    """Markdown of a model: links are copied instead of opened, and so are code blocks."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, parser_factory=AnswerParser, open_links=False)
+
+    def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
+        return CodeBlock if block_name in ("fence", "code_block") else super().get_block_class(block_name)
+
+
+class AnswerTurn(Turn):
     """Renders Markdown as it grows; a code block shows as plain text until its fence closes.
 
     Each piece of a long list or table makes Textual build the whole of it again. The engine needs the interpreter
     too, so that pieces are collected for as long as it takes to keep this thread below a fifth of a core.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    ACTIONS = (COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE)
+
+    def __init__(self, record: Record, *, live: bool = False) -> None:
+        """`live`: more text will be fed, until `finish`."""
+        super().__init__(record)
         self._pieces: list[str] = []
         self._ready = ""
         self._fences = FenceSplitter()
         self._news = asyncio.Event()
         self._complete = asyncio.Event()
-        self._markdown = Markdown("", parser_factory=AnswerParser, open_links=False)
+        self._markdown = AnswerMarkdown("" if live else record.text)
         self._open_fence = Static(markup=False, classes="open-fence")
-        self._footer = Static("…", markup=False, classes="footer")
+        self._footer = Static("…" if live else closing(record), markup=False, classes="footer")
+        if live:
+            self.feed(record.text)
+        else:
+            self._pieces.append(record.text)
+            self._complete.set()
 
     @property
     def text(self) -> str:
         """All of the answer so far."""
         return "".join(self._pieces)
 
+    def codes(self) -> list[str]:
+        """Its code blocks, in order."""
+        return [token.content for token in AnswerParser().parse(self.text) if token.type in ("fence", "code_block")]
+
     def compose(self) -> ComposeResult:
         self._open_fence.display = False
-        yield from (self._markdown, self._open_fence, self._footer)
+        yield from (self._markdown, self._open_fence, self._footer, self._tail)
 
     def on_mount(self) -> None:
-        self.run_worker(self._write())
+        super().on_mount()
+        if not self._complete.is_set():
+            self.run_worker(self._write())
 
     def show_progress(self, words: str) -> None:
         """What happens before the first token."""
@@ -82,15 +100,18 @@ class AnswerTurn(Vertical):
 
     def feed(self, text: str) -> None:
         """Show more of the answer."""
-        if text and not self._pieces:
+        if not text:
+            return
+        if not self._pieces:
             self._footer.display = False
         self._pieces.append(text)
         self._ready += self._fences.feed(text)
         self._news.set()
 
-    def finish(self, footer: str) -> None:
-        """No more text comes; `footer` sums the answer up."""
-        self._footer.update(footer)
+    def finish(self, record: Record) -> None:
+        """No more text comes; the message as it is now sums the answer up."""
+        self.record = record
+        self._footer.update(closing(record))
         self._footer.display = True
         self._complete.set()
         self._news.set()
@@ -122,20 +143,20 @@ class AnswerTurn(Vertical):
             self._open_fence.update(code.expandtabs(4))
 
 
-def summary(reason: str, stats: Stats) -> str:
-    """The line under a finished answer; what was not measured is left out."""
-    parts = [f"{stats.new_tokens} token{'' if stats.new_tokens == 1 else 's'}"]
-    if stats.decode_tps_mean is not None:
-        parts.append(rate_of(stats.decode_tps_mean))
-    if stats.first_token_s is not None:
-        parts.append(f"first token {seconds(stats.first_token_s)}")
-    if stats.rows is not None and stats.rows.virtual:
-        parts.append("virtual time")
-    parts.append(_REASONS.get(reason, reason))
-    return " · ".join(parts)
+def closing(record: Record) -> str:
+    """The line under an answer that is complete, or why it is not; what was not measured is left out."""
+    if record.stats is not None:
+        return printable(footer(record.stats))
+    reasons = {
+        "stopped": "cut off before its end",
+        "failed": "ended by an error",
+        "streaming": "another floe-chat is writing this",
+        "complete": "written by you",
+    }
+    return reasons[record.state]
 
 
 def _make_printable(tokens: Sequence[Token]) -> None:
     for token in tokens:
-        token.content = printable(token.content)
+        token.content, token.info = printable(token.content), printable(token.info)
         _make_printable(token.children or ())

@@ -1,39 +1,31 @@
-"""The simple blocks of a transcript: what the person wrote, notes, errors, the welcome."""
+"""The simple blocks between the messages of a transcript: notes, errors, marks, the welcome."""
 
 from __future__ import annotations
 
 from textual.content import Content
+from textual.widget import Widget
 from textual.widgets import Static
 
 from .plain import printable
 from .themes import MUTED
 
 
-class UserTurn(Static):
-    """A question, shown exactly as written: neither markup nor Markdown. `note` says what became of it."""
-
-    def __init__(self, text: str, note: str = "") -> None:
-        super().__init__()
-        self.text = text
-        self.note = note
-
-    @property
-    def note(self) -> str:
-        """A remark under the text, such as that it waits."""
-        return self._note
-
-    @note.setter
-    def note(self, note: str) -> None:
-        self._note = note
-        remark = (f"\n{note}", f"italic {MUTED}") if note else ""
-        self.update(Content.assemble(printable(self.text).expandtabs(4), remark))
-
-
 class Note(Static):
     """A remark of the program between the turns."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(Content(text))
+        super().__init__(Content(printable(text)))
+
+
+class Horizon(Widget):
+    """Stands before the oldest message that the model still sees."""
+
+    def render(self) -> Content:
+        """A line with its meaning in the middle."""
+        words = " the model no longer sees what is above "
+        left = max(0, self.size.width - len(words)) // 2
+        right = max(0, self.size.width - len(words) - left)
+        return Content.styled("─" * left + words + "─" * right, MUTED)
 
 
 class ErrorBlock(Static):

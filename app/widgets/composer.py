@@ -1,7 +1,8 @@
-"""Where the person writes."""
+"""The text field."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import events
@@ -9,58 +10,186 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from ..history import Attachment
+from .chips import Chips
+from .completion import Completion
 from .plain import printable
+
+_LONG_LINES = 12
+_LONG_CHARACTERS = 1_500
+_REMEMBERED = 200
+_COMPLETION_KEYS = ("up", "down", "tab", "enter", "escape")
 
 
 class Composer(TextArea):
     """A text field that grows with its text. Enter sends, Ctrl+J and Shift+Enter begin a new line.
 
-    Sending empties it; the screen gives the text back if it cannot take it.
+    Sending empties it; the screen gives the text back if it cannot take it. A long text that is pasted becomes a chip.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("pageup", "screen.scroll_transcript(-1)", "Scroll up", show=False),
-        Binding("pagedown", "screen.scroll_transcript(1)", "Scroll down", show=False),
+        Binding("enter", "send", "send; while an answer runs, the question waits for its turn", show=False),
+        Binding("ctrl+j,shift+enter", "newline", "a new line in the question", show=False, id="newline"),
+        Binding("up", "cursor_up", "in the first line: the questions before", show=False),
+        Binding("down", "cursor_down", "in the last line: the questions after", show=False),
+        Binding("ctrl+up,shift+tab", "screen.select_messages", "to the messages, to copy, edit, branch", show=False),
+        Binding("tab", "screen.focus_next", "to the panel, which explains its words", show=False),
+        Binding("pageup", "screen.scroll_transcript(-1)", "scroll up", show=False),
+        Binding("pagedown", "screen.scroll_transcript(1)", "scroll down", show=False),
+        Binding("ctrl+end", "screen.scroll_to_end", "to the end of the chat", show=False),
     ]
 
     class Sent(Message):
-        """The person pressed Enter over `text`, which is not blank."""
+        """The person pressed Enter over `text`, with `files`; not both are blank."""
 
-        def __init__(self, text: str) -> None:
+        def __init__(self, text: str, files: tuple[Attachment, ...]) -> None:
             super().__init__()
             self.text = text
+            self.files = files
 
-    def __init__(self) -> None:
+    class Ordered(Message):
+        """The person pressed Enter over the command `/name argument`."""
+
+        def __init__(self, name: str, argument: str) -> None:
+            super().__init__()
+            self.name = name
+            self.argument = argument
+
+    class Refused(Message):
+        """Why Enter did nothing."""
+
+        def __init__(self, reason: str) -> None:
+            super().__init__()
+            self.reason = reason
+
+    class Chosen(Message):
+        """The person chose a completion; `enter` says whether with Enter."""
+
+        def __init__(self, enter: bool) -> None:
+            super().__init__()
+            self.enter = enter
+
+    def __init__(self, chips: Chips, completion: Completion) -> None:
         super().__init__(placeholder="Ask something", highlight_cursor_line=False, tab_behavior="focus")
-        self.last_sent = ""
+        self._chips = chips
+        self._completion = completion
+        self._sent: list[str] = []
+        self._recalled: int | None = None  # which of them is in the field
+        self._draft = ""
+        self._pasted = 0
+        self.commands: frozenset[str] = frozenset()
+        self.newline_keys: frozenset[str] = frozenset({"ctrl+j", "shift+enter"})
 
-    def take_back(self, text: str) -> None:
+    @property
+    def before_cursor(self) -> str:
+        """The line up to the cursor."""
+        row, column = self.cursor_location
+        return self.document.get_line(row)[:column]
+
+    def take_back(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Put `text` before whatever was written meanwhile."""
-        self.text = f"{text}\n{self.text}" if self.text else text
+        self.load_text(f"{text}\n{self.text}" if self.text and text else text or self.text)
+        self.move_cursor(self.document.end)
+        self._chips.give_back(files)
+
+    def put(self, text: str) -> None:
+        """Replace what is written."""
+        self.load_text(printable(text))
         self.move_cursor(self.document.end)
 
+    def remember(self, texts: Sequence[str]) -> None:
+        """These are the questions that Up brings back, the newest last."""
+        self._sent = list(texts)[-_REMEMBERED:]
+        self._recalled = None
+
+    def replace_before_cursor(self, count: int, text: str) -> None:
+        """Put `text` in the place of the last `count` characters before the cursor."""
+        row, column = self.cursor_location
+        self.replace(text, (row, column - count), (row, column))
+
+    def action_newline(self) -> None:
+        """Begin a new line."""
+        self.insert("\n")
+
+    def action_send(self) -> None:
+        """Hand the text over."""
+        text = printable(self.text).strip("\n")
+        name, _space, argument = text[1:].partition(" ") if text.startswith("/") else ("", "", "")
+        if name.isalpha() and "\n" not in text:
+            if name not in self.commands:
+                self.post_message(self.Refused(f"There is no command /{name}; a space before it makes it text"))
+                return
+            self.clear()
+            self.post_message(self.Ordered(name, argument.strip()))
+        elif self._chips.reading:
+            self.post_message(self.Refused("A file is still being read"))
+        elif text.strip() or self._chips.files:
+            self.clear()
+            if text.strip() and self._sent[-1:] != [text]:
+                self._sent.append(text)
+            self._recalled = None
+            self.post_message(self.Sent(text if text.strip() else "", self._chips.take_all()))
+
     def action_cursor_up(self, select: bool = False) -> None:
-        """Move up, or bring the last prompt back into an empty field."""
-        if self.text or select:
+        """Move up; in the first line, bring an earlier question back."""
+        own = self._recalled is None and bool(self.text)
+        if select or own or self.cursor_location[0] > 0 or not self._sent:
             super().action_cursor_up(select)
-        elif self.last_sent:
-            self.take_back(self.last_sent)
+            return
+        if self._recalled is None:
+            self._draft, self._recalled = self.text, len(self._sent)
+        if self._recalled > 0:
+            self._recall(self._recalled - 1)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """Move down; in the last line, bring a later question back."""
+        if select or self._recalled is None or self.cursor_location[0] < self.document.line_count - 1:
+            super().action_cursor_down(select)
+            return
+        self._recall(self._recalled + 1)
+
+    def _recall(self, at: int) -> None:
+        if at >= len(self._sent):
+            self._recalled = None
+            self.put(self._draft)
+        else:
+            self._recalled = at
+            self.put(self._sent[at])
+            if at:
+                self.move_cursor((0, len(self.document.get_line(0))))
 
     async def _on_key(self, event: events.Key) -> None:
         # Not as bindings: those run only after the key went up to the screen, and the letters typed right
         # after it would overtake it.
-        if event.key not in ("enter", "ctrl+j", "shift+enter"):
+        if self._completion.is_open and event.key in _COMPLETION_KEYS:
+            self._complete(event.key)
+        elif event.key == "enter":
+            self.action_send()
+        elif event.key in self.newline_keys:
+            self.action_newline()
+        elif event.key == "backspace" and not self.text:
+            self._chips.remove_last()
+        else:
+            if event.is_printable:
+                self._recalled = None
             return
         event.stop()
         event.prevent_default()
-        if event.key != "enter":
-            self.insert("\n")
-        elif self.text.strip():
-            self.last_sent = printable(self.text).strip("\n")
-            self.clear()
-            self.post_message(self.Sent(self.last_sent))
+
+    def _complete(self, key: str) -> None:
+        if key == "escape":
+            self._completion.close()
+        elif key in ("up", "down"):
+            self._completion.move(1 if key == "down" else -1)
+        else:
+            self.post_message(self.Chosen(key == "enter"))
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
-        self.insert(printable(event.text), maintain_selection_offset=False)
+        text = printable(event.text)
+        if text.count("\n") >= _LONG_LINES or len(text) > _LONG_CHARACTERS:
+            self._pasted += 1
+            self._chips.attach(Attachment(f"pasted {self._pasted}", text))
+        else:
+            self.insert(text, maintain_selection_offset=False)

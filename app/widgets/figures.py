@@ -19,20 +19,36 @@ VIRTUAL = "bold $warning"
 
 @dataclass(slots=True)
 class Figures:
-    """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is made."""
+    """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is made.
+
+    While `paused`, newer figures are kept aside until `go_on`.
+    """
 
     loaded: Loaded | None = None
     stats: Stats | None = None
     running: bool = False
+    paused: bool = False
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    _aside: tuple[Stats, bool] | None = None
 
     @property
     def rows(self) -> Rows | None:
         """Where rows came from; None where they all lie where they are computed, and before anything is known."""
         return self.stats.rows if self.stats else None
 
+    def go_on(self) -> None:
+        """Show what came while paused."""
+        self.paused = False
+        if self._aside is not None:
+            stats, running = self._aside
+            self._aside = None
+            self.take(stats, running=running)
+
     def take(self, stats: Stats, *, running: bool) -> None:
         """Newer figures came."""
+        if self.paused:
+            self._aside = (stats, running)
+            return
         self.stats = stats
         self.running = running
         if running and stats.decode_tps is not None:
@@ -46,6 +62,8 @@ Draw = Callable[[Figures, int], Content]
 def speed_heading(figures: Figures, width: int) -> Content:
     """The section's name, which answer the figures belong to, and whether a virtual device's clock gave their times."""
     stats = figures.stats
+    if figures.paused:
+        return heading("Speed", width, "held", virtual=is_virtual(figures))
     if stats is None or (stats.first_token_s is None and not figures.running):
         return heading("Speed", width, "not measured yet")
     return heading("Speed", width, "this answer" if figures.running else "last answer", virtual=is_virtual(figures))

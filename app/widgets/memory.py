@@ -88,6 +88,7 @@ def memory(figures: Figures, width: int) -> Content:
         heading("Memory", width),
         row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
         row(figures, "KV cache", units.size(stats and stats.kv_bytes), width),
+        gauge(figures, "context", stats.context_used / stats.context_window if stats else None, width),
         row(figures, "VRAM", gpu, width),
     ]
     if rows is None:

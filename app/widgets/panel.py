@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
@@ -13,23 +14,40 @@ from textual.widgets import Digits
 
 from . import figures as draw
 from . import memory, units
+from .composer import Composer
 from .expert_map import ExpertMap
 from .figures import Draw, Figures
+from .meanings import MEANINGS
+from .themes import MUTED
 
 
 class Drawing(Widget):
-    """One piece of the panel."""
+    """One piece of the panel; with the focus, it says under itself what its words mean."""
 
-    def __init__(self, draw: Draw, name: str) -> None:
+    def __init__(self, draw: Draw, name: str, meaning: str = "") -> None:
         super().__init__(id=name)
         self._draw = draw
+        self._meaning = meaning
         self._figures = Figures()
         self._drawn = ""
+        self._explained = False
+
+    @property
+    def has_meaning(self) -> bool:
+        """Whether there is something to explain, now."""
+        return bool(self._meaning) and self.display
+
+    def explain(self, *, on: bool) -> None:
+        """Say what the words mean, or no longer."""
+        if self._explained != on:
+            self._explained = on
+            self.set_class(on, "-explained")
+            self.refresh(layout=True)
 
     def show(self, figures: Figures, *, layout: bool = False) -> None:
         """Draw newer figures; `layout` where long lines may fold otherwise than before."""
         self._figures = figures
-        drawn = self._draw(figures, self.content_size.width).plain
+        drawn = self._content(self.content_size.width).plain
         if layout or drawn != self._drawn:
             layout = layout or drawn.count("\n") != self._drawn.count("\n")
             self._drawn = drawn
@@ -37,16 +55,32 @@ class Drawing(Widget):
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         # Drawn for the width to come: the present one is that of the last layout.
-        return self._draw(self._figures, width).get_height({}, width)
+        return self._content(width).get_height({}, width)
 
     def render(self) -> Content:
-        return self._draw(self._figures, self.content_size.width)
+        return self._content(self.content_size.width)
+
+    def _content(self, width: int) -> Content:
+        drawn = self._draw(self._figures, width)
+        if not self._explained:
+            return drawn
+        return Content("\n").join([drawn, Content.styled(self._meaning, f"italic {MUTED}")])
 
 
 class PerformancePanel(VerticalScroll):
-    """Speed, rows and link, neurons, experts, memory and backend in a column. Tab leads to it, arrows scroll it."""
+    """Speed, rows and link, neurons, experts, memory and backend in a column.
+
+    Tab leads to it: then Up and Down go from section to section, and each explains its words.
+    """
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "explain(-1)", "what the section above means", show=False),
+        Binding("down,j", "explain(1)", "what the section below means", show=False),
+        Binding("enter", "screen.order('experts')", "experts, layer by layer", show=False),
+        Binding("space", "screen.pause_panel", "hold the figures, or let them go on", show=False),
+        Binding("escape", "screen.focus_text", "back to your text", show=False),
+    ]
 
     def compose(self) -> ComposeResult:
         yield Drawing(draw.speed_heading, "speed-heading")
@@ -54,18 +88,34 @@ class PerformancePanel(VerticalScroll):
             yield Digits(units.NOT_MEASURED)
             yield Drawing(draw.speed_beside, "speed-beside")
         yield Drawing(draw.speed_lines, "speed-lines")
-        yield Drawing(draw.speed_course, "speed-course")
-        yield Drawing(memory.origins, "origins")
-        yield Drawing(memory.link, "link")
-        yield Drawing(draw.neurons, "neurons")
+        yield Drawing(draw.speed_course, "speed-course", MEANINGS["speed"])
+        yield Drawing(memory.origins, "origins", MEANINGS["origins"])
+        yield Drawing(memory.link, "link", MEANINGS["link"])
+        yield Drawing(draw.neurons, "neurons", MEANINGS["neurons"])
         yield ExpertMap()
-        yield Drawing(memory.memory, "memory")
-        yield Drawing(draw.backend, "backend")
+        yield Drawing(memory.memory, "memory", MEANINGS["memory"])
+        yield Drawing(draw.backend, "backend", MEANINGS["backend"])
+
+    def on_focus(self) -> None:
+        self.action_explain(0)
+
+    def on_blur(self) -> None:
+        for drawing in self.query(Drawing):
+            drawing.explain(on=False)
+
+    def action_explain(self, step: int) -> None:
+        """Explain the section `step` further; 0: the one that was explained last, or the first."""
+        known = [drawing for drawing in self.query(Drawing) if drawing.has_meaning]
+        now = next((at for at, drawing in enumerate(known) if drawing.has_class("-explained")), -1 if step > 0 else 0)
+        chosen = known[min(max(0, now + step), len(known) - 1)]
+        for drawing in known:
+            drawing.explain(on=drawing is chosen)
+        self.call_after_refresh(self.scroll_to_widget, chosen, animate=False)
 
     def on_hide(self) -> None:
-        """Who scrolled here goes on writing: without the focus, keys would go nowhere."""
+        """Who read here goes on writing: without the focus, keys would go nowhere."""
         if self.has_focus:
-            self.screen.focus_next()
+            self.screen.query_one(Composer).focus()
 
     def show(self, figures: Figures) -> None:
         """Draw newer figures."""

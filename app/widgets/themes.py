@@ -38,3 +38,21 @@ FLOE_LIGHT = Theme(
     dark=False,
     variables={"border": "#9fc0d0", "border-blurred": "#c6d7e0", "footer-key-foreground": "#1d6f96"},
 )
+
+FLOE_CONTRAST = Theme(
+    name="floe-contrast",
+    primary="#7fe0ff",
+    secondary="#9ad0ff",
+    accent="#ffffff",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#000000",
+    panel="#2a2a2a",
+    success="#6dff9e",
+    warning="#ffd75f",
+    error="#ff8a8a",
+    dark=True,
+    variables={"border": "#ffffff", "border-blurred": "#9a9a9a", "footer-key-foreground": "#7fe0ff"},
+)
+
+THEMES = (FLOE, FLOE_LIGHT, FLOE_CONTRAST)

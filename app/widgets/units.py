@@ -42,6 +42,11 @@ def share(value: float | None) -> str:
     return "<1 %" if 0 < value < 0.005 else f"{value * 100:.0f} %"
 
 
+def count(number: int) -> str:
+    """Tokens as 12, 999, 1.2k, 34k."""
+    return str(number) if number < 1000 else f"{number / 1000:.1f}k" if number < 9_950 else f"{number / 1000:.0f}k"
+
+
 def size(count: float | None) -> str:
     """Bytes with a decimal prefix: 1.31 GB is 1.31e9 bytes."""
     if count is None:

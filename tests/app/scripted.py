@@ -8,12 +8,15 @@ import html
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
-from floe_chat.app.chat_client import ChatClient, Message, Submitted, Update
+from floe_chat.app.chat_client import ChatClient, Cost, Message, Submitted, Update
+from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.status_line import StatusLine
-from floe_chat.engine.events import Finished, Loaded, Rows, Sampling, Stats
+from floe_chat.engine.events import Finished, Loaded, Rows, Sampling, SetQuality, Stats
+from floe_chat.engine.quality import PRESETS
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
 from textual.widget import Widget
@@ -41,6 +44,8 @@ ROWS = Rows(
     expert_hits=0.45,
     recall=0.81,
     precision=0.57,
+    recalls=(None, 0.74, 0.83, 0.86),
+    precisions=(None, 0.5, 0.58, 0.61),
     substituted=0.0,
     dropped=0.03,
     moved_per_token=143_000.0,
@@ -59,7 +64,7 @@ _COUNTED = (
     *("ready", "coming", "copied", "on_cpu", "expert_hits", "recall", "precision", "substituted", "dropped"),
     *("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy"),
 )
-UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED))
+UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED), recalls=(), precisions=())
 
 
 def stats(
@@ -100,7 +105,10 @@ class ScriptedClient(ChatClient):
 
     def __init__(self) -> None:
         self.asked: list[tuple[Message, ...]] = []
+        self.samplings: list[Sampling] = []
+        self.begun: list[str] = []
         self.wanted: list[str] = []
+        self.dialled: list[SetQuality] = []
         self.cancelled = 0
         self.started = False
         self.dropped = 0
@@ -118,11 +126,15 @@ class ScriptedClient(ChatClient):
         updates, self._updates = self._updates, []
         return updates
 
-    def submit(self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int) -> Submitted:
+    def submit(
+        self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
         self.asked.append(tuple(messages))
+        self.samplings.append(sampling)
+        self.begun.append(answer)
         return Submitted(len(self.asked), 20, self.dropped)
 
     def cancel(self) -> None:
@@ -131,14 +143,35 @@ class ScriptedClient(ChatClient):
     def set_preset(self, preset: str) -> None:
         self.wanted.append(preset)
 
+    def set_quality(self, quality: SetQuality) -> None:
+        self.dialled.append(quality)
+
+    def count(self, text: str) -> int | None:
+        return len(text.split())
+
+    def costs(self) -> tuple[Cost, ...]:
+        exact, _high, balanced, fast = PRESETS
+        return (Cost(exact, None, 6.5e6), Cost(balanced, 0.0121, 1.36e6), Cost(fast, None, None))
+
     def close(self) -> None:
         pass
 
 
-def app_for(client: ChatClient, max_new_tokens: int = 400, system_prompt: str | None = None) -> FloeChatApp:
+def app_for(
+    client: ChatClient,
+    max_new_tokens: int = 400,
+    system_prompt: str | None = None,
+    history: History | None = None,
+    settings: Path | None = None,
+) -> FloeChatApp:
     """The application as the command line makes it, always drawing the likeliest token."""
     return FloeChatApp(
-        client, sampling=Sampling(temperature=0), max_new_tokens=max_new_tokens, system_prompt=system_prompt
+        client,
+        sampling=Sampling(temperature=0),
+        max_new_tokens=max_new_tokens,
+        system_prompt=system_prompt,
+        history=history,
+        settings=settings,
     )
 
 
@@ -171,10 +204,15 @@ def text_of(widget: Widget) -> str:
 
 @asynccontextmanager
 async def ready(
-    client: ScriptedClient, size: tuple[int, int] = (120, 40), system_prompt: str | None = None
+    client: ScriptedClient,
+    size: tuple[int, int] = (120, 40),
+    system_prompt: str | None = None,
+    history: History | None = None,
+    settings: Path | None = None,
 ) -> AsyncGenerator[Pilot[int]]:
     """The screen with a loaded model."""
-    async with app_for(client, system_prompt=system_prompt).run_test(size=size) as pilot:
+    app = app_for(client, system_prompt=system_prompt, history=history, settings=settings)
+    async with app.run_test(size=size, notifications=True) as pilot:
         client.say(LOADED)
         await until(pilot, lambda: status(pilot).state == "ready")
         yield pilot
@@ -199,7 +237,10 @@ async def ask(pilot: Pilot[int], client: ScriptedClient, text: str = "hi") -> in
     return len(client.asked)
 
 
-async def finish(pilot: Pilot[int], client: ScriptedClient, request: int, reason: str = "stop") -> None:
-    """End an answer, and wait until the screen knows."""
+async def finish(
+    pilot: Pilot[int], client: ScriptedClient, request: int, reason: str = "stop", *, waiting: bool = False
+) -> None:
+    """End an answer, and wait until the screen knows, if no question is `waiting` that is asked at once."""
     client.say(Finished(request, reason, stats(request)))
-    await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))
+    if not waiting:
+        await until(pilot, lambda: status(pilot).state in ("ready", "stopped"))

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 from floe_chat.app.chat_client import ChatClient, Message, TextDelta, Update
-from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling
+from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling, SetQuality
 from floe_chat.models.errors import TryAgainError, UsageError
 
 from ..helpers import reseal
@@ -63,6 +63,42 @@ def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
     assert texts[0] == texts[1] != ""
 
 
+def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:
+    begun = "once upon"
+    held = client.count(begun)
+    assert held and client.count("") == 0
+    submitted = client.submit(HI, GREEDY, 8, begun)
+    assert submitted.prompt_tokens == AROUND + 2 + held
+    rest, finished = answered(client)
+    assert finished.reason == "length" and finished.stats.prompt_tokens == submitted.prompt_tokens
+    client.submit(HI, GREEDY, 8)
+    assert answered(client)[0] != rest
+
+
+def test_presets_with_what_they_cost(client: ChatClient) -> None:
+    costs = client.costs()
+    assert [cost.preset.name for cost in costs][-2:] == ["Balanced", "Fast"]
+    assert all(cost.kl is None and cost.bytes_per_token is None for cost in costs)  # nobody has tuned it
+    client.set_quality(SetQuality(sparsity=0.7))
+    assert until(client, PresetChanged)[0].preset == "Custom"
+    client.set_quality(SetQuality(sparsity=7))
+    assert until(client, Failed)[0].exit_code == 2
+
+
+def test_long_chats_are_cut_where_the_window_ends(client: ChatClient) -> None:
+    for count in (1, 2, 3, 7, 40, 301):
+        submitted = client.submit(turns(count, 20), GREEDY, 100)
+        answered(client)
+        if count <= 7:
+            assert submitted.dropped == 0
+        else:
+            one_more = client.submit(turns(count, 20)[submitted.dropped :], GREEDY, 100)
+            assert (one_more.dropped, one_more.prompt_tokens) == (0, submitted.prompt_tokens)
+            answered(client)
+            assert client.submit(turns(count, 20)[submitted.dropped - 2 :], GREEDY, 100).dropped == 2
+            answered(client)
+
+
 def test_before_the_model_is_ready_nothing_can_be_asked(tiny_pack: Path) -> None:
     client = ChatClient(tiny_pack, None, "cpu")
     with pytest.raises(TryAgainError):
@@ -91,7 +127,7 @@ def test_cancelling_nothing_harms_nobody(client: ChatClient) -> None:
 
 def turns(count: int, length: int) -> list[Message]:
     """A conversation of `count` questions with answers between them, `length` characters each."""
-    return [Message(("user", "assistant")[i % 2], chr(97 + i) * length) for i in range(2 * count - 1)]
+    return [Message(("user", "assistant")[i % 2], chr(97 + i % 26) * length) for i in range(2 * count - 1)]
 
 
 def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:

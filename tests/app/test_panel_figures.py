@@ -6,9 +6,10 @@ import dataclasses
 import random
 
 import pytest
+from floe_chat.app.history import AnswerStats
+from floe_chat.app.history.exporting import footer
 from floe_chat.app.widgets import figures as draw
 from floe_chat.app.widgets import memory, units
-from floe_chat.app.widgets.answer import summary
 from floe_chat.app.widgets.figures import Draw, Figures
 from floe_chat.app.widgets.heat import stack
 from floe_chat.engine.events import Rows
@@ -162,7 +163,7 @@ def test_zeros_that_were_counted_are_shown() -> None:
     assert not any(word in memory.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
     assert value(memory.link, shown, "wait per token") == "0.00 ms"
     assert value(memory.link, shown, "of its peak") == "— not yet"
-    assert lines(memory.memory, shown)[4] == "┄" * 32
+    assert lines(memory.memory, shown)[5] == "┄" * 32
 
 
 def test_shares_that_fill_the_bar_leave_nothing_out() -> None:
@@ -198,6 +199,7 @@ def test_the_link_and_its_peak() -> None:
 def test_the_devices_memory_by_use() -> None:
     drawn = lines(memory.memory, figures(ROWS, vram_bytes=7_900_000_000))
     assert drawn[3:] == [
+        "context ━─────────────────   6 %",
         "VRAM                     7.90 GB",
         "█████▓▓▓▓▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░",
         "█ dense 1.20 GB  ▓ up    2.30 GB",
@@ -205,7 +207,7 @@ def test_the_devices_memory_by_use() -> None:
     ]
     assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 GB"  # nothing measures a stand-in: the sum
     small = dataclasses.replace(ROWS, pool_used=450_000_000)
-    assert "450 MB of 4.00 GB" in lines(memory.memory, figures(small))[6]
+    assert "450 MB of 4.00 GB" in lines(memory.memory, figures(small))[7]
 
 
 def test_without_a_pool_nothing_is_made_up() -> None:
@@ -228,10 +230,10 @@ def test_virtual_time_is_never_taken_for_this_machines() -> None:
     for width in (56, 76):
         assert "virtual 61.3 tokens/s" in lines(draw.strip, virtual, width)[0].replace("—", "61.3 tokens/s")
     assert virtual.stats and real.stats
-    assert "virtual time" in summary("stop", virtual.stats)
+    assert "virtual time" in footer(AnswerStats.of(virtual.stats, "stop"))
     for text in (draw.speed_heading(real, 32).plain, memory.link(real, 32).plain, draw.strip(real, 76).plain):
         assert "virtual" not in text
-    assert "virtual" not in summary("stop", real.stats)
+    assert "virtual" not in footer(AnswerStats.of(real.stats, "stop"))
 
 
 def test_the_strip_has_the_hit_rate() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from floe_chat.app.chat_client import ChatClient, Message, Submitted
 from floe_chat.app.widgets.answer import AnswerTurn
-from floe_chat.app.widgets.blocks import UserTurn, Welcome
+from floe_chat.app.widgets.blocks import Welcome
 from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.status_line import StatusLine
+from floe_chat.app.widgets.turns import UserTurn
 from floe_chat.engine.events import Sampling
 from floe_chat.models.chat_format import ChatFormat
 from floe_chat.models.pack import PackSpec
@@ -55,11 +56,13 @@ class HeldClient(ChatClient):
         """Load now."""
         super().start()
 
-    def submit(self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int) -> Submitted:
+    def submit(
+        self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
         self.asked.append(list(messages))
         if self._endless and isinstance(self._format, ChatFormat):
             self._format.stop_ids = ()
-        return super().submit(messages, sampling, max_new_tokens)
+        return super().submit(messages, sampling, max_new_tokens, answer)
 
 
 @asynccontextmanager

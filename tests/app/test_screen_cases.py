@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.widgets.answer import AnswerTurn
-from floe_chat.app.widgets.blocks import ErrorBlock, Note, UserTurn, Welcome
+from floe_chat.app.widgets.blocks import ErrorBlock, Horizon, Welcome
 from floe_chat.app.widgets.transcript import Transcript
+from floe_chat.app.widgets.turns import UserTurn
 from floe_chat.engine.events import Failed, Finished, Loading
 from floe_chat.models.errors import FloeError
 from textual import events
@@ -61,38 +62,34 @@ async def test_what_is_written_is_shown_literally() -> None:
         await until(pilot, lambda: len(client.asked) == 1)
         shown = f"{text}\ufffd[31m\ufffd\nnext\ufffd"
         assert client.asked[0][0].text == shown
-        assert text_of(pilot.app.query_one(UserTurn)) == shown
+        assert text_of(pilot.app.query_one(UserTurn).query_one(".said")) == shown
         assert text in screen_text(pilot)
 
 
-async def test_second_enter_keeps_the_text() -> None:
-    client = ScriptedClient()
-    async with ready(client) as pilot:
-        request = await ask(pilot, client)
-        await write(pilot, "more")
-        await pilot.press("enter")
-        await until(pilot, lambda: "Esc stops the running answer first" in screen_text(pilot))
-        assert composer(pilot).text == "more" and len(client.asked) == 1
-        await finish(pilot, client, request)
-        assert "Esc stops the running answer first" not in screen_text(pilot)
-
-
-async def test_question_while_loading_can_be_taken_back() -> None:
+async def test_questions_wait_for_their_turn() -> None:
     client = ScriptedClient()
     async with app_for(client).run_test(size=(120, 40)) as pilot:
         client.say(Loading("dense weights", 0.4))
         await until(pilot, lambda: "loading 40 %" in status(pilot).state)
-        await write(pilot, "early")
-        await pilot.press("enter")
-        await until(pilot, lambda: bool(pilot.app.query(UserTurn)))
-        await write(pilot, "two")
-        await pilot.press("enter")
-        await until(pilot, lambda: "waits already" in screen_text(pilot))
+        for text in ("one", "two", "three"):
+            await write(pilot, text)
+            await pilot.press("enter")
+        await until(pilot, lambda: screen_text(pilot).count("waits until the model is loaded") == 3)
         await pilot.press("escape")
-        await until(pilot, lambda: composer(pilot).text == "early\ntwo")
+        await until(pilot, lambda: composer(pilot).text == "three" and len(pilot.app.query(UserTurn)) == 2)
         client.say(LOADED)
-        await until(pilot, lambda: status(pilot).state == "ready")
-        assert client.asked == [] and not pilot.app.query(UserTurn)
+        await until(pilot, lambda: len(client.asked) == 1)
+        client.say(TextDelta(1, "first"))
+        await finish(pilot, client, 1, waiting=True)
+        await until(pilot, lambda: len(client.asked) == 2)
+        assert [message.text for message in client.asked[1]] == ["one", "first", "two"]
+        await pilot.press("enter", "escape")
+        assert client.cancelled == 1
+        client.say(TextDelta(2, "second"))
+        await finish(pilot, client, 2, "cancelled", waiting=True)
+        await until(pilot, lambda: len(client.asked) == 3)
+        assert client.asked[2][-2:] == (Message("assistant", "second"), Message("user", "three"))
+        assert not [turn for turn in pilot.app.query(UserTurn) if turn.note]
 
 
 async def test_quit_while_loading() -> None:
@@ -155,7 +152,7 @@ async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
         assert client.asked[1] == (Message("user", "next"),)
 
 
-async def test_dropped_messages_are_marked_once() -> None:
+async def test_what_the_model_no_longer_sees_is_marked() -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:
         for dropped in (0, 2, 2):
@@ -163,8 +160,9 @@ async def test_dropped_messages_are_marked_once() -> None:
             request = await ask(pilot, client)
             client.say(TextDelta(request, "yes"))
             await finish(pilot, client, request)
-        notes = [text_of(note) for note in pilot.app.query(Note)]
-        assert notes == ["The oldest 2 messages left the context window: the model no longer sees them"]
+        turns = list(pilot.app.query_one(Transcript).children)
+        assert [type(block) for block in turns[:4]] == [UserTurn, AnswerTurn, Horizon, UserTurn]
+        assert "the model no longer sees what is above" in screen_text(pilot)
 
 
 async def test_new_chat_ignores_the_old_answer() -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
 from floe_chat.engine.events import PrefillProgress, PresetChanged
+from textual.widgets import Static
 
-from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until, write
+from .scripted import (
+    ROWS,
+    ScriptedClient,
+    ask,
+    composer,
+    finish,
+    ready,
+    screen_text,
+    stats,
+    status,
+    text_of,
+    until,
+    write,
+)
 
 
 async def test_panel_invents_nothing() -> None:
@@ -46,6 +62,9 @@ async def test_layouts_and_the_panel_key() -> None:
             await pilot.resize_terminal(width, height)
             await until(pilot, lambda w=width: (panel.display, strip.display) == (w >= 100, w < 100))
             assert (composer(pilot).region.bottom < height and "Backend" in screen_text(pilot)) or width < 100
+            if width >= 100:
+                await pilot.press("f2")
+                assert not panel.display and strip.display
             await pilot.press("f2")
             assert not panel.display and not strip.display
             client.say(stats(request), PresetChanged(f"at {width}"))
@@ -55,16 +74,52 @@ async def test_layouts_and_the_panel_key() -> None:
             assert panel.display or strip.display
 
 
+async def test_a_held_panel_shows_nothing_newer() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        client.say(stats(request))
+        await until(pilot, lambda: "61.3" in screen_text(pilot) or "3.20 MB" in screen_text(pilot))
+        await pilot.press("f8")
+        client.say(dataclasses.replace(stats(request), bytes_per_token=9.99e6), PresetChanged("later"))
+        await until(pilot, lambda: status(pilot).preset == "later" and "held" in screen_text(pilot))
+        await pilot.pause(0.5)
+        assert "3.20 MB" in screen_text(pilot)
+        await pilot.press("f8")
+        await until(pilot, lambda: "9.99 MB" in screen_text(pilot))
+
+
+async def test_the_panel_explains_its_words() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(120, 60)) as pilot:
+        request = await ask(pilot, client)
+        client.say(stats(request, rows=ROWS))
+        await until(pilot, lambda: "hit rate 62 %" in screen_text(pilot))
+        await pilot.press("tab")
+        await until(pilot, lambda: "Decode: tokens written" in screen_text(pilot))
+        await pilot.press("down")
+        await until(pilot, lambda: "Rows are neurons' weights" in screen_text(pilot))
+        assert "Decode: tokens written" not in screen_text(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: "Experts by layer" in screen_text(pilot) and "precision" in screen_text(pilot))
+        for figure in ("83 %", "58 %", "30 %", "8 experts"):
+            assert figure in screen_text(pilot)
+        await pilot.press("escape", "escape")
+        await until(pilot, lambda: composer(pilot).has_focus and "Rows are neurons" not in screen_text(pilot))
+
+
 async def test_help_and_palette() -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
-        assert "time to first token" in screen_text(pilot)
+        page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
+        for words in ("Ctrl+Q", "leave floe-chat", "Ctrl+J", "/rename TITLE", "time to first token"):
+            assert words in page
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(pilot.app.screen, HelpScreen))
         await pilot.press("ctrl+p")
-        await write(pilot, "exact")
+        await write(pilot, "preset exact")
         await until(pilot, lambda: "Preset: Exact" in screen_text(pilot))
         await pilot.press("enter")
         await until(pilot, lambda: client.wanted == ["Exact"])

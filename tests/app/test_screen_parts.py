@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
 
 import pytest
 from floe_chat.app.bridge import AnswerFinished, AnswerText, ModelReady, StatsArrived, as_messages
-from floe_chat.app.chat_client import Message, TextDelta
-from floe_chat.app.screens.conversation import Conversation
+from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.screens.history import when
 from floe_chat.app.widgets import units
 from floe_chat.app.widgets.answer import AnswerParser
+from floe_chat.app.widgets.clipboard import local_tool
+from floe_chat.app.widgets.completion import Wanted, wanted
 from floe_chat.app.widgets.fences import FenceSplitter
+from floe_chat.app.widgets.files import listing, matching, outside
 from floe_chat.app.widgets.heat import bars, condense, stretch
 from floe_chat.app.widgets.plain import printable
 from floe_chat.engine.events import Finished, Tokens
@@ -46,16 +51,39 @@ def test_the_packs_name_is_made_printable() -> None:
     assert isinstance(message, ModelReady) and message.loaded.model == "a\ufffd]0;b"
 
 
-def test_conversation_alternates() -> None:
-    conversation = Conversation("Be brief.")
-    conversation.ask("one")
-    assert not conversation.answer(" \n")
-    conversation.ask("two")
-    assert conversation.answer("yes")
-    conversation.ask("three")
-    assert [message.role for message in conversation.messages] == ["system", "user", "assistant", "user"]
-    conversation.clear()
-    assert conversation.messages == [Message("system", "Be brief.")]
+def test_completion_knows_what_is_being_written() -> None:
+    assert wanted("/re", first_line=True) == Wanted("command", "re")
+    assert wanted("/re", first_line=False) is None and wanted("/re x", first_line=True) is None
+    assert wanted("see @src/ma", first_line=False) == Wanted("file", "src/ma")
+    assert wanted("mail me@home", first_line=True) is None and wanted("@a b", first_line=True) is None
+
+
+def test_files_are_found_by_their_letters(tmp_path: Path) -> None:
+    for name in ("main.py", "src/domain.txt", "src/map_in.c", ".git/main", "node_modules/main.js", "x/y/other"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    paths = listing(tmp_path)
+    assert paths == ["main.py", "src/domain.txt", "src/map_in.c", "x/y/other"]
+    assert matching("main", paths, 9) == ["main.py", "src/domain.txt", "src/map_in.c"]
+    assert matching("SRC/D", paths, 9) == ["src/domain.txt"] and matching("", paths, 2) == ["main.py", "x/y/other"]
+    assert {f"{tmp_path}/main.py", f"{tmp_path}/src/"} < set(outside(f"{tmp_path}/s"))
+    assert outside(f"{tmp_path}/none/") == []
+
+
+def test_the_desktops_clipboard_is_used_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "xclip"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local_tool({"DISPLAY": ":0"}) == (str(tool), "-selection", "clipboard")
+    assert local_tool({"DISPLAY": ":0", "SSH_CONNECTION": "x"}) is None
+    assert local_tool({"WAYLAND_DISPLAY": "w"}) is None and local_tool({}) is None
+
+
+def test_moments_as_people_say_them() -> None:
+    noon = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
+    assert when(noon - 3600, noon) == "11:00" and when(noon - 86_400, noon) == "yesterday 12:00"
+    assert when(noon - 20 * 86_400, noon) == "1 Nov 2026"
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])

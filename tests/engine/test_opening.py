@@ -131,13 +131,13 @@ def test_the_next_start_knows_the_rates(tiny_pack: Path, needs: Needs) -> None:
     first, _ = load(tiny_pack, None, "throttled:1gb", silent, vram=needs.least())
     assert first.offload is not None
     link = first.offload.device.rates.link_bytes_s
-    assert 0 < link <= 1e9 and first.offload.device.rates.cpu_bytes_s == opening.GUESS.cpu_bytes_s
+    assert 0 < link <= 1e9 and first.offload.device.rates.cpu_bytes_s > 0  # both measured
     first.offload.device.rates.cpu_bytes_s = 123e6
     first.close()
     again, _ = load(tiny_pack, None, "throttled:1gb", silent, vram=needs.least())
     assert again.offload is not None and again.offload.device.rates.cpu_bytes_s == 123e6
     other, _ = load(tiny_pack, None, "throttled:2gb", silent, vram=needs.least())
-    assert other.offload is not None and other.offload.device.rates.cpu_bytes_s == opening.GUESS.cpu_bytes_s
+    assert other.offload is not None and other.offload.device.rates.cpu_bytes_s != 123e6
     again.close()
     other.close()
 

@@ -42,6 +42,7 @@ def test_a_source_whose_head_is_its_embedding_is_streamed_too(tiny_checkpoint: P
     source = Path(shutil.copytree(tiny_checkpoint, tmp_path / "tied"))
     edit_json(source / "config.json", lambda fields: fields.update(tie_word_embeddings=True))
     edit_tensors(source, lambda name, value: None if name == "lm_head.weight" else value)
+    edit_json(source / "model.safetensors.index.json", lambda fields: fields["weight_map"].pop("lm_head.weight"))
     ids = torch.tensor([TEXT[:40]])
     with torch.inference_mode():
         whole = reference_model(source)(input_ids=ids, use_cache=False).logits

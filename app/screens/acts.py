@@ -1,0 +1,171 @@
+"""What can be done to messages: copy, edit, answer again, go on, fork, delete, and change between versions."""
+
+from __future__ import annotations
+
+from textual import on
+
+from ...models.errors import FloeError
+from ..history import Message
+from ..widgets.answer import AnswerTurn
+from ..widgets.blocks import ErrorBlock
+from ..widgets.turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, NEWER, OLDER, Turn
+from .talk import Phase, Talk
+
+_BUSY = "Esc stops the running answer first"
+
+
+class Acts(Talk):
+    """A talk whose messages can be changed; nothing that was written is lost by it."""
+
+    _undo_mark: int | None = None
+    _code = (0, -1)  # the answer whose code was copied last, and which of its blocks
+
+    @on(Turn.Act)
+    async def _act(self, event: Turn.Act) -> None:
+        record = event.turn.record
+        if record is None:
+            return
+        if event.action == COPY:
+            self._copy(event.turn.text, "the message")
+        elif event.action == CODE:
+            self._copy_code_of(event.turn)
+        elif self._phase is not Phase.READY and event.action in (AGAIN, MORE):
+            self._status.remark(_BUSY if self._phase is not Phase.LOADING else "Wait until the model has loaded")
+        elif self._live is not None and not self._live.left:
+            self._status.remark(_BUSY)
+        else:
+            try:
+                await self._change(event.action, record)
+            except FloeError as error:
+                await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
+
+    async def _change(self, action: str, record: Message) -> None:
+        ids = self._dialogue.ids
+        if action == EDIT:
+            self._edit(record)
+        elif action == AGAIN:
+            await self._again(record)
+        elif action == MORE and record.id == ids[-1]:
+            await self._go_on(record)
+        elif action == MORE:
+            self._status.remark("Only the last answer can go on")
+        elif action == FORK:
+            await self._fork(record)
+        elif action == DELETE:
+            await self._delete(record)
+        elif action in (OLDER, NEWER):
+            if self._dialogue.switch(record, -1 if action == OLDER else 1):
+                await self._transcript.change(self._dialogue.ids, follow=False)
+                self._select_at(record.position)
+            else:
+                self._status.remark("There is no other version of this message that way")
+
+    # The last ones, by key or command
+
+    def copy_last(self, what: str = "") -> None:
+        """Copy the last answer, or its code."""
+        turn = next((turn for turn in reversed(self._answers())), None)
+        if turn is None:
+            self._status.remark("There is no answer yet")
+        elif what == CODE:
+            self._copy_code_of(turn)
+        else:
+            self._copy(turn.text, "the last answer")
+
+    async def answer_again(self, _argument: str = "") -> None:
+        """Answer the last question again."""
+        await self._act_on_last(AGAIN, "assistant", "user")
+
+    async def go_on(self, _argument: str = "") -> None:
+        """Let the last answer go on."""
+        await self._act_on_last(MORE, "assistant")
+
+    async def edit_last(self, _argument: str = "") -> None:
+        """Change the last question."""
+        await self._act_on_last(EDIT, "user")
+
+    async def fork_here(self, _argument: str = "") -> None:
+        """Begin another chat with all of this one."""
+        await self._act_on_last(FORK, "assistant", "user")
+
+    async def undo(self, _argument: str = "") -> None:
+        """Take the last deletion back."""
+        if self._undo_mark is None:
+            self._status.remark("Nothing was deleted here that could be brought back")
+            return
+        mark, self._undo_mark = self._undo_mark, None
+        self._dialogue.undo(mark)
+        await self._transcript.change(self._dialogue.ids)
+        self._status.remark("It is back")
+
+    async def _act_on_last(self, action: str, *roles: str) -> None:
+        for message in reversed(self._dialogue.messages(self._dialogue.ids[-2:])):
+            if message.role in roles and (turn := self._transcript.turn(message.id)) is not None:
+                await self._act(Turn.Act(turn, action))
+                return
+        self._status.remark("There is no message for that yet")
+
+    # One message
+
+    def _copy_code_of(self, turn: Turn) -> None:
+        codes = turn.codes() if isinstance(turn, AnswerTurn) else []
+        if not codes or turn.record is None:
+            self._status.remark("There is no code block in this message")
+            return
+        message, last = self._code
+        at = (last + 1) % len(codes) if message == turn.record.id else 0
+        self._code = (turn.record.id, at)
+        which = f"code block {at + 1} of {len(codes)}" if len(codes) > 1 else "the code"
+        self._copy(codes[at], which)
+
+    def _edit(self, record: Message) -> None:
+        self._editing = record
+        self._composer.put(record.text)
+        self._writing.chips.take_all()
+        self._writing.chips.give_back(record.attachments)
+        what = "question" if record.role == "user" else "answer"
+        self._writing.title(f"Editing the {what}", "Enter keeps both versions · Esc leaves it")
+        self._composer.focus()
+
+    async def _again(self, record: Message) -> None:
+        """Answer anew: an answer gets a sibling, a question is answered (again)."""
+        if record.role == "assistant":
+            await self._answer(instead=record)
+            return
+        at = self._dialogue.ids.index(record.id) + 1
+        if at == len(self._dialogue.ids):
+            await self._answer()
+        elif (answer := self._dialogue.message(self._dialogue.ids[at])) is not None:
+            await self._again(answer)
+
+    async def _go_on(self, record: Message) -> None:
+        if record.role != "assistant":
+            await self._again(record)
+        elif record.state == "streaming":
+            self._status.remark("Another floe-chat is writing this answer")
+        else:
+            await self._answer(more_of=record)
+
+    async def _fork(self, record: Message) -> None:
+        conversation = self._history.fork(record.id)
+        self._history.settle()
+        await self._leave()
+        self._dialogue.open(conversation)
+        await self._show_dialogue()
+        self._status.remark("A copy of the chat up to there; the first one is as it was")
+
+    async def _delete(self, record: Message) -> None:
+        self._undo_mark = self._dialogue.delete(record)
+        await self._transcript.change(self._dialogue.ids, follow=False)
+        if not self._dialogue.ids:
+            await self._transcript.show(())
+        self._status.remark("Deleted with what followed; /undo brings it back")
+        self._composer.focus()
+
+    def _select_at(self, position: int) -> None:
+        ids = self._dialogue.ids
+        if self._transcript.has_focus and position < len(ids):
+            self._transcript.select(ids[position])
+
+    def _answers(self) -> list[AnswerTurn]:
+        return list(self._transcript.query(AnswerTurn))

@@ -1,0 +1,135 @@
+"""What can be done to whole chats: open, rename, delete, export, and what the history tells."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from textual import on
+
+from ...models.errors import FloeError, UsageError
+from ..bridge import HistoryTold
+from ..history import Changed, Ready, Recovered, Trouble, as_json, as_markdown, file_name
+from ..widgets.blocks import ErrorBlock, Note
+from .acts import Acts
+from .history import Choice, HistoryScreen
+
+_RECALLED = 100  # messages of an opened chat whose questions Up brings back
+
+
+class Chats(Acts):
+    """A talk that can be left for another one."""
+
+    _undo_chat: tuple[int, int] | None = None
+
+    async def open(self, conversation: int, message: int | None = None) -> None:
+        """Show another chat; with `message`, on the branch that holds it and with it in view."""
+        await self._leave()
+        self._dialogue.open(conversation)
+        if message is not None and message not in self._dialogue.ids:
+            self._history.switch(conversation, self._history.newest_leaf(message))
+            self._dialogue.reload()
+        await self._show_dialogue()
+        recent = self._dialogue.messages(self._dialogue.ids[-_RECALLED:])
+        self._composer.remember([known.text for known in recent if known.role == "user" and known.text])
+        if message is not None:
+            await self._transcript.go_to(message)
+        model = self._dialogue.setup.model
+        if self._model and model and model != self._model:
+            await self._transcript.add(Note(f"This chat was begun with {model}; {self._model} answers from here on"))
+
+    async def rename(self, title: str) -> None:
+        """Give this chat a title."""
+        self._dialogue.rename(" ".join(title.split()))
+        self._show_name()
+
+    async def delete_chat(self, _argument: str = "") -> None:
+        """Delete this chat, and begin another."""
+        if (conversation := self._dialogue.id) is None:
+            self._status.remark("There is nothing to delete yet")
+            return
+        await self.action_new_chat()
+        self.deleted(conversation)
+
+    def deleted(self, conversation: int) -> None:
+        """Delete a chat; `undo` brings it back."""
+        mark = self._history.delete(conversation)
+        self._undo_chat = (mark, conversation)
+        self._status.remark("Deleted; /undo brings it back")
+
+    async def undo(self, argument: str = "") -> None:
+        """Take the last deletion back, of a chat or of messages in it."""
+        if self._undo_chat is None or (self._undo_mark is not None and self._undo_mark > self._undo_chat[0]):
+            await super().undo(argument)
+            return
+        (mark, conversation), self._undo_chat = self._undo_chat, None
+        self._history.undo(mark)
+        self._history.settle()
+        await self.open(conversation)
+        self._status.remark("It is back")
+
+    async def open_last(self, _argument: str = "") -> None:
+        """Open the chat that was written to last."""
+        newest = self._history.newest()
+        if newest is None:
+            self._status.remark("There is no earlier chat")
+        elif newest.id != self._dialogue.id:
+            await self.open(newest.id)
+
+    def open_history(self, words: str = "") -> None:
+        """Show earlier chats."""
+        self.app.push_screen(HistoryScreen(self._history, words, self._dialogue.id), self._chosen)
+
+    async def _chosen(self, choice: Choice | None) -> None:
+        try:
+            if choice is None:
+                return
+            if choice.conversation is not None:
+                await self.open(choice.conversation, choice.message)
+            elif self._dialogue.id in choice.deleted:
+                await self.action_new_chat()
+        except FloeError as error:
+            await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
+
+    async def export(self, name: str) -> None:
+        """Write this chat to a file that is not there yet."""
+        if (conversation := self._dialogue.id) is None:
+            raise UsageError("There is nothing to export yet", "", "Ask something first.")
+        self._history.settle()
+        tree = self._history.tree(conversation)
+        file = Path(name or file_name(tree.conversation.number, self._dialogue.name, ".md")).expanduser()
+        text = as_json([tree]) if file.suffix == ".json" else as_markdown(tree)
+        try:
+            with open(file, "x", encoding="utf-8", opener=_private) as out:
+                out.write(text)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise FloeError(f"{file} cannot be written", f"{reason}.", "Give another name: /export FILE") from error
+        await self._transcript.add(Note(f"Written to {file.absolute()}"))
+
+    def attach(self, path: str) -> None:
+        """Send a file along with the next question."""
+        self._writing.chips.attach(Path(path).expanduser())
+
+    @on(HistoryTold)
+    async def _hear(self, told: HistoryTold) -> None:
+        match told.event:
+            case Ready(_saved, interrupted) if interrupted:
+                many = "An answer was" if interrupted == 1 else f"{interrupted} answers were"
+                await self._transcript.add(
+                    Note(f"{many} cut off when floe-chat ended last; what had come is kept. /last opens the chat")
+                )
+            case Trouble(title, cause, hint):
+                self.app.notify(f"{cause} {hint}".strip(), title=title, severity="warning", timeout=15, markup=False)
+            case Recovered():
+                self.app.notify("What could not be written before is on the disk now.", title="The history is saved")
+            case Changed():
+                if isinstance(self.app.screen, HistoryScreen):
+                    self.app.screen.refresh_list()
+            case _:
+                pass
+
+
+def _private(path: str, flags: int) -> int:
+    """An opener for a file that nobody else may read."""
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,225 @@
+"""The chat on the screen: one branch of a conversation in the history, and what of it the model gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..chat_client import Message as Turn
+from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State, shortened
+from ..history.records import first_line, now
+
+_PAGE = 200  # messages read at once on the way back to what fits the window
+_CHARACTERS_PER_TOKEN = 16  # more than text of any kind has; what is older than that cannot fit
+
+
+class Dialogue:
+    """Keeps the ids of the branch that is shown, and the messages of it that were read or written here.
+
+    The history writes behind this object's back and in its own time; what was just written is remembered here.
+
+    Attributes:
+        setup: what it is answered with. title: the person's, or "".
+        ids: the messages from the first to the last.
+    """
+
+    def __init__(self, history: History, setup: Setup) -> None:
+        self._history = history
+        self._conversation: int | None = None
+        self._known: dict[int, Message] = {}
+        self.setup = setup
+        self.title = ""
+        self.ids: tuple[int, ...] = ()
+
+    @property
+    def id(self) -> int | None:
+        """The conversation's id; None until its first question."""
+        return self._conversation
+
+    @property
+    def name(self) -> str:
+        """What to call it; "" while it is empty."""
+        if self.title or not self.ids:
+            return self.title
+        return shortened(first_line(self.messages(self.ids[:1])[0].text)) if self.messages(self.ids[:1]) else ""
+
+    def begin_anew(self, setup: Setup) -> None:
+        """Leave this conversation; the next question begins another."""
+        self._conversation, self.setup, self.title = None, setup, ""
+        self._known.clear()
+        self.ids = ()
+
+    def open(self, conversation: int) -> None:
+        """Show another conversation. Raises FloeError: it is gone, or the history cannot be read."""
+        found = self._history.conversation(conversation)
+        ids = self._history.branch(found.head)
+        self.begin_anew(found.setup)
+        self._conversation, self.title, self.ids = found.id, found.title, ids
+
+    def messages(self, ids: Sequence[int]) -> list[Message]:
+        """The messages `ids`; those that nobody has any more are left out."""
+        unknown = [identity for identity in ids if identity not in self._known]
+        read = {message.id: message for message in self._history.messages(unknown)} if unknown else {}
+        return [self._known.get(identity) or read[identity] for identity in ids if identity in {**self._known, **read}]
+
+    def message(self, identity: int) -> Message | None:
+        """One message."""
+        return next(iter(self.messages([identity])), None)
+
+    def ask(self, text: str, attachments: Sequence[Attachment] = (), instead: Message | None = None) -> Message:
+        """Add a question at the end, or `instead` of an earlier message: that stays, on a branch of its own."""
+        if self._conversation is None:
+            self._conversation = self._history.begin(self.setup, self.title)
+        if instead is not None:
+            self._cut(instead)
+        parent = self.ids[-1] if self.ids else None
+        identity = self._history.ask(self._conversation, parent, text, attachments)
+        return self._add(identity, "user", text, "complete", tuple(attachments), instead)
+
+    def answering(self, model: str, preset: str, instead: Message | None = None) -> tuple[Message, Answer]:
+        """Begin an answer to the last question, or `instead` of one that there is."""
+        if instead is not None:
+            self._cut(instead)
+        answer = self._history.answering(self.ids[-1], model, preset)
+        return self._add(answer.id, "assistant", "", "streaming", (), instead, model, preset), answer
+
+    def continuing(self, message: Message, model: str, preset: str) -> tuple[Message, Answer]:
+        """Let the last answer go on."""
+        answer = self._history.continuing(message, model, preset)
+        self._known[message.id] = replace(message, state="streaming", stats=None)
+        return self._known[message.id], answer
+
+    def rewrite(self, message: Message, text: str) -> Message:
+        """Put what the person wrote in an answer's place; the answer stays, on a branch of its own."""
+        rewritten, answer = self.answering(message.model, message.preset, message)
+        answer.append(text)
+        answer.finish(None)
+        return self.ended(rewritten, text, "complete", None)
+
+    def ended(self, message: Message, text: str, state: State, stats: AnswerStats | None) -> Message:
+        """Remember how an answer ended."""
+        ended = replace(message, text=text, state=state, stats=stats)
+        if message.id in self._known:
+            self._known[message.id] = ended
+        return ended
+
+    def withdraw(self, message: Message) -> None:
+        """Take away the last message: a question that could not be asked, or an answer without any text."""
+        self._history.delete_message(message.id)
+        if self.ids[-1:] != (message.id,):
+            return  # of a conversation that was left meanwhile
+        self.ids = self.ids[:-1]
+        if message.siblings > 1:
+            self.reload()
+        elif not self.ids and self._conversation is not None:
+            self._history.delete(self._conversation)
+            self._conversation = None
+
+    def switch(self, message: Message, steps: int) -> bool:
+        """Show the branch of the sibling `steps` further; False if there is none."""
+        if self._conversation is None or message.siblings < 2:
+            return False
+        self._history.settle()
+        siblings = self._history.siblings(message.id)
+        at = siblings.index(message.id) + steps if message.id in siblings else -1
+        if not 0 <= at < len(siblings):
+            return False
+        head = self._history.newest_leaf(siblings[at])
+        self._history.switch(self._conversation, head)
+        self._show(self._history.branch(head))
+        return True
+
+    def delete(self, message: Message) -> int:
+        """Delete a message and all that follows it; returns what `undo` takes."""
+        mark = self._history.delete_message(message.id)
+        self.reload()
+        return mark
+
+    def undo(self, mark: int) -> None:
+        """Take a deletion back."""
+        self._history.undo(mark)
+        self.reload()
+
+    def reload(self) -> None:
+        """Show what the history has as this conversation's branch, once it has written all."""
+        self._history.settle()
+        if self._conversation is not None:
+            self._show(self._history.branch(self._history.conversation(self._conversation).head))
+
+    def rename(self, title: str) -> None:
+        """Give it a title."""
+        self.title = title
+        if self._conversation is not None:
+            self._history.rename(self._conversation, title)
+
+    def set_up(self, setup: Setup) -> None:
+        """Answer with this from now on."""
+        self.setup = setup
+        if self._conversation is not None:
+            self._history.set_up(self._conversation, setup)
+
+    def turns(self, window: int, before: Message | None = None) -> tuple[list[Turn], list[int]]:
+        """What the model gets up to the last question (the last one `before` an answer), and the id of each message.
+
+        The instructions come first and have no id. Roles alternate, as chat templates require: a question without an
+        answer is left out. Messages so far back that `window` tokens cannot hold them are not even read.
+        """
+        kept: list[Message] = []
+        ids = self.ids if before is None else self.ids[: self.ids.index(before.id)]
+        room = window * _CHARACTERS_PER_TOKEN
+        while ids and room > 0:
+            page = self.messages(ids[-_PAGE:])
+            ids = ids[:-_PAGE]
+            room -= sum(len(prompt_of(message)) for message in page)
+            kept = page + kept
+        answered: list[Message] = []
+        for message in kept:
+            if message.role == "user":
+                if answered and answered[-1].role == "user":
+                    answered.pop()
+                answered.append(message)
+            elif answered and answered[-1].role == "user" and message.text.strip():
+                answered.append(message)
+        instructions = [Turn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
+        turns = [Turn(message.role, prompt_of(message)) for message in answered]
+        return instructions + turns, [message.id for message in answered]
+
+    def _cut(self, before: Message) -> None:
+        """Leave out `before` and all that follows it."""
+        self.ids = self.ids[: self.ids.index(before.id)] if before.id in self.ids else self.ids
+
+    def _show(self, ids: tuple[int, ...]) -> None:
+        self.ids = ids
+        self._known.clear()  # numbers of siblings may have changed
+
+    def _add(
+        self,
+        identity: int,
+        role: str,
+        text: str,
+        state: State,
+        attachments: tuple[Attachment, ...],
+        instead: Message | None,
+        model: str = "",
+        preset: str = "",
+    ) -> Message:
+        count = 1 if instead is None else instead.siblings + 1
+        message = Message(
+            *(identity, self._conversation or 0, self.ids[-1] if self.ids else None, len(self.ids)),
+            *("user" if role == "user" else "assistant", text, state, now(), model, preset, None, attachments),
+            *(count, count),
+        )
+        self.ids = (*self.ids, identity)
+        self._known[identity] = message
+        return message
+
+
+def prompt_of(message: Message) -> str:
+    """What the model gets of a message: what was written, and the files that came along."""
+    parts = [message.text]
+    for file in message.attachments:
+        fence = "```"
+        while fence in file.text:
+            fence += "`"
+        parts.append(f"{file.name}:\n{fence}\n{file.text}\n{fence}")
+    return "\n\n".join(part for part in parts if part)

@@ -1,0 +1,167 @@
+"""The quality dial: presets with what they were measured to cost, and every share by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from ...engine.events import SetQuality
+from ...models.errors import FloeError
+from ..bridge import EngineBridge
+from ..chat_client import Cost
+from ..widgets.dial import Dial
+from ..widgets.figures import Figures
+from ..widgets.units import NOT_MEASURED, rate_of, share, size
+
+_PERIOD = 0.4
+_HEAD = f"  {'':10}{'neurons':>9}{'halves':>9}{'dropped':>9}{'major':>9}{'KL, nats':>11}{'per token':>11}"
+_OFFLOADED_ONLY = "It matters only where rows come over a link: all of this model's are where they are computed."
+
+_DIALS = (
+    ("sparsity", "neurons skipped", "Neurons whose up projection hardly answers are left out altogether."),
+    (
+        "product",
+        "second halves skipped",
+        "Of more neurons the down half of their rows is left out.",
+    ),
+    ("drop", "experts dropped below", "Experts whose router score is below this share of the mean are not called."),
+    ("major", "major half only below", "Below this share only the more important half of an expert is computed."),
+    ("alpha", "experts replaced within", "An absent expert may be replaced by one that is there, of a score so close."),
+    ("lenient", "rows that are late", "What has not arrived in time is waited for, or left out."),
+)
+
+
+class PresetLine(Static, can_focus=True):
+    """One preset: what it skips and what that was measured to cost."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space,right", "take", "use this preset", show=False)]
+
+    class Taken(Message):
+        """The person wants this preset."""
+
+        def __init__(self, cost: Cost) -> None:
+            super().__init__()
+            self.cost = cost
+
+    def __init__(self, cost: Cost) -> None:
+        super().__init__(classes="preset")
+        self.cost = cost
+
+    def show(self, *, in_force: bool) -> None:
+        """Draw it, with a mark while it is in force."""
+        preset = self.cost.preset
+        kl = "not tuned" if self.cost.kl is None else f"{self.cost.kl:.4f}"
+        moved = NOT_MEASURED if self.cost.bytes_per_token is None else size(self.cost.bytes_per_token)
+        if preset.lossless:
+            kl = "0"
+        skipped = (preset.sparsity, preset.product, preset.drop, preset.major)
+        figures = "".join(f"{share(value):>9}" for value in skipped)
+        self.update(
+            Content.assemble(
+                ("● " if in_force else "  ", "$primary"),
+                (f"{preset.name:<10}", "bold"),
+                f"{figures}{kl:>11}{moved:>11}",
+            )
+        )
+
+    def action_take(self) -> None:
+        """Use this preset."""
+        self.post_message(self.Taken(self.cost))
+
+    def on_click(self, event: events.Click) -> None:
+        self.action_take()
+
+
+class QualityScreen(ModalScreen[None]):
+    """Lies beside the chat; every change is in force from the next token on."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,f4", "dismiss", "Close", show=False),
+        Binding("up,k", "app.focus_previous", "the line above", show=False),
+        Binding("down,j", "app.focus_next", "the line below", show=False),
+    ]
+
+    def __init__(self, bridge: EngineBridge, figures: Figures, preset: str, choose: Callable[[str], None]) -> None:
+        super().__init__()
+        self._bridge = bridge
+        self._figures = figures
+        self._preset = preset
+        self._choose = choose
+        self._now = Static("", classes="now")
+        self._meaning = Static("", markup=False, classes="meaning")
+        try:
+            self._costs, self._trouble = bridge.costs(), ""
+        except FloeError as error:
+            self._costs, self._trouble = (), f"{error.title}. {error.cause}"
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="page") as page:
+            page.border_title = "Quality"
+            page.border_subtitle = "◂ ▸ turn · Enter uses a preset · Esc closes"
+            yield Static(self._trouble or _HEAD, markup=False, classes="preset-head")
+            yield from (PresetLine(cost) for cost in self._costs)
+            yield Static("By hand", classes="heading")
+            for name, label, meaning in _DIALS:
+                yield Dial(name, label, meaning, ("waited for", "left out") if name == "lenient" else None)
+            yield self._meaning
+            yield self._now
+
+    def on_mount(self) -> None:
+        self._mark(self._preset)
+        known = next((cost for cost in self._costs if cost.preset.name == self._preset), None)
+        if known is not None:
+            self._set(known)
+        elif (by_hand := self._bridge.by_hand) is not None:
+            for dial in self.query(Dial):
+                dial.value = float(getattr(by_hand, dial.id or ""))
+        self.set_interval(_PERIOD, self._show_now)
+        self._show_now()
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Explain the line that has the focus."""
+        if isinstance(event.widget, Dial):
+            useless = event.widget.id in ("alpha", "lenient") and self._figures.stats and self._figures.rows is None
+            self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}")
+        else:
+            self._meaning.update("KL: how far its next words are from the 16-bit model's, measured by floe-chat tune.")
+
+    @on(PresetLine.Taken)
+    def _take(self, event: PresetLine.Taken) -> None:
+        self._set(event.cost)
+        self._choose(event.cost.preset.name)
+        self._mark(event.cost.preset.name)
+
+    @on(Dial.Turned)
+    def _turn(self) -> None:
+        values = {dial.id or "": dial.value for dial in self.query(Dial)}
+        lenient = bool(values.pop("lenient"))
+        self._bridge.set_quality(SetQuality(**values, lenient=lenient))
+        self._mark("")
+
+    def _set(self, cost: Cost) -> None:
+        for dial in self.query(Dial):
+            dial.value = float(getattr(cost.preset, dial.id or ""))
+
+    def _mark(self, preset: str) -> None:
+        self._preset = preset
+        for line in self.query(PresetLine):
+            line.show(in_force=line.cost.preset.name == preset)
+
+    def _show_now(self) -> None:
+        """What the figures say at this moment: a setting of one's own has no other measure."""
+        stats = self._figures.stats
+        words = [
+            rate_of(stats.decode_tps if stats else None),
+            f"{size(stats.bytes_per_token if stats else None)} per token",
+            f"neurons {share(stats.active_neurons if stats else None)}" if self._preset else "KL not measured",
+        ]
+        self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))

@@ -1,0 +1,126 @@
+"""What one chat is answered with: its title, persona, instructions and sampling values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Select, Static, TextArea
+
+from ...engine.events import Sampling
+from ...models.errors import UsageError
+from ..history import Setup
+from ..settings import KEYS, Persona
+from ..widgets.plain import printable
+
+_NAMES = tuple(field.name for field in fields(Sampling))
+_MEANINGS = {key.field: key.description for key in KEYS} | {"seed": "The same number gives the same answer again."}
+
+
+class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
+    """Ctrl+S or the button keeps what was changed, Esc leaves it as it was."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f5", "close", "Close", show=False),
+        Binding("ctrl+s", "save", "keep the changes", show=False, priority=True),
+    ]
+
+    def __init__(self, title: str, setup: Setup, personas: Mapping[str, Persona]) -> None:
+        super().__init__()
+        self._setup = setup
+        self._personas = personas
+        self._title = Input(printable(title), placeholder="its first question names it", id="title", compact=True)
+        known = [(printable(name), name) for name in personas]
+        chosen = setup.persona if setup.persona in personas else Select.NULL
+        self._persona = Select[str](known, value=chosen, prompt="none", id="persona", compact=True)
+        self._instructions = TextArea(
+            setup.system_prompt, placeholder="What the model is told before the chat", tab_behavior="focus"
+        )
+        self._trouble = Static("", markup=False, classes="trouble")
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="page", can_focus=False) as page:
+            page.border_title = "This chat"
+            page.border_subtitle = "Ctrl+S keeps · Esc leaves it as it was"
+            yield _row("Title", self._title)
+            if self._personas:
+                yield _row("Persona", self._persona)
+            yield Static("Instructions", classes="heading")
+            yield self._instructions
+            yield Static("Sampling", classes="heading")
+            for name in _NAMES:
+                value = getattr(self._setup.sampling, name)
+                field = Input("" if value is None else f"{value:g}", id=name, compact=True)
+                yield _row(name.replace("_", " "), field, _MEANINGS.get(name, ""))
+            yield self._trouble
+            with Horizontal(classes="buttons"):
+                yield Button("Keep", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        self._instructions.focus()
+
+    @on(Select.Changed)
+    def _take_persona(self, event: Select.Changed) -> None:
+        persona = self._personas.get(str(event.value))
+        if persona is not None and str(event.value) != self._setup.persona:
+            self._instructions.load_text(persona.system_prompt)
+            for name in _NAMES:
+                if (value := getattr(persona, name, None)) is not None:
+                    self.query_one(f"#{name}", Input).value = f"{value:g}"
+
+    def action_close(self) -> None:
+        """Leave all as it was."""
+        self.dismiss(None)
+
+    @on(Button.Pressed)
+    @on(Input.Submitted)
+    def action_save(self) -> None:
+        """Keep what was changed, if it can be."""
+        sampling = self._setup.sampling
+        try:
+            for name in _NAMES:
+                sampling = changed(sampling, name, self.query_one(f"#{name}", Input).value.strip())
+        except UsageError as error:
+            self._trouble.update(f"{error.title}: {error.cause}")
+            return
+        text = self._instructions.text.strip()
+        persona = "" if self._persona.value is Select.NULL else str(self._persona.value)
+        if persona and self._personas[persona].system_prompt != text:
+            persona = ""  # they are not its instructions any more
+        setup = replace(self._setup, sampling=sampling, system_prompt=text, persona=persona)
+        self.dismiss((" ".join(self._title.value.split()), setup))
+
+
+def changed(sampling: Sampling, name: str, value: str) -> Sampling:
+    """`sampling` with one value, given as it was typed.
+
+    Raises:
+        UsageError: no such value, or one out of range.
+    """
+    if name not in _NAMES:
+        raise UsageError(f"There is no sampling value {name!r}", "", f"There are {', '.join(_NAMES)}.")
+    if name == "seed" and value in ("", "none"):
+        return replace(sampling, seed=None)
+    try:
+        number = int(value) if name in ("top_k", "seed") else float(value)
+    except ValueError as error:
+        raise UsageError(f"{name} cannot be {value!r}", "It is a number.", "Such as: /set temperature 0.3") from error
+    key = next((key for key in KEYS if key.field == name), None)
+    if key is not None and (trouble := key.trouble(number)):
+        raise UsageError(f"{name} cannot be {value}", f"{trouble[:1].upper()}{trouble[1:]}.")
+    return replace(sampling, **{name: number})
+
+
+def _row(name: str, field: Input | Select[str], meaning: str = "") -> Horizontal:
+    return Horizontal(
+        Static(name, classes="name", markup=False),
+        field,
+        Static(meaning, classes="meaning", markup=False),
+        classes="row",
+    )

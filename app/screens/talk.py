@@ -1,0 +1,359 @@
+"""Questions and answers: what may be sent when, and what comes of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from textual import on
+
+from ...engine.events import Stats
+from ...models.errors import FloeError
+from ..bridge import (
+    AnswerFinished,
+    AnswerText,
+    EngineBridge,
+    EngineFailed,
+    ModelLoading,
+    ModelReady,
+    PresetInForce,
+    PromptRead,
+    StatsArrived,
+)
+from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State
+from ..widgets.answer import AnswerTurn
+from ..widgets.blocks import ErrorBlock, Note
+from ..widgets.composer import Composer
+from ..widgets.turns import UserTurn
+from ..widgets.units import share
+from .chat_view import ChatView
+from .dialogue import Dialogue
+
+_CUSTOM = "Custom"  # the engine's name for a quality that is no preset
+
+
+class Phase(Enum):
+    """What the engine does for this screen."""
+
+    LOADING = auto()
+    READY = auto()
+    ANSWERING = auto()
+    STOPPING = auto()
+    BROKEN = auto()
+
+
+_WAITS = {
+    Phase.LOADING: "waits until the model is loaded",
+    Phase.STOPPING: "waits until the last answer has stopped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A question that waits for its turn."""
+
+    text: str
+    files: tuple[Attachment, ...]
+    turn: UserTurn
+
+
+@dataclass(slots=True)
+class Running:
+    """The answer that is being written. `left`: its conversation is on the screen no more."""
+
+    request: int
+    message: Message
+    answer: Answer
+    pieces: list[str] = field(default_factory=list[str])
+    left: bool = False
+
+
+class Talk(ChatView):
+    """One conversation with one model."""
+
+    def __init__(self, bridge: EngineBridge, history: History, setup: Setup, max_new_tokens: int) -> None:
+        self._dialogue = Dialogue(history, setup)
+        super().__init__(self._dialogue.messages, bridge.count)
+        self._bridge = bridge
+        self._history = history
+        self._setup = setup  # of a new chat
+        self._max_new_tokens = max_new_tokens
+        self._phase = Phase.LOADING
+        self._live: Running | None = None
+        self._queue: deque[Queued] = deque()
+        self._editing: Message | None = None
+        self._presets: tuple[str, ...] = ()
+        self._wanted_preset = ""
+        self._model = ""
+        self._window = 0
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        """The loaded model's presets, best first; none while it loads."""
+        return self._presets
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self._say("loading", "$warning")
+
+    # What the person does
+
+    @on(Composer.Sent)
+    async def _send(self, event: Composer.Sent) -> None:
+        if refusal := self._refusal():
+            self._composer.take_back(event.text, event.files)
+            self._status.remark(refusal)
+        elif self._editing is not None:
+            await self._send_edited(self._editing, event.text, event.files)
+        elif self._phase is Phase.READY and not self._queue:
+            await self._ask(event.text, event.files)
+        else:
+            note = _WAITS.get(self._phase, "waits until the answer has ended")
+            turn = UserTurn(event.text, note, files=tuple(file.name for file in event.files))
+            self._queue.append(Queued(event.text, event.files, turn))
+            self._transcript.anchor()
+            await self._transcript.add(turn)
+
+    def _refusal(self) -> str:
+        """Why nothing can be sent now, or nothing."""
+        if self._phase is Phase.BROKEN:
+            return "No model is loaded: the message above says why"
+        if self._editing is not None and self._phase is not Phase.READY:
+            return "Esc stops the running answer first"
+        return ""
+
+    async def action_stop(self) -> None:
+        """Stop the answer; else leave off editing, or take the last waiting question back."""
+        if self._phase is Phase.ANSWERING:
+            self._bridge.cancel()
+            self._phase = Phase.STOPPING
+            self._say("stopping", "$warning")
+        elif self._editing is not None:
+            self._stop_editing()
+        elif self._queue:
+            await self._take_back(self._queue.pop())
+
+    async def action_new_chat(self) -> None:
+        """Begin another chat; this one stays in the history."""
+        if self._phase is not Phase.BROKEN:
+            await self._leave()
+            self._dialogue.begin_anew(replace(self._setup, model=self._model))
+            await self._show_dialogue()
+
+    def action_next_preset(self) -> None:
+        """Ask for the next quality preset."""
+        if not self._presets:
+            self._status.remark("The presets are known when the model is loaded")
+        elif len(self._presets) == 1:
+            self._status.remark(f"This model has one preset only: {self._presets[0]}")
+        else:
+            now = self._presets.index(self._wanted_preset) if self._wanted_preset in self._presets else -1
+            self.choose_preset(self._presets[(now + 1) % len(self._presets)])
+
+    def choose_preset(self, preset: str) -> None:
+        """Ask for `preset` from the next token on; the conversation keeps it."""
+        self._wanted_preset = preset
+        self._bridge.set_preset(preset)
+        self._dialogue.set_up(replace(self._dialogue.setup, preset=preset))
+
+    # What the engine does
+
+    @on(ModelLoading)
+    def _show_loading(self, event: ModelLoading) -> None:
+        self._say(f"loading {share(event.fraction)}, {event.step}", "$warning")
+
+    @on(ModelReady)
+    async def _begin(self, event: ModelReady) -> None:
+        self._presets, self._wanted_preset = event.loaded.presets, event.loaded.preset
+        self._model, self._window = event.loaded.model, event.loaded.context_window
+        if not self._dialogue.setup.model:
+            self._dialogue.set_up(replace(self._dialogue.setup, model=self._model))
+        self._show_loaded(event.loaded)
+        self._ask_for_its_preset()
+        await self._become_ready("ready")
+
+    @on(PromptRead)
+    def _show_reading(self, event: PromptRead) -> None:
+        if self._is_live(event.request) and self._phase is Phase.ANSWERING:
+            self._say(f"reading prompt {event.done}/{event.total}", "$accent")
+            if (turn := self._live_turn()) is not None:
+                turn.show_progress(f"reading the prompt, {event.done} of {event.total} tokens")
+
+    @on(AnswerText)
+    def _show_text(self, event: AnswerText) -> None:
+        if not self._is_live(event.request) or self._live is None:
+            return
+        if self._phase is Phase.ANSWERING:
+            self._say("writing", "$primary")
+        self._live.pieces.append(event.text)
+        if (turn := self._live_turn()) is not None:
+            turn.feed(event.text)
+
+    @on(StatsArrived)
+    def _show_stats(self, event: StatsArrived) -> None:
+        self._take_stats(event.stats, running=self._is_live(event.stats.request))
+
+    @on(AnswerFinished)
+    async def _finish(self, event: AnswerFinished) -> None:
+        if not self._is_live(event.request):
+            return
+        self._take_stats(event.stats, running=False)
+        stopped = event.reason == "cancelled"
+        await self._end_answer("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason))
+        await self._become_ready("stopped" if stopped else "ready")
+
+    @on(PresetInForce)
+    def _show_preset(self, event: PresetInForce) -> None:
+        self._status.preset = event.preset
+        if event.preset == _CUSTOM:
+            self._wanted_preset = _CUSTOM
+
+    @on(EngineFailed)
+    async def _explain(self, event: EngineFailed) -> None:
+        answering = event.request is not None and self._is_live(event.request)
+        if answering:
+            self._figures.running = False
+            await self._end_answer("failed", None)
+        await self._transcript.add(ErrorBlock(event.title, event.cause, event.hint))
+        if answering:
+            await self._become_ready("ready")
+        elif self._phase is Phase.LOADING:
+            self._phase = Phase.BROKEN
+            self._say("no model", "$error")
+            while self._queue:
+                await self._take_back(self._queue.pop())
+
+    # Asking and answering
+
+    async def _ask(self, text: str, files: tuple[Attachment, ...], instead: Message | None = None) -> None:
+        question = self._dialogue.ask(text, files, instead)
+        if await self._answer():
+            self._show_name()
+        else:
+            self._dialogue.withdraw(question)
+            self._composer.take_back(text, files)
+
+    async def _answer(self, instead: Message | None = None, more_of: Message | None = None) -> bool:
+        """Have the last question answered, `instead` of an answer that there is or as `more_of` it.
+
+        False if the engine refuses that, and why is on the screen.
+        """
+        turns, seen = self._dialogue.turns(self._window, instead or more_of)
+        try:
+            begun = "" if more_of is None else more_of.text
+            submitted = self._bridge.submit(turns, self._dialogue.setup.sampling, self._max_new_tokens, begun)
+        except FloeError as error:
+            await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
+            return False
+        if more_of is not None:
+            await self._transcript.change(self._dialogue.ids[:-1])
+            message, answer = self._dialogue.continuing(more_of, self._model, self._status.preset)
+        else:
+            message, answer = self._dialogue.answering(self._model, self._status.preset, instead)
+        self._live = Running(submitted.request, message, answer, [message.text])
+        self._bridge.record(submitted.request, answer)
+        self._bridge.writing = True
+        self._phase = Phase.ANSWERING
+        self._transcript.live = message.id
+        await self._transcript.change(self._dialogue.ids)
+        self._transcript.mark_horizon(seen[submitted.dropped] if submitted.dropped else None)
+        self._status.context_used = submitted.prompt_tokens
+        self._say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
+        return True
+
+    async def _end_answer(self, state: State, stats: AnswerStats | None) -> None:
+        if (running := self._live) is None:
+            return
+        turn = self._live_turn()
+        self._live = self._transcript.live = None
+        running.answer.finish(stats, state)
+        text = "".join(running.pieces)
+        if text.strip():
+            ended = self._dialogue.ended(running.message, text, state, stats)
+            if turn is not None:
+                turn.finish(ended)
+        elif running.left:
+            self._history.delete_message(running.message.id)
+        else:
+            self._dialogue.withdraw(running.message)
+            await self._transcript.change(self._dialogue.ids, follow=False)
+            await self._transcript.add(
+                Note("No answer came, so the model will not see this question again. Up brings it back")
+            )
+
+    async def _become_ready(self, words: str) -> None:
+        self._phase = Phase.READY
+        self._bridge.writing = False
+        self._say(words, "$success")
+        if self._queue:
+            queued = self._queue.popleft()
+            await queued.turn.remove()
+            await self._ask(queued.text, queued.files)
+
+    async def _send_edited(self, message: Message, text: str, files: tuple[Attachment, ...]) -> None:
+        """Put `text` in the place of an earlier message, on a branch of its own."""
+        self._stop_editing(clear=False)
+        if message.role == "user":
+            await self._ask(text, files, message)
+        elif text:
+            self._dialogue.rewrite(message, text)
+            await self._transcript.change(self._dialogue.ids)
+
+    def _stop_editing(self, *, clear: bool = True) -> None:
+        self._editing = None
+        if clear:
+            self._composer.clear()
+            self._writing.chips.take_all()
+        self._show_name()
+
+    async def _take_back(self, queued: Queued) -> None:
+        await queued.turn.remove()
+        self._composer.take_back(queued.text, queued.files)
+
+    # Changing the conversation
+
+    async def _leave(self) -> None:
+        """Stop what runs for the conversation on the screen; the text that waits goes back into the field."""
+        if self._phase is Phase.ANSWERING:
+            await self.action_stop()
+        if self._live is not None:
+            self._live.left = True
+        self._transcript.live = None
+        while self._queue:
+            await self._take_back(self._queue.pop())
+        if self._editing is not None:
+            self._stop_editing()
+
+    async def _show_dialogue(self) -> None:
+        """Show the conversation from its end."""
+        self._status.context_used = None
+        await self._transcript.show(self._dialogue.ids)
+        self._show_name()
+        self._ask_for_its_preset()
+        self._composer.focus()
+
+    def _ask_for_its_preset(self) -> None:
+        wanted = self._dialogue.setup.preset
+        if wanted in self._presets and wanted != self._wanted_preset:
+            self._wanted_preset = wanted
+            self._bridge.set_preset(wanted)
+
+    def _show_name(self) -> None:
+        """Say on the text field's frame which chat this is."""
+        persona = self._dialogue.setup.persona
+        self._writing.title(self._dialogue.name, persona)
+
+    def _is_live(self, request: int) -> bool:
+        return self._live is not None and self._live.request == request
+
+    def _live_turn(self) -> AnswerTurn | None:
+        if self._live is None or self._live.left:
+            return None
+        turn = self._transcript.turn(self._live.message.id)
+        return turn if isinstance(turn, AnswerTurn) else None
+
+    def _take_stats(self, stats: Stats, *, running: bool) -> None:
+        self._show_figures(stats, running=running)
+        if self._live is not None and not self._live.left:
+            self._status.context_used = stats.context_used

@@ -1,0 +1,115 @@
+"""The files that go along with the next question, one chip each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from textual import events
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Static
+
+from ...models.errors import FloeError
+from ..history import Attachment, read_attachment
+from .background import in_background
+from .plain import printable
+from .themes import MUTED
+from .units import count
+
+Count = Callable[[str], int | None]
+_BYTES_PER_TOKEN = 4  # about, while no tokenizer is there yet
+
+
+class Chip(Static):
+    """One file: its name and size. A click takes it away."""
+
+    def __init__(self, file: Attachment, tokens: int | None) -> None:
+        size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
+        super().__init__(
+            Content.assemble((f"▤ {printable(file.name)}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
+        )
+        self.file = file
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.remove()
+
+
+class Chips(Horizontal):
+    """Takes files in while a thread reads and measures them; what cannot go along is told by `Refused`."""
+
+    class Refused(Message):
+        """A file that does not go along, and why."""
+
+        def __init__(self, reason: str) -> None:
+            super().__init__()
+            self.reason = reason
+
+    def __init__(self, tokens_of: Count, room: Callable[[], int | None]) -> None:
+        """`tokens_of` counts a text's tokens, None before that can be told; `room` is what the window holds."""
+        super().__init__()
+        self._tokens_of = tokens_of
+        self._room = room
+        self._reading = 0
+
+    @property
+    def files(self) -> tuple[Attachment, ...]:
+        """What goes along."""
+        return tuple(chip.file for chip in self.query(Chip))
+
+    @property
+    def reading(self) -> bool:
+        """Whether a file is still being read."""
+        return self._reading > 0
+
+    def attach(self, file: Path | Attachment) -> None:
+        """Take a file, or a text under a name, in."""
+        self._reading += 1
+
+        def measured() -> tuple[Attachment, int | None] | str:
+            try:
+                read = read_attachment(file) if isinstance(file, Path) else file
+            except FloeError as error:
+                return f"{error.title}: {error.cause}"
+            return read, self._tokens_of(read.text)
+
+        in_background(self, measured, self._take)
+
+    def give_back(self, files: tuple[Attachment, ...]) -> None:
+        """Show the files of a question that came back."""
+        for file in files:
+            self.attach(file)
+
+    def take_all(self) -> tuple[Attachment, ...]:
+        """Hand the files over, and show none any more."""
+        files = self.files
+        self.remove_children()
+        return files
+
+    def remove_last(self) -> bool:
+        """Take the last one away; False if there is none."""
+        chips = self.query(Chip)
+        if chips:
+            chips.last().remove()
+        return bool(chips)
+
+    def _take(self, found: tuple[Attachment, int | None] | str) -> None:
+        self._reading -= 1
+        if isinstance(found, str):
+            self.post_message(self.Refused(found))
+            return
+        file, tokens = found
+        room = self._room()
+        held = tokens if tokens is not None else estimate(file.text)
+        if room is not None and held > room:
+            reason = f"{file.name} takes {held:,} tokens; the model's window holds {room:,}"
+            self.post_message(self.Refused(reason))
+            return
+        self.mount(Chip(file, tokens))
+
+
+def estimate(text: str) -> int:
+    """About how many tokens `text` takes."""
+    return max(1, len(text.encode(errors="replace")) // _BYTES_PER_TOKEN)

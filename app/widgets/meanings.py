@@ -1,0 +1,48 @@
+"""What the panel's words mean, section by section; `TERMS` has each word by itself."""
+
+from __future__ import annotations
+
+MEANINGS = {
+    "speed": "Decode: tokens written per second. Prefill: tokens of the prompt read per second. The first token comes "
+    "after the whole prompt was read; what the KV cache kept of the turn before needs no reading.",
+    "origins": "Rows are neurons' weights. Ready: in GPU memory when wanted. Coming: asked for ahead and on the way. "
+    "Copied: fetched when wanted. On CPU: computed where they lie. The predictor names the next layer's neurons: "
+    "recall is how many of those needed it named, precision how many of those named were needed.",
+    "link": "Between RAM and GPU: what it moved for one token, how long the GPU waited for that, how fast it was while "
+    "busy, of what it can, and for which share of the time it was busy.",
+    "neurons": "Units of the experts that the router picked. Inactive ones are skipped, which is what makes this fast. "
+    "The bars show the active share of each layer, first to last.",
+    "memory": "RAM of this process; KV cache: what the model keeps of the chat. Dense: layers around the experts. Up: "
+    "what finds active neurons. Pool: rows that are used most.",
+    "backend": "Where the model computes, with which kernels, the bits per weight, and why these.",
+}
+
+TERMS = (
+    ("decode", "tokens the model writes per second: in the last second, and over the whole answer"),
+    ("prefill", "tokens of your question and the chat before it that are read per second"),
+    ("time to first token", "from Enter to the first piece of the answer"),
+    ("expert", "one of several small networks in each layer; the model picks a few for every token"),
+    ("neuron", "one unit of an expert; the inactive ones are skipped, which is what makes this fast"),
+    ("active share", "neurons of the picked experts that took part, over all layers and by layer"),
+    ("bytes read per token", "weights that the picked experts had to read to write one token"),
+    ("Experts", "the share of calls that went to each expert: layers to the right, experts downwards"),
+    ("KV cache", "what the model keeps of the chat so far; context is how much of its window that fills"),
+    ("model, resident part", "the part of the model that is always in the device's memory"),
+    ("preset", "how many neurons may be skipped: slower and closer to the full model, or faster"),
+    ("Backend", "where the model computes, with which kernels, and why those"),
+    ("tokens kept", "the part of the prompt that the KV cache held from the turn before: no time went into it"),
+    ("Rows", "a neuron's weights. Shown when GPU memory holds a part of the rows only; the rest is in RAM"),
+    ("hit rate, ready", "active neurons whose rows were in GPU memory when they were wanted"),
+    ("coming", "rows that had been asked for before they were wanted, and were on their way"),
+    ("copied", "rows that came from RAM when they were wanted"),
+    ("on CPU", "neurons that the CPU computed where their rows lie, so that nothing had to move"),
+    ("left out", "active neurons without rows in time, which a lenient preset skipped"),
+    ("expert hit rate", "calls of an expert for which no row had to be asked for"),
+    ("predictor recall", "of the neurons that became active, those that were named one layer ahead"),
+    ("its precision", "of the neurons that were named, those that became active"),
+    ("substituted, dropped", "experts for which others in GPU memory stood in; expert halves skipped, of low score"),
+    ("Link", "between RAM and GPU: what it moved for one token, how fast, and how long the GPU waited for that"),
+    ("dense, up, pool", "GPU memory for the layers around the experts, for what finds active neurons, and for rows"),
+    ("virtual time", "times are counted for a card that is not in this machine: they say nothing about this one"),
+    ("—", "not measured yet. kB, MB and GB are powers of 1000"),
+)

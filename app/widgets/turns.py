@@ -1,0 +1,141 @@
+"""What questions and answers have in common: a message, the row under it, and being selected."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.style import Style
+from textual.widgets import Static
+
+from ..history import Message as Record
+from .plain import printable
+from .themes import MUTED
+
+COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
+    *("copy", "code", "edit", "again", "more", "fork", "delete"),
+    *("older", "newer"),
+)
+KEYS = {COPY: "c", CODE: "y", EDIT: "e", AGAIN: "r", MORE: "m", FORK: "f", DELETE: "d"}
+"""What can be done to a message, and the key for it while one is selected."""
+
+
+class Tail(Static):
+    """The blank row under a message: which version of it is shown and, when wanted, what can be done to it."""
+
+    def show(self, record: Record | None, actions: tuple[str, ...]) -> None:
+        """Offer `actions` for `record`; the versions are always shown where there are several."""
+        parts: list[Content] = []
+        if record is not None and record.siblings > 1:
+            parts += [_link("‹", OLDER), Content.styled(f" {record.sibling}/{record.siblings} ", MUTED)]
+            parts += [_link("›", NEWER), Content("   ")]
+        for action in actions if record is not None else ():
+            parts += [_link(action, action), Content.styled(f" {KEYS[action]}   ", MUTED)]
+        self.update(Content.assemble(*parts))
+
+    def action_act(self, action: str) -> None:
+        """A link was clicked."""
+        if isinstance(self.parent, Turn):
+            self.parent.post_message(Turn.Act(self.parent, action))
+
+
+class Turn(Vertical):
+    """One message of the chat; `record` is None before it is one, as long as a question waits."""
+
+    ACTIONS: ClassVar[tuple[str, ...]] = ()
+
+    class Act(Message):
+        """The person wants `action`, one of the names above, of `turn`."""
+
+        def __init__(self, turn: Turn, action: str) -> None:
+            super().__init__()
+            self.turn = turn
+            self.action = action
+
+    def __init__(self, record: Record | None) -> None:
+        super().__init__()
+        self._record = record
+        self._tail = Tail(classes="tail")
+        self._selected = False
+
+    @property
+    def record(self) -> Record | None:
+        """The message that is shown."""
+        return self._record
+
+    @record.setter
+    def record(self, record: Record) -> None:
+        self._record = record
+        self.show_tail()
+
+    @property
+    def selected(self) -> bool:
+        """Whether keys act on this message."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, selected: bool) -> None:
+        self._selected = selected
+        self.set_class(selected, "-selected")
+        self.show_tail()
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self._record.text if self._record else ""
+
+    def on_mount(self) -> None:
+        self.show_tail()
+
+    def on_enter(self, event: events.Enter) -> None:
+        self.show_tail()
+
+    def on_leave(self, event: events.Leave) -> None:
+        self.show_tail()
+
+    def show_tail(self) -> None:
+        """Draw the row under the message anew."""
+        wanted = self._selected or (self.is_attached and self.is_mouse_over)
+        self._tail.show(self._record, self.ACTIONS if wanted else ())
+
+
+class UserTurn(Turn):
+    """A question, shown exactly as written: neither markup nor Markdown. `note` says what became of it."""
+
+    ACTIONS = (COPY, EDIT, AGAIN, FORK, DELETE)
+
+    def __init__(self, text: str, note: str = "", record: Record | None = None, files: tuple[str, ...] = ()) -> None:
+        super().__init__(record)
+        self._text = text
+        self._files = tuple(file.name for file in record.attachments) if record else files
+        self._said = Static(classes="said")
+        self.note = note
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    @property
+    def note(self) -> str:
+        """A remark under the text, such as that it waits."""
+        return self._note
+
+    @note.setter
+    def note(self, note: str) -> None:
+        self._note = note
+        parts = [Content(printable(self._text).expandtabs(4))] if self._text else []
+        parts += [Content.styled(f"▤ {printable(name)}", "$secondary") for name in self._files]
+        parts += [Content.styled(note, f"italic {MUTED}")] if note else []
+        self._said.update(Content("\n").join(parts))
+
+    def compose(self) -> ComposeResult:
+        yield self._said
+        yield self._tail
+
+
+def _link(text: str, action: str) -> Content:
+    return Content.styled(text, Style.from_meta({"@click": f"act('{action}')"}))

@@ -1,0 +1,140 @@
+"""Where the person writes: the text field, the files that go along, and the completion of commands and file names."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from textual import on
+from textual.app import ComposeResult, SuspendNotSupported
+from textual.containers import Vertical
+from textual.widgets import OptionList
+
+from .background import in_background
+from .chips import Chips, Count
+from .completion import Choice, Completion, Wanted, wanted
+from .composer import Composer
+from .files import is_outside, listing, matching, outside
+
+_MOST_CHOICES = 8
+_LOOK_SECONDS = 0.3
+
+
+class Writing(Vertical):
+    """`commands`, once set, are the names and meanings of what may follow a slash."""
+
+    def __init__(self, tokens_of: Count, room: Callable[[], int | None]) -> None:
+        super().__init__()
+        self.chips = Chips(tokens_of, room)
+        self.completion = Completion()
+        self.composer = Composer(self.chips, self.completion)
+        self._commands: Mapping[str, str] = {}
+        self._listing: list[str] | None = None
+
+    def compose(self) -> ComposeResult:
+        yield from (self.completion, self.chips, self.composer)
+
+    def know(self, commands: Mapping[str, str]) -> None:
+        """These commands there are, each with what it does."""
+        self._commands = commands
+        self.composer.commands = frozenset(commands)
+
+    def title(self, name: str, remark: str = "") -> None:
+        """Name the chat on the frame, and what Enter will do if that is unusual."""
+        self.composer.border_title = name
+        self.composer.border_subtitle = remark
+
+    @on(Composer.Changed)
+    @on(Composer.SelectionChanged)
+    def _look(self) -> None:
+        first = self.composer.cursor_location[0] == 0
+        found = wanted(self.composer.before_cursor, first_line=first) if self.composer.has_focus else None
+        if found is None:
+            self._listing = None
+            self.completion.close()
+        elif found != self.completion.wanted:
+            self._offer(found)
+
+    def _offer(self, found: Wanted) -> None:
+        if found.kind == "command":
+            names = sorted(self._commands, key=lambda name: not name.startswith(found.query))
+            names = [name for name in names if found.query in name][:_MOST_CHOICES]
+            self.completion.offer(found, [Choice(f"/{name}", self._commands[name]) for name in names])
+        elif is_outside(found.query):
+            paths = outside(found.query)
+            last = found.query.rpartition("/")[2]
+            self._offer_files(found, [path for path in paths if path.rstrip("/").rpartition("/")[2].startswith(last)])
+        elif self._listing is None:
+            self.completion.offer(found, ())
+            self._listing = []
+            in_background(self, lambda: listing(Path.cwd()), self._listed)
+        else:
+            self._offer_files(found, matching(found.query, self._listing, _MOST_CHOICES))
+
+    def _listed(self, paths: list[str]) -> None:
+        self._listing = paths
+        if (found := self.completion.wanted) is not None and found.kind == "file":
+            self._offer_files(found, matching(found.query, paths, _MOST_CHOICES))
+
+    def _offer_files(self, found: Wanted, paths: Sequence[str]) -> None:
+        self.completion.offer(found, [Choice(path) for path in paths[:_MOST_CHOICES]])
+
+    @on(OptionList.OptionSelected)
+    def _clicked(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self._take(enter=False)
+        self.composer.focus()
+
+    @on(Composer.Chosen)
+    def _chosen(self, event: Composer.Chosen) -> None:
+        self._take(enter=event.enter)
+
+    def _take(self, *, enter: bool) -> None:
+        """Put the highlighted completion in the place of its first letters."""
+        found, choice = self.completion.wanted, self.completion.chosen
+        if found is None or choice is None:
+            return
+        written = len(found.query) + 1
+        self.completion.close()
+        if found.kind == "command":
+            self.composer.replace_before_cursor(written, choice.value + ("" if enter else " "))
+            if enter:
+                # From its own turn: what a widget posts in its parent's turn does not go further up.
+                self.composer.call_later(self.composer.action_send)
+        elif choice.value.endswith("/"):
+            self.composer.replace_before_cursor(written - 1, choice.value)
+        else:
+            self.composer.replace_before_cursor(written, "")
+            self.chips.attach(Path(choice.value).expanduser())
+
+    def edit_outside(self, meanwhile: Callable[[], None]) -> str:
+        """Let the person write in $VISUAL or $EDITOR; returns why that was not possible, or "".
+
+        `meanwhile` is called a few times per second: an answer goes on, and its text is kept.
+        """
+        command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+        descriptor, name = tempfile.mkstemp(prefix="floe-chat-", suffix=".md")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(self.composer.text)
+            with self.app.suspend():
+                process = subprocess.Popen([*command, name])
+                while process.poll() is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_LOOK_SECONDS)
+                    meanwhile()
+            if process.returncode == 0:
+                self.composer.put(Path(name).read_text(encoding="utf-8", errors="replace").rstrip("\n"))
+                return ""
+            return f"{command[0]} ended with code {process.returncode}; your text is as it was"
+        except SuspendNotSupported:
+            return "This terminal cannot be lent to an editor"
+        except (OSError, ValueError) as error:
+            return f"{command[0] if command else 'The editor'} cannot be started: {error}"
+        finally:
+            Path(name).unlink(missing_ok=True)

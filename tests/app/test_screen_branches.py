@@ -1,0 +1,122 @@
+"""Messages that are edited, answered again, continued, deleted and forked, by keys."""
+
+from __future__ import annotations
+
+from floe_chat.app.chat_client import Message, TextDelta
+from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.blocks import ErrorBlock
+from floe_chat.app.widgets.transcript import Transcript
+from floe_chat.app.widgets.turns import UserTurn
+from floe_chat.models.errors import FloeError
+from textual.pilot import Pilot
+
+from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, text_of, until, write
+
+
+def texts(pilot: Pilot[int]) -> list[str]:
+    """What the messages on the screen say, in order."""
+    blocks = pilot.app.screen_stack[0].query_one(Transcript).children
+    return [block.text for block in blocks if isinstance(block, UserTurn | AnswerTurn)]
+
+
+async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str) -> None:
+    request = await ask(pilot, client, question)
+    client.say(TextDelta(request, answer))
+    await finish(pilot, client, request)
+
+
+async def answered(pilot: Pilot[int], client: ScriptedClient, count: int, text: str) -> None:
+    """Wait for the request number `count`, and answer it."""
+    await until(pilot, lambda: len(client.asked) == count and status(pilot).state.startswith("reading"))
+    client.say(TextDelta(count, text))
+    await finish(pilot, client, count)
+
+
+async def test_every_version_is_kept() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await exchange(pilot, client, "one", "first")
+        await exchange(pilot, client, "two", "second")
+        await pilot.press("ctrl+t")
+        await answered(pilot, client, 3, "other")
+        assert client.asked[2][-1].text == "two" and texts(pilot) == ["one", "first", "two", "other"]
+        await pilot.press("ctrl+up")
+        await until(pilot, lambda: "2/2" in screen_text(pilot) and "again r" in screen_text(pilot))
+        await pilot.press("left")
+        await until(pilot, lambda: texts(pilot)[-1] == "second" and "1/2" in screen_text(pilot))
+        await pilot.press("left")
+        await until(pilot, lambda: "no other version" in screen_text(pilot))
+        await pilot.press("up", "up", "up", "e")
+        await until(pilot, lambda: composer(pilot).text == "one" and composer(pilot).has_focus)
+        await pilot.press("end", "x", "enter")
+        await answered(pilot, client, 4, "new")
+        assert client.asked[3] == (Message("user", "onex"),) and texts(pilot) == ["onex", "new"]
+        await pilot.press("ctrl+up", "up", "left")
+        await until(pilot, lambda: texts(pilot) == ["one", "first", "two", "other"])
+        await pilot.press("escape")
+        await exchange(pilot, client, "three", "third")
+        assert [message.text for message in client.asked[4]] == ["one", "first", "two", "other", "three"]
+
+
+async def test_an_answer_is_edited_and_goes_on() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await exchange(pilot, client, "one", "first")
+        await write(pilot, "/more")
+        await pilot.press("enter")
+        await answered(pilot, client, 2, " and more")
+        assert client.begun == ["", "first"] and client.asked[1] == (Message("user", "one"),)
+        assert texts(pilot) == ["one", "first and more"]
+        await pilot.press("ctrl+up", "e")
+        await until(pilot, lambda: "Editing the answer" in screen_text(pilot))
+        await pilot.press("escape")
+        assert composer(pilot).text == ""
+        await pilot.press("ctrl+up", "e", "!", "enter")
+        await until(pilot, lambda: texts(pilot) == ["one", "first and more!"])
+        assert len(client.asked) == 2 and "written by you" in screen_text(pilot) and "2/2" in screen_text(pilot)
+        await ask(pilot, client, "next")
+        assert client.asked[2][1] == Message("assistant", "first and more!")
+
+
+async def test_deleting_is_taken_back_and_a_fork_is_a_chat_of_its_own() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await exchange(pilot, client, "one", "first")
+        await exchange(pilot, client, "two", "second")
+        await pilot.press("ctrl+up", "up", "d")
+        await until(pilot, lambda: texts(pilot) == ["one", "first"])
+        await write(pilot, "/undo")
+        await pilot.press("enter")
+        await until(pilot, lambda: texts(pilot) == ["one", "first", "two", "second"])
+        await pilot.press("ctrl+up", "up", "up", "f")
+        await until(pilot, lambda: texts(pilot) == ["one", "first"] and composer(pilot).has_focus)
+        await exchange(pilot, client, "else", "third")
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen_text(pilot).count("4 messages") == 2)
+
+
+async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await exchange(pilot, client, "one", "```\nx = 1\n```\n\n```\ny = 2\n```\n")
+        await pilot.press("ctrl+up", "y")
+        await until(pilot, lambda: pilot.app.clipboard == "x = 1\n")
+        await pilot.press("y")
+        await until(pilot, lambda: pilot.app.clipboard == "y = 2\n")
+        await pilot.press("up", "c")
+        await until(pilot, lambda: pilot.app.clipboard == "one")
+        await pilot.press("escape")
+        request = await ask(pilot, client, "two")
+        for key in "erdm":
+            await pilot.press("ctrl+up", key)
+            await until(pilot, lambda: "Esc stops the running answer first" in screen_text(pilot))
+            await pilot.press("escape")
+        client.say(TextDelta(request, "second"))
+        await finish(pilot, client, request)
+        client.refuse = FloeError("It does not fit", "too long", "Shorten it")
+        await pilot.press("ctrl+t")
+        await until(pilot, lambda: bool(pilot.app.query(ErrorBlock)))
+        assert texts(pilot)[2:] == ["two", "second"]
+        code = pilot.app.query_one("CodeBar")
+        await pilot.click(code)
+        assert "copy" in text_of(code)

@@ -1,0 +1,84 @@
+"""Writing: files and long texts that go along, completion, commands, the questions before, the editor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.widgets.chips import Chip
+from floe_chat.app.widgets.completion import Completion
+from textual import events
+from textual.pilot import Pilot
+
+from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
+
+
+def chips(pilot: Pilot[int]) -> list[str]:
+    return [text_of(chip) for chip in pilot.app.screen_stack[0].query(Chip)]
+
+
+async def test_files_and_long_texts_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.md").write_text("```\nin a fence\n```\n\x1b[31m")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "huge.txt").write_text("word " * 2000)
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        composer(pilot).post_message(events.Paste("line\n" * 30))
+        await until(pilot, lambda: chips(pilot) == ["▤ pasted 1  30 tokens  ×"])
+        await write(pilot, "see @not")
+        await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
+        await pilot.press("enter")
+        await until(pilot, lambda: len(chips(pilot)) == 2 and composer(pilot).text == "see ")
+        for name, reason in (("picture.png", "binary"), ("huge.txt", "takes 2,000 tokens"), ("none", "No such file")):
+            composer(pilot).put(f"/file {name}")
+            await pilot.press("enter")
+            await until(pilot, lambda reason=reason: reason in screen_text(pilot))
+        await write(pilot, "this")
+        await pilot.press("enter")
+        await until(pilot, lambda: len(client.asked) == 1)
+        asked = client.asked[0][0].text
+        assert asked.startswith("this\n\npasted 1:\n```\nline\n") and "notes.md:\n````\n```\nin a fence" in asked
+        assert chips(pilot) == [] and "▤ notes.md" in screen_text(pilot) and "in a fence" not in screen_text(pilot)
+        client.say(TextDelta(1, "yes"))
+        await finish(pilot, client, 1)
+        composer(pilot).put("/edit")
+        await pilot.press("enter")
+        await until(pilot, lambda: composer(pilot).text == "this" and len(chips(pilot)) == 2)
+        await pilot.press("escape", "backspace")
+        assert chips(pilot) == []
+
+
+async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await write(pilot, "/ren")
+        await until(pilot, lambda: "Give this chat a title" in screen_text(pilot))
+        await pilot.press("tab", "x", "enter")
+        await until(pilot, lambda: composer(pilot).border_title == "x")
+        await write(pilot, "/rename")
+        await pilot.press("escape", "enter")
+        await until(pilot, lambda: "/rename TITLE" in screen_text(pilot) and composer(pilot).text == "/rename ")
+        composer(pilot).put("/nothing")
+        await pilot.press("enter")
+        await until(pilot, lambda: "There is no command /nothing" in screen_text(pilot))
+        composer(pilot).put("")
+        for number, text in enumerate(("one", "/usr/bin is a folder"), 1):
+            composer(pilot).put(text)
+            await pilot.press("enter")
+            await until(pilot, lambda number=number: len(client.asked) == number)
+            client.say(TextDelta(number, "yes"))
+            await finish(pilot, client, number)
+        await write(pilot, "draft")
+        await pilot.press("home", "up")
+        assert composer(pilot).text == "draft"
+        composer(pilot).put("")
+        await pilot.press("up", "up")
+        assert composer(pilot).text == "one"
+        await pilot.press("down", "down")
+        assert composer(pilot).text == ""
+        monkeypatch.setenv("VISUAL", "no-such-editor")
+        await pilot.press("ctrl+g")
+        await until(pilot, lambda: "cannot be" in screen_text(pilot))
+        await ask(pilot, client, "three")

@@ -1,0 +1,113 @@
+"""The pages over the chat: the quality dial, what a chat is answered with, the settings; and the keys of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from floe_chat.app.chat_client import Message, TextDelta
+from floe_chat.app.screens.settings import Setting, SettingsScreen
+from floe_chat.engine.events import PresetChanged, SetQuality
+from textual.widgets import Input, TextArea
+
+from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until, write
+
+
+async def test_the_dial_is_turned_while_an_answer_runs() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(80, 24)) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "text"), stats(request))
+        await pilot.press("f4")
+        await until(pilot, lambda: "0.0121" in screen_text(pilot) and "61.3 tokens/s" in screen_text(pilot))
+        assert "not tuned" in screen_text(pilot) and "1.36 MB" in screen_text(pilot)
+        await pilot.press("down", "down", "enter")
+        await until(pilot, lambda: client.wanted == ["Fast"])
+        await pilot.press("down", "right", "shift+left")
+        await until(pilot, lambda: "left out altogether" in screen_text(pilot))
+        assert client.dialled[-1] == SetQuality(sparsity=0.64, product=0.8, drop=0.4, major=0.8)
+        await pilot.press(*["down"] * 5, "right")
+        await until(pilot, lambda: client.dialled[-1].lenient and "KL not measured" in screen_text(pilot))
+        client.say(PresetChanged("Custom"))
+        await pilot.press("escape")
+        await until(pilot, lambda: status(pilot).preset == "Custom")
+        await pilot.press("f4")
+        await until(pilot, lambda: "64 %" in screen_text(pilot))
+        await pilot.press("escape", "f3")
+        await until(pilot, lambda: client.wanted == ["Fast", "Exact"])
+
+
+async def test_what_a_chat_is_answered_with(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[personas.Tutor]\nsystem_prompt = "In small steps."\ntemperature = 0.5\n')
+    client = ScriptedClient()
+    async with ready(client, settings=file) as pilot:
+        for order in ("/persona Tutor", "/set top_k 40", "/set seed seven", "/set nothing 1", "/persona Nobody"):
+            composer(pilot).put(order)
+            await pilot.press("enter")
+            await until(pilot, lambda: composer(pilot).text == "")
+        await until(pilot, lambda: "There is no persona 'Nobody'" in screen_text(pilot))
+        assert "seed cannot be 'seven'" in screen_text(pilot) and "There is no sampling value" in screen_text(pilot)
+        request = await ask(pilot, client)
+        assert client.asked[0][0] == Message("system", "In small steps.")
+        assert (client.samplings[0].temperature, client.samplings[0].top_k) == (0.5, 40)
+        client.say(TextDelta(request, "yes"))
+        await finish(pilot, client, request)
+        await pilot.press("f5")
+        page = pilot.app.screen
+        await until(pilot, lambda: bool(pilot.app.screen.query("#temperature")))
+        page = pilot.app.screen
+        page.query_one("#temperature", Input).value = "9"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: "temperature cannot be 9" in screen_text(pilot))
+        page.query_one("#temperature", Input).value = "1.5"
+        page.query_one(TextArea).load_text("In French.")
+        page.query_one("#title", Input).value = "Lessons"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: composer(pilot).border_title == "Lessons")
+        await ask(pilot, client, "again")
+        assert client.asked[1][0] == Message("system", "In French.") and client.samplings[1].temperature == 1.5
+        await pilot.press("ctrl+n")
+        await finish(pilot, client, 2, "cancelled")
+        await ask(pilot, client, "new")
+        assert client.asked[2] == (Message("user", "new"),) and client.samplings[2].temperature == 0
+
+
+async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('# mine\n[keys]\nhelp = "f12"\n[sampling]\ntop_p = 7\n')
+    client = ScriptedClient()
+    async with ready(client, settings=file) as pilot:
+        await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
+        await pilot.press("f12")
+        await until(
+            pilot, lambda: "The panel's words" in " ".join(str(w.render()) for w in pilot.app.screen.query("*"))
+        )
+        await pilot.press("escape")
+        composer(pilot).put("/settings")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
+        fields = {field.setting: field for field in pilot.app.screen.query(Setting)}
+        fields["sampling.top_k"].focus()
+        await write(pilot, "40")
+        await pilot.press("enter")
+        await until(pilot, lambda: "top_k = 40" in file.read_text())
+        fields["screen.theme"].focus()
+        fields["screen.theme"].value = "floe-light"
+        await pilot.press("enter")
+        await until(pilot, lambda: pilot.app.theme == "floe-light")
+        fields["sampling.min_p"].focus()
+        await write(pilot, "much")
+        await pilot.press("enter")
+        await until(pilot, lambda: "sampling.min_p: could not convert" in screen_text(pilot))
+        fields["keys.stop"].focus()
+        fields["keys.stop"].value = "f10"
+        await pilot.press("enter")
+        await until(pilot, lambda: 'stop = "f10"' in file.read_text())
+        assert file.read_text().startswith("# mine\n") and "min_p" not in file.read_text()
+        await pilot.press("escape")
+        request = await ask(pilot, client)
+        await pilot.press("escape")
+        assert client.cancelled == 0
+        await pilot.press("f10")
+        await until(pilot, lambda: client.cancelled == 1)
+        await finish(pilot, client, request, "cancelled")
