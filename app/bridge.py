@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from textual.message import Message
 from textual.message_pump import MessagePump
@@ -140,6 +141,11 @@ class EngineBridge:
         """Begin loading, and keep draining for as long as `target` lives."""
         self._client.start()
         self._drain_later(target)
+
+    def open(self, pack: Path) -> None:
+        """Let another model answer from now on."""
+        self.by_hand = None
+        self._client.open(pack)
 
     def submit(
         self, messages: Sequence[ChatMessage], sampling: Sampling, max_new_tokens: int, answer: str = ""

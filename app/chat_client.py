@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,9 +95,23 @@ class ChatClient:
 
     def start(self) -> None:
         """Begin loading in the background; returns at once."""
-        threading.Thread(target=self._read_format, name="floe-tokenizer", daemon=True).start()
-        self._session.send(self._load)
+        self._begin_loading()
         self._session.start()
+
+    def open(self, pack: Path) -> None:
+        """Let the model in `pack` answer from now on, on the same device; `poll` tells as after `start`.
+
+        What runs ends first: cancel it, or wait for it.
+        """
+        self._pack, self._load = pack, replace(self._load, pack=str(pack), preset=None)
+        self._format, self._held, self._window = None, None, 0
+        self._format_ready = threading.Event()
+        self._begin_loading()
+
+    def _begin_loading(self) -> None:
+        arguments = (self._pack, self._format_ready)
+        threading.Thread(target=self._read_format, args=arguments, name="floe-tokenizer", daemon=True).start()
+        self._session.send(self._load)
 
     def poll(self, timeout: float = 0.0) -> list[Update]:
         """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
@@ -186,6 +200,8 @@ class ChatClient:
 
     def _model_ready(self, event: Loaded) -> list[Update]:
         """Pass `event` on when the chat format is there too; the two load side by side."""
+        if event.folder != self._load.pack:  # another model was asked for meanwhile
+            return []
         if not self._format_ready.is_set():
             self._held = event
             return []
@@ -195,20 +211,20 @@ class ChatClient:
         self._window = event.context_window
         return [event]
 
-    def _read_format(self) -> None:
+    def _read_format(self, pack: Path, ready: threading.Event) -> None:
+        found: ChatFormat | FloeError
         try:
             from ..models.chat_format import ChatFormat
 
-            self._format = ChatFormat(self._pack)
+            found = ChatFormat(pack)
         except FloeError as error:
-            self._format = error
+            found = error
         # This thread's border: without an answer here the model would never be ready.
         except Exception as error:  # noqa: BLE001
-            self._format = FloeError(
-                "The tokenizer failed", f"{type(error).__name__}: {error}", "Pack the model again."
-            )
-        finally:
-            self._format_ready.set()
+            found = FloeError("The tokenizer failed", f"{type(error).__name__}: {error}", "Pack the model again.")
+        if ready is self._format_ready:  # no other model was asked for meanwhile
+            self._format = found
+        ready.set()
 
     def _fit(
         self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int, begun: Sequence[int]

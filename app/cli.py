@@ -91,6 +91,7 @@ def cli(ctx: click.Context, **options: Any) -> None:
     Without a command, opens the chat screen. What the command line leaves open comes from the settings file, see
     `floe-chat paths`.
     """
+    _use_own_models_folder()
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if given:
@@ -159,6 +160,15 @@ def ask(
     setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
     asked = Question(text, setup, max_tokens, going_on, conversation, settings.save_history)
     ctx.exit(answer(client, asked, form or "text"))
+
+
+def _use_own_models_folder() -> None:
+    """Let models lie where the settings say, for every command."""
+    from ..models.catalog import use_models_folder
+    from .settings_file import read, settings_file
+
+    folder = read(settings_file()).settings.models_folder
+    use_models_folder(Path(folder) if folder else None)
 
 
 def _settled(ctx: click.Context, options: dict[str, Any]) -> tuple[Settings, dict[str, Any]]:

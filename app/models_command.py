@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import click
 import platformdirs
 
 from ..models import catalog
-from ..models.errors import FloeError, UsageError
+from ..models.errors import UsageError
 from .log import log_file
 from .setup_flow import forget, unfinished
+from .setups import remove as delete
 from .widgets import units
 from .widgets.plain import printable
 
@@ -56,14 +56,7 @@ def remove(name: str, yes: bool) -> None:
     if begun is not None:
         forget(begun)
     else:
-        try:
-            # The manifest first: what is left of an interrupted removal is then no model.
-            (folder / "manifest.json").unlink(missing_ok=True)
-            shutil.rmtree(folder)
-        except OSError as error:
-            raise FloeError(
-                f"{folder} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand."
-            ) from error
+        delete(name)
     click.echo(f"floe-chat: {printable(name)} is deleted.", err=True)
 
 

@@ -26,6 +26,7 @@ ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "next_preset": ("f3", "The next quality preset"),
         "quality": ("f4", "The quality dial"),
         "setup": ("f5", "This chat: instructions, persona, sampling"),
+        "models": ("f6", "Models: installed, begun, and to be had"),
         "experts": ("f9", "Experts, layer by layer"),
         "history": ("ctrl+r", "Earlier chats, and the search in them"),
         "regenerate": ("ctrl+t", "Answer the last question again"),

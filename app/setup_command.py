@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..models import catalog
 from ..models.errors import AccessError, FloeError, UsageError
 from .packing import time_left
 from .progress import clear, note, step
 from .setup_flow import Setup, SetupProgress, Wish, forget, unfinished, wish
+from .setups import look_up
 from .widgets import units
 from .widgets.plain import printable
 
@@ -90,9 +92,7 @@ def _differs(wanted: Wish, given: dict[str, int]) -> bool:
 def _needed(model: str | None, begun: list[Wish]) -> str:
     if model is not None:
         return model
-    from ..models.catalog import PUBLISHED
-
-    listed = ", ".join(entry.name for entry in PUBLISHED)
+    listed = ", ".join(entry.name for entry in catalog.PUBLISHED)
     raise UsageError(
         "Which model?",
         f"{_names(begun)} Listed are {listed}.",
@@ -141,25 +141,14 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
 
 
 def _entry(wanted: Wish) -> tuple[Entry, str | None]:
-    from ..models import catalog
-
-    if wanted.local is not None:
-        return catalog.described(wanted.local), None
-    if (entry := catalog.published(wanted.model)) is not None:
-        return entry, None
-    import json
-
-    def look(token: str | None) -> Entry:
-        from ..models.hub import resolve
-
-        fields = json.loads(resolve(wanted.model, token=token).read("config.json") or b"{}")
-        return catalog.described({**fields, "_name_or_path": wanted.model})
-
+    """What is to be set up, and the token that had to be asked for."""
+    if (known := catalog.published(wanted.model)) is not None:
+        return known, None
     try:
-        return look(None), None
+        return look_up(wanted), None
     except AccessError as error:
         token = _asked(error)
-        return look(token), token
+        return look_up(wanted, token), token
 
 
 def _told(plan: Plan, wanted: Wish) -> list[str]:

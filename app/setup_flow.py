@@ -291,15 +291,31 @@ class Setup:
             self._step = "Waiting for what was stopped to let go of its folders"
             self._after.close()
             self._after = None
+        from ..models.manifest import FILE_NAME, UNFINISHED
+        from ..models.packed import PackedModel
+
+        self.wish.spec()
+        self.wish.home.mkdir(parents=True, exist_ok=True)
+        _write_note(self.wish)
+        packed = (self.wish.folder / FILE_NAME).exists() and not (self.wish.folder / UNFINISHED).exists()
+        if not packed:  # else it was left between packing and the end
+            self._pack()
+        self._reach("checking")
+        self._step, self._left = "Checking the pack", None
+        PackedModel.open(self.wish.folder)
+        if self.wish.fetched.exists():
+            shutil.rmtree(self.wish.fetched)
+        self.wish.note.unlink(missing_ok=True)
+        self._step, self._share = "Done", 1.0
+        self._reach("done")
+
+    def _pack(self) -> None:
         from ..models.checkpoint import Checkpoint
         from ..models.manifest import COPIED
         from ..models.pack import pack
-        from ..models.packed import PackedModel
         from .packing import tokens_of
 
         spec = self.wish.spec()
-        self.wish.home.mkdir(parents=True, exist_ok=True)
-        _write_note(self.wish)
         with self._source() as source:
             checkpoint = Checkpoint(source)
             for name in COPIED:
@@ -310,14 +326,6 @@ class Setup:
             self._reach("working")
             pack(checkpoint, self.wish.folder, spec, tokens, self.wish.name, self._told)
         self._shelf = None
-        self._reach("checking")
-        self._step, self._left = "Checking the pack", None
-        PackedModel.open(self.wish.folder)
-        if self.wish.fetched.exists():
-            shutil.rmtree(self.wish.fetched)
-        self.wish.note.unlink(missing_ok=True)
-        self._step, self._share = "Done", 1.0
-        self._reach("done")
 
     @contextmanager
     def _source(self) -> Generator[Path | HubShelf]:

@@ -15,6 +15,7 @@ from textual.screen import Screen
 from textual.theme import Theme
 
 from ..engine.events import Sampling
+from ..models.catalog import find
 from ..models.errors import FloeError
 from .bridge import EngineBridge, EngineFailed, EngineNotice
 from .chat_client import ChatClient
@@ -23,10 +24,13 @@ from .screens.chat import ChatScreen
 from .screens.chat_view import ChatView
 from .screens.commands import Command
 from .screens.help import HelpScreen, Section, keys_of
+from .screens.models import ModelsScreen
 from .screens.settings import SettingsScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
+from .screens.wizard import WizardScreen
 from .settings import Settings
 from .settings_file import Read, change, read, settings_file
+from .setups import Setups, first_run
 from .widgets.composer import Composer
 from .widgets.panel import PerformancePanel
 from .widgets.themes import THEMES
@@ -73,6 +77,8 @@ class FloeChatApp(App[int]):
         self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas)
         self._chat.know(
             (
+                Command("models", "Models", "Installed, begun, and to be had; switch to one", self._open_models),
+                Command("setup", "Set up a model", "Download and pack one, step by step", self._open_wizard),
                 Command("settings", "Settings", "Every setting, with what it means", self._open_settings),
                 Command("theme", "Theme", "Choose the colours", lambda _text: self.action_change_theme()),
                 Command("help", "Help", "Keys, commands and the panel's words", self._open_help),
@@ -80,6 +86,7 @@ class FloeChatApp(App[int]):
             )
         )
         self._exit_code = 0
+        self.setups = Setups()
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
@@ -94,6 +101,9 @@ class FloeChatApp(App[int]):
     def on_ready(self) -> None:
         # The first frame is on the terminal: now the engine may import what takes seconds.
         self._bridge.start(self._chat)
+        self.set_interval(1.0, lambda: self._chat.say_beside(self.setups.words()))
+        if self._file is not None and first_run(self._file):
+            self.push_screen(WizardScreen(self.setups, settings=self._file), self._welcomed)
         for problem in self._settings.problems:
             self.notify(
                 f"{self._file}, {problem}. The default is in force; the file was left as it is.",
@@ -173,6 +183,33 @@ class FloeChatApp(App[int]):
     def _open_settings(self, _argument: str) -> None:
         self.push_screen(SettingsScreen(self._file, self._settings, self._apply))
 
+    def _open_models(self, _argument: str) -> None:
+        self.push_screen(ModelsScreen(self.setups, current=self._chat.model, settings=self._file), self._switch)
+
+    def _open_wizard(self, _argument: str) -> None:
+        self.push_screen(WizardScreen(self.setups, settings=self._file), self._switch)
+
+    async def _welcomed(self, name: str | None) -> None:
+        """The first run's wizard was left, wherever it was: the next start opens the chat at once."""
+        if self._file is not None:
+            try:
+                change(self._file, {})
+            except FloeError as error:
+                self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
+        await self._switch(name)
+
+    async def _switch(self, name: str | None) -> None:
+        """Let the model `name` answer from now on."""
+        if name is None:
+            return
+        try:
+            pack = find(name)
+        except FloeError as error:
+            self.notify(f"{error.cause} {error.hint}", title=error.title, severity="error", markup=False)
+        else:
+            if pack != self._chat.pack:
+                await self._chat.switch_model(pack)
+
     def _open_help(self, _argument: str) -> None:
         self.action_help()
 
@@ -200,6 +237,7 @@ def run_app(client: ChatClient, sampling: Sampling, max_new_tokens: int, system_
         sys.setswitchinterval(before)
         saved = history.close()
         client.close()
+        app.setups.close()
     if not saved:
         sys.stderr.write("floe-chat: not all of this chat could be saved\n")
     return 1 if code is None else code

@@ -111,7 +111,7 @@ class Loaded:
     """The model answers from now on.
 
     Attributes:
-        model: the pack's name. source: where its weights came from.
+        model: the pack's name, folder: where it lies. source: where its weights came from.
         context_window: tokens that prompt and answer may take together.
         presets: the presets this pack can run, best first. preset: the one in force.
         widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit, dense 8 bit".
@@ -120,6 +120,7 @@ class Loaded:
     """
 
     model: str
+    folder: str
     source: str
     context_window: int
     presets: tuple[str, ...]

@@ -138,6 +138,7 @@ def load(
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     loaded = Loaded(
         model=manifest.name,
+        folder=str(folder),
         source=manifest.source.name,
         context_window=window,
         presets=quality.available(manifest),

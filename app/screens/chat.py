@@ -35,6 +35,7 @@ class ChatScreen(Chats):
         Binding("ctrl+r", "order('history')", "earlier chats, and the search in them", show=False, id="history"),
         Binding("f4", "order('quality')", "the quality dial", show=False, id="quality"),
         Binding("f5", "order('chat')", "this chat: instructions, persona, sampling", show=False, id="setup"),
+        Binding("f6", "order('models')", "models: installed, begun, and to be had", show=False, id="models"),
         Binding("f9", "order('experts')", "experts, layer by layer", show=False, id="experts"),
         Binding("ctrl+t", "order('again')", "answer the last question again", show=False, id="regenerate"),
         Binding("ctrl+o", "order('copy')", "copy the last answer", show=False, id="copy"),

@@ -149,3 +149,7 @@ class ChatView(Screen[None]):
 
     def _say(self, words: str, tone: str) -> None:
         self._status.state, self._status.tone = words, tone
+
+    def say_beside(self, words: str) -> None:
+        """What goes on beside the chat; "" for nothing."""
+        self._status.background = printable(words)

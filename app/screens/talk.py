@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from pathlib import Path
 
 from textual import on
 
@@ -87,6 +88,18 @@ class Talk(ChatView):
         self._wanted_preset = ""
         self._model = ""
         self._window = 0
+        self._pack: Path | None = None
+        self._next_pack: Path | None = None
+
+    @property
+    def model(self) -> str:
+        """The name of the model that answers, or "" before one is loaded."""
+        return self._model
+
+    @property
+    def pack(self) -> Path | None:
+        """Where it lies; None before it is loaded."""
+        return self._pack
 
     @property
     def presets(self) -> tuple[str, ...]:
@@ -157,6 +170,21 @@ class Talk(ChatView):
         self._bridge.set_preset(preset)
         self._dialogue.set_up(replace(self._dialogue.setup, preset=preset))
 
+    async def switch_model(self, pack: Path) -> None:
+        """Let another model answer this chat from now on; a running answer is stopped first."""
+        self._next_pack = pack
+        if self._phase is Phase.ANSWERING:
+            await self.action_stop()
+        elif self._phase is not Phase.STOPPING:
+            self._open(pack)
+
+    def _open(self, pack: Path) -> None:
+        self._next_pack = None
+        self._presets = ()
+        self._phase = Phase.LOADING
+        self._say("loading", "$warning")
+        self._bridge.open(pack)
+
     # What the engine does
 
     @on(ModelLoading)
@@ -167,7 +195,8 @@ class Talk(ChatView):
     async def _begin(self, event: ModelReady) -> None:
         self._presets, self._wanted_preset = event.loaded.presets, event.loaded.preset
         self._model, self._window = event.loaded.model, event.loaded.context_window
-        if not self._dialogue.setup.model:
+        self._pack = Path(event.loaded.folder)
+        if self._dialogue.setup.model != self._model:
             self._dialogue.set_up(replace(self._dialogue.setup, model=self._model))
         self._show_loaded(event.loaded)
         self._ask_for_its_preset()
@@ -283,6 +312,10 @@ class Talk(ChatView):
             )
 
     async def _become_ready(self, words: str) -> None:
+        if self._next_pack is not None:
+            self._bridge.writing = False
+            self._open(self._next_pack)
+            return
         self._phase = Phase.READY
         self._bridge.writing = False
         self._say(words, "$success")

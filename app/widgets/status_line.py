@@ -17,7 +17,8 @@ _REMARK_SECONDS = 5.0
 class StatusLine(Widget):
     """One row that shortens itself to the terminal: the key hints go first, then the percentage, then the name.
 
-    `state` is a few words and `tone` a style for the dot before them. For some seconds a remark covers the rest.
+    `state` is a few words and `tone` a style for the dot before them; `background` says what goes on beside the chat.
+    For some seconds a remark covers the rest.
     """
 
     HINTS = ("Esc stop  F1 help  Ctrl+P commands  Ctrl+Q quit", "F1 help  Ctrl+Q quit", "F1 help")
@@ -27,6 +28,7 @@ class StatusLine(Widget):
     context_used: reactive[int | None] = reactive(None)
     context_window: reactive[int | None] = reactive(None)
     state: reactive[str] = reactive("")
+    background: reactive[str] = reactive("")
     tone: reactive[str] = reactive(MUTED)
     _remark: reactive[str] = reactive("")
 
@@ -72,4 +74,6 @@ class StatusLine(Widget):
             if percentage:
                 context += f" ({share(used / self.context_window)})"
             parts.append(Content(context))
+        if self.background and percentage:  # what can be left out first where there is no room
+            parts.append(Content.styled(self.background, MUTED))
         return Content.assemble(*between([*parts, state]))

@@ -23,6 +23,7 @@ from textual.widget import Widget
 
 LOADED = Loaded(
     model="scripted",
+    folder="/models/scripted",
     source="a test",
     context_window=1000,
     presets=("Exact", "Balanced", "Fast"),

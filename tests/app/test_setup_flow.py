@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,17 @@ def test_a_disk_that_is_too_small_is_known_first(hub: FakeHub, monkeypatch: pyte
     assert not running.wish.folder.exists()
 
 
+def test_left_between_packing_and_the_end(hub: FakeHub) -> None:
+    with Setup(wish(REPO)) as running:
+        assert ended(running.start()).error is None
+    setup_flow._write_note(running.wish)  # pyright: ignore[reportPrivateUsage]
+    (begun,) = unfinished()
+    before, asked = digest(begun.folder), len(hub.requests)
+    with Setup(begun) as again:
+        assert ended(again.start()).error is None
+    assert digest(begun.folder) == before and len(hub.requests) == asked and unfinished() == []
+
+
 def test_given_up_leaves_nothing(hub: FakeHub) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
         running.start()
@@ -216,14 +228,15 @@ def test_killed_again_and_again(hub: FakeHub, undisturbed: dict[str, str], own_f
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdin is not None and parent.stdout is not None
-        kills = 0
+        kills, code = 0, 1
         for _start in range(40):
             parent.stdin.write(hub.url + "\n")
             parent.stdin.flush()
             child = int(parent.stdout.readline())
             if kills < 5:
                 time.sleep(dice.uniform(0.02, 1.2))
-                os.kill(child, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it was faster
+                    os.kill(child, signal.SIGKILL)
             code = int(parent.stdout.readline())
             kills += code == -signal.SIGKILL
             if code == 0:

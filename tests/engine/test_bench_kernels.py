@@ -52,7 +52,10 @@ def test_quick_is_the_default_widths_alone() -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_all_threads_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("floe_chat.engine.hardware._usable_cores", lambda *_: 2)
+    def two(*_given: object) -> int:
+        return 2
+
+    monkeypatch.setattr("floe_chat.engine.hardware._usable_cores", two)
     table = kernels_cpu.run(threads=2, runs=1, quick=True, shapes=TINY)
     compared = [section.rows for section in table.sections if section.title.startswith("Threads")]
     assert [[found.name for found in rows] for rows in compared] == [["1 thread", "2 threads"]] * 2

@@ -1,0 +1,306 @@
+"""All models: what is here and what it takes, what was begun, what could be had; and what goes on with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import OptionList, Static
+from textual.widgets.option_list import Option as Row
+
+from ...models import catalog
+from ...models.errors import AccessError, FloeError
+from ...models.published import PUBLISHED, Entry
+from ..setups import Check, Setups, Surveyor, remove, survey
+from ..widgets import setup_models, units
+from ..widgets.background import in_background
+from ..widgets.plain import printable
+from ..widgets.setup_bar import Bar
+from ..widgets.setup_keys import Keys
+from ..widgets.setup_models import HEADINGS, Found, Model
+from ..widgets.setup_step import Trouble
+from .models_remove import RemoveScreen
+from .wizard import WizardScreen
+
+_PERIOD = 0.25
+_OTHER = "Another model: a hub id (owner/name) or a folder …"
+_ENTER = {"installed": "Enter chats with it", "begun": "Enter goes on", "available": "Enter sets it up"}
+
+
+class ModelsScreen(Screen["str | None"]):
+    """Its result is the name of the model to chat with from now on, or None.
+
+    Args:
+        setups: the program's; what it does goes on when this is left. current: the model that answers the chat.
+        entries, surveyor, settings: for the wizard.
+    """
+
+    CSS_PATH = "../setup.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "back to the chat; what goes on goes on", show=False),
+        Binding("space", "pause", "pause the setup, or let it go on", show=False),
+        Binding("s", "stop", "stop the setup, or the check", show=False),
+        Binding("v", "verify", "check every byte of the model", show=False),
+        Binding("x,delete", "remove", "delete the model", show=False),
+    ]
+
+    def __init__(
+        self,
+        setups: Setups,
+        *,
+        current: str | None = None,
+        entries: Sequence[Entry] = PUBLISHED,
+        surveyor: Surveyor = survey,
+        settings: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-low"), (24, "-short"), (30, "-tall")]
+        self._setups, self._current = setups, current
+        self._entries, self._surveyor, self._settings = entries, surveyor, settings
+        self._models: list[Model | None] = []  # of each row; None is a heading, or another model
+        self._list = OptionList(id="models", markup=False)
+        self._details = Static("", markup=False, id="details")
+        self._trouble = Trouble()
+        self._going = Static("", markup=False, id="going")
+        self._bar = Bar()
+        self._disk = Static("", markup=False, id="disk")
+        self._keys = Keys()
+        self._seen: tuple[object, ...] = (None, None, None)
+        self._explained: str | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static("Models", id="title")
+        with Vertical(id="body"):
+            yield self._list
+            yield self._trouble
+            yield self._details
+            yield self._going
+            yield self._bar
+            yield self._disk
+        yield self._keys
+
+    def on_mount(self) -> None:
+        self._list.focus()
+        self._bar.display = False
+        self.set_interval(_PERIOD, self._watch)
+        self.refresh_list()
+
+    def refresh_list(self) -> None:
+        """Look again at what there is."""
+        in_background(self, lambda: setup_models.look(self._entries), self._show)
+
+    def _show(self, found: Found) -> None:
+        kept = self.highlighted
+        self._models = []
+        self._list.clear_options()
+        kind = ""
+        for model in found.models:
+            if model.kind != kind:
+                kind = model.kind
+                self._models.append(None)
+                self._list.add_option(Row(Content.styled(HEADINGS[kind], "bold $primary"), disabled=True))
+            self._models.append(model)
+            self._list.add_option(Row(setup_models.line(model, here=model.name == self._current)))
+        self._models.append(None)
+        self._list.add_option(Row(Content.styled(f"  {_OTHER}", "italic")))
+        at = next((at for at, one in enumerate(self._models) if one and kept and one.name == kept.name), 1)
+        self._list.highlighted = at
+        free = "" if found.free is None else f" · {units.size(found.free)} free"
+        self._disk.update(printable(f"They take {units.size(found.taken)}{free} · {found.folder}"))
+
+    @property
+    def highlighted(self) -> Model | None:
+        """The model that keys act on; None on another line."""
+        at = self._list.highlighted
+        return self._models[at] if at is not None and at < len(self._models) else None
+
+    @on(OptionList.OptionHighlighted)
+    def _explain(self) -> None:
+        model = self.highlighted
+        name = None if model is None else model.name
+        if name != self._explained:
+            self._explained = name
+            self._trouble.show(None)
+        self._details.update(printable(model.details) if model else "From the hub, or a checkpoint on this machine.")
+        self._show_keys()
+
+    def _show_keys(self) -> None:
+        model = self.highlighted
+        hints = ["Enter names it" if model is None else _ENTER[model.kind]]
+        if model is not None and model.kind == "installed":
+            hints += ["V checks it"]
+        if model is not None and model.kind != "available" and model.name != catalog.DEMO:
+            hints += ["X deletes it"]
+        if self._setups.busy:
+            hints += ["Space pauses or goes on", "S stops"]
+        self._keys.show([*hints, "Esc back"])
+
+    # What goes on
+
+    def _watch(self) -> None:
+        setup, check = self._setups.setup, self._setups.check
+        now = None if setup is None else setup.progress()
+        lines = [self._setups.words()] if now is not None else []
+        if now is not None and now.state in ("looking", "working", "checking"):
+            lines = [f"{lines[0]} · {now.step}"]
+        if check is not None:
+            lines.append(told(check))
+        self._going.update(printable("\n".join(lines)))
+        self._going.display = bool(lines)
+        share = check.share if check and check.state == "checking" else now.share if now else 0.0
+        running = (check is not None and check.state == "checking") or self._setups.busy
+        self._bar.share, self._bar.display = share, running
+        self._bar.held = now is not None and now.state == "paused"
+        seen = (setup, now and now.state, check and check.state)
+        if seen != self._seen:
+            self._seen = seen
+            self.refresh_list()
+            if now is not None and now.state == "failed" and setup is not None:
+                self._trouble.show(setup.error)
+        self._show_keys()
+
+    # Keys
+
+    @on(OptionList.OptionSelected)
+    def _act(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        model = self._models[event.option_index]
+        if model is None or model.kind == "available":
+            self._open_wizard("" if model is None else model.name)
+        elif model.kind == "installed":
+            if model.trouble:
+                self._trouble.show(FloeError(model.trouble, model.details, "V tells which files, X deletes it."))
+            else:
+                self.dismiss(model.name)
+        elif model.begun is not None:
+            setup = self._setups.setup
+            if setup is not None and setup.wish.folder == model.begun.folder and not self._waits_for_nothing():
+                self._open_wizard(None)  # shows the setup that goes on, or why it failed
+                return
+            try:
+                self._setups.start(model.begun)
+            except FloeError as error:
+                self._trouble.show(error)
+
+    def _waits_for_nothing(self) -> bool:
+        """Whether the setup failed of something that the same call may not meet again."""
+        setup = self._setups.setup
+        return setup is not None and setup.progress().state == "failed" and not isinstance(setup.error, AccessError)
+
+    def _open_wizard(self, wanted: str | None) -> None:
+        """For the entry of that name, "" for another model, None for the setup that there is."""
+        if wanted is not None and not self._setups.busy:
+            self._setups.stop()
+        wizard = WizardScreen(
+            self._setups,
+            entries=[entry for entry in self._entries if entry.chat is not None or entry.name == wanted],
+            surveyor=self._surveyor,
+            settings=self._settings,
+            wanted=wanted,
+        )
+        self.app.push_screen(wizard, self._after_wizard)
+
+    def _after_wizard(self, chosen: str | None) -> None:
+        if chosen is not None:
+            self.dismiss(chosen)
+        else:
+            self.refresh_list()
+
+    def action_leave(self) -> None:
+        """Back to the chat."""
+        setup, check = self._setups.setup, self._setups.check
+        if setup is not None and not self._setups.busy:
+            self._setups.stop()
+        if check is not None and check.state != "checking":
+            self._setups.stop_check()
+        self.dismiss(None)
+
+    def action_pause(self) -> None:
+        """Hold the setup, or let it go on."""
+        setup = self._setups.setup
+        if setup is None or not self._setups.busy:
+            return
+        if setup.progress().state == "paused":
+            setup.resume()
+        else:
+            setup.pause()
+        self._watch()
+
+    def action_stop(self) -> None:
+        """End the check, else the setup; what is done is kept."""
+        if self._setups.check is not None:
+            self._setups.stop_check()
+        else:
+            self._setups.stop()
+        self._watch()
+
+    def action_verify(self) -> None:
+        """Check the highlighted model."""
+        model = self.highlighted
+        if model is not None and model.kind == "installed":
+            self._setups.start_check(model.name)
+            self._watch()
+
+    def action_remove(self) -> None:
+        """Ask, and delete the highlighted model."""
+        model = self.highlighted
+        if model is None or model.kind == "available":
+            return
+        if model.name == catalog.DEMO:
+            self._trouble.show(FloeError("The demo model stays", "It is a part of floe-chat."))
+            return
+        if model.name == self._current:
+            self._trouble.show(
+                FloeError(f"{model.name} answers this chat", "", "Choose another one first (Enter), then delete it.")
+            )
+            return
+        begun = model.begun
+        folders = [begun.folder, begun.fetched] if begun else [model.folder] if model.folder else []
+        again = "Setting it up again fetches and packs it anew."
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                in_background(self, lambda: self._delete(model), self._deleted)
+
+        self.app.push_screen(RemoveScreen(model.name, folders, model.bytes, again=again), answered)
+
+    def _delete(self, model: Model) -> FloeError | None:
+        try:
+            if model.begun is not None:
+                self._setups.give_up(model.begun)
+            else:
+                if self._setups.check is not None and self._setups.check.name == model.name:
+                    self._setups.stop_check()
+                remove(model.name)
+        except FloeError as error:
+            return error
+        return None
+
+    def _deleted(self, error: FloeError | None) -> None:
+        self.refresh_list()
+        if error is not None:
+            self._trouble.show(error)
+
+
+def told(check: Check) -> str:
+    """How far a check is, or what it found."""
+    if check.state == "checking":
+        return f"{check.name}: {check.step}"
+    if check.error is not None:
+        return f"{check.name} could not be checked: {check.error.title}. {check.error.cause}"
+    if not check.damaged:
+        return f"{check.name}: all files are sound."
+    first = check.damaged[0]
+    more = f", and {len(check.damaged) - 1} more" if len(check.damaged) > 1 else ""
+    return (
+        f"{check.name} is damaged: {first.file} ({first.cause}){more}. "
+        f"Mend it with `floe-chat verify {check.name} --repair`, or delete it and set it up again."
+    )

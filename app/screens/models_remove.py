@@ -1,0 +1,43 @@
+"""Asks before a model is deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from ..widgets import units
+from ..widgets.plain import printable
+
+
+class RemoveScreen(ModalScreen[bool]):
+    """Y deletes, anything else keeps."""
+
+    CSS_PATH = "../setup.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)", "delete it", show=False),
+        Binding("n,escape,enter", "dismiss(False)", "keep it", show=False),
+    ]
+
+    def __init__(self, name: str, folders: list[Path], size: int, *, again: str) -> None:
+        """`again`: what it would take to have it again, in words."""
+        super().__init__()
+        self._model, self._folders, self._bytes, self._again = name, folders, size, again
+
+    def compose(self) -> ComposeResult:
+        where = "\n".join(printable(str(folder)) for folder in self._folders)
+        with Vertical(id="asked") as page:
+            page.border_title = "Delete"
+            page.border_subtitle = "Y deletes · N or Esc keeps"
+            yield Static(
+                Content.assemble(
+                    (f"{printable(self._model)}, {units.size(self._bytes)}", "bold"),
+                    f"\n{where}\n\nThis folder and all that is in it go. {self._again}",
+                )
+            )

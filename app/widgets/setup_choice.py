@@ -1,0 +1,290 @@
+"""The wizard's second step: which model, and how much of it is rounded away; what each takes and how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option as Row
+
+from ...models.errors import FloeError
+from . import setup_words, units
+from .background import in_background
+from .plain import printable
+from .setup_step import Step, Trouble
+from .themes import MUTED
+
+if TYPE_CHECKING:
+    from ...engine.machine import Machine
+    from ...engine.options import Option
+    from ...engine.plan import Plan
+    from ...models.published import Entry
+
+_WIDE = 74  # columns from which all figures stand in the table
+_LEAD = (
+    "A model is rounded until it fits. The less, the closer it stays to the original; the more, the smaller and faster "
+    "it is. What is marked ● is recommended for this machine."
+)
+_OTHER = "Another model: a hub id (owner/name) or a folder …"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model at some widths. plan: of the model on this machine."""
+
+    plan: Plan
+    option: Option
+
+    @property
+    def entry(self) -> Entry:
+        return self.plan.entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of the list: a model's name (no option), or one of its widths; neither for another model."""
+
+    plan: Plan | None = None
+    option: Option | None = None
+    trouble: str = ""
+
+    @property
+    def recommended(self) -> bool:
+        return self.plan is not None and self.option is self.plan.chosen
+
+
+class ChoiceStep(Step):
+    """Plans every model in the background and shows them side by side; `Taken` and `Asked` are posted."""
+
+    DEFAULT_CSS = """
+    ChoiceStep {
+        & .lead { padding: 0 1; }
+        & #head { height: 1; padding: 0 1; color: $foreground 60%; }
+        & #choices {
+            height: 1fr;
+            min-height: 4;
+            padding: 0;
+            border: none;
+            background: transparent;
+            scrollbar-size-vertical: 1;
+
+            & > .option-list--option { padding: 0 1; }
+            & > .option-list--option-disabled { color: $foreground; }
+            & > .option-list--option-highlighted { color: $foreground; background: $panel; text-style: bold; }
+        }
+        & #details { height: auto; margin-top: 1; padding: 0 1; }
+        & #other { display: none; }
+    }
+    """
+    title = "Which model, and how much it is rounded"
+    hints = "↑ ↓ look · Enter chooses"
+
+    class Taken(Message):
+        """The person chose."""
+
+        def __init__(self, step: ChoiceStep, chosen: Chosen) -> None:
+            super().__init__()
+            self.step = step
+            self.chosen = chosen
+
+    class Asked(Message):
+        """The person named another model."""
+
+        def __init__(self, step: ChoiceStep, model: str) -> None:
+            super().__init__()
+            self.step = step
+            self.model = model
+
+    def __init__(self, machine: Machine, entries: Sequence[Entry], wanted: str | None = None) -> None:
+        """`wanted`: the name of the entry that the person had in mind."""
+        super().__init__()
+        self._machine = machine
+        self._entries = list(entries)
+        self._wanted = wanted
+        self._plans: list[Plan | tuple[Entry, FloeError]] = []
+        self._lines: list[_Line] = []
+        self._head = Static("", markup=False, id="head")
+        self._list = OptionList(id="choices", markup=False)
+        self._details = Static("Reckoning …", markup=False, id="details")
+        self._trouble = Trouble()
+        self._other = Input(placeholder="owner/name, or /path/to/a/checkpoint", id="other")
+
+    def compose(self) -> ComposeResult:
+        yield Static(_LEAD, classes="lead")
+        yield self._head
+        yield self._list
+        yield self._other
+        yield self._trouble
+        yield self._details
+
+    def on_mount(self) -> None:
+        self._list.focus()
+        self.reckon()
+
+    def tell(self, error: FloeError | None) -> None:
+        """Say why what was chosen or asked for cannot be."""
+        self._trouble.show(error)
+        self._details.display = error is None
+
+    def close_other(self) -> bool:
+        """Leave the field for another model; whether it was open."""
+        if not self._other.display:
+            return False
+        self._close_other()
+        return True
+
+    def reckon(self) -> None:
+        """Plan every model."""
+
+        def work() -> list[Plan | tuple[Entry, FloeError]]:
+            from ...engine.plan import make
+
+            plans: list[Plan | tuple[Entry, FloeError]] = []
+            for entry in self._entries:
+                try:
+                    plans.append(make(self._machine, entry))
+                except FloeError as error:
+                    plans.append((entry, error))
+            return plans
+
+        in_background(self, work, self._show)
+
+    def _show(self, plans: list[Plan | tuple[Entry, FloeError]]) -> None:
+        self._plans = plans
+        self._lines = []
+        for plan in plans:
+            if isinstance(plan, tuple):
+                self._lines.append(_Line(trouble=f"{plan[0].name}: {plan[1].title}"))
+                continue
+            self._lines.append(_Line(plan))
+            self._lines += [_Line(plan, option) for option in plan.options]
+        self._lines.append(_Line())
+        self._fill(self._first())
+
+    def _first(self) -> int:
+        """The line to begin with: what is recommended of the wanted model, or of the first one that fits."""
+        chosen = [
+            at for at, line in enumerate(self._lines) if line.plan and line.option is line.plan.chosen is not None
+        ]
+        for at, line in enumerate(self._lines):
+            if line.plan and line.option and line.plan.entry.name == self._wanted:
+                return next((one for one in chosen if self._lines[one].plan is line.plan), at)
+        return chosen[0] if chosen else next((at for at, line in enumerate(self._lines) if line.option), 0)
+
+    def _fill(self, highlighted: int) -> None:
+        wide = self.size.width >= _WIDE
+        self._head.update(_columns("rounding", "tokens/s, estimated", "download", "packed", "disk at peak", wide=wide))
+        self._list.clear_options()
+        for line in self._lines:
+            heading = line.option is None and (line.plan is not None or bool(line.trouble))
+            self._list.add_option(Row(self._row(line, wide=wide), disabled=heading))
+        self._list.highlighted = highlighted
+        self._list.scroll_to_highlight()
+
+    def _row(self, line: _Line, *, wide: bool) -> Content:
+        if line.trouble:
+            return Content.styled(printable(line.trouble), "$text-error")
+        if line.plan is None:
+            return Content.styled(_OTHER, "italic")
+        if line.option is None:
+            entry = line.plan.entry
+            return Content.assemble((printable(entry.name), "bold $primary"), (f"  {setup_words.about(entry)}", MUTED))
+        one = line.option
+        mark = "●" if line.recommended else " "
+        closeness = f"{mark} {setup_words.rounding(one.kl)}"
+        if lacks := setup_words.missing(one):
+            return Content.styled(f"{closeness:<16}{lacks}", MUTED)
+        speed = setup_words.rate(one.decode) if wide else setup_words.digits(one.decode.mid)
+        fetched = units.size(line.plan.entry.checkpoint_bytes) if line.plan.entry.folder is None else "there"
+        return Content(_columns(closeness, speed, fetched, *map(units.size, _disk(one)), wide=wide))
+
+    @on(OptionList.OptionHighlighted)
+    def _explain(self, event: OptionList.OptionHighlighted) -> None:
+        line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
+        self.tell(None)
+        if line.plan is None or line.option is None:
+            self._details.update("Any Mixtral or model of a related family: from the hub, or a downloaded checkpoint.")
+            return
+        self._details.update(_details(line.plan, line.option))
+
+    @on(OptionList.OptionSelected)
+    def _choose(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        line = self._lines[event.option_index]
+        if line.plan is None:
+            self._other.display = True
+            self._other.focus()
+            self.say_keys("Enter looks it up · Esc leaves it")
+        elif line.option is not None:
+            one = line.option
+            if one.works or setup_words.only_disk_lacks(one):
+                self.post_message(self.Taken(self, Chosen(line.plan, one)))
+            else:
+                why = f"It {setup_words.missing(one)}." if one.missing else f"It would be {setup_words.missing(one)}."
+                self.tell(FloeError("This does not fit this machine", why, self._instead(line.plan)))
+
+    def _instead(self, plan: Plan) -> str:
+        if plan.chosen is not None:
+            return f"Of {plan.entry.name}, what is marked ● fits."
+        other = next((one for one in self._plans if not isinstance(one, tuple) and one.chosen), None)
+        if other is not None:
+            return f"{other.entry.name} fits."
+        return "Another machine, or the demo model, which always works: Ctrl+D."
+
+    @on(Input.Submitted)
+    def _ask(self, event: Input.Submitted) -> None:
+        event.stop()
+        if name := event.value.strip():
+            self.post_message(self.Asked(self, name))
+
+    def _close_other(self) -> None:
+        self._other.display = False
+        self._other.value = ""
+        self.tell(None)
+        self._list.focus()
+        self.say_keys(type(self).hints)
+
+    def on_resize(self, _event: events.Resize) -> None:
+        """Columns follow the terminal."""
+        if self._lines:
+            self._fill(self._list.highlighted or 0)
+
+
+def _columns(rounding: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:
+    if wide:
+        return f"{rounding:<16}{speed:>21}{fetched:>11}{pack:>10}{peak:>14}"
+    return f"{rounding:<16}{speed.split(',')[0]:>10}{peak:>15}"
+
+
+def _disk(one: Option) -> tuple[int, int]:
+    return one.disk["pack"], one.disk["peak"]
+
+
+def _details(plan: Plan, one: Option) -> Content:
+    """All about one choice, in sentences."""
+    pack, peak = map(units.size, _disk(one))
+    free = "" if plan.machine.disk_free is None else f"; {units.size(plan.machine.disk_free)} are free"
+    words = round(one.decode.mid * 45, -1 if one.decode.mid > 2 else None)  # a token is three quarters of a word
+    lines: list[Content | str] = []
+    if lacks := setup_words.missing(one):
+        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It would be {lacks}.", "$text-warning"))
+    else:
+        lines.append(
+            f"Answers at about {setup_words.rate(one.decode)} tokens a second, some {words:,.0f} words a minute; "
+            f"{setup_words.place(one)}."
+        )
+    lines.append(setup_words.rounding_explained(one.spec, one.kl))
+    if plan.entry.folder is None:
+        fetched = units.size(plan.entry.checkpoint_bytes)
+        lines.append(f"It fetches {fetched} and packs them into {pack} meanwhile: up to {peak} of disk{free}.")
+    else:
+        lines.append(f"It is packed into {pack} of disk{free}.")
+    if (time := setup_words.duration(plan.pack_s)) and one is plan.chosen:
+        lines.append(f"Packing takes {time} of computing.")
+    return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])

@@ -1,0 +1,202 @@
+"""The models screen: what there is, setups and checks in the background, deleting, choosing."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from floe_chat.app.screens.models import ModelsScreen
+from floe_chat.app.setup_flow import wish
+from floe_chat.app.setups import Setups, first_run, remove
+from floe_chat.models import catalog
+from floe_chat.models.errors import FloeError, TryAgainError
+from floe_chat.models.packed import PackedModel
+from textual.pilot import Pilot
+
+from ..helpers import make_checkpoint
+from ..models.fakehub import FakeHub
+from .scripted import until
+from .wizardry import IMPATIENT, REPO, around, entry_of, lines, results, see, shown, slowly, surveyor
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
+
+
+@pytest.fixture
+def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub({REPO: source}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        yield hub
+
+
+@pytest.fixture
+def setups() -> Iterator[Setups]:
+    setups = Setups(IMPATIENT)
+    yield setups
+    setups.close()
+    catalog.use_models_folder(None)
+
+
+@pytest.fixture
+def mine(tiny_pack: Path) -> Path:
+    """A model of the models folder."""
+    folder = catalog.models_folder() / "mine"
+    folder.parent.mkdir(parents=True)
+    return Path(shutil.copytree(tiny_pack, folder))
+
+
+def screen(setups: Setups, source: Path, current: str = catalog.DEMO) -> ModelsScreen:
+    base = dataclasses.replace(entry_of(source, "base", "floe/base"), chat=None)
+    return ModelsScreen(setups, current=current, entries=[entry_of(source), base], surveyor=surveyor())
+
+
+async def to(pilot: Pilot[int], name: str) -> None:
+    """Highlight the line of a model."""
+    page = pilot.app.screen
+    assert isinstance(page, ModelsScreen)
+    await see(pilot, "On this machine", name.partition("\x1b")[0])
+    for _ in range(12):
+        if page.highlighted is not None and page.highlighted.name == name:
+            return
+        await pilot.press("down")
+    raise AssertionError(f"{name} is not listed:\n" + "\n".join(lines(pilot)))
+
+
+async def test_what_there_is_and_a_choice(source: Path, setups: Setups, mine: Path) -> None:
+    (catalog.models_folder() / "half\x1b[2J").mkdir()
+    async with around(screen(setups, source)) as pilot:
+        await see(
+            pilot, "On this machine", "● demo", "built in", "mine", "experts keep", "To set up", "tiny", "M weights"
+        )
+        await see(pilot, "continues text, cannot chat", "Another model", "They take", "free")
+        assert "\x1b" not in "".join(lines(pilot))
+        await to(pilot, "half\x1b[2J")
+        await pilot.press("enter")
+        await see(pilot, "What to do: V tells which files")
+        assert results(pilot) == []
+        await to(pilot, "mine")
+        await see(pilot, f"It lies in {mine}.", "Enter chats with it")
+        await pilot.press("enter")
+        await until(pilot, lambda: results(pilot) == ["mine"])
+
+
+async def test_checked_and_deleted(source: Path, setups: Setups, mine: Path) -> None:
+    async with around(screen(setups, source)) as pilot:
+        await to(pilot, "mine")
+        await pilot.press("v")
+        await see(pilot, "mine: all files are sound.")
+        weights = mine / "layer_01.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+        await pilot.press("v")
+        await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 is another")
+        await pilot.press("x")
+        await see(pilot, "mine, 224 kB", "all that is in it go", "Y deletes")
+        await pilot.press("escape")
+        await see(pilot, "On this machine")
+        assert mine.is_dir()
+        await pilot.press("x", "y")
+        await until(pilot, lambda: not mine.exists() and str(mine) not in shown(pilot))
+        assert (catalog.asset("demo", "packed") / "manifest.json").exists()
+
+
+async def test_what_stays(source: Path, setups: Setups, mine: Path) -> None:
+    async with around(screen(setups, source, current="mine")) as pilot:
+        await to(pilot, "mine")
+        await pilot.press("x")
+        await see(pilot, "mine answers this chat", "Choose another one first")
+        await pilot.press("up")
+        await to(pilot, "demo")
+        await pilot.press("x")
+        await see(pilot, "The demo model stays")
+        assert mine.is_dir()
+
+
+async def test_set_up_in_the_background(source: Path, hub: FakeHub, setups: Setups) -> None:
+    slowly(hub)
+    async with around(screen(setups, source)) as pilot:
+        await to(pilot, "tiny")
+        await pilot.press("enter")
+        await see(pilot, "This machine", "Enter goes on")
+        await pilot.press("enter")
+        await see(pilot, "● very little", "Answers at about")
+        await pilot.press("enter")
+        await see(pilot, "Where to put it", "are free")
+        await pilot.press("enter")
+        await see(pilot, "is on its way")
+        await pilot.press("escape")
+        await see(pilot, "Begun, and not finished", "so far", "tiny: ", "Space pauses")
+        await pilot.press("space")
+        await see(pilot, "tiny: paused at")
+        await pilot.press("s")
+        await until(pilot, lambda: setups.setup is None and "paused" not in shown(pilot))
+        hub.faults.clear()
+        await to(pilot, "tiny")
+        await see(pilot, "Enter goes on")
+        await pilot.press("enter")
+        await see(pilot, "tiny is ready", "Enter chats with it")
+        await to(pilot, "tiny")
+        await pilot.press("enter")
+        await until(pilot, lambda: results(pilot) == ["tiny"])
+    assert PackedModel.open(catalog.find("tiny"))
+
+
+async def test_what_was_begun_is_deleted(source: Path, hub: FakeHub, setups: Setups) -> None:
+    slowly(hub)
+    begun = setups.start(wish(REPO)).wish
+    async with around(screen(setups, source)) as pilot:
+        await until(pilot, lambda: setups.setup is not None and setups.setup.progress().peak is not None)
+        await see(pilot, "Begun, and not finished")
+        await to(pilot, "tiny")
+        await pilot.press("x")
+        await see(pilot, "Y deletes", "all that is in it go")
+        await pilot.press("y")
+        await until(pilot, lambda: not begun.note.exists() and "Begun" not in shown(pilot))
+    assert list(catalog.models_folder().iterdir()) == [] and not setups.busy
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
+async def test_nothing_essential_is_cut_off(
+    source: Path, hub: FakeHub, setups: Setups, mine: Path, size: tuple[int, int]
+) -> None:
+    slowly(hub)
+    setups.start(wish(REPO))
+    async with around(screen(setups, source), size) as pilot:
+        await see(
+            pilot, "On this machine", "demo", "mine", "Begun", "tiny: ", "They take", "Enter", "V checks", "Esc back"
+        )
+        await to(pilot, "mine")
+        await see(pilot, "X deletes", "It lies in", "S stops")
+
+
+def test_the_first_run_is_known(tmp_path: Path, mine: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    assert not first_run(settings)
+    remove("mine")
+    assert first_run(settings)
+    settings.touch()
+    assert not first_run(settings)
+
+
+def test_only_models_of_the_models_folder_are_removed(tmp_path: Path, mine: Path) -> None:
+    linked = Path(shutil.copytree(mine, tmp_path / "elsewhere"))
+    (catalog.models_folder() / "linked").symlink_to(linked)
+    remove("linked")
+    assert (linked / "manifest.json").exists() and not (catalog.models_folder() / "linked").exists()
+    for name in (catalog.DEMO, "absent", "../models", str(linked)):
+        with pytest.raises(FloeError, match="cannot be removed"):
+            remove(name)
+    assert linked.is_dir() and mine.is_dir()
+
+
+async def test_one_setup_at_a_time(hub: FakeHub, setups: Setups) -> None:
+    slowly(hub)
+    setups.start(wish(REPO))
+    with pytest.raises(TryAgainError, match="tiny is being set up"):
+        setups.start(wish(REPO, "second"))
+    setups.stop()
+    assert setups.words() == "" and not setups.busy

@@ -1,0 +1,267 @@
+"""The wizard, driven by keys against a fake hub over real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from floe_chat.app.screens.wizard import WizardScreen
+from floe_chat.app.setup_flow import unfinished
+from floe_chat.app.setups import Setups
+from floe_chat.models import catalog
+from floe_chat.models.packed import PackedModel
+from textual.pilot import Pilot
+
+from ..helpers import make_checkpoint
+from ..models.fakehub import ALWAYS, FakeHub, Fault
+from .scripted import until, write
+from .wizardry import IMPATIENT, REPO, ROOMY, around, entry_of, lines, paste, results, see, shown, slowly, surveyor
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers in several shards."""
+    return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
+
+
+@pytest.fixture
+def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub({REPO: source}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        yield hub
+
+
+@pytest.fixture
+def setups() -> Iterator[Setups]:
+    setups = Setups(IMPATIENT)
+    yield setups
+    setups.close()
+    catalog.use_models_folder(None)
+
+
+def wizard(setups: Setups, source: Path, **options: object) -> WizardScreen:
+    given: dict[str, object] = {"entries": [entry_of(source)], "surveyor": surveyor(), **options}
+    return WizardScreen(setups, **given)  # pyright: ignore[reportArgumentType]
+
+
+async def to_folder(pilot: Pilot[int]) -> None:
+    """Through machine and model, taking what is recommended."""
+    await see(pilot, "A test's processor", "Enter goes on")
+    await pilot.press("enter")
+    await see(pilot, "recommended", "Answers at about")
+    await pilot.press("enter")
+    await see(pilot, "Where to put it", "are free")
+
+
+async def to_progress(pilot: Pilot[int]) -> None:
+    await to_folder(pilot)
+    await pilot.press("enter")
+    await see(pilot, "Download", "Pack", "Check")
+
+
+async def test_from_the_machine_to_the_first_chat(source: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(wizard(setups, source)) as pilot:
+        await see(pilot, "This machine", "read at 33.1 GB/s", "none to use", "Rates were measured")
+        await to_progress(pilot)
+        await see(pilot, "tiny is ready", "Enter chats with it")
+        await pilot.press("enter")
+        await until(pilot, lambda: results(pilot) == ["tiny"])
+    assert PackedModel.open(catalog.find("tiny")).manifest.source.name == REPO
+    assert unfinished() == [] and setups.setup is None
+
+
+async def test_terms_have_to_be_accepted_first(
+    source: Path, tmp_path: Path, setups: Setups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeHub({REPO: source}, gated=[REPO]) as hub:
+        hub.used_by(monkeypatch, tmp_path / "hub home")
+        async with around(wizard(setups, source)) as pilot:
+            await to_folder(pilot)
+            await pilot.press("enter")
+            await see(pilot, "only for those who accepted its terms", f"{hub.url}/{REPO}", "forgotten when")
+            for token, answer in (("hf_unknown", "does not know this token"), (hub.stranger, "has no access to")):
+                await write(pilot, token)
+                assert token not in shown(pilot) and "•" * len(token) in shown(pilot)
+                await pilot.press("enter")
+                await see(pilot, answer)
+            paste(pilot, hub.token)
+            await pilot.press("enter")
+            await see(pilot, "tiny is ready")
+        files = [path for path in tmp_path.rglob("*") if path.is_file()] + list(catalog.models_folder().rglob("*.json"))
+        assert files and not any(hub.token.encode() in path.read_bytes() for path in files)
+
+
+async def test_the_network_goes_and_comes_back(source: Path, hub: FakeHub, setups: Setups) -> None:
+    hub.faults.append(Fault("GET /api/", portal=True))
+    async with around(wizard(setups, source)) as pilot:
+        await to_folder(pilot)
+        await pilot.press("enter")
+        await see(pilot, "Something else answers", "Enter tries again")
+        gone = Fault("GET /storage/.*model-", times=ALWAYS, reset_after=100)
+        hub.faults += [Fault("GET /storage/.*model-", times=2), gone]  # the headers come
+        await pilot.press("enter")
+        await see(pilot, "trying again", "is on its way")
+        gone.times = 0
+        await see(pilot, "tiny is ready")
+        assert results(pilot) == []
+
+
+async def test_left_and_come_back_to(source: Path, hub: FakeHub, setups: Setups) -> None:
+    slowly(hub)
+    async with around(wizard(setups, source)) as pilot:
+        await to_progress(pilot)
+        await until(pilot, lambda: setups.words().startswith("tiny: "))
+        await pilot.press("escape")
+        await until(pilot, lambda: results(pilot) == [None])
+        assert setups.busy
+        pilot.app.open(wizard(setups, source))  # pyright: ignore[reportAttributeAccessIssue]
+        await see(pilot, "is on its way", "Space pauses")
+        await pilot.press("space")
+        await see(pilot, "tiny is paused", "Space goes on")
+        assert "paused" in setups.words()
+        await pilot.press("space")
+        await see(pilot, "is on its way")
+        await pilot.press("s")
+        await see(pilot, "was stopped", "Enter goes on")
+        assert setups.words() == "" and not setups.busy
+        hub.faults.clear()
+        slowly(hub)
+        await pilot.press("enter")
+        await see(pilot, "is on its way")
+    setups.close()
+    later = Setups(IMPATIENT)  # the program's next start
+    hub.faults.clear()
+    async with around(wizard(later, source)) as pilot:
+        await see(pilot, "Begun, and not finished", REPO, "on the disk so far", "Set up another model")
+        await pilot.press("enter")
+        await see(pilot, "tiny is ready")
+    later.close()
+    assert PackedModel.open(catalog.find("tiny"))
+
+
+async def test_the_demo_while_it_downloads(source: Path, hub: FakeHub, setups: Setups) -> None:
+    slowly(hub)
+    async with around(wizard(setups, source)) as pilot:
+        await to_progress(pilot)
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: results(pilot) == [catalog.DEMO])
+        await until(pilot, lambda: setups.words().startswith("tiny: "))
+        hub.faults.clear()
+        await until(pilot, lambda: setups.words() == "tiny is ready", seconds=60)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+async def test_the_demo_is_always_one_key_away(source: Path, setups: Setups, steps: int) -> None:
+    async with around(wizard(setups, source)) as pilot:
+        for words in ("Rates were measured", "recommended")[:steps]:
+            await see(pilot, words)
+            await pilot.press("enter")
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: results(pilot) == [catalog.DEMO])
+
+
+async def test_another_disk_where_this_one_is_too_small(
+    source: Path, hub: FakeHub, setups: Setups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = tmp_path / "roomy disk"
+
+    def room(folder: Path) -> int:
+        return ROOMY if "roomy" in str(folder) else 1 << 20
+
+    monkeypatch.setattr("floe_chat.models.download.room", room)
+    settings = tmp_path / "settings.toml"
+    roomy.mkdir()
+    (catalog.models_folder() / "other").mkdir(parents=True)
+    (catalog.models_folder() / "other" / "manifest.json").write_text("{}")
+    async with around(wizard(setups, source, surveyor=surveyor(disk=1 << 20), settings=settings)) as pilot:
+        await see(pilot, "Enter goes on")
+        await pilot.press("enter")
+        await see(pilot, "more disk")
+        await pilot.press("enter")
+        await see(pilot, "are missing")
+        await pilot.press("enter")
+        await see(pilot, "The disk is too small", "on another disk")
+        await pilot.press("end", "ctrl+u")
+        paste(pilot, f"{source}/config.json/x")
+        await see(pilot, "is a file")
+        await pilot.press("ctrl+u")
+        paste(pilot, str(roomy / "models"))
+        await see(pilot, "429 GB are free.", "One model stays in")
+        await pilot.press("enter")
+        await see(pilot, "tiny is ready")
+    assert (roomy / "models" / "tiny" / "manifest.json").exists() and str(roomy / "models") in settings.read_text()
+
+
+async def test_nothing_fits(source: Path, setups: Setups) -> None:
+    async with around(wizard(setups, source, surveyor=surveyor(ram=1 << 20))) as pilot:
+        await see(pilot, "Enter goes on")
+        await pilot.press("enter")
+        await see(pilot, "more memory")
+        assert "●" not in "".join(lines(pilot)).split("machine.")[1]
+        await pilot.press("enter")
+        await see(pilot, "does not fit this machine", "the demo model, which always works: Ctrl+D")
+        await pilot.press("escape")
+        await see(pilot, "This machine")
+        await pilot.press("escape")
+        await until(pilot, lambda: results(pilot) == [None])
+
+
+async def test_what_fails_can_be_chosen_anew(source: Path, hub: FakeHub, setups: Setups) -> None:
+    hub.faults.append(Fault("GET /storage/.*model-00002", times=ALWAYS, flip=True))
+    async with around(wizard(setups, source)) as pilot:
+        await to_progress(pilot)
+        await see(pilot, "arrives damaged", "What to do", "R tries again")
+        assert setups.words() == "tiny: the setup failed"
+        await pilot.press("r")
+        await see(pilot, "arrives damaged")
+        await pilot.press("c")
+        await see(pilot, "recommended", "Answers at about")
+        await pilot.press("down", "enter")
+        await see(pilot, "Where to put it", "What was begun of tiny with other choices is deleted")
+        hub.faults.clear()
+        await pilot.press("enter")
+        await see(pilot, "tiny is ready")
+    widths = PackedModel.open(catalog.find("tiny")).manifest.widths
+    assert (widths.up, widths.gate, widths.down) != (4, 4, 4)
+
+
+async def test_any_model_by_id_or_folder(source: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(wizard(setups, source, entries=[])) as pilot:
+        await see(pilot, "Enter goes on")
+        await pilot.press("enter")
+        await see(pilot, "Another model")
+        for named, words in (
+            ("no such model", "There is no model 'no such model' to set up"),
+            ("floe/absent", "There is no model floe/absent"),
+        ):
+            await pilot.press("end", "enter")
+            await see(pilot, "Enter looks it up")
+            paste(pilot, named)
+            await pilot.press("enter")
+            await see(pilot, words)
+            await pilot.press("escape")
+            await see(pilot, "Enter chooses")
+        for named, words in ((REPO, "It fetches"), (str(source), "It is packed into")):
+            await pilot.press("end", "enter")
+            await see(pilot, "Enter looks it up")
+            paste(pilot, named)
+            await pilot.press("enter")
+            await see(pilot, "● very little", words)
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
+async def test_nothing_essential_is_cut_off(source: Path, hub: FakeHub, setups: Setups, size: tuple[int, int]) -> None:
+    slowly(hub)
+    long = entry_of(source, "a\x1b[31m-model-whose-name-is-long", REPO)
+    async with around(wizard(setups, source, entries=[entry_of(source), long]), size) as pilot:
+        await see(pilot, "read at 33.1 GB/s", "none to use", "Enter goes on", "Ctrl+D demo model", "Ctrl+Q quit")
+        await pilot.press("enter")
+        await see(pilot, "hardly any", "very little", "words a minute", "of disk", "Enter chooses", "Ctrl+D demo model")
+        assert "\x1b" not in "".join(lines(pilot))
+        await pilot.press("enter")
+        await see(pilot, "Where to put it", "are free", "Enter goes on", "Ctrl+D demo model")
+        await pilot.press("enter")
+        await see(pilot, "Download", "Pack", "Check", "now", "at the peak", "free", "Space pauses", "Ctrl+D demo model")
+        await pilot.press("space")
+        await see(pilot, "is paused")

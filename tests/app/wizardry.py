@@ -1,0 +1,108 @@
+"""A small program around one screen, a machine as a test wants it, and a tiny model on a fake hub."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from floe_chat.app.setups import Survey
+from floe_chat.app.widgets.themes import THEMES
+from floe_chat.engine import hardware, machine
+from floe_chat.engine.hardware import Hardware
+from floe_chat.engine.rates import Measured
+from floe_chat.models import catalog
+from floe_chat.models.fetch_loop import Tuning
+from floe_chat.models.published import Entry
+from textual import events
+from textual.app import App
+from textual.pilot import Pilot
+from textual.screen import Screen
+
+from ..models.fakehub import ALWAYS, FakeHub, Fault
+from .scripted import until
+
+REPO = "floe/tiny"
+IMPATIENT = Tuning(first_wait=0.01, longest_wait=0.05, sync=0.01)
+RATES = {"memory read": 33.1e9, "rows 4 bit": 14e9, "disk read": 1.2e9}
+ROOMY = 400 << 30
+
+
+class Around(App[int]):
+    """Pushes the screen that a test looks at; `results` are what screens were left with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+
+    def on_mount(self) -> None:
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = "floe"
+
+    def open(self, screen: Screen[Any]) -> None:
+        self.push_screen(screen, self.results.append)
+
+
+@asynccontextmanager
+async def around(screen: Screen[Any], size: tuple[int, int] = (100, 34)) -> AsyncGenerator[Pilot[int]]:
+    """The screen in a program of its own."""
+    app = Around()
+    async with app.run_test(size=size) as pilot:
+        app.open(screen)
+        await until(pilot, lambda: app.screen is screen)
+        yield pilot
+
+
+def results(pilot: Pilot[int]) -> list[Any]:
+    """What screens were left with so far."""
+    assert isinstance(pilot.app, Around)
+    return pilot.app.results
+
+
+def surveyor(ram: int = 48 << 30, disk: int = ROOMY, measured: list[bool] | None = None) -> Callable[..., Survey]:
+    """A machine with so much memory and disk, and no GPU; `measured` gets a line for each look."""
+
+    def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
+        found = hardware.probe(catalog.models_folder())
+        found = dataclasses.replace(found, cpu="A test's processor", gpus=(), ram_available=ram, disk_free=disk)
+        told(found)
+        told("rows 4 bit")
+        if measured is not None:
+            measured.append(again)
+        return Survey(found, machine.here(found, Measured(RATES, {}, "2026-11-21")), RATES)
+
+    return survey
+
+
+def entry_of(source: Path, name: str = "tiny", repo: str = REPO) -> Entry:
+    """What the catalog would know of a checkpoint on a hub."""
+    return dataclasses.replace(catalog.described(source), name=name, repo=repo, folder=None, chat="turns")
+
+
+def slowly(hub: FakeHub) -> None:
+    """Let the shards' headers come at once, and all else of them at 20 kB/s from then on."""
+    hub.faults += [Fault("GET /storage/", times=2), Fault("GET /storage/", times=ALWAYS, rate=20_000)]
+
+
+def lines(pilot: Pilot[int]) -> list[str]:
+    """The screen's rows, as a terminal shows them."""
+    return [strip.text for strip in pilot.app.screen._compositor.render_strips()]  # pyright: ignore[reportPrivateUsage]
+
+
+def shown(pilot: Pilot[int]) -> str:
+    """All of the screen, each run of white space as one space."""
+    return " ".join(" ".join(lines(pilot)).split())
+
+
+def paste(pilot: Pilot[int], text: str) -> None:
+    """Put `text` into the field that has the focus, as a terminal does."""
+    assert pilot.app.screen.focused is not None
+    pilot.app.screen.focused.post_message(events.Paste(text))
+
+
+async def see(pilot: Pilot[int], *words: str) -> None:
+    """Wait until the screen shows all of these."""
+    await until(pilot, lambda: all(word in shown(pilot) for word in words), seconds=60)
