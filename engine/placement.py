@@ -6,13 +6,11 @@ and corrected while running. A decode step is split by rows, a prompt by experts
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import json
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
+
+from . import kept
 
 EXACT = 16  # experts of which every placement is tried: 65,536 of them take 1 to 3 milliseconds
 WHOLE = 0.75  # of an expert's neurons: above it CORM moves them all (appendix, figure 9)
@@ -85,28 +84,19 @@ class Rates:
 
     def save(self, file: Path) -> None:
         """Keep the rates for the next start; a cache that cannot be written only means measuring again."""
-        partial = file.with_suffix(f".{os.getpid()}.part")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(partial, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-                json.dump({"format": _FORMAT, **dataclasses.asdict(self)}, out)
-            partial.replace(file)
-        except OSError as error:
-            _log.warning("The measured rates could not be kept in %s: %s", file, error)
-            with contextlib.suppress(OSError):
-                partial.unlink()
+        kept.write(file, {"format": _FORMAT, **dataclasses.asdict(self)})
 
     @staticmethod
     def load(file: Path) -> Rates | None:
         """The rates that were kept, or None: there are none, or they are unusable, which the log explains."""
         try:
-            kept: Any = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(kept, dict) or kept.pop("format", None) != _FORMAT:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
                 raise ValueError("it is of another format")
             names = {field.name for field in dataclasses.fields(Rates)}
-            if set(kept) != names or not all(type(value) in (int, float) for value in kept.values()):
+            if set(found) != names or not all(type(value) in (int, float) for value in found.values()):
                 raise ValueError("its fields are not those of rates")
-            rates = Rates(**{name: float(value) for name, value in kept.items()})
+            rates = Rates(**{name: float(value) for name, value in found.items()})
             rates.check()
         except FileNotFoundError:
             return None
@@ -124,8 +114,7 @@ class Rates:
 
 def rates_file(machine: str, device: str, row_bytes: int) -> Path:
     """Where the rates of a machine (its id), device ("cuda:0") and width of rows are kept."""
-    folder = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "rates"
-    return folder / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"
+    return kept.rates_folder() / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"
 
 
 def whole(active: int, neurons: int, cap: float = WHOLE) -> bool:

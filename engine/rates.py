@@ -6,12 +6,10 @@ is a reason instead. Everything takes a few seconds at the most.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from .. import kernels
 from ..kernels.layouts import ExpertRows, RowLayout
 from ..kernels.types import Calls
-from . import hardware, quality
+from . import hardware, kept, quality
 from .bench import floor, load, weights
 from .bench.machine import computing
 from .bench.weights import MIXTRAL, Shapes
@@ -70,32 +67,23 @@ class Measured:
 
     def save(self, file: Path) -> None:
         """Keep them; a cache that cannot be written only means measuring again."""
-        partial = file.with_suffix(f".{os.getpid()}.part")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(partial, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-                json.dump({"format": _FORMAT, **dataclasses.asdict(self)}, out)
-            partial.replace(file)
-        except OSError as error:
-            _log.warning("The measured rates could not be kept in %s: %s", file, error)
-            with contextlib.suppress(OSError):
-                partial.unlink()
+        kept.write(file, {"format": _FORMAT, **dataclasses.asdict(self)})
 
     @staticmethod
     def load(file: Path) -> Measured | None:
         """What was kept, or None: there is nothing, or it is unusable, which the log explains."""
         try:
-            kept: Any = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(kept, dict) or kept.get("format") != _FORMAT:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or found.get("format") != _FORMAT:
                 raise ValueError("it is of another format")
-            rates, reasons = dict(kept["rates"]), dict(kept["reasons"])
+            rates, reasons = dict(found["rates"]), dict(found["reasons"])
             if not all(type(rate) in (int, float) and 0 < rate < math.inf for rate in rates.values()):
                 raise ValueError("a rate is not a positive number")
-            if not all(isinstance(text, str) for text in (*reasons.values(), kept["date"])):
+            if not all(isinstance(text, str) for text in (*reasons.values(), found["date"])):
                 raise ValueError("a reason is no text")
-            if type(kept["busy"]) not in (int, float):
+            if type(found["busy"]) not in (int, float):
                 raise ValueError("it does not say how busy the machine was")
-            return Measured({name: float(rate) for name, rate in rates.items()}, reasons, kept["date"], kept["busy"])
+            return Measured({name: float(rate) for name, rate in rates.items()}, reasons, found["date"], found["busy"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -105,8 +93,7 @@ class Measured:
 
 def kept_file() -> Path:
     """Where this machine's rates are kept."""
-    folder = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "rates"
-    return folder / f"{hardware.machine_id()}-machine.json"
+    return kept.rates_folder() / f"{hardware.machine_id()}-machine.json"
 
 
 def measure(folder: Path, report: Callable[[str], None]) -> Measured:
