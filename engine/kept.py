@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in the user's cache for the next start, in small files that only they read."""
+"""What was measured on this machine, kept in the user's cache for the next start, in files that only they read."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,30 +15,9 @@ from floe_chat.models.errors import FloeError, TryAgainError
 from floe_chat.models.packed import PackedModel
 from textual.pilot import Pilot
 
-from ..helpers import make_checkpoint
 from ..models.fakehub import FakeHub
 from .scripted import until
-from .wizardry import IMPATIENT, REPO, around, entry_of, lines, results, see, shown, slowly, surveyor
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
-
-
-@pytest.fixture
-def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with FakeHub({REPO: source}) as hub:
-        hub.used_by(monkeypatch, tmp_path / "hub home")
-        yield hub
-
-
-@pytest.fixture
-def setups() -> Iterator[Setups]:
-    setups = Setups(IMPATIENT)
-    yield setups
-    setups.close()
-    catalog.use_models_folder(None)
+from .wizardry import REPO, around, entry_of, lines, results, see, shown, slowly, surveyor
 
 
 @pytest.fixture
@@ -50,9 +28,9 @@ def mine(tiny_pack: Path) -> Path:
     return Path(shutil.copytree(tiny_pack, folder))
 
 
-def screen(setups: Setups, source: Path, current: str = catalog.DEMO) -> ModelsScreen:
-    base = dataclasses.replace(entry_of(source, "base", "floe/base"), chat=None)
-    return ModelsScreen(setups, current=current, entries=[entry_of(source), base], surveyor=surveyor())
+def screen(setups: Setups, published: Path, current: str = catalog.DEMO) -> ModelsScreen:
+    base = dataclasses.replace(entry_of(published, "base", "floe/base"), chat=None)
+    return ModelsScreen(setups, current=current, entries=[entry_of(published), base], surveyor=surveyor())
 
 
 async def to(pilot: Pilot[int], name: str) -> None:
@@ -67,9 +45,9 @@ async def to(pilot: Pilot[int], name: str) -> None:
     raise AssertionError(f"{name} is not listed:\n" + "\n".join(lines(pilot)))
 
 
-async def test_what_there_is_and_a_choice(source: Path, setups: Setups, mine: Path) -> None:
+async def test_what_there_is_and_a_choice(published: Path, setups: Setups, mine: Path) -> None:
     (catalog.models_folder() / "half\x1b[2J").mkdir()
-    async with around(screen(setups, source)) as pilot:
+    async with around(screen(setups, published)) as pilot:
         await see(
             pilot, "On this machine", "● demo", "built in", "mine", "experts keep", "To set up", "tiny", "M weights"
         )
@@ -85,8 +63,8 @@ async def test_what_there_is_and_a_choice(source: Path, setups: Setups, mine: Pa
         await until(pilot, lambda: results(pilot) == ["mine"])
 
 
-async def test_checked_and_deleted(source: Path, setups: Setups, mine: Path) -> None:
-    async with around(screen(setups, source)) as pilot:
+async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) -> None:
+    async with around(screen(setups, published)) as pilot:
         await to(pilot, "mine")
         await pilot.press("v")
         await see(pilot, "mine: all files are sound.")
@@ -104,8 +82,8 @@ async def test_checked_and_deleted(source: Path, setups: Setups, mine: Path) -> 
         assert (catalog.asset("demo", "packed") / "manifest.json").exists()
 
 
-async def test_what_stays(source: Path, setups: Setups, mine: Path) -> None:
-    async with around(screen(setups, source, current="mine")) as pilot:
+async def test_what_stays(published: Path, setups: Setups, mine: Path) -> None:
+    async with around(screen(setups, published, current="mine")) as pilot:
         await to(pilot, "mine")
         await pilot.press("x")
         await see(pilot, "mine answers this chat", "Choose another one first")
@@ -116,9 +94,9 @@ async def test_what_stays(source: Path, setups: Setups, mine: Path) -> None:
         assert mine.is_dir()
 
 
-async def test_set_up_in_the_background(source: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: Setups) -> None:
     slowly(hub)
-    async with around(screen(setups, source)) as pilot:
+    async with around(screen(setups, published)) as pilot:
         await to(pilot, "tiny")
         await pilot.press("enter")
         await see(pilot, "This machine", "Enter goes on")
@@ -145,10 +123,10 @@ async def test_set_up_in_the_background(source: Path, hub: FakeHub, setups: Setu
     assert PackedModel.open(catalog.find("tiny"))
 
 
-async def test_what_was_begun_is_deleted(source: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_what_was_begun_is_deleted(published: Path, hub: FakeHub, setups: Setups) -> None:
     slowly(hub)
     begun = setups.start(wish(REPO)).wish
-    async with around(screen(setups, source)) as pilot:
+    async with around(screen(setups, published)) as pilot:
         await until(pilot, lambda: setups.setup is not None and setups.setup.progress().peak is not None)
         await see(pilot, "Begun, and not finished")
         await to(pilot, "tiny")
@@ -161,11 +139,11 @@ async def test_what_was_begun_is_deleted(source: Path, hub: FakeHub, setups: Set
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
 async def test_nothing_essential_is_cut_off(
-    source: Path, hub: FakeHub, setups: Setups, mine: Path, size: tuple[int, int]
+    published: Path, hub: FakeHub, setups: Setups, mine: Path, size: tuple[int, int]
 ) -> None:
     slowly(hub)
     setups.start(wish(REPO))
-    async with around(screen(setups, source), size) as pilot:
+    async with around(screen(setups, published), size) as pilot:
         await see(
             pilot, "On this machine", "demo", "mine", "Begun", "tiny: ", "They take", "Enter", "V checks", "Esc back"
         )

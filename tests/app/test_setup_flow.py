@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,28 +19,12 @@ from floe_chat.app.cli import cli
 from floe_chat.app.setup_flow import Setup, Wish, forget, unfinished, wish
 from floe_chat.models import catalog
 from floe_chat.models.errors import AccessError, FloeError, TryAgainError, UsageError
-from floe_chat.models.fetch_loop import Tuning
 from floe_chat.models.packed import PackedModel
 
-from ..helpers import make_checkpoint
 from ..models.fakehub import ALWAYS, FakeHub, Fault
+from .wizardry import IMPATIENT, REPO
 
-REPO = "floe/tiny"
-IMPATIENT = Tuning(first_wait=0.01, longest_wait=0.05, sync=0.01)
 DEADLINE_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers in several shards."""
-    return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
-
-
-@pytest.fixture
-def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with FakeHub({REPO: source}) as hub:
-        hub.used_by(monkeypatch, tmp_path / "hub home")
-        yield hub
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -62,11 +45,11 @@ def reached(running: Setup, step: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def undisturbed(published: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a setup without a hub and without trouble makes, name and commit apart."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        with Setup(wish(str(source), "tiny")) as running:
+        with Setup(wish(str(published), "tiny")) as running:
             assert ended(running.start()).error is None
             return digest(running.wish.folder)
 
@@ -127,8 +110,8 @@ def test_the_second_of_two_is_told(hub: FakeHub) -> None:
         assert first.error is None and first.progress().state == "working"
 
 
-def test_terms_have_to_be_accepted_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FakeHub({REPO: source}, gated=[REPO]) as hub:
+def test_terms_have_to_be_accepted_first(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeHub({REPO: published}, gated=[REPO]) as hub:
         hub.used_by(monkeypatch, tmp_path / "hub home")
         with Setup(wish(REPO)) as running:
             ended(running.start())
@@ -248,7 +231,7 @@ def test_killed_again_and_again(hub: FakeHub, undisturbed: dict[str, str], own_f
     assert [path.name for path in catalog.models_folder().iterdir()] == ["tiny"]
 
 
-def test_the_command(hub: FakeHub, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = CliRunner()
     asked = runner.invoke(cli, ["setup", REPO], standalone_mode=False)
     assert isinstance(asked.exception, UsageError) and "--yes" in asked.exception.hint

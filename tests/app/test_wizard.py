@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,35 +12,13 @@ from floe_chat.models import catalog
 from floe_chat.models.packed import PackedModel
 from textual.pilot import Pilot
 
-from ..helpers import make_checkpoint
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import until, write
 from .wizardry import IMPATIENT, REPO, ROOMY, around, entry_of, lines, paste, results, see, shown, slowly, surveyor
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers in several shards."""
-    return make_checkpoint(tmp_path_factory.mktemp("published") / "tiny", hidden=32, intermediate=64)
-
-
-@pytest.fixture
-def hub(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with FakeHub({REPO: source}) as hub:
-        hub.used_by(monkeypatch, tmp_path / "hub home")
-        yield hub
-
-
-@pytest.fixture
-def setups() -> Iterator[Setups]:
-    setups = Setups(IMPATIENT)
-    yield setups
-    setups.close()
-    catalog.use_models_folder(None)
-
-
-def wizard(setups: Setups, source: Path, **options: object) -> WizardScreen:
-    given: dict[str, object] = {"entries": [entry_of(source)], "surveyor": surveyor(), **options}
+def wizard(setups: Setups, published: Path, **options: object) -> WizardScreen:
+    given: dict[str, object] = {"entries": [entry_of(published)], "surveyor": surveyor(), **options}
     return WizardScreen(setups, **given)  # pyright: ignore[reportArgumentType]
 
 
@@ -60,8 +37,8 @@ async def to_progress(pilot: Pilot[int]) -> None:
     await see(pilot, "Download", "Pack", "Check")
 
 
-async def test_from_the_machine_to_the_first_chat(source: Path, hub: FakeHub, setups: Setups) -> None:
-    async with around(wizard(setups, source)) as pilot:
+async def test_from_the_machine_to_the_first_chat(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(wizard(setups, published)) as pilot:
         await see(pilot, "This machine", "read at 33.1 GB/s", "none to use", "Rates were measured")
         await to_progress(pilot)
         await see(pilot, "tiny is ready", "Enter chats with it")
@@ -72,11 +49,11 @@ async def test_from_the_machine_to_the_first_chat(source: Path, hub: FakeHub, se
 
 
 async def test_terms_have_to_be_accepted_first(
-    source: Path, tmp_path: Path, setups: Setups, monkeypatch: pytest.MonkeyPatch
+    published: Path, tmp_path: Path, setups: Setups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FakeHub({REPO: source}, gated=[REPO]) as hub:
+    with FakeHub({REPO: published}, gated=[REPO]) as hub:
         hub.used_by(monkeypatch, tmp_path / "hub home")
-        async with around(wizard(setups, source)) as pilot:
+        async with around(wizard(setups, published)) as pilot:
             await to_folder(pilot)
             await pilot.press("enter")
             await see(pilot, "only for those who accepted its terms", f"{hub.url}/{REPO}", "forgotten when")
@@ -92,9 +69,9 @@ async def test_terms_have_to_be_accepted_first(
         assert files and not any(hub.token.encode() in path.read_bytes() for path in files)
 
 
-async def test_the_network_goes_and_comes_back(source: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_the_network_goes_and_comes_back(published: Path, hub: FakeHub, setups: Setups) -> None:
     hub.faults.append(Fault("GET /api/", portal=True))
-    async with around(wizard(setups, source)) as pilot:
+    async with around(wizard(setups, published)) as pilot:
         await to_folder(pilot)
         await pilot.press("enter")
         await see(pilot, "Something else answers", "Enter tries again")
@@ -107,15 +84,15 @@ async def test_the_network_goes_and_comes_back(source: Path, hub: FakeHub, setup
         assert results(pilot) == []
 
 
-async def test_left_and_come_back_to(source: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_left_and_come_back_to(published: Path, hub: FakeHub, setups: Setups) -> None:
     slowly(hub)
-    async with around(wizard(setups, source)) as pilot:
+    async with around(wizard(setups, published)) as pilot:
         await to_progress(pilot)
         await until(pilot, lambda: setups.words().startswith("tiny: "))
         await pilot.press("escape")
         await until(pilot, lambda: results(pilot) == [None])
         assert setups.busy
-        pilot.app.open(wizard(setups, source))  # pyright: ignore[reportAttributeAccessIssue]
+        pilot.app.open(wizard(setups, published))  # pyright: ignore[reportAttributeAccessIssue]
         await see(pilot, "is on its way", "Space pauses")
         await pilot.press("space")
         await see(pilot, "tiny is paused", "Space goes on")
@@ -132,7 +109,7 @@ async def test_left_and_come_back_to(source: Path, hub: FakeHub, setups: Setups)
     setups.close()
     later = Setups(IMPATIENT)  # the program's next start
     hub.faults.clear()
-    async with around(wizard(later, source)) as pilot:
+    async with around(wizard(later, published)) as pilot:
         await see(pilot, "Begun, and not finished", REPO, "on the disk so far", "Set up another model")
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
@@ -140,9 +117,9 @@ async def test_left_and_come_back_to(source: Path, hub: FakeHub, setups: Setups)
     assert PackedModel.open(catalog.find("tiny"))
 
 
-async def test_the_demo_while_it_downloads(source: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_the_demo_while_it_downloads(published: Path, hub: FakeHub, setups: Setups) -> None:
     slowly(hub)
-    async with around(wizard(setups, source)) as pilot:
+    async with around(wizard(setups, published)) as pilot:
         await to_progress(pilot)
         await pilot.press("ctrl+d")
         await until(pilot, lambda: results(pilot) == [catalog.DEMO])
@@ -152,8 +129,8 @@ async def test_the_demo_while_it_downloads(source: Path, hub: FakeHub, setups: S
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-async def test_the_demo_is_always_one_key_away(source: Path, setups: Setups, steps: int) -> None:
-    async with around(wizard(setups, source)) as pilot:
+async def test_the_demo_is_always_one_key_away(published: Path, setups: Setups, steps: int) -> None:
+    async with around(wizard(setups, published)) as pilot:
         for words in ("Rates were measured", "recommended")[:steps]:
             await see(pilot, words)
             await pilot.press("enter")
@@ -162,7 +139,7 @@ async def test_the_demo_is_always_one_key_away(source: Path, setups: Setups, ste
 
 
 async def test_another_disk_where_this_one_is_too_small(
-    source: Path, hub: FakeHub, setups: Setups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    published: Path, hub: FakeHub, setups: Setups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roomy = tmp_path / "roomy disk"
 
@@ -174,7 +151,7 @@ async def test_another_disk_where_this_one_is_too_small(
     roomy.mkdir()
     (catalog.models_folder() / "other").mkdir(parents=True)
     (catalog.models_folder() / "other" / "manifest.json").write_text("{}")
-    async with around(wizard(setups, source, surveyor=surveyor(disk=1 << 20), settings=settings)) as pilot:
+    async with around(wizard(setups, published, surveyor=surveyor(disk=1 << 20), settings=settings)) as pilot:
         await see(pilot, "Enter goes on")
         await pilot.press("enter")
         await see(pilot, "more disk")
@@ -183,7 +160,7 @@ async def test_another_disk_where_this_one_is_too_small(
         await pilot.press("enter")
         await see(pilot, "The disk is too small", "on another disk")
         await pilot.press("end", "ctrl+u")
-        paste(pilot, f"{source}/config.json/x")
+        paste(pilot, f"{published}/config.json/x")
         await see(pilot, "is a file")
         await pilot.press("ctrl+u")
         paste(pilot, str(roomy / "models"))
@@ -193,8 +170,8 @@ async def test_another_disk_where_this_one_is_too_small(
     assert (roomy / "models" / "tiny" / "manifest.json").exists() and str(roomy / "models") in settings.read_text()
 
 
-async def test_nothing_fits(source: Path, setups: Setups) -> None:
-    async with around(wizard(setups, source, surveyor=surveyor(ram=1 << 20))) as pilot:
+async def test_nothing_fits(published: Path, setups: Setups) -> None:
+    async with around(wizard(setups, published, surveyor=surveyor(ram=1 << 20))) as pilot:
         await see(pilot, "Enter goes on")
         await pilot.press("enter")
         await see(pilot, "more memory")
@@ -207,9 +184,9 @@ async def test_nothing_fits(source: Path, setups: Setups) -> None:
         await until(pilot, lambda: results(pilot) == [None])
 
 
-async def test_what_fails_can_be_chosen_anew(source: Path, hub: FakeHub, setups: Setups) -> None:
+async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setups: Setups) -> None:
     hub.faults.append(Fault("GET /storage/.*model-00002", times=ALWAYS, flip=True))
-    async with around(wizard(setups, source)) as pilot:
+    async with around(wizard(setups, published)) as pilot:
         await to_progress(pilot)
         await see(pilot, "arrives damaged", "What to do", "R tries again")
         assert setups.words() == "tiny: the setup failed"
@@ -226,8 +203,8 @@ async def test_what_fails_can_be_chosen_anew(source: Path, hub: FakeHub, setups:
     assert (widths.up, widths.gate, widths.down) != (4, 4, 4)
 
 
-async def test_any_model_by_id_or_folder(source: Path, hub: FakeHub, setups: Setups) -> None:
-    async with around(wizard(setups, source, entries=[])) as pilot:
+async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(wizard(setups, published, entries=[])) as pilot:
         await see(pilot, "Enter goes on")
         await pilot.press("enter")
         await see(pilot, "Another model")
@@ -242,7 +219,7 @@ async def test_any_model_by_id_or_folder(source: Path, hub: FakeHub, setups: Set
             await see(pilot, words)
             await pilot.press("escape")
             await see(pilot, "Enter chooses")
-        for named, words in ((REPO, "It fetches"), (str(source), "It is packed into")):
+        for named, words in ((REPO, "It fetches"), (str(published), "It is packed into")):
             await pilot.press("end", "enter")
             await see(pilot, "Enter looks it up")
             paste(pilot, named)
@@ -251,10 +228,12 @@ async def test_any_model_by_id_or_folder(source: Path, hub: FakeHub, setups: Set
 
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
-async def test_nothing_essential_is_cut_off(source: Path, hub: FakeHub, setups: Setups, size: tuple[int, int]) -> None:
+async def test_nothing_essential_is_cut_off(
+    published: Path, hub: FakeHub, setups: Setups, size: tuple[int, int]
+) -> None:
     slowly(hub)
-    long = entry_of(source, "a\x1b[31m-model-whose-name-is-long", REPO)
-    async with around(wizard(setups, source, entries=[entry_of(source), long]), size) as pilot:
+    long = entry_of(published, "a\x1b[31m-model-whose-name-is-long", REPO)
+    async with around(wizard(setups, published, entries=[entry_of(published), long]), size) as pilot:
         await see(pilot, "read at 33.1 GB/s", "none to use", "Enter goes on", "Ctrl+D demo model", "Ctrl+Q quit")
         await pilot.press("enter")
         await see(pilot, "hardly any", "very little", "words a minute", "of disk", "Enter chooses", "Ctrl+D demo model")
