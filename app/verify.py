@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from .widgets import units
 from .widgets.plain import printable
 
 if TYPE_CHECKING:
+    from ..models.checkpoint import Checkpoint
     from ..models.manifest import Manifest
     from ..models.verify import Compared, Damage
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     metavar="FOLDER",
     help="Compare a few layers with the checkpoint that was packed, too.",
 )
-@click.option("--repair", is_flag=True, help="Pack the damaged files, and only those, again from --source.")
+@click.option("--repair", is_flag=True, help="Pack the damaged files, and only those, again: from --source or the hub.")
 @click.option(
     "--text",
     "text_file",
@@ -47,14 +51,14 @@ def verify(
     from ..models.manifest import Manifest
     from ..models.verify import damages
 
-    if repair and source is None:
-        raise click.UsageError("--repair needs the checkpoint that was packed: --source FOLDER")
     folder = find(model)
     manifest = Manifest.read(folder)
+    if repair and source is None and manifest.source.commit is None:
+        raise click.UsageError("This model was packed from a folder; --repair needs it: --source FOLDER")
     damaged = damages(folder, manifest, _step)
     repaired: list[str] = []
-    if repair and source is not None and damaged:
-        repaired = _repair(folder, source, text_file, damaged)
+    if repair and damaged:
+        repaired = _repair(folder, manifest, source, text_file, damaged)
         damaged = damages(folder, manifest := Manifest.read(folder), _step)
     compared = _compared(folder, manifest, source) if source is not None and not damaged else []
     progress.clear()
@@ -81,18 +85,40 @@ def _compared(folder: Path, manifest: Manifest, source: Path) -> list[Compared]:
     return compare(PackedModel(folder, manifest), Checkpoint(source), few, _step)
 
 
-def _repair(folder: Path, source: Path, text_file: Path | None, damaged: list[Damage]) -> list[str]:
+@contextmanager
+def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Generator[Checkpoint]:
+    """What was packed: in a folder, or on the hub at the commit that the manifest names."""
+    from ..models.catalog import FETCHED
     from ..models.checkpoint import Checkpoint
+    from ..models.hub import resolve
+    from ..models.hub_shelf import HubShelf
+    from ..models.manifest import COPIED
+
+    if source is not None:
+        yield Checkpoint(source)
+        return
+    progress.note(f"Fetching what is needed of {manifest.source.name} from the hub.")
+    fetched = folder.with_name(folder.name + FETCHED)
+    with HubShelf(resolve(manifest.source.name, manifest.source.commit or "main"), fetched) as shelf:
+        for name in COPIED:
+            shelf.small(name)
+        yield Checkpoint(shelf)
+    shutil.rmtree(fetched)  # kept after an error, to go on from
+
+
+def _repair(
+    folder: Path, manifest: Manifest, source: Path | None, text_file: Path | None, damaged: list[Damage]
+) -> list[str]:
     from ..models.repair import repair
     from .packing import tokens_of
 
-    checkpoint = Checkpoint(source)
     names = [damage.file for damage in damaged]
 
     def told(step: str, share: float, _left: float | None) -> None:
         _step(step, share)
 
-    changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
+    with _checkpoint(folder, manifest, source) as checkpoint:
+        changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
     for name in changed:
         progress.note(
             f"{name} was packed again but is not the file it was: the text or the number of threads was another. "
@@ -134,9 +160,10 @@ def _lines(
     if damaged:
         lines += [f"damaged   {damage.file}: {damage.cause}" for damage in damaged]
         lines += [f"{len(damaged)} of {len(manifest.files)} files are damaged; the others are sound.", ""]
-        if source is None:
+        if source is None and manifest.source.commit is None:
             lines += ["Pack only these again from the checkpoint that the model was packed from:"]
-        lines += [f"  floe-chat verify {folder} --repair --source {source or 'FOLDER'}"]
+        given = "" if source is None and manifest.source.commit else f" --source {source or 'FOLDER'}"
+        lines += [f"  floe-chat verify {folder} --repair{given}"]
         lines += ["or restore them from a copy."]
         return lines
     lines += [f"{manifest.name}: all {len(manifest.files)} files are sound, {size}."]

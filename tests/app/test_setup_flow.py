@@ -170,6 +170,21 @@ def test_left_between_packing_and_the_end(hub: FakeHub) -> None:
     assert digest(begun.folder) == before and len(hub.requests) == asked and unfinished() == []
 
 
+def test_damage_is_repaired_from_the_hub(hub: FakeHub) -> None:
+    with Setup(wish(REPO)) as running:
+        assert ended(running.start()).error is None
+    folder = running.wish.folder
+    before, all_of_it = digest(folder), hub.sent("model-")
+    damaged = folder / "layer_01.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100] + bytes(100))
+    told = CliRunner().invoke(cli, ["verify", "tiny"])
+    assert told.exit_code == 1 and f"floe-chat verify {folder} --repair\n" in told.stdout
+    done = CliRunner().invoke(cli, ["verify", "tiny", "--repair"])
+    assert done.exit_code == 0, done.output
+    assert digest(folder) == before and not running.wish.fetched.exists()
+    assert 0 < hub.sent("model-") - all_of_it < all_of_it  # not what only the other layer needs
+
+
 def test_given_up_leaves_nothing(hub: FakeHub) -> None:
     with Setup(wish(REPO), tuning=IMPATIENT) as running:
         running.start()
