@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,18 @@ import torch
 from floe_chat import kernels
 from floe_chat.kernels import backend
 from floe_chat.kernels.cpu import build, native
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With FLOE_TEST_EVERY=n only every n-th case of each test runs, its first one in any case."""
+    every, seen = int(os.environ.get("FLOE_TEST_EVERY", "1")), Counter[str]()
+    kept: list[pytest.Item] = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % every == 0:
+            kept.append(item)
+        seen[test] += 1
+    items[:] = kept
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from floe_chat.kernels.cpu import build
+from floe_chat.kernels.cpu import build, native
 
 HERE = Path(__file__).parent
 WATCHED = ("test_cpu_native.py", "test_many_tokens.py", "test_x_bits.py", "test_dense_step.py", "test_pool.py")
@@ -27,16 +27,30 @@ def sanitizer_runtime() -> str:
     return path
 
 
+def runs_avx512() -> bool:
+    try:
+        native.select_isa("avx512")
+    except native.NativeUnavailableError:
+        return False
+    native.select_isa(None)
+    return True
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # instrumented code is slow, more so beside other programs
 def test_cpu_kernels_touch_only_their_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = sanitizer_runtime()
     monkeypatch.setenv("CXX", "g++")
     library = tmp_path / "floe_watched.so"
-    build.build(library, ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"])
+    flags = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    if not runs_avx512():
+        flags.append("-DFLOE_WITHOUT_AVX512")
+    build.build(library, flags)
     environment = os.environ | {
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much of its memory to the end
         "FLOE_CPU_LIBRARY": str(library),
+        "FLOE_TEST_EVERY": "3",  # of each test's cases: memory is touched alike in their neighbours
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / n) for n in WATCHED)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)

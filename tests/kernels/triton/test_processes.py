@@ -37,6 +37,7 @@ def run(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Compl
     )
 
 
+@pytest.mark.slow
 def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
     ran = run(tmp_path, "-m", "pytest", str(HERE), "-q", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
