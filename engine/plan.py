@@ -19,8 +19,8 @@ from .machine import Machine
 from .opening import CONTEXT
 from .options import DEFAULT, WIDTHS, Option, option, rounding
 
-# Weights that one core quantizes per second: 5.0 s for one matrix of Mixtral on two cores, in blocks of 128 rows.
-PACKED_WEIGHTS_S = 14336 * 4096 / 5.0 / 2
+# Weights that one core packs per second: 40 s for one expert of Mixtral on two cores, most of them for quantizing.
+PACKED_WEIGHTS_S = 3 * 14336 * 4096 / 40 / 2
 
 MUCH_FASTER = 1.5  # times as fast: what smaller widths must gain where the default would do
 
