@@ -159,8 +159,12 @@ class Packing:
         if "given" in state:
             self._training.before = state["given"], state["chosen"], state["norm"]
         for layer in range(layers):
-            if not (self._folder / layer_file(layer)).is_file():
-                raise lost(self._folder, f"{layer_file(layer)} is missing.")
+            name = layer_file(layer)
+            path, noted = self._folder / name, self._journal.files.get(name)
+            if not path.is_file():
+                raise lost(self._folder, f"{name} is missing.")
+            if noted is not None and (size := path.stat().st_size) != noted.size:
+                raise lost(self._folder, f"{name} has {size:,} bytes instead of {noted.size:,}.")
         return layers, state["hidden"]
 
     def _hash(self, pool: ThreadPoolExecutor, name: str) -> Future[None]:

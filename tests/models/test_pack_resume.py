@@ -220,8 +220,6 @@ def test_files_that_were_lost_meanwhile_are_noticed(tmp_path: Path, source: Path
     cut_at(tmp_path, source, 1, 2)
     if damage == "missing":
         (tmp_path / name).unlink()
-    elif name == "layer_00.safetensors":
-        pytest.skip("a finished layer's bytes are compared with its sha256 by whoever opens the pack")
     else:
         os.truncate(tmp_path / name, 1000)
     with pytest.raises(FloeError, match="cannot be continued") as caught:
