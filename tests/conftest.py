@@ -38,6 +38,26 @@ def own_folders(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiled kernels' library is not there; what was chosen meanwhile is forgotten afterwards."""
+    from floe_chat.kernels import backend
+    from floe_chat.kernels.cpu import native, native_pool
+
+    def missing() -> native.Isa:
+        raise native.NativeUnavailableError("it was not compiled")
+
+    def forget() -> None:
+        backend.choose.cache_clear()
+        native_pool.functions.cache_clear()
+
+    forget()
+    monkeypatch.delenv("FLOE_CPU_ISA", raising=False)
+    monkeypatch.setattr(native, "isa", missing)
+    yield
+    forget()
+
+
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random 2-layer Mixtral in bfloat16, in several shards."""

@@ -12,7 +12,6 @@ from floe_chat.engine.kv import KVCache
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
-from floe_chat.kernels.cpu import native
 from floe_chat.models.checkpoint import FAMILIES
 from floe_chat.models.pack import PackSpec
 from torch import Tensor, nn
@@ -347,23 +346,19 @@ def test_what_it_does_not_compute_the_library_does_and_the_reason_is_told(
     assert relative_rms(feed(decoder, KVCache(), ids, [19, 1])[-1], expected) <= LIMIT
 
 
-def missing() -> native.Isa:
-    raise native.NativeUnavailableError("there is no library")
-
-
 @pytest.mark.parametrize(
     ("dtype", "library", "reason"),
     [
         (torch.float32, True, "a compiled step per layer and token"),
         (torch.bfloat16, True, "by torch's operations, since the compiled step computes float32, not torch.bfloat16"),
-        (torch.float32, False, "by torch's operations, since there is no library"),
+        (torch.float32, False, "by torch's operations, since it was not compiled"),
     ],
 )
 def test_it_is_told_whether_the_compiled_step_runs(
-    dtype: torch.dtype, library: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, library: bool, reason: str, request: pytest.FixtureRequest
 ) -> None:
     if not library:
-        monkeypatch.setattr(native, "isa", missing)
+        request.getfixturevalue("no_library")
     lean = choose(make_model("mixtral", dtype), WINDOW)
     assert isinstance(lean, LeanDecoder) and lean.reason.endswith(reason)
     assert bool(lean.steps) == ("compiled step per" in reason)

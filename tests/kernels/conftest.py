@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from floe_chat import kernels
-from floe_chat.kernels import backend
 from floe_chat.kernels.cpu import build, native
 
 
@@ -59,7 +57,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(params=["reference", "native"])
-def on_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def on_backend(request: pytest.FixtureRequest) -> str:
     """Makes `floe_chat.kernels` compute with one backend, whichever the machine would choose."""
     name: str = request.param
     if name == "native":
@@ -68,10 +66,5 @@ def on_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         except native.NativeUnavailableError as error:
             pytest.skip(str(error))
     else:
-
-        def unavailable() -> native.Isa:
-            raise native.NativeUnavailableError("left out by the test")
-
-        monkeypatch.setattr(native, "isa", unavailable)
-        monkeypatch.setattr(kernels, "choose", backend.choose.__wrapped__)
+        request.getfixturevalue("no_library")
     return name

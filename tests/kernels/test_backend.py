@@ -11,11 +11,6 @@ from floe_chat.kernels import backend
 from floe_chat.kernels.cpu import native
 
 
-def unavailable() -> native.Isa:
-    """What happens where the library was not built."""
-    raise native.NativeUnavailableError("it was not compiled")
-
-
 def test_the_compiled_kernels_are_chosen_where_they_were_built() -> None:
     try:
         isa = native.isa()
@@ -27,17 +22,16 @@ def test_the_compiled_kernels_are_chosen_where_they_were_built() -> None:
     assert chosen.up_gemv is native.up_gemv
 
 
-def test_without_them_the_reference_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLOE_CPU_ISA", raising=False)
-    monkeypatch.setattr(native, "isa", unavailable)
+@pytest.mark.usefixtures("no_library")
+def test_without_them_the_reference_runs_and_says_why() -> None:
     chosen = backend.choose.__wrapped__("cpu")
     assert chosen.name == "reference"
     assert "it was not compiled" in chosen.reason
 
 
+@pytest.mark.usefixtures("no_library")
 def test_an_instruction_set_that_was_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOE_CPU_ISA", "avx512")
-    monkeypatch.setattr(native, "isa", unavailable)
     with pytest.raises(native.NativeUnavailableError):
         backend.choose.__wrapped__("cpu")
 

@@ -190,12 +190,8 @@ def test_a_transfer_names_rows_and_slots_that_exist_and_no_slot_twice(
                 land(index, np.array(twice, np.int32), 4, 7)
 
 
+@pytest.mark.usefixtures("no_library")
 def test_without_the_library_the_definition_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> native.Isa:
-        raise native.NativeUnavailableError("it was not compiled")
-
-    native_pool.functions.cache_clear()
-    monkeypatch.setattr(native, "isa", absent)
     table, reason = native_pool.make(*SHAPE, RULE, means(0))
     assert type(table) is RowTable and reason == "numpy, since it was not compiled"
     assert native_pool.landing(np.array([1]), np.array([2], np.int32), 3, 4).tolist() == [2]
