@@ -43,7 +43,7 @@ class Preset:
 PRESETS = (
     Preset("Exact", 0.0, lossless=True),
     Preset("High", 0.3, 0.5, drop=0.2, major=0.2),
-    Preset("Balanced", 0.5, 0.7, drop=0.2, major=0.4, coarse=True),
+    Preset("Balanced", 0.4, 0.7, drop=0.4, major=0.8, coarse=True),
     Preset("Fast", 0.6, 0.8, drop=0.4, major=0.8, coarse=True),
 )
 DEFAULT = "Balanced"
