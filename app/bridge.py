@@ -29,8 +29,7 @@ from .chat_client import Message as ChatMessage
 from .history import Answer, History, HistoryEvent
 from .widgets.plain import printable
 
-IDLE_PERIOD = 0.1
-WRITING_PERIOD = 0.05
+_PERIOD = 0.1  # seconds; nobody sees more frequent looks, and each takes time from the engine
 
 
 class ModelLoading(Message):
@@ -127,14 +126,13 @@ class HistoryTold(Message):
 class EngineBridge:
     """Starts a client, posts what it and the history report to `target`, and passes the screen's wishes on.
 
-    `writing` asks for more frequent looks while an answer runs; `by_hand` is the last quality without a name.
+    `by_hand` is the last quality without a name.
     """
 
     def __init__(self, client: ChatClient, history: History) -> None:
         self._client = client
         self._history = history
         self._recording: tuple[int, Answer] | None = None
-        self.writing = False
         self.by_hand: SetQuality | None = None
 
     def start(self, target: MessagePump) -> None:
@@ -184,7 +182,7 @@ class EngineBridge:
 
     def _drain_later(self, target: MessagePump) -> None:
         # One timer after the other: looks cannot pile up behind a slow paint.
-        target.set_timer(WRITING_PERIOD if self.writing else IDLE_PERIOD, lambda: self._drain(target))
+        target.set_timer(_PERIOD, lambda: self._drain(target))
 
     def _drain(self, target: MessagePump) -> None:
         self.drain(target)

@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +82,10 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @_with(*_MODEL, *_SAMPLING)
-@click.version_option(version("floe-chat"), prog_name="floe-chat")
+@click.option("--plain", is_flag=True, help="Chat line by line, without a screen: for screen readers and slow lines.")
+@click.version_option(package_name="floe-chat", prog_name="floe-chat")
 @click.pass_context
-def cli(ctx: click.Context, **options: Any) -> None:
+def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
     """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
 
     Without a command, opens the chat screen. What the command line leaves open comes from the settings file, see
@@ -100,13 +100,30 @@ def cli(ctx: click.Context, **options: Any) -> None:
                 f"{option} belongs after the command: floe-chat {ctx.invoked_subcommand} {option} ..."
             )
         return
+    if plain:
+        ctx.exit(_chat_plainly(ctx, options))
     from .arguments import need_terminal
 
     need_terminal()
-    from .tui import run_app
+    from .terminal import Terminal
 
-    _, options = _settled(ctx, options)
-    ctx.exit(run_app(*_opened(options)))
+    with Terminal() as terminal:  # before the imports that take a second
+        _, options = _settled(ctx, options)
+        opened = _opened(options)
+        from .tui import run_app
+
+        code = run_app(terminal, *opened)
+    ctx.exit(code)
+
+
+def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
+    from .history import History, Setup, history_file
+    from .plain_chat import run_plain
+
+    settings, options = _settled(ctx, options)
+    client, sampling, max_tokens, system = _opened(options)
+    setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
+    return run_plain(client, setup, max_tokens, History(history_file() if settings.save_history else None))
 
 
 @cli.command()

@@ -13,7 +13,7 @@ import platformdirs
 from ..models import catalog
 from ..models.errors import UsageError
 from .log import log_file
-from .setup_flow import forget, unfinished
+from .setup_wish import forget, unfinished
 from .setups import remove as delete
 from .widgets import units
 from .widgets.plain import printable

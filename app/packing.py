@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..models.manifest import Manifest
     from ..models.pack import PackSpec
     from ..models.pack_run import Progress
+    from ..models.widths import Narrow
 
 _LEAST_TOKENS = 1024  # of a text of the user's: on less than that every threshold is a guess
 
@@ -30,6 +31,14 @@ _LEAST_TOKENS = 1024  # of a text of the user's: on less than that every thresho
 @click.option("--gate", type=int, help="Bits of gate, if not those of --rows.")
 @click.option("--down", type=int, help="Bits of down, if not those of --rows.")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all the rest is 16]")
+@click.option(
+    "--narrow-share",
+    type=float,
+    metavar="SHARE",
+    help="Give this share of each layer's experts, the most rarely used, fewer bits.  [default: none]",
+)
+@click.option("--narrow-up", type=int, help="Bits of their up projection.  [default: 2]")
+@click.option("--narrow-rows", type=int, help="Bits of their gate and down.  [default: those of the others]")
 @click.option("--name", help="What the model is called.  [default: the destination folder's name]")
 @click.option(
     "--text",
@@ -48,6 +57,9 @@ def pack(
     gate: int | None,
     down: int | None,
     dense: int | None,
+    narrow_share: float | None,
+    narrow_up: int | None,
+    narrow_rows: int | None,
     name: str | None,
     text_file: Path | None,
     device: str,
@@ -59,11 +71,15 @@ def pack(
     nothing is rounded, and the preset Exact gives the original model's own answers. `floe-chat tune` measures what
     other widths would lose and save.
 
+    With --narrow-share 0.25 the quarter of each layer's experts that the calibration text uses least gets fewer bits.
+    That saves a GPU's memory; what it costs depends on how unevenly the model uses its experts.
+
     A pack that was interrupted goes on where it was when the same command is given again.
     """
     gate, down = rows if gate is None else gate, rows if down is None else down
     if dense is None:
         dense = 16 if up == gate == down == 16 else 4
+    narrow = _narrow(narrow_share, narrow_up, narrow_rows, gate, down)
     with click.progressbar(length=1000, label="Reading", file=sys.stderr, show_pos=False, show_eta=False) as bar:
         shown = 0
         from ..models.pack import PackSpec
@@ -77,11 +93,25 @@ def pack(
             bar.update(int(share * 1000) - shown)
             shown = int(share * 1000)
 
-        spec = PackSpec(up, gate, down, dense, device=device)
+        spec = PackSpec(up, gate, down, dense, device=device, narrow=narrow)
         called = name or destination.resolve().name
         manifest, size = pack_folder(source, destination, spec, called, progress, text_file, fresh=fresh)
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
+
+
+def _narrow(share: float | None, up: int | None, rows: int | None, gate: int, down: int) -> Narrow | None:
+    """The narrow experts that were asked for. Where nothing was said, those bits that paid most on the demo model
+    (BENCHMARKS.md, mixed widths)."""
+    from ..models.widths import Narrow
+
+    if share is None:
+        if up is not None or rows is not None:
+            raise UsageError(
+                "No experts are to be narrow", "Their bits were given without their share.", "Add --narrow-share 0.25."
+            )
+        return None
+    return Narrow(share, 2 if up is None else up, *((gate, down) if rows is None else (rows, rows)))
 
 
 def pack_folder(

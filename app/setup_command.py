@@ -11,7 +11,8 @@ from ..models import catalog
 from ..models.errors import AccessError, FloeError, UsageError
 from .packing import time_left
 from .progress import clear, note, step
-from .setup_flow import Setup, SetupProgress, Wish, forget, unfinished, wish
+from .setup_flow import Setup, SetupProgress
+from .setup_wish import Wish, forget, unfinished, wish
 from .setups import look_up
 from .widgets import units
 from .widgets.plain import printable

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from ..models import catalog
 from ..models.errors import FloeError, TryAgainError
 from .packing import time_left
-from .setup_flow import Setup, SetupProgress, Wish, forget
+from .setup_flow import Setup, SetupProgress
+from .setup_wish import Wish, forget
 
 if TYPE_CHECKING:
     from collections.abc import Callable

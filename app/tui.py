@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import events
 from textual.app import App, SystemCommand
@@ -23,22 +26,24 @@ from .history import History, Setup, history_file
 from .screens.chat import ChatScreen
 from .screens.chat_view import ChatView
 from .screens.commands import Command
-from .screens.help import HelpScreen, Section, keys_of
-from .screens.models import ModelsScreen
-from .screens.settings import SettingsScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .screens.wizard import WizardScreen
 from .settings import Settings
 from .settings_file import Read, change, read, settings_file
 from .setups import Setups, first_run
+from .terminal import EXIT_SIGNAL, Terminal
+from .widgets.background import in_background
 from .widgets.composer import Composer
 from .widgets.panel import PerformancePanel
 from .widgets.themes import THEMES
 from .widgets.transcript import Transcript
 
+if TYPE_CHECKING:
+    from .screens.help import Section
+
 # The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either
 # would wait for a whole turn of the other.
 _SWITCH_INTERVAL = 0.0005
+_TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
 
 
 class FloeChatApp(App[int]):
@@ -62,9 +67,12 @@ class FloeChatApp(App[int]):
         system_prompt: str | None = None,
         history: History | None = None,
         settings: Path | None = None,
+        terminal: Terminal | None = None,
     ) -> None:
-        """`history`: where chats are kept, None: nowhere. `settings`: the file, None: the defaults."""
+        """`history`: where chats are kept, None: nowhere. `settings`: the file, None: the defaults. `terminal`: who
+        holds it until the screen is there."""
         super().__init__()
+        self._terminal = terminal
         self._file = settings
         self._settings = read(settings) if settings else Read(Settings())
         own = self._settings.settings
@@ -86,10 +94,16 @@ class FloeChatApp(App[int]):
             )
         )
         self._exit_code = 0
+        self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
+        self._interrupted = -_TWICE_SECONDS  # when Ctrl+C was pressed last
         self.setups = Setups()
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
+
+    def on_load(self) -> None:
+        if self._terminal is not None:
+            self._terminal.hand_over()
 
     def on_mount(self) -> None:
         for theme in THEMES:
@@ -101,9 +115,13 @@ class FloeChatApp(App[int]):
     def on_ready(self) -> None:
         # The first frame is on the terminal: now the engine may import what takes seconds.
         self._bridge.start(self._chat)
+        in_background(self, _import_later, lambda _none: None)
+        early, self._early = self._early or [], None
+        for key in early:
+            self.post_message(key)
         self.set_interval(1.0, lambda: self._chat.say_beside(self.setups.words()))
         if self._file is not None and first_run(self._file):
-            self.push_screen(WizardScreen(self.setups, settings=self._file), self._welcomed)
+            self._show_wizard(self._welcomed)
         for problem in self._settings.problems:
             self.notify(
                 f"{self._file}, {problem}. The default is in force; the file was left as it is.",
@@ -112,6 +130,12 @@ class FloeChatApp(App[int]):
                 timeout=15,
                 markup=False,
             )
+
+    async def on_event(self, event: events.Event) -> None:
+        if self._early is not None and isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
+            self._early.append(event)  # nothing has the focus yet
+        else:
+            await super().on_event(event)
 
     async def on_resize(self, event: events.Resize) -> None:
         too_small = event.size.width < SMALLEST.width or event.size.height < SMALLEST.height
@@ -137,9 +161,35 @@ class FloeChatApp(App[int]):
         return super().check_action(action, parameters)
 
     async def action_quit(self) -> None:
-        self.exit(self._exit_code)
+        self.leave(self._exit_code)
+
+    def leave(self, code: int) -> None:
+        """End with this exit code; a signal, which comes between any two steps of this thread, may say so too."""
+        if self._terminal is not None:
+            if self._loop is None:
+                self._terminal.end_now(code)
+            self._terminal.expect_end(code)
+        assert self._loop is not None, "nobody but the terminal ends a screen that does not run yet"
+        self._loop.call_soon_threadsafe(self._leave, code)
+
+    def _leave(self, code: int) -> None:
+        self._chat.keep_unsent()
+        self.exit(code)
+
+    def action_help_quit(self) -> None:
+        """Ctrl+C where nothing is selected that it could copy: it stops the answer, and leaves at the second time."""
+        now = time.monotonic()
+        if now - self._interrupted < _TWICE_SECONDS:
+            self.leave(EXIT_SIGNAL + signal.SIGINT)
+            return
+        self._interrupted = now
+        if self._chat.answering:
+            self.call_later(self._chat.action_stop)
+        self.notify("Ctrl+C again leaves floe-chat", timeout=_TWICE_SECONDS)
 
     def action_help(self) -> None:
+        from .screens.help import HelpScreen
+
         self.push_screen(HelpScreen(self._help()))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
@@ -154,6 +204,8 @@ class FloeChatApp(App[int]):
             )
 
     def _help(self) -> Iterable[Section]:
+        from .screens.help import keys_of
+
         given = self._settings.settings.keys
         yield "Keys", keys_of((*Composer.BINDINGS, *ChatScreen.BINDINGS, *ChatView.BINDINGS, *self.BINDINGS), given)
         yield "Keys while a message is selected", keys_of(Transcript.BINDINGS, given)
@@ -165,6 +217,7 @@ class FloeChatApp(App[int]):
         self._settings = found
         settings = found.settings
         self.set_keymap(dict(settings.keys))
+        self._chat.status.keys = settings.keys
         self._chat.composer.newline_keys = frozenset(settings.keys.get("newline", "ctrl+j").split(",")) | {
             "shift+enter"
         }
@@ -181,13 +234,22 @@ class FloeChatApp(App[int]):
             self._settings = read(self._file)
 
     def _open_settings(self, _argument: str) -> None:
+        from .screens.settings import SettingsScreen
+
         self.push_screen(SettingsScreen(self._file, self._settings, self._apply))
 
     def _open_models(self, _argument: str) -> None:
+        from .screens.models import ModelsScreen
+
         self.push_screen(ModelsScreen(self.setups, current=self._chat.model, settings=self._file), self._switch)
 
     def _open_wizard(self, _argument: str) -> None:
-        self.push_screen(WizardScreen(self.setups, settings=self._file), self._switch)
+        self._show_wizard(self._switch)
+
+    def _show_wizard(self, then: Callable[[str | None], Awaitable[None]]) -> None:
+        from .screens.wizard import WizardScreen
+
+        self.push_screen(WizardScreen(self.setups, settings=self._file), then)
 
     async def _welcomed(self, name: str | None) -> None:
         """The first run's wizard was left, wherever it was: the next start opens the chat at once."""
@@ -217,7 +279,14 @@ class FloeChatApp(App[int]):
         await self.action_quit()
 
 
-def run_app(client: ChatClient, sampling: Sampling, max_new_tokens: int, system_prompt: str | None) -> int:
+def _import_later() -> None:
+    """What the first answer needs, before a person has written a question."""
+    import_module("floe_chat.app.widgets.markdown")
+
+
+def run_app(
+    terminal: Terminal, client: ChatClient, sampling: Sampling, max_new_tokens: int, system_prompt: str | None
+) -> int:
     """Show the chat until the person quits; returns the exit code."""
     file = settings_file()
     history = History(history_file() if read(file).settings.save_history else None)
@@ -228,16 +297,23 @@ def run_app(client: ChatClient, sampling: Sampling, max_new_tokens: int, system_
         system_prompt=system_prompt,
         history=history,
         settings=file,
+        terminal=terminal,
     )
+
+    def close() -> bool:
+        saved = history.close()
+        client.close()
+        app.setups.close()
+        return saved
+
+    terminal.serve(app.leave, close)
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_INTERVAL)
     try:
         code = app.run()
     finally:
         sys.setswitchinterval(before)
-        saved = history.close()
-        client.close()
-        app.setups.close()
+        saved = close()
     if not saved:
         sys.stderr.write("floe-chat: not all of this chat could be saved\n")
     return 1 if code is None else code

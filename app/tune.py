@@ -29,6 +29,7 @@ _HEAD = (
 )
 _LEGEND = (
     "widths       bits per weight of up/gate/down; rank: of a compensator for the rounding of up",
+    "             *: fewer for this pack's narrow experts",
     "sparse       share of neurons left out by |up · x|",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
     "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
@@ -91,7 +92,8 @@ def text(found: Tuning) -> str:
     wide = any(point.setting not in presets for point in frontier.pareto(own=False)) and probes
     lines = [
         f"floe-chat {version('floe-chat')}, {found.model} tuned on its 16-bit source {found.source}",
-        f"  {found.widths}; {len(frontier.points)} settings, {found.scored} tokens predicted",
+        f"  {found.widths}",
+        f"  {len(frontier.points)} settings, {found.scored} tokens predicted",
         "",
         *plot(frontier),
         "",
@@ -121,7 +123,7 @@ def plot(frontier: Frontier) -> list[str]:
 def _dials(point: Point) -> int:
     s = point.setting
     widths = (s.up < 16 or s.rank > 0) + (s.gate < 16) + (s.down < 16)
-    return widths + bool(s.sparsity or s.product) + bool(s.drop or s.major) + bool(s.alpha)
+    return widths + bool(s.sparsity or s.product) + bool(s.drop or s.major) + bool(s.alpha) + (s.narrow is not None)
 
 
 def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
@@ -130,7 +132,8 @@ def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
 
 def _row(point: Point, name: str) -> str:
     s, d = point.setting, point.divergence
-    stored = f"  {f'{s.up}/{s.gate}/{s.down}':<9}{s.rank or '-':>4}"
+    widths = f"{s.up}/{s.gate}/{s.down}{'' if s.narrow is None else '*'}"
+    stored = f"  {widths:<9}{s.rank or '-':>4}"
     skipped = f"{_part(s.sparsity):>7}{_part(s.product):>8}{_part(s.drop):>5}{_part(s.major):>6}"
     figures = f"{d.kl_mean:>10.2e}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
     absent = f"{units.share(point.missed / point.read if point.read else None):>7}"

@@ -156,6 +156,10 @@ class NeuronPool:
         """The router's scores (E,) of this step, after softmax; the mean of several tokens. Ignored if not finite."""
         self._uses.heard(layer, scores)
 
+    def likeliest(self, layer: int) -> int:
+        """The expert that the router has favoured of late."""
+        return int(self._uses.means.recent[layer].argmax())
+
     def resident(self, layer: int) -> NDArray[np.float32]:
         """(E,) share of each expert's neurons that are ready."""
         _, experts, neurons = self.slots.shape

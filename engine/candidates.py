@@ -8,8 +8,8 @@ and each layer's quantile tables come from them when its turn comes, much as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..kernels.layouts import VectorLayout, group_size
 from ..models import calibration
 from ..models.checkpoint import Checkpoint
 from ..models.quantize import quantize
+from ..models.widths import Narrow
 from . import selection
 from .source_model import SourceModel
 
@@ -39,6 +40,7 @@ class Setting:
             only its major half computed (DualSparse-MoE section 4).
         alpha: how far below the (k+1)-th score a resident expert may stand in for an absent one (importance-driven
             scheduling, algorithm 1).
+        narrow, rare: fewer bits for some experts (CORM), and which they are, layer by layer.
     """
 
     up: int = 16
@@ -50,22 +52,63 @@ class Setting:
     drop: float = 0.0
     major: float = 0.0
     alpha: float = 0.0
+    narrow: Narrow | None = None
+    rare: tuple[tuple[int, ...], ...] = ()
+
+    def is_narrow(self, layer: int, expert: int) -> bool:
+        """Whether it has the fewer bits."""
+        return self.narrow is not None and expert in self.rare[layer]
+
+    def narrowed(self) -> Setting:
+        """The same with the fewer bits for all."""
+        n = self.narrow
+        return self if n is None else replace(self, up=n.up, gate=n.gate, down=n.down, narrow=None, rare=())
 
 
 @dataclass(slots=True)
 class Taken:
-    """Work of experts per token: halves of experts looked at, neurons whose gate was read, and whose down."""
+    """Work of experts per token: halves of experts looked at, neurons whose gate was read, and whose down.
+
+    `narrow`: the part of it that narrow experts do; None for none.
+    """
 
     halves: float = 0.0
     active: float = 0.0
     kept: float = 0.0
+    narrow: Taken | None = None
 
     def nbytes(self, setting: Setting, hidden: int, neurons: int) -> float:
         """Bytes of weights that this work reads, scales included."""
         group = group_size(hidden)
         up, gate, down = (VectorLayout(hidden, bits, group).nbytes for bits in (setting.up, setting.gate, setting.down))
         factors = setting.rank * (hidden + neurons / 2) * _FACTOR_BYTES
-        return self.halves * (neurons / 2 * up + factors) + self.active * gate + self.kept * down
+        read = self.halves * (neurons / 2 * up + factors) + self.active * gate + self.kept * down
+        if self.narrow is None or setting.narrow is None:
+            return read
+        usual = self.narrow.nbytes(replace(setting, narrow=None), hidden, neurons)
+        return read - usual + self.narrow.nbytes(setting.narrowed(), hidden, neurons)
+
+    def add(self, halves: float, active: float, kept: float) -> None:
+        """More work."""
+        self.halves += halves
+        self.active += active
+        self.kept += kept
+
+    def times(self, share: float) -> Taken:
+        """A share of it."""
+        narrow = None if self.narrow is None else self.narrow.times(share)
+        return Taken(self.halves * share, self.active * share, self.kept * share, narrow)
+
+
+def together(parts: Iterable[Taken]) -> Taken:
+    """All of it."""
+    found, narrow = Taken(), Taken()
+    for part in parts:
+        found.add(part.halves, part.active, part.kept)
+        if part.narrow is not None:
+            narrow.add(part.narrow.halves, part.narrow.active, part.narrow.kept)
+    found.narrow = narrow if narrow.halves else None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +160,7 @@ def compute(
     def outcome(place: int, setting: Setting) -> Outcome:
         own = states[place * count : (place + 1) * count, -keep:].clone()
         taken, missed = (
-            Taken(*(sum(getattr(part, name) for part in parts) / size for name in ("halves", "active", "kept")))
+            together(parts).times(1 / size)
             for parts in ([layer.taken[place] for layer in layers], [layer.missed[place] for layer in layers])
         )
         return Outcome(setting, lambda: model.head(own), taken, missed)
@@ -163,16 +206,20 @@ class _Experts(nn.Module):
             y, _, _ = expert(Setting(), hidden[token], selection.WHOLE)
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
             for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
+                narrow = setting.is_narrow(self._layer, number)
+                own = setting.narrowed() if narrow else setting
                 for part in (selection.MAJOR, selection.WHOLE):
                     token, slot = ((route.index == number) & (route.halves == part)).nonzero(as_tuple=True)
                     if not token.numel():
                         continue
-                    y, active, kept = expert(setting, hidden[block][token], part)
+                    y, active, kept = expert(own, hidden[block][token], part)
                     out[block].index_add_(0, token, y * route.weights[token, slot, None])
                     for taken, counted in ((self.taken, slice(None)), (self.missed, route.absent[token, slot])):
-                        taken[place].halves += part * len(token[counted])
-                        taken[place].active += int(active[counted].sum())
-                        taken[place].kept += int(kept[counted].sum())
+                        work = part * len(token[counted]), int(active[counted].sum()), int(kept[counted].sum())
+                        taken[place].add(*work)
+                        if narrow:
+                            part_of = taken[place].narrow = taken[place].narrow or Taken()
+                            part_of.add(*work)
         return out
 
 

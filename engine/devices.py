@@ -20,12 +20,14 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.layouts import ExpertRows, UpWeights
 from ..kernels.types import Active, Calls
+from .fetching import Asked, Copy, Listed, moved, to_host
 from .placement import Measured, Rates
 from .transfer import Link, Transfer
 from .virtual import PREFIX, Card, Clock, VirtualLink
 
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
 Numbers = NDArray[np.int64]
+Wanted = tuple[UpWeights, Calls]  # up projections, and calls of experts as they are numbered there
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
 
 
@@ -62,28 +64,48 @@ class Device:
         """The dense part of one layer has been told to run for `tokens`; a virtual clock goes on by that."""
 
     def up(
-        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> tuple[Active, Tensor, list[Tensor]]:
         """The active neurons; the host waits for the device here.
+
+        Args:
+            wanted: the calls, one after another, by up projections of one width. thresholds: (P,) of all calls;
+                infinite for one that is left out.
 
         Returns:
             them and their values on the host, the values on the device, and what the host is `also` to have.
         """
-        found = self._find(x, up, calls, thresholds, x_bits)
-        neurons, values, *others = self.fetched(found.neurons, found.values, *also)
-        return Active(found.offsets, neurons, values), found.values, others
+        asked = self.ask(x, wanted, thresholds, x_bits, also)
+        self.arrived(asked.copy)
+        return asked.answer()
+
+    def ask(
+        self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> Asked:
+        """`up` without waiting: its answer holds once `there` says so."""
+        limits = thresholds.split([calls.experts.numel() for _, calls in wanted]) if wanted[1:] else [thresholds]
+        lists = [self._list(x, *one, limit, x_bits) for one, limit in zip(wanted, limits, strict=True)]
+        return Asked(lists, to_host([*(part for one in lists for part in one), *also]))
+
+    def there(self, copy: Copy) -> bool:
+        """Whether a copy is on the host; nobody waits."""
+        return copy.event is None or copy.event.query()
+
+    def arrived(self, copy: Copy) -> list[Tensor]:
+        """A copy on the host: a decode step waits for the device nowhere else."""
+        if copy.event is not None:
+            copy.event.synchronize()
+        return copy.tensors
 
     def fetched(self, *tensors: Tensor) -> list[Tensor]:
-        """The same on the host, by one copy that it waits for: a decode step waits for the device nowhere else."""
-        if self.place == "cpu":
-            return list(tensors)
-        return _moved(tensors, lambda tensor: not tensor.is_cpu, _to_host)
+        """The same on the host, by one copy that it waits for."""
+        return self.arrived(to_host(tensors))
 
     def sent(self, *tensors: Tensor) -> list[Tensor]:
         """The same on the device, by one copy that nobody waits for."""
         if self.place == "cpu":
             return list(tensors)
-        return _moved(tensors, lambda tensor: tensor.is_cpu, self._to_device)
+        return moved(tensors, lambda tensor: tensor.is_cpu, self._to_device)
 
     def part(self, values: Tensor, offsets: Numbers, at: Numbers, places: Numbers) -> Active:
         """Some active neurons of P calls, on the device.
@@ -118,8 +140,8 @@ class Device:
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Future[Partial]:
         """Start what rows add to y on the CPU, where they lie; all tensors are the CPU's."""
-        nbytes = active.neurons.numel() * rows.layout.nbytes
-        return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", nbytes)
+        count, nbytes = active.neurons.numel(), rows.layout.nbytes
+        return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", count, nbytes)
 
     def expert_beside(
         self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[float, float], x_bits: int
@@ -130,7 +152,7 @@ class Device:
             y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, x_bits=x_bits)
             return y, torch.tensor([kept])
 
-        return self._beside(work, "cpu_batch", rows.data[0].nbytes * len(x))
+        return self._beside(work, "cpu_batch", len(x), rows.data[0].nbytes)
 
     def joined(self, started: Future[Partial]) -> Partial:
         """What was started beside the device, on the device, once it is there."""
@@ -159,6 +181,13 @@ class Device:
     # On a GPU the kernels are called without the checks in front of them, which would fetch what they look at: calls
     # are the model's own router's, and active neurons the pool's.
 
+    def _list(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Listed:
+        listed = None if x.is_cpu else kernels.choose(x.device.type).up_list
+        if listed is not None:
+            return listed(x, up, calls, thresholds, x_bits)
+        found = self._find(x, up, calls, thresholds, x_bits)
+        return found.offsets[1:], found.neurons, found.values
+
     def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         if x.is_cpu:
             return kernels.up_gemv(x, up, calls, thresholds, x_bits=x_bits)
@@ -171,12 +200,14 @@ class Device:
             return kernels.sparse_swiglu(x, rows, calls, active, limits, x_bits=x_bits)
         return kernels.choose(x.device.type).sparse_swiglu(x, rows, calls, active, limits, x_bits)
 
-    def _beside(self, work: Callable[[], Partial], what: Measured, nbytes: int) -> Future[Partial]:
+    def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
+        """Start work on `count` times `nbytes` bytes."""
+
         def timed() -> Partial:
             begun = time.perf_counter()
             with torch.inference_mode():
                 found = work()
-            self.rates.observed(what, nbytes, time.perf_counter() - begun, self.cpu_share)
+            self.rates.observed(what, count * nbytes, time.perf_counter() - begun, self.cpu_share)
             return found
 
         return self._cpu.submit(timed)
@@ -190,25 +221,6 @@ def taken(values: Tensor, at: Numbers) -> Tensor:
     return torch.from_numpy(np.take(words.numpy(), at)).view(values.dtype)
 
 
-def _moved(
-    tensors: Sequence[Tensor], wanted: Callable[[Tensor], bool], move: Callable[[Tensor], Tensor]
-) -> list[Tensor]:
-    """Copies of those that are wanted, by one `move` of all their bytes; the others as they are."""
-    moved = list(tensors)
-    # The widest first, so that each lies where its values may.
-    chosen = sorted((i for i, tensor in enumerate(tensors) if wanted(tensor)), key=lambda i: -tensors[i].element_size())
-    if chosen:
-        packed = move(torch.cat([tensors[i].contiguous().view(-1).view(torch.uint8) for i in chosen]))
-        parts = packed.split([tensors[i].nbytes for i in chosen])
-        for i, part in zip(chosen, parts, strict=True):
-            moved[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
-    return moved
-
-
-def _to_host(packed: Tensor) -> Tensor:
-    return torch.empty(packed.shape, dtype=torch.uint8, pin_memory=packed.is_cuda).copy_(packed)
-
-
 class VirtualDevice(Device):
     """A card that is not there: the CPU computes what it would, and its profile says how long that would take.
 
@@ -220,7 +232,7 @@ class VirtualDevice(Device):
     def __init__(self, card: Card, row_bytes: int, hidden: int, dense_bytes: int, cpu_share: float = 1.0) -> None:
         """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'."""
         self.clock, self.card = Clock(), card
-        self._row_bytes, self._dense_bytes = row_bytes, dense_bytes
+        self._dense_bytes = dense_bytes
         # A row is two vectors of `hidden` weights: a product and a sum for each.
         self._flops = 4.0 * hidden
         self._true = card.rates(self._flops / row_bytes)
@@ -236,15 +248,27 @@ class VirtualDevice(Device):
         """One layer's attention, norms and router."""
         self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
 
-    def up(
-        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
-    ) -> tuple[Active, Tensor, list[Tensor]]:
-        """The up projections of the called experts; the host waits."""
-        found = super().up(x, up, calls, thresholds, x_bits, also)
-        weights, made = up.q.shape[1] * up.layout.vector.n, calls.experts.numel()
-        self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
-        self.finish()
-        return found
+    def ask(
+        self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> Asked:
+        """The up projections of the called experts, but for those that are left out."""
+        asked, first = super().ask(x, wanted, thresholds, x_bits, also), 0
+        for up, calls in wanted:
+            last = first + calls.experts.numel()
+            weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds[first:last].isfinite().sum())
+            self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
+            first = last
+        asked.copy.at = self.clock.end("gpu")
+        return asked
+
+    def there(self, copy: Copy) -> bool:
+        """By the virtual clock."""
+        return copy.at <= self.clock.now
+
+    def arrived(self, copy: Copy) -> list[Tensor]:
+        """The host waits until then."""
+        self.clock.wait("host", copy.at)
+        return copy.tensors
 
     def rows(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
@@ -252,7 +276,7 @@ class VirtualDevice(Device):
         """Rows of the pool."""
         found = super().rows(x, rows, calls, active, limits, x_bits)
         count = active.neurons.numel()
-        self._gpu(self._read(count, found), self._flops * count, 2)
+        self._gpu(_read(count, rows.layout.used, found), self._flops * count, 2)
         return found
 
     def expert(
@@ -260,7 +284,8 @@ class VirtualDevice(Device):
     ) -> Tensor:
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]
-        self._gpu(rows.data.nbytes + up.bytes_per_expert(), 1.5 * self._flops * neurons * len(x), 3)
+        nbytes = neurons * rows.layout.used + up.bytes_per_expert()
+        self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
         return super().expert(x, up, rows, threshold, product, x_bits)
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
@@ -269,30 +294,33 @@ class VirtualDevice(Device):
         super().gathered(rows, slots, target, places)
 
     def joined(self, started: Future[Partial]) -> Partial:
-        """The GPU goes on when the CPU has ended."""
-        self.clock.wait("gpu", self._ends.pop(started))
+        """The host waits for the CPU, and so does the GPU."""
+        end = self._ends.pop(started)
+        self.clock.wait("gpu", end)
+        self.clock.wait("host", end)
         return started.result()
 
     def finish(self) -> None:
         """The host waits."""
         self.clock.sync("gpu")
 
-    def _beside(self, work: Callable[[], Partial], what: Measured, nbytes: int) -> Future[Partial]:
+    def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
         """Done at once; the CPU's lane has the time that it would take."""
         found = work()
-        rate, read = self._true.cpu_batch_bytes_s, float(nbytes)
+        rate, read = self._true.cpu_batch_bytes_s, float(count * nbytes)
         if what == "cpu":
-            rate, read = self._true.cpu_bytes_s, self._read(nbytes // self._row_bytes, found)
+            rate, read = self._true.cpu_bytes_s, _read(count, nbytes, found)
         seconds = self._true.cpu_latency_s + read / (rate * self.cpu_share)
-        self.rates.observed(what, nbytes, seconds, self.cpu_share)
+        self.rates.observed(what, count * nbytes, seconds, self.cpu_share)
         done: Future[Partial] = Future()
         done.set_result(found)
         self._ends[done] = self.clock.run("cpu", seconds)
         return done
 
-    def _read(self, rows: int, found: Partial) -> float:
-        """Bytes of so many rows, whose down halves are read only where the second threshold is reached."""
-        return self._row_bytes * (rows + int(found[1].sum())) / 2
-
     def _gpu(self, nbytes: float, flops: float, launches: int) -> None:
         self.clock.run("gpu", self.card.gpu_s(nbytes, flops, launches))
+
+
+def _read(rows: int, nbytes: int, found: Partial) -> float:
+    """Bytes of so many rows, whose down halves are read only where the second threshold is reached."""
+    return nbytes * (rows + int(found[1].sum())) / 2

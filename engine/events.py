@@ -161,6 +161,8 @@ class Rows:
             when they were wanted, and computed by the CPU where they lie. The rest was left out (lenient).
         expert_hits: share of expert calls of which at least half the rows were there or on their way.
         recall, precision: of the neurons that were named one layer ahead; recalls, precisions: by layer.
+        expert_recall, expert_precision: of the experts that were named one layer ahead, likewise; expert_recalls,
+            expert_precisions: by layer. A neuron that was named right is one of a right expert.
         substituted: share of experts for which resident ones stood in. dropped: of expert halves, by score.
         moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
         link_bytes_s: what the link reached while it was busy. link_peak: what it can, bytes per second.
@@ -190,6 +192,10 @@ class Rows:
     up: int
     dense: int
     virtual: bool
+    expert_recall: float | None = None
+    expert_precision: float | None = None
+    expert_recalls: tuple[float | None, ...] = ()
+    expert_precisions: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import psutil
 from torch import Tensor
@@ -96,7 +96,8 @@ class Frontier:
 
 def has_widths(setting: Setting, own: Setting) -> bool:
     """Whether a pack of the widths of `own` can run `setting`."""
-    return (setting.up, setting.gate, setting.down, setting.rank) == (own.up, own.gate, own.down, own.rank)
+    widths = ((s.up, s.gate, s.down, s.rank, s.narrow, s.rare) for s in (setting, own))
+    return next(widths) == next(widths)
 
 
 def search(
@@ -117,7 +118,8 @@ def search(
     """
     even = checkpoint.config.intermediate_size % 2 == 0
     measure = _Measure(checkpoint, passages, windows, keep, report)
-    alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
+    rare = [] if own.narrow is None else [Setting(narrow=own.narrow, rare=own.rare)]
+    alone = measure([*_alone(checkpoint, even=even, widths=widths), *rare], "each dial alone")
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
     if widths:
@@ -132,7 +134,7 @@ def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Setting]
     found += [Setting(drop=low, major=high) for low, high in _drops(even=even)]
     found += [Setting(alpha=alpha) for alpha in ALPHAS]
     if widths:
-        found += [Setting(**{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
+        found += [replace(Setting(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
         hidden, neurons = checkpoint.config.hidden_size, checkpoint.config.intermediate_size
         # Ranks whose factors take about 5 and 15 % of what a 2-bit up projection takes.
         stored = hidden * neurons * 2.5 / 8 / (hidden + neurons)
@@ -220,16 +222,20 @@ class _Guess:
         dials = (
             *(Setting(up=s.up, rank=s.rank), Setting(gate=s.gate), Setting(down=s.down)),
             *(Setting(sparsity=s.sparsity, product=s.product), Setting(drop=s.drop, major=s.major)),
+            Setting(narrow=s.narrow, rare=s.rare),
         )
         kl = sum(self._known[dial].kl for dial in dials if dial in self._known)
-        skipped, dropped = (self._known[dial].taken for dial in dials[3:])
+        skipped, dropped = (self._known[dial].taken for dial in dials[3:5])
         share = dropped.halves / self._whole.halves
         taken = Taken(dropped.halves, skipped.active * share, skipped.kept * share)
+        if (narrow := self._known[dials[5]].taken.narrow) is not None:
+            taken.narrow = taken.times(narrow.halves / self._whole.halves)
         return taken.nbytes(setting, *self._shape), kl
 
 
 def described(setting: Setting) -> dict[str, float]:
     """What a setting has that is not a default, by name."""
-    default = Setting()
-    fields = [field.name for field in dataclasses.fields(setting)]
-    return {name: getattr(setting, name) for name in fields if getattr(setting, name) != getattr(default, name)}
+    default, narrow = Setting(), setting.narrow
+    fields = [field.name for field in dataclasses.fields(setting) if field.name not in ("narrow", "rare")]
+    found = {name: getattr(setting, name) for name in fields if getattr(setting, name) != getattr(default, name)}
+    return found | ({f"narrow_{name}": value for name, value in asdict(narrow).items()} if narrow else {})

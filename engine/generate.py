@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from .moe import Control
 from .sampling import Sampler
 from .step import Decoder, LibraryDecoder
 from .telemetry import Telemetry
+
+_log = logging.getLogger("floe_chat.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,18 @@ def generate(
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:
     """Logits (1, V) after `ids`, which are in `kv` from then on. Out of device memory, once more with more room."""
     preset = control.preset
-    while True:
-        try:
-            logits = decoder.forward(ids, kv)
-            break
-        except torch.OutOfMemoryError:
-            if control.make_room is None or not control.make_room():
-                raise
+    while (logits := _once(decoder, kv, ids)) is None:
+        # Not where the error was caught: its traceback holds the very memory that is to be freed.
+        if control.make_room is None or not control.make_room():
+            raise torch.OutOfMemoryError("the device's memory ran out, and nothing can be freed")
     kv.computed(ids, preset)
     return logits
+
+
+def _once(decoder: Decoder, kv: KVCache, ids: Sequence[int]) -> Tensor | None:
+    """Logits, or None if the device's memory ran out."""
+    try:
+        return decoder.forward(ids, kv)
+    except torch.OutOfMemoryError as error:
+        _log.warning("out of memory: %s", str(error))  # not the error itself, which holds its frames
+        return None

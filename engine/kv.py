@@ -7,6 +7,7 @@ or another conversation keeps the common beginning.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +30,34 @@ class Store(Protocol):
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens, also those of a pass that broke off between two layers."""
+        ...
+
+    def trim(self, length: int) -> None:
+        """Give back what a conversation of `length` tokens does not need, where somebody else can use it."""
+        ...
+
+
+class Room(Protocol):
+    """Device memory whose end keys and values may borrow; the rest of it holds something else, which gives way."""
+
+    def vacant(self) -> bool:
+        """Whether no store that lives has borrowed from it."""
+        ...
+
+    def let(self, store: Store) -> None:
+        """This store may borrow from now on; what others borrowed is back."""
+        ...
+
+    def lend(self, nbytes: int) -> None:
+        """Lend so many bytes, instead of those lent before. What lay at their end is untouched.
+
+        Raises:
+            FloeError: there is not so much.
+        """
+        ...
+
+    def lent(self) -> Tensor:
+        """(nbytes,) uint8, to be asked for anew in each pass: the memory may have moved."""
         ...
 
 
@@ -83,6 +112,7 @@ class KVCache:
         del self._tokens[kept:], self._presets[kept:]
         if self.store is not None:
             self.store.crop(kept)
+            self.store.trim(len(prompt))
         return kept
 
     def computed(self, ids: Sequence[int], preset: Preset) -> None:
@@ -123,6 +153,9 @@ class LibraryStore:
             elif layer.is_initialized:
                 layer.crop(min(0, length - layer.get_seq_length()))
 
+    def trim(self, length: int) -> None:
+        """The library's cache holds no more than its tokens."""
+
 
 class GrowingStore:
     """Keys and values in memory that is set aside for more tokens than are there, so that a token copies nothing.
@@ -136,50 +169,117 @@ class GrowingStore:
     ) -> None:
         sizes = [min(GROUP, layers - first) for first in range(0, layers, GROUP)]
         # (layers of the group, capacity, 2 * heads, D)
-        self._groups = [torch.empty(size, 0, 2 * heads, dim, dtype=dtype, device=device) for size in sizes]
+        self._own = [torch.empty(size, 0, 2 * heads, dim, dtype=dtype, device=device) for size in sizes]
         self._window = window
         self.capacity = self.length = 0
 
     def nbytes(self) -> int:
         """Bytes that are set aside."""
-        return sum(group.nbytes for group in self._groups)
+        return sum(group.nbytes for group in self._groups())
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` tokens; their memory stays set aside."""
         self.length = min(self.length, length)
 
+    def trim(self, length: int) -> None:
+        """Memory stays set aside: what comes next will need about as much."""
+
     def reserve(self, length: int) -> None:
         """Have room for `length` tokens in all.
 
         Raises:
-            ValueError: more than the window.
+            ValueError: more than the window. FloeError: more than the device's memory has room for.
         """
         if length <= self.capacity:
             return
         if length > self._window:
             raise ValueError(f"{length} tokens for a window of {self._window}")
-        wanted = max(length, self.capacity * 3 // 2)
-        capacity = min(self._window, -(-wanted // BLOCK) * BLOCK)
-        for index, old in enumerate(self._groups):
-            self._groups[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
-            self._groups[index][:, : self.length] = old[:, : self.length]
-            del old  # or else the last group would be there twice after its growth too
-        self.capacity = capacity
+        self._resize(self._blocks(max(length, self.capacity * 3 // 2)))
 
     def layers(self) -> list[Tensor]:
         """For each layer, all that is set aside, (capacity, 2 * heads, D)."""
-        return [layer for group in self._groups for layer in group.unbind(0)]
+        return [layer for group in self._groups() for layer in group.unbind(0)]
 
     def places(self, end: int) -> list[Tensor]:
         """For each layer, where keys and values of tokens length..end-1 go, (end - length, 2, heads, D)."""
-        return [place for group in self._groups for place in group.narrow(1, self.length, end - self.length).unbind(0)]
+        added = end - self.length
+        return [place for group in self._groups() for place in group.narrow(1, self.length, added).unbind(0)]
 
     def seen(self, start: int, end: int) -> tuple[list[Tensor], list[Tensor]]:
         """For each layer, keys and values of tokens start..end-1, (heads, 1, end - start, D) each."""
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        for group in self._groups:
+        for group in self._groups():
             both = group.narrow(1, start, end - start).transpose(1, 2).unsqueeze(3).transpose(2, 3)
             for part, out in zip(both.chunk(2, 1), (keys, values), strict=True):
                 out += part.unbind(0)
         return keys, values
+
+    def _groups(self) -> list[Tensor]:
+        return self._own
+
+    def _blocks(self, length: int) -> int:
+        """Tokens of the blocks that hold `length`."""
+        return min(self._window, -(-length // BLOCK) * BLOCK)
+
+    def _resize(self, capacity: int) -> None:
+        for index, old in enumerate(self._own):
+            self._own[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
+            self._own[index][:, : self.length] = old[:, : self.length]
+            del old  # or else the last group would be there twice after its growth too
+        self.capacity = capacity
+
+
+class BorrowingStore(GrowingStore):
+    """Keys and values at the end of device memory that holds rows otherwise: no more of it than whole blocks need.
+
+    Nothing is there twice: as the memory grows downwards, layer by layer moves to where it lies then.
+    """
+
+    def __init__(
+        self, layers: int, heads: int, dim: int, window: int, dtype: torch.dtype, device: torch.device, room: Room
+    ) -> None:
+        super().__init__(0, heads, dim, window, dtype, device)
+        self._room, self._dtype, self._shape = room, dtype, (layers, 2 * heads, dim)
+        room.let(self)
+
+    def trim(self, length: int) -> None:
+        """Give back the blocks that a conversation of `length` tokens does not need."""
+        wanted = self._blocks(max(length, self.length))
+        if wanted < self.capacity:
+            self._resize(wanted)
+
+    def reserve(self, length: int) -> None:
+        """See `GrowingStore`; the rows give way before anything is written."""
+        if length > self._window:
+            raise ValueError(f"{length} tokens for a window of {self._window}")
+        if length > self.capacity:
+            self._resize(self._blocks(length))
+
+    def _groups(self) -> list[Tensor]:
+        return [self._at(self._room.lent(), self.capacity)]
+
+    def _nbytes(self, capacity: int) -> int:
+        return capacity * math.prod(self._shape) * self._dtype.itemsize
+
+    def _at(self, memory: Tensor, capacity: int) -> Tensor:
+        """(layers, capacity, 2 * heads, D), which end where `memory` does."""
+        layers, *token = self._shape
+        return memory[memory.numel() - self._nbytes(capacity) :].view(self._dtype).view(layers, capacity, *token)
+
+    def _resize(self, capacity: int) -> None:
+        before, layers = self.capacity, self._shape[0]
+        if capacity > before:
+            self._room.lend(self._nbytes(capacity))
+        memory = self._room.lent()
+        old, new = self._at(memory, before), self._at(memory, capacity)
+        # The lowest goes first to a lower place, the highest first to a higher one, in pieces as long as the way.
+        for layer in range(layers) if capacity > before else reversed(range(layers)):
+            way = (layers - layer) * abs(capacity - before)
+            starts = range(0, min(self.length, capacity), way)
+            for start in starts if capacity > before else reversed(starts):
+                end = min(start + way, self.length)
+                new[layer, start:end] = old[layer, start:end]
+        if capacity < before:
+            self._room.lend(self._nbytes(capacity))
+        self.capacity = capacity

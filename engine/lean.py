@@ -20,7 +20,7 @@ from ..kernels.cpu.native import NativeUnavailableError
 from ..kernels.cpu.native_step import NativeStep
 from ..kernels.step import Stepped
 from .dense import PackedLinear
-from .kv import GrowingStore, KVCache
+from .kv import BorrowingStore, GrowingStore, KVCache, Room
 from .layers import Layer, Rope, Unsupported, read_layers
 
 _log = logging.getLogger("floe_chat.engine")
@@ -41,7 +41,7 @@ class LeanDecoder:
 
     Attributes:
         reason: in words, what computes the dense part and why. steps: each layer's, for one token; without them torch's
-            operations compute it.
+            operations compute it. room: device memory that keys and values may borrow; None for their own.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -56,7 +56,8 @@ class LeanDecoder:
         self._eps: float = model.config.rms_norm_eps
         self._norm: Tensor = model.model.norm.weight
         self._head: nn.Module = model.lm_head
-        self._step: Step | None = None  # of the pass that runs, or ran last
+        self._step: Step | None = None  # of the pass that runs
+        self.room: Room | None = None
         self.steps: list[NativeStep] = []
         self.reason = "one lean pass for the dense layers"
         try:
@@ -81,8 +82,10 @@ class LeanDecoder:
 
     def _store(self) -> GrowingStore:
         heads = self._layers[0].heads
-        dtype = self._embedding.dtype
-        return GrowingStore(len(self._layers), heads.keys, heads.dim, self._window, dtype, self.device)
+        given = (len(self._layers), heads.keys, heads.dim, self._window, self._embedding.dtype, self.device)
+        if self.room is not None and self.room.vacant():
+            return BorrowingStore(*given, self.room)
+        return GrowingStore(*given)
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
@@ -96,8 +99,14 @@ class LeanDecoder:
         store = kv.store_of(GrowingStore, self._store)
         start, end = kv.length, kv.length + len(ids)
         store.crop(start)
-        self._step = None  # its views would keep the store's memory while that grows
         store.reserve(end)
+        try:
+            return self._pass(ids, store, start)
+        finally:
+            self._step = None  # its views would keep the store's memory
+
+    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
+        end = start + len(ids)
         rope = self._rope.tables(start, end)
         if len(ids) == 1 and self.steps:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step

@@ -10,17 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from .. import kernels
 from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
-from ..models import bare, heat, skeleton
+from ..models import bare, configuration, heat, skeleton
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture, damaged
-from ..models.packed import PackedLayer, PackedModel
-from . import context, hardware, opening, predictor, quality, step
+from ..models.packed import NarrowExperts, PackedLayer, PackedModel
+from . import hardware, opening, predictor, quality, step
 from .dense import PackedLinear
 from .events import Loaded
 from .moe import STREAMED_CHUNK, Control, MoELayer
@@ -92,7 +93,7 @@ def load(
     packed = PackedModel.open(folder)
     manifest = packed.manifest
     chosen = quality.get(preset or quality.DEFAULT, manifest)
-    config: Any = read_config(folder)
+    config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     ram = [packed.layer(index) for index in range(manifest.architecture.layers)]
     choice = opening.choose(device, manifest, ram, config, vram)
@@ -119,6 +120,7 @@ def load(
     if library:
         report("Starting transformers", 0.5)
         import_model_code()
+        config = read_config(folder)
     model: Any = skeleton.build(
         config,
         FAMILIES[manifest.architecture.model_type],
@@ -130,7 +132,7 @@ def load(
         place,
         None if library else bare.tree,
     )
-    window = context.window(config)
+    window = choice.window
     decoder = step.choose(model, window)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
@@ -178,7 +180,7 @@ class _Experts:
         count = len(self._ram)
         self._report(f"Mapping layer {index + 1} of {count}", 0.5 + 0.5 * index / count)
         layer = _to(self._ram[index], self._place, rows=self._shared is None)
-        self.nbytes += layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes
+        self.nbytes += sum(up.nbytes for up, _ in layer.parts)
         if self._shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
         made = OffloadedLayer(index, layer, self._ram[index], self._shared, self._control, self._telemetry)
@@ -191,6 +193,9 @@ class _Experts:
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
         self._control.make_room, self._control.chunk = shared.make_room, STREAMED_CHUNK
+        if isinstance(decoder, LeanDecoder):  # the library's own cache lies where it likes
+            decoder.room = shared
+            shared.share()
         for layer, following in pairwise(self._made):
             layer.following = following
         for layer, block in zip(self._made, model.model.layers, strict=True):
@@ -205,7 +210,11 @@ def _heat(packed: PackedModel) -> heat.Heat:
     """What was used before, or else what calibration found popular."""
     a = packed.manifest.architecture
     kept = heat.read(heat.file_of(packed.folder), a.layers, a.experts, a.intermediate)
-    return kept or heat.from_popularity(packed.profile()["popularity"].numpy(), a.intermediate)
+    if kept is not None:
+        return kept
+    popularity = packed.profile()["popularity"].numpy()
+    by_place = np.stack([popularity[layer, packed.manifest.order(layer)] for layer in range(a.layers)])
+    return heat.from_popularity(by_place, a.intermediate)
 
 
 def _compare(folder: Path, config: Any, a: Architecture) -> None:
@@ -226,11 +235,11 @@ def _to(layer: PackedLayer, device: str, *, rows: bool) -> PackedLayer:
     """A layer on the device; its rows too, or not."""
     if device == "cpu":
         return layer
-    up: UpWeights = layer.up
-    own: ExpertRows = layer.rows
-    return PackedLayer(
-        up=replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device)),
-        rows=replace(own, data=own.data.to(device)) if rows else own,
-        thresholds=layer.thresholds.to(device),
-        products=layer.products.to(device),
-    )
+    parts = [_part_to(up, own, device, rows=rows) for up, own in layer.parts]
+    narrow = None if layer.narrow is None else NarrowExperts(*parts[1], layer.narrow.places)
+    return PackedLayer(*parts[0], layer.thresholds.to(device), layer.products.to(device), narrow)
+
+
+def _part_to(up: UpWeights, own: ExpertRows, device: str, *, rows: bool) -> tuple[UpWeights, ExpertRows]:
+    there = replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device))
+    return there, replace(own, data=own.data.to(device)) if rows else own

@@ -7,13 +7,15 @@ neurons, compute. Locating, placing and looking ahead slot in between.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from .. import kernels
+from ..kernels.layouts import ExpertRows, UpWeights
 from ..kernels.types import Calls
 from ..models.calibration import threshold_at
 from ..models.packed import PackedLayer
@@ -77,7 +79,7 @@ class MoELayer(nn.Module):
         if self.plan.preset is not self.control.preset:
             self.plan = Plan(self.packed, self.control.preset)
         self.chosen, self.scores = self._choose(hidden, top_k_index, top_k_weights)
-        calls = self.plan.calls(self.chosen, self.scores)
+        calls = self._calls(self.chosen, self.scores)
         if hidden.shape[0] > DECODE_TOKENS:
             return self._prefill(hidden, calls)
         y, counts = self._step(hidden, calls)
@@ -89,12 +91,29 @@ class MoELayer(nn.Module):
         """The experts (B, K) and weights that are taken instead of the router's choice: here the same."""
         return index, weights
 
+    def _calls(self, chosen: Tensor, scores: Tensor) -> Calls:
+        """What is computed of them."""
+        return self.plan.calls(chosen, scores)
+
     def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
         plan = self.plan
+        if plan.layer.narrow is not None:
+            return self._step_by_width(hidden, calls)
         up, rows, x_bits = plan.layer.up, plan.layer.rows, plan.preset.x_bits
         down_thresholds = None if plan.products is None else plan.products[calls.experts]
         thresholds = plan.thresholds[calls.experts]
         return kernels.moe_step(hidden, up, rows, calls, thresholds, down_thresholds, x_bits=x_bits)
+
+    def _step_by_width(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
+        """The same where some experts are narrow: the same kernels, once for each width that was called."""
+        plan, found = self.plan, list[tuple[Tensor, Tensor]]()
+        for part in plan.by_width(calls):
+            experts, x_bits = part.calls.experts, plan.preset.x_bits
+            limits = None if plan.products is None else plan.products[experts]
+            of_width = hidden, part.up, part.rows, part.within(), plan.thresholds[experts], limits
+            found.append(kernels.moe_step(*of_width, x_bits=x_bits))
+        y = found[0][0] + found[1][0] if found[1:] else found[0][0]
+        return y, torch.cat([counts for _, counts in found])
 
     def _prefill(self, hidden: Tensor, calls: Calls) -> Tensor:
         plan = self.plan
@@ -114,25 +133,52 @@ class MoELayer(nn.Module):
                 raise Cancelled
             y, _, _ = kernels.expert_swiglu(
                 hidden[share.tokens],
-                plan.layer.up,
-                plan.layer.rows,
-                share.expert,
+                *plan.layer.at(share.expert),
                 *plan.limits(share.expert),
                 x_bits=plan.preset.x_bits,
             )
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
     def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
-        layer, telemetry = self.plan.layer, self.telemetry.layers[self.index]
-        active, kept = counts.sum(0).tolist()
-        gate = layer.rows.layout.gate.nbytes
+        telemetry = self.telemetry.layers[self.index]
         telemetry.dropped += 2 * chosen.numel() - self.plan.halves(calls)
         telemetry.neurons += chosen.numel() * self.packed.rows.data.shape[1]
-        telemetry.active += active
-        telemetry.bytes += calls.experts.numel() * layer.up.bytes_per_expert()
-        telemetry.bytes += active * gate + kept * (layer.rows.layout.nbytes - gate)
+        layer = self.plan.layer
+        if layer.narrow is None:
+            self._count_read(layer.up, layer.rows, calls, counts)
+        else:
+            for part in self.plan.by_width(calls):
+                self._count_read(part.up, part.rows, part.calls, counts[part.span])
         for expert in chosen.flatten().tolist():
             telemetry.calls[expert] += 1
+
+    def _count_read(self, up: UpWeights, rows: ExpertRows, calls: Calls, counts: Tensor) -> None:
+        telemetry, gate = self.telemetry.layers[self.index], rows.layout.gate.nbytes
+        active, kept = counts.sum(0).tolist()
+        telemetry.active += active
+        telemetry.bytes += calls.experts.numel() * up.bytes_per_expert()
+        telemetry.bytes += active * gate + kept * (rows.layout.nbytes - gate)
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """A layer's experts of one width, and the calls of them.
+
+    Attributes:
+        first: the place of its first expert. calls: by place. span: which they are of a step's calls.
+    """
+
+    up: UpWeights
+    rows: ExpertRows
+    first: int
+    calls: Calls
+    span: slice
+
+    def within(self) -> Calls:
+        """The calls with experts as they are numbered within the width."""
+        if not self.first:
+            return self.calls
+        return Calls(self.calls.tokens, self.calls.experts - self.first, self.calls.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +198,11 @@ class Share:
 class Plan:
     """What a preset makes of a layer: experts, whole or as halves, and their thresholds (E,) or (2E,).
 
+    Where some experts are narrow, calls name places instead of experts and ascend, so that each width's are together.
+
     Attributes:
         products: thresholds of what enters down; None where the preset has none.
+        slots: how rows lie in slots that are made for the widest, by width.
     """
 
     def __init__(self, packed: PackedLayer, preset: Preset, *, halves: bool = True) -> None:
@@ -161,6 +210,16 @@ class Plan:
         self.layer = packed.halved() if self._split else packed
         self.thresholds = threshold_at(self.layer.thresholds, preset.sparsity)
         self.products = threshold_at(self.layer.products, preset.product) if preset.product else None
+        self.slots = (self.layer.rows.layout,)
+        self._places: list[int] | None = None
+        if self.layer.narrow is not None:
+            self._places = self.layer.narrow.places.tolist()
+            narrow = replace(self.layer.narrow.rows.layout, least=self.layer.rows.layout.nbytes)
+            self.slots = (self.layer.rows.layout, narrow)
+
+    def halves_each(self) -> bool:
+        """Whether calls are of halves of experts."""
+        return self._split
 
     def halves(self, calls: Calls) -> int:
         """Halves of experts that these calls compute."""
@@ -174,7 +233,7 @@ class Plan:
         """index and weights (B, K), the router's choice -> what is computed of it."""
         if not self.preset.drop and not self._split:
             tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
-            return Calls(tokens, index.flatten(), weights.flatten())
+            return self.placed(Calls(tokens, index.flatten(), weights.flatten()))
         # In plain Python, since a decode step has two of them and each operation on tensors costs as much as them all.
         shares = weights.tolist()
         computed: list[tuple[int, int, float]] = []
@@ -183,9 +242,52 @@ class Plan:
             for expert, share, part in zip(*row, strict=True):
                 wanted = (2 * expert, 2 * expert + 1)[:part] if self._split else (expert,)[:part]
                 computed += [(token, one, share) for one in wanted]
+        if self._places is not None:
+            placed = [(token, self._places[expert], share) for token, expert, share in computed]
+            computed = sorted(placed, key=lambda call: call[1])
         tokens, experts, kept = zip(*computed, strict=True) if computed else ((), (), ())
         return Calls(
             torch.tensor(tokens, dtype=torch.int64, device=index.device),
             torch.tensor(experts, dtype=torch.int64, device=index.device),
             torch.tensor(kept, dtype=weights.dtype, device=index.device),
         )
+
+    def placed(self, calls: Calls) -> Calls:
+        """Calls of experts by number -> by place, ascending; the same where none is narrow. Waits for a device."""
+        if self.layer.narrow is None:
+            return calls
+        places, order = self.layer.narrow.places[calls.experts.cpu()].sort(stable=True)
+        places, order = places.to(calls.experts.device), order.to(calls.experts.device)
+        return Calls(calls.tokens[order], places, calls.weights[order])
+
+    def usual(self, calls: Calls) -> int:
+        """How many of the calls, the first, are of experts that are not narrow. Waits for a device."""
+        if self.layer.narrow is None:
+            return calls.experts.numel()
+        return bisect_left(calls.experts.tolist(), len(self.layer.up.q))
+
+    def within(self, calls: Calls, width: int) -> Calls:
+        """All of the calls, with experts as they are numbered within a width; those of the others are some of its."""
+        if self.layer.narrow is None:
+            return calls
+        first, count = len(self.layer.up.q) * width, len(self.layer.parts[width][0].q)
+        return Calls(calls.tokens, (calls.experts - first).clamp(0, count - 1), calls.weights)
+
+    def wanted(self, calls: Calls, usual: int) -> list[tuple[UpWeights, Calls]]:
+        """Up projections by width and the calls of them, the first `usual` being of experts that are not narrow."""
+        if self.layer.narrow is None:
+            return [(self.layer.up, calls)]
+        return [(width.up, width.within()) for width in self.by_width(calls, usual)]
+
+    def by_width(self, calls: Calls, usual: int | None = None) -> Sequence[Width]:
+        """The calls by width, as far as there are any; if there are none, none of the usual width."""
+        cut = self.usual(calls) if usual is None else usual
+        end, first = calls.experts.numel(), len(self.layer.up.q)
+        if self.layer.narrow is None or cut == end:
+            return (Width(self.layer.up, self.layer.rows, 0, calls, slice(None)),)
+        spans = ((slice(0, cut), 0), (slice(cut, end), first))
+        return [
+            Width(*part, first, Calls(calls.tokens[span], calls.experts[span], calls.weights[span]), span)
+            for part, (span, first) in zip(self.layer.parts, spans, strict=True)
+            if span.stop > span.start
+        ]

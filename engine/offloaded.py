@@ -4,8 +4,8 @@ Find the active neurons; locate their rows; place what is absent, copied or comp
 what is there; look ahead to the next layer; add up what has come: those in between are offloaded_step.py's. Prompts go
 by expert instead, see streaming.py.
 
-On a GPU the host waits once for what a layer's step needs (`Device.fetched`); before that for the router's choice where
-the preset leaves experts out or replaces some, and again for the list of neurons that is guessed for the next layer.
+On a GPU the host waits once per layer, for what the step needs (`Device.arrived`). What the preset leaves out or
+replaces is decided on the device, and the list of neurons that is guessed for the next layer is taken when it is there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.types import Active, Calls
 from ..models.packed import PackedLayer
 from . import selection
 from .cache import Keys
+from .fetching import Asked
 from .moe import DECODE_TOKENS, Control, MoELayer, Plan, Share
 from .offload import Offload
 from .offloaded_step import Given, Step
@@ -55,57 +55,80 @@ class OffloadedLayer(MoELayer):
         self.ram, self.shared = ram, shared
         self.following: OffloadedLayer | None = None
         self.router: Tensor | None = None
-        self._guess: Keys | None = None
-        self._guessing: Plan | None = None
+        self._guess: tuple[Keys, Tensor] | None = None
+        self._routed: Tensor | None = None  # the router's own choice, where others may stand in
+        self._left_out: Tensor | None = None  # of a step's calls
+        self._computed: Calls
         self._in_ram: Plan | None = None
 
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
-        preset, few = self.plan.preset, hidden.shape[0] <= DECODE_TOKENS
-        if preset.alpha and few and self.router is not None:
-            probabilities = F.linear(hidden.float(), self.router.float()).softmax(-1)
-            index, weights, probabilities = self.shared.device.fetched(index, weights, probabilities)
-            resident = _InPool(self.shared.pool.resident(self.index))
-            taken, weights = selection.substitute_all(probabilities, index, weights, resident, preset.alpha)
-            if self.control.counting:
-                others = int((taken[:, :, None] != index[:, None]).all(-1).sum())
-                self.telemetry.layers[self.index].substituted += others
-            return taken, weights
-        if few and (preset.drop or preset.major):  # what is left out is decided on the host
-            index, weights = self.shared.device.fetched(index, weights)
-        return index, weights
+        preset, self._routed = self.plan.preset, None
+        if not preset.alpha or hidden.shape[0] > DECODE_TOKENS or self.router is None:
+            return index, weights
+        self._routed = index
+        probabilities = F.linear(hidden.float(), self.router.float()).softmax(-1)
+        shares = self.packed.by_number(self.shared.pool.resident(self.index))
+        (resident,) = self.shared.device.sent(torch.from_numpy(shares >= RESIDENT))
+        return selection.substitute_there(probabilities, index, weights, resident, preset.alpha)
+
+    def _calls(self, chosen: Tensor, scores: Tensor) -> Calls:
+        """Of a few tokens all calls, also those that are left out by score: `_step` gives these a threshold that no
+        neuron reaches. So nobody waits for the router's choice, unless it decides which kernels are launched, since
+        some experts are narrow."""
+        self._left_out = None
+        if len(chosen) > DECODE_TOKENS:
+            return super()._calls(chosen, scores)
+        if self.packed.narrow is not None:
+            self.chosen, self.scores = self.shared.device.fetched(chosen, scores)
+            return super()._calls(self.chosen, self.scores)
+        calls, self._left_out = every(self.plan, chosen, scores)
+        return calls
 
     def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
         shared, plan, device = self.shared, self.plan, self.shared.device
+        shared.look()
         device.dense(hidden.shape[0])
+        usual = plan.usual(calls)
         calls = Calls(*device.sent(calls.tokens, calls.experts, calls.weights))
         there = Given(hidden, calls, None if plan.products is None else plan.products.index_select(0, calls.experts))
         # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
         left = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(left) :]
+        optional = [tensor for tensor in (self._left_out, self._routed) if tensor is not None]
         untold, shared.untold = shared.untold, []
         active, values, here = device.up(
-            *(hidden, plan.layer.up, calls, plan.thresholds.index_select(0, calls.experts), plan.preset.x_bits),
-            (*asked, self.chosen, self.scores, *(late.counts for late in untold)),
+            *(hidden, plan.wanted(calls, usual), thresholds(plan, calls, self._left_out), plan.preset.x_bits),
+            (*asked, self.chosen, self.scores, *optional, *(late.counts for late in untold)),
         )
         shared.pool.release()  # the device has done all that came before
         shared.collect()
         shared.forget(self.index)  # what was guessed and has not begun: now it is known what is needed
-        self.chosen, self.scores, *told = here[len(asked) :]
-        for late, counts in zip(untold, told, strict=True):
+        shared.ahead = None
+        here, rest = Given.of([*left, *here[: len(asked)]]), here[len(asked) :]
+        self.chosen, self.scores, *rest = rest
+        self._left_out = None if self._left_out is None else rest.pop(0)
+        self._routed = None if self._routed is None else rest.pop(0)
+        for late, counts in zip(untold, rest, strict=True):
             late.layer.tell(late, counts)
-        step = Step(self, there, Given.of([*left, *here[: len(asked)]]), active, values)
+        self._computed = kept(here.calls, self._left_out)
+        step = Step(self, there, here, active, values, usual)
         self._compare(step.here.calls, active)
         step.locate()
         step.place()
         step.compute()
         if hidden.shape[0] <= DECODE_TOKENS:
             self._look_ahead(hidden, step.y)
-        return step.finish()
+        result = step.finish()
+        shared.look()
+        return result
 
     def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
         """Where the counts are still to be computed, they are told when the host next waits, in whichever layer."""
-        late = Untold(self, self.telemetry.layers[self.index], chosen, calls, counts)
+        if self._routed is not None:
+            others = (self.chosen[:, :, None] != self._routed[:, None]).all(-1)
+            self.telemetry.layers[self.index].substituted += int(others.sum())
+        late = Untold(self, self.telemetry.layers[self.index], chosen, self._computed, counts)
         if counts.is_cpu:
             self.tell(late, counts)
         else:
@@ -126,59 +149,91 @@ class OffloadedLayer(MoELayer):
         return self._in_ram
 
     def _look_ahead(self, hidden: Tensor, output: Tensor | None) -> None:
-        """Fetch what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons
-        by its own up projection. output: (B, H) of this layer, as far as it is known; None for nothing."""
+        """Ask what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons by
+        its own up projection, left out what the preset leaves out at such scores. Nobody waits for the answer, see
+        `Offload.look`. output: (B, H) of this layer, as far as it is known; None for nothing."""
         shared, following = self.shared, self.following
         if following is None or shared.predictor is None:
             return
+        device, plan = shared.device, following.in_force()
         if shared.predictor.attends:
-            shared.device.dense(hidden.shape[0])
+            device.dense(hidden.shape[0])
         guess = shared.predictor.guess(self.index, hidden, output)
-        (chosen,) = shared.device.sent(self.chosen)
+        (chosen,) = device.sent(self.chosen)
         scores = shared.predictor.experts(self.index, hidden, chosen, guess)
         best = scores.topk(self.chosen.shape[1])
-        tokens = torch.arange(len(hidden), device=hidden.device).repeat_interleave(self.chosen.shape[1])
-        calls = Calls(tokens, best.indices.flatten(), best.values.flatten())
-        plan = following.guessing()
-        active, _, (experts, weights) = shared.device.up(
-            *(guess, plan.layer.up, calls, plan.thresholds[calls.experts], 8), (calls.experts, calls.weights)
+        weights = best.values.float().softmax(-1)
+        if following.packed.narrow is None:
+            calls, left_out = every(plan, best.indices, weights)
+        else:
+            calls, left_out = plan.calls(*device.fetched(best.indices, weights)), None
+            calls = Calls(*device.sent(calls.tokens, calls.experts, calls.weights))
+        wanted = plan.wanted(calls, plan.usual(calls))
+        shared.ahead = Ahead(
+            following,
+            plan,
+            device.ask(
+                guess, wanted, thresholds(plan, calls, left_out), 8, (calls.experts, calls.weights, best.indices)
+            ),
         )
-        keys, ends, worth = following.keys(plan, experts, active), active.offsets.tolist(), weights.tolist()
-        following.guess(keys)
-        table = shared.pool.layers[following.index]
-        for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
-            wanted = keys[ends[call] : ends[call + 1]]
-            absent = wanted[table[wanted] < 0]
-            if absent.size and not shared.prefetch(following.index, absent, worth[call]):
-                return  # the pool has no room for more
 
-    def guessing(self) -> Plan:
-        """How this layer's active neurons are guessed: by whole experts, since their scores are guesses too."""
-        if self._guessing is None or self._guessing.preset is not self.control.preset:
-            self._guessing = Plan(self.packed, self.control.preset, halves=False)
-        return self._guessing
+    def in_force(self) -> Plan:
+        """What the preset in force makes of this layer."""
+        if self.plan.preset is not self.control.preset:
+            self.plan = Plan(self.packed, self.control.preset)
+        return self.plan
 
-    def guess(self, keys: Keys) -> None:
-        """Note the neurons that this layer will need by the predictor, each once or once per token, to be compared with
-        those that it does."""
-        self._guess = keys
+    def guess(self, keys: Keys, experts: Tensor) -> None:
+        """Note the neurons that this layer will need by the predictor, each once or once per token, and the experts
+        (B, K), to be compared with those that it does."""
+        self._guess = keys, experts
 
     def _compare(self, calls: Calls, active: Active) -> None:
         if self._guess is None or not self.control.counting:
             return
+        (keys, experts), self._guess = self._guess, None
         counts, marks = self.telemetry.layers[self.index], self.shared.marks
-        marks[self._guess] = True
-        counts.guessed += self._guess.size
+        marks[keys] = True
+        counts.guessed += keys.size
         counts.needed += active.neurons.numel()
         counts.right += int(np.count_nonzero(marks[self.keys(self.plan, calls.experts, active)]))
-        marks[self._guess] = False
-        self._guess = None
+        marks[keys] = False
+        counts.experts_guessed += experts.numel()
+        counts.experts_needed += self.chosen.numel()
+        for named, chosen in zip(experts.tolist(), self.chosen.tolist(), strict=True):
+            counts.experts_right += len({*named} & {*chosen})
 
     @staticmethod
     def keys(plan: Plan, experts: Tensor, active: Active) -> Keys:
         """(N,) of the active neurons of calls of experts (P,): e * F + n, the same in halves and in whole experts."""
         starts = experts.numpy() * plan.layer.rows.data.shape[1]
         return np.repeat(starts, np.diff(active.offsets.numpy())) + active.neurons.numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a layer will probably need, as soon as the device has found it.
+
+    Attributes:
+        plan: by which it was asked. asked: its neurons; also the experts and scores of the calls, and all named (B, K).
+    """
+
+    layer: OffloadedLayer
+    plan: Plan
+    asked: Asked
+
+    def fetch(self) -> None:
+        """Ask for the rows that are absent, those of the likeliest expert first."""
+        active, _, (experts, weights, named) = self.asked.answer()
+        layer, shared = self.layer, self.layer.shared
+        keys, ends, worth = layer.keys(self.plan, experts, active), active.offsets.tolist(), weights.tolist()
+        layer.guess(keys, named)
+        table = shared.pool.layers[layer.index]
+        for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
+            wanted = keys[ends[call] : ends[call + 1]]
+            absent = wanted[table[wanted] < 0]
+            if absent.size and not shared.prefetch(layer.index, absent, worth[call]):
+                return  # the pool has no room for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +251,31 @@ class Untold:
     counts: Tensor
 
 
-class _InPool:
-    """The experts of which the pool holds at least half."""
+def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | None]:
+    """All calls of the experts index with these weights, (B, K) each, and which of them the preset leaves out (P,).
 
-    def __init__(self, shares: NDArray[np.float32]) -> None:
-        self._shares = shares
+    As `Plan.calls` gives them, but for those; all of it where the tensors are. None: nothing can be left out.
+    """
+    preset, (tokens, among) = plan.preset, index.shape
+    parts = 2 if plan.halves_each() else 1
+    half = torch.arange(parts, device=index.device)
+    experts = (index[..., None] * parts + half).flatten()
+    of = torch.arange(tokens, device=index.device).repeat_interleave(among * parts)
+    calls = Calls(of, experts, weights.repeat_interleave(parts, -1).flatten())
+    if not preset.drop and parts == 1:
+        return calls, None
+    taken = selection.halves_there(weights, preset.drop, preset.major)
+    return calls, (taken[..., None] <= half).flatten()
 
-    def __contains__(self, expert: int) -> bool:
-        return bool(self._shares[expert] >= RESIDENT)
 
-    def use(self, expert: int) -> bool:
-        return expert in self
+def thresholds(plan: Plan, calls: Calls, left_out: Tensor | None) -> Tensor:
+    """(P,) of the calls; of those that are left out, what no neuron reaches."""
+    limits = plan.thresholds.index_select(0, calls.experts)
+    return limits if left_out is None else limits.masked_fill(left_out, torch.inf)
+
+
+def kept(calls: Calls, left_out: Tensor | None) -> Calls:
+    """The calls that are not left out, on the host."""
+    if left_out is None:
+        return calls
+    return Calls(calls.tokens[~left_out], calls.experts[~left_out], calls.weights[~left_out])

@@ -56,22 +56,26 @@ class Step:
 
     Args:
         there, here: what it computes with, on the device and on the host; of a prompt `here` may have hidden states of
-            the device. active: on the host. values: on the device.
+            the device. active: on the host. values: on the device. usual: how many of the calls, the first, are of
+            experts that are not narrow.
 
     Attributes:
         y: (B, H) what is known so far; None for nothing.
     """
 
-    def __init__(self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor) -> None:
+    def __init__(
+        self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor, usual: int
+    ) -> None:
         self.layer, self.shared, self.device = layer, layer.shared, layer.shared.device
         self.plan, self.there, self.here, self.active, self.values = layer.plan, there, here, active, values
-        self.rows = ExpertRows(self.plan.layer.rows.layout, self.shared.rows[None])
+        self.rows = [ExpertRows(layout, self.shared.rows[None]) for layout in self.plan.slots]
+        self.usual = usual
         self.y: Tensor | None = None
         self._reached: Tensor | None = None
         self._found: Located
         self._copied: Part
         self._left: Keys
-        self._beside: Future[Partial] | None = None
+        self._beside: list[Future[Partial]] = []
         self._first: Transfer | None = None
         self._waited = 0.0
         self._of_one = there.hidden.shape[0] == 1  # one token names no neuron twice
@@ -79,7 +83,8 @@ class Step:
     def locate(self) -> None:
         """Which of the rows are there, on their way, or absent."""
         pool, layer = self.shared.pool, self.layer
-        chosen, scores = layer.chosen.numpy().reshape(-1), layer.scores.float().numpy().reshape(-1)
+        scores = layer.scores.float().numpy().reshape(-1)
+        chosen = layer.packed.by_place(layer.chosen.numpy().reshape(-1))
         heard = np.bincount(chosen, scores, minlength=pool.slots.shape[1])
         pool.heard(layer.index, heard / layer.chosen.shape[0])
         experts, neurons = self.here.calls.experts.numpy(), self.plan.layer.rows.data.shape[1]
@@ -115,8 +120,9 @@ class Step:
                 self._waited += self.shared.await_rows(self.layer.index, keys)
                 self._add(coming)
             self._add_copied()
-            if self._beside is not None:
-                self._sum(*self.device.joined(self._beside))
+            self.shared.look()  # what is asked for now follows what is on its way
+            for started in self._beside:
+                self._sum(*self.device.joined(started))
         if self.layer.control.counting:
             self._count()
         (counts,) = self.device.sent(self.active.offsets.diff())
@@ -133,14 +139,17 @@ class Step:
             missing.tolist(), nbytes, calls.weights.tolist(), device.rates, queued, device.cpu_share
         )
         if not any(shares):
+            device.rates.unused("cpu")
             return absent
         # The last of each call: neurons lie by falling importance, and those that are copied stay for later tokens.
         copied, rest = _cut(absent, missing - np.array(shares))
-        neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), rest.at))
-        part = Active(torch.from_numpy(rest.offsets), neurons, taken(self.active.values, rest.at))
-        rows, x_bits = self.layer.in_ram().layer.rows, self.plan.preset.x_bits
         hidden = self.here.hidden if self.here.hidden.is_cpu else device.fetched(self.here.hidden)[0]
-        self._beside = device.rows_beside(hidden, rows, calls, part, self.here.limits, x_bits)
+        layer, x_bits = self.layer.in_ram().layer, self.plan.preset.x_bits
+        for width, mine in self._by_width(rest):
+            neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), mine.at))
+            part = Active(torch.from_numpy(mine.offsets), neurons, taken(self.active.values, mine.at))
+            own = self.plan.within(calls, width)
+            self._beside.append(device.rows_beside(hidden, layer.parts[width][1], own, part, self.here.limits, x_bits))
         return copied
 
     def _move_whole(self, missing: NDArray[np.int64]) -> None:
@@ -179,12 +188,20 @@ class Step:
         return Part(offsets, copied.at[mine], slots.astype(np.int64))
 
     def _add(self, part: Part) -> None:
-        if part.at.size:
-            active = self.device.part(self.values, part.offsets, part.at, part.places)
-            there = self.there
-            self._sum(
-                *self.device.rows(there.hidden, self.rows, there.calls, active, there.limits, self.plan.preset.x_bits)
-            )
+        there, x_bits = self.there, self.plan.preset.x_bits
+        for width, mine in self._by_width(part):
+            active = self.device.part(self.values, mine.offsets, mine.at, mine.places)
+            rows = self.rows[width]
+            self._sum(*self.device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
+
+    def _by_width(self, part: Part) -> list[tuple[int, Part]]:
+        """A part by the width of the rows; in each, calls of the others have no neurons."""
+        if len(self.rows) == 1:
+            return [(0, part)] if part.at.size else []
+        cut = int(part.offsets[self.usual])
+        usual = Part(np.minimum(part.offsets, cut), part.at[:cut], part.places[:cut])
+        narrow = Part(np.maximum(part.offsets - cut, 0), part.at[cut:], part.places[cut:])
+        return [(width, each) for width, each in enumerate((usual, narrow)) if each.at.size]
 
     def _sum(self, y: Tensor, reached: Tensor) -> None:
         self.y = y if self.y is None else self.y + y
@@ -201,8 +218,9 @@ class Step:
         if self.plan.preset.lenient:  # nothing else is waited for: it counts as on its way
             counts.coming += found.absent.at.size
             there += _sizes(found.absent.offsets)
-        counts.looked += there.size
-        counts.hit += int((2 * there >= _sizes(ends)).sum())
+        wanted = _sizes(ends)
+        counts.looked += int((wanted > 0).sum())
+        counts.hit += int(((2 * there >= wanted) & (wanted > 0)).sum())
 
 
 def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:

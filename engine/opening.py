@@ -45,13 +45,15 @@ class Needs:
     """What a model takes of device memory, in bytes.
 
     Attributes:
-        dense: attention, norms, embeddings, head. up: the up projections of all layers. row: one neuron's.
+        dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
+        rows: of all neurons.
         kv: keys and values of one token. context: tokens that are provided for.
     """
 
     dense: int
     up: int
     row: int
+    rows: int
     kv: int
     layers: int
     experts: int
@@ -68,8 +70,9 @@ class Needs:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             dense=manifest.files["dense.safetensors"].size,
-            up=sum(a.experts * layer.up.bytes_per_expert() for layer in layers),
+            up=sum(up.nbytes for layer in layers for up, _ in layer.parts),
             row=manifest.row_layout.nbytes,
+            rows=sum(rows.data.nbytes for layer in layers for _, rows in layer.parts),
             kv=2 * a.layers * heads * size * element,
             layers=a.layers,
             experts=a.experts,
@@ -81,12 +84,11 @@ class Needs:
 
     def least(self) -> int:
         """Bytes below which nothing works: all that is fixed, and the rows that one token can want of one layer."""
-        return self._fixed() + self.top_k * self.neurons * self.row
+        return self._fixed() + self._working()
 
     def whole(self) -> int:
         """Bytes with which all rows lie on the device."""
-        rows = self.layers * self.experts * self.neurons * self.row
-        return self.dense + self.up + rows + self.context * self.kv
+        return self.dense + self.up + self.rows + self.context * self.kv
 
     def pool(self, budget: int) -> int:
         """Rows that fit the budget, at most all there are.
@@ -103,6 +105,19 @@ class Needs:
             )
         return min((budget - self._fixed()) // self.row, self.layers * self.experts * self.neurons)
 
+    def beside(self, budget: int, window: int) -> tuple[int, int]:
+        """What keys and values may take of the budget, where the rows of `pool` have the rest: bytes that are theirs,
+        and the tokens of a conversation that may be as long as `window`. It may use the rows' memory too, all but what
+        one token can want of one layer.
+        """
+        rows = self.pool(budget) * self.row
+        own = min(budget - self._fixed() - rows + self.context * self.kv, window * self.kv)
+        return own, min(window, (own + rows - self._working()) // self.kv)
+
+    def _working(self) -> int:
+        """The rows that one token can want of one layer."""
+        return self.top_k * self.neurons * self.row
+
     def _fixed(self) -> int:
         buffers = 2 * self.neurons * self.row  # see Offload
         return self.dense + self.up + buffers + self.context * self.kv
@@ -115,13 +130,16 @@ class Choice:
     Attributes:
         place: torch's name of the device. why: in words.
         rows: how many rows the pool on the device holds; None where all lie on it, or none needs to. make: that device.
+        keys: bytes of device memory for keys and values beside it. window: tokens of the longest conversation.
     """
 
     place: str
     why: str
+    window: int
     rows: int | None = None
     make: Callable[[], Device] | None = None
     needs: Needs | None = None
+    keys: int = 0
 
 
 def choose(
@@ -135,26 +153,27 @@ def choose(
     Raises:
         UsageError: a device that does not exist here, or has too little memory.
     """
+    window = context.window(config)
     if wanted.startswith((virtual.PREFIX, THROTTLED)):
         needs = Needs.of(manifest, layers, config, 4)
-        return (
-            _virtual(wanted, needs, vram)
-            if wanted.startswith(virtual.PREFIX)
-            else _throttled(wanted, needs, layers, vram)
-        )
+        if wanted.startswith(virtual.PREFIX):
+            return _virtual(wanted, needs, window, vram)
+        return _throttled(wanted, needs, window, layers, vram)
     try:
         place, why = hardware.choose_device(wanted)
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"The device {wanted!r} cannot be used", str(error), "Use --device cpu.") from error
     if place == "cpu":
-        return Choice(place, why)
+        return Choice(place, why, window)
     needs = Needs.of(manifest, layers, config, 2)
     free = int(torch.cuda.mem_get_info(place)[0] * (1 - KEPT_FREE))
     budget = min(free, vram or free)
     if needs.whole() <= budget:
-        return Choice(place, f"{why} and the whole pack fits")
+        return Choice(place, f"{why} and the whole pack fits", window)
     if wanted == "auto" and budget < needs.least():
-        return Choice("cpu", f"{why} with {size(budget)} to use, of which {size(needs.least())} would be needed")
+        return Choice(
+            "cpu", f"{why} with {size(budget)} to use, of which {size(needs.least())} would be needed", window
+        )
     why += f"; with {size(budget)} of its memory it holds a pool of rows, since all would take {size(needs.whole())}"
 
     def make() -> Device:
@@ -163,21 +182,26 @@ def choose(
 
         return _measured(place, place, link, layers)
 
-    return Choice(place, why, needs.pool(budget), make, needs)
+    return _pooled(place, why, needs, window, budget, make)
 
 
-def _virtual(wanted: str, needs: Needs, vram: int | None) -> Choice:
+def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[], Device]) -> Choice:
+    rows = needs.pool(budget)
+    keys, window = needs.beside(budget, window)
+    return Choice(place, why, window, rows, make, needs, keys)
+
+
+def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
     card = virtual.card(wanted)
-    return Choice(
-        "cpu",
-        f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile",
-        needs.pool(min(card.vram_bytes, vram or card.vram_bytes)),
-        lambda: VirtualDevice(card, needs.row, needs.hidden, needs.dense // needs.layers),
-        needs,
-    )
+    why = f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile"
+
+    def make() -> Device:
+        return VirtualDevice(card, needs.row, needs.hidden, needs.dense // needs.layers)
+
+    return _pooled("cpu", why, needs, window, min(card.vram_bytes, vram or card.vram_bytes), make)
 
 
-def _throttled(wanted: str, needs: Needs, layers: Sequence[PackedLayer], vram: int | None) -> Choice:
+def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None) -> Choice:
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate) or float(rate[:-2]) <= 0:
         raise UsageError(
@@ -194,7 +218,7 @@ def _throttled(wanted: str, needs: Needs, layers: Sequence[PackedLayer], vram: i
         return _measured(wanted, "cpu", link, layers)
 
     why = f"{wanted} is a test device: RAM stands for its memory, its link is slowed down"
-    return Choice("cpu", why, needs.pool(vram), make, needs)
+    return _pooled("cpu", why, needs, window, vram, make)
 
 
 def _measured(name: str, place: str, link: Callable[[int], Mover], layers: Sequence[PackedLayer]) -> Device:
@@ -214,7 +238,7 @@ def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offl
     if choice.rows is None or choice.make is None or choice.needs is None:
         return None
     fixed = {"up": choice.needs.up, "dense": choice.needs.dense}
-    return Offload(choice.make(), parts, layers, choice.rows, fixed)
+    return Offload(choice.make(), parts, layers, choice.rows, fixed, choice.keys)
 
 
 def size(nbytes: int) -> str:

@@ -108,8 +108,15 @@ def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_so
 
 
 def rounding(spec: PackSpec) -> float:
-    """What widths cost, in nats of mean KL divergence from the 16-bit model, by the demo model."""
-    return sum(ROUNDING[part][getattr(spec, part)] for part in ROUNDING)
+    """What widths cost, in nats of mean KL divergence from the 16-bit model, by the demo model.
+
+    Narrow experts count as if they were used as often as the others: they cost no more than that.
+    """
+    usual, narrow = (
+        sum(ROUNDING[part][getattr(some, part)] for part in ROUNDING) for some in (spec, spec.narrow or spec)
+    )
+    share = spec.narrow.share if spec.narrow else 0.0
+    return usual + share * (narrow - usual)
 
 
 def needs(takes: Footprint, context: int) -> Needs:
@@ -119,6 +126,7 @@ def needs(takes: Footprint, context: int) -> Needs:
         dense=takes.dense,
         up=takes.ups,
         row=takes.row,
+        rows=takes.rows,
         kv=2 * takes.kv,
         layers=sizes.layers,
         experts=sizes.experts,

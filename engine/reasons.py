@@ -15,7 +15,8 @@ from .options import DEFAULT, PRESETS_ADD, Option, needs, rounding
 def describe(spec: PackSpec) -> str:
     """Widths in words."""
     rows = f"rows {spec.gate}" if spec.gate == spec.down else f"gate {spec.gate}, down {spec.down}"
-    return f"up {spec.up}, {rows}, attention {spec.dense} bit"
+    narrow = "" if spec.narrow is None else f"; {spec.narrow.describe()}"
+    return f"up {spec.up}, {rows}, attention {spec.dense} bit{narrow}"
 
 
 def yardstick(kl: float) -> str:

@@ -1,14 +1,20 @@
-"""Drawing the next token, by transformers' own logits processors."""
+"""Drawing the next token from a model's logits, which warpers.py changes first."""
 
 from __future__ import annotations
-
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..models.errors import UsageError
 from .events import Sampling
+from .warpers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 
 def check(sampling: Sampling) -> None:
@@ -34,15 +40,6 @@ class Sampler:
     """Draws tokens for one answer; the same seed, prompt and model draw the same tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
-        from transformers import (
-            LogitsProcessorList,
-            MinPLogitsWarper,
-            RepetitionPenaltyLogitsProcessor,
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
-        )
-
         check(sampling)
         # Colder than this, float32 logits overflow and the likeliest token has all of the probability anyway.
         self._greedy = sampling.temperature < 1e-6
@@ -65,7 +62,7 @@ class Sampler:
 
     def draw(self, ids: Tensor, logits: Tensor) -> int:
         """The next token. ids: (1, T) int64 so far, the prompt included. logits: (1, V)."""
-        scores = self._processors(cast("torch.LongTensor", ids), cast("torch.FloatTensor", logits.float().cpu()))
+        scores = self._processors(ids, logits.float().cpu())
         if self._greedy:
             return int(scores.argmax())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))

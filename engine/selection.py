@@ -33,6 +33,13 @@ def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> lis
     return found
 
 
+def halves_there(weights: Tensor, drop: float, major: float) -> Tensor:
+    """`halves` where the weights (B, K) are: (B, K) int64. Nobody waits for it."""
+    shares = weights.double()
+    mean = shares.mean(-1, keepdim=True)
+    return (~(shares < drop * mean)).long() + (~(shares < max(drop, major) * mean)).long()
+
+
 class Resident(Protocol):
     """Which of a layer's experts are in fast memory."""
 
@@ -108,3 +115,25 @@ def substitute_all(
     if not torch.allclose(probabilities.gather(1, index), weights.float()):
         kept = kept / kept.sum(-1, keepdim=True) * weights.sum(-1, keepdim=True)
     return taken, kept.to(weights.dtype)
+
+
+def substitute_there(
+    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Tensor, alpha: float
+) -> tuple[Tensor, Tensor]:
+    """`substitute_all` where the tensors are, all tokens finding the same resident (E,) bool. Nobody waits for it."""
+    among = index.shape[1]
+    chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, index, True)
+    beta = probabilities.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
+    stands_in = ~chosen & resident & (probabilities >= (1 - alpha) * beta)
+    goes = chosen & ~resident & (probabilities <= (1 + alpha) * beta)
+    best = probabilities.masked_fill(~stands_in, -torch.inf).topk(among)
+    least = probabilities.masked_fill(~goes, torch.inf).topk(among, largest=False)
+    swapped = best.values.isfinite() & least.values.isfinite()
+    kept = chosen.scatter(1, least.indices, chosen.gather(1, least.indices) & ~swapped)
+    kept = kept.scatter(1, best.indices, kept.gather(1, best.indices) | swapped)
+    taken = probabilities.masked_fill(~kept, -torch.inf).topk(among).indices
+    own, given = probabilities.gather(1, index), weights.to(probabilities.dtype)
+    plain = torch.isclose(own, given).all()
+    found = probabilities.gather(1, taken)
+    scaled = found / found.sum(-1, keepdim=True) * given.sum(-1, keepdim=True)
+    return taken, torch.where(plain, found, scaled).to(weights.dtype)

@@ -31,6 +31,7 @@ from .events import (
     Unload,
     Unloaded,
 )
+from .importing import import_torch
 
 if TYPE_CHECKING:
     from .kv import KVCache
@@ -139,6 +140,7 @@ class Session:
 
     def _load(self, command: Load) -> None:
         self._events.put(Loading("Starting torch", 0.0))
+        import_torch()
         from .kv import KVCache
         from .loader import load
 

@@ -1,7 +1,8 @@
 """Prompts where rows lie in RAM: whole experts stream through two buffers on the device while others compute.
 
 A prompt wants nearly all neurons of nearly all experts, so that rows are not worth choosing. While the device computes
-one expert the next one comes. Experts with few tokens are computed by the CPU where that ends sooner (Fiddler).
+one expert the next one comes, from one layer to the next as well. Experts with few tokens are computed by the CPU where
+that ends sooner (Fiddler).
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ from .moe import Cancelled, Control, Plan, Share
 from .offload import Offload
 from .placement import Lane
 from .transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """An expert that is on its way before its layer's turn.
+
+    Attributes:
+        expert, neurons: as the preset divides experts. place: in which of the two buffers.
+    """
+
+    layer: int
+    expert: int
+    neurons: int
+    place: int
+    transfer: Transfer
 
 
 @dataclass(slots=True)
@@ -48,37 +64,69 @@ class Prompt:
         """
         shared, device = self.shared, self.shared.device
         shared.settle()
-        lanes = self._lanes(shares)
+        early = self._early(shares)
+        lanes = self._lanes(shares, early)
         chosen = zip(shares, lanes, strict=True)
         on_cpu = [(share, self._beside(share)) for share, lane in chosen if lane is Lane.CPU]
         staged = [share for share, lane in zip(shares, lanes, strict=True) if lane is not Lane.CPU]
-        coming = [self._send(share, place) for place, share in enumerate(staged[:2])]
-        for place, share in enumerate(staged):
+        first, coming = 0, list[Transfer]()
+        if early is not None:
+            staged.sort(key=lambda share: share.expert != early.expert)
+            first, coming = early.place, [early.transfer]
+        for share in staged[len(coming) : 2]:
+            coming.append(self._send(self.index, share.expert, first + len(coming)))
+        if len(staged) == 1:
+            self._send_ahead(first + 1)
+        for place, share in enumerate(staged, first):
             if self.control.cancelled.is_set():
-                for transfer in coming[place:]:
+                for transfer in coming[place - first :]:
                     device.wait(transfer)  # the buffers are written until then
                 raise Cancelled
-            device.wait(coming[place])
-            rows = ExpertRows(self.plan.layer.rows.layout, self._buffer(place)[None])
-            one = UpWeights(
-                self.plan.layer.up.layout, *(part[share.expert, None] for part in _parts(self.plan.layer.up))
-            )
+            device.wait(coming[place - first])
+            up, _, index = self.plan.layer.at(share.expert)
+            layout = self.plan.slots[share.expert >= len(self.plan.layer.up.q)]
+            rows = ExpertRows(layout, self._buffer(place)[None])
+            one = UpWeights(up.layout, *(part[index, None] for part in _parts(up)))
             limits = self.plan.limits(share.expert)
             self._add(share, device.expert(self.hidden[share.tokens], one, rows, *limits, self.plan.preset.x_bits))
-            if place + 2 < len(staged):
+            if len(coming) < len(staged):
                 device.finish()  # this buffer has been read
-                coming.append(self._send(staged[place + 2], place + 2))
+                coming.append(self._send(self.index, staged[len(coming)].expert, place + 2))
+            elif place - first + 2 == len(staged):
+                device.finish()
+                self._send_ahead(place + 2)
         for share, started in on_cpu:
             self._add(share, device.joined(started)[0])
         shared.collect()
 
-    def _lanes(self, shares: Sequence[Share]) -> list[Lane]:
+    def _early(self, shares: Sequence[Share]) -> Early | None:
+        """The expert that was sent ahead, if it is one of these."""
+        early, self.shared.early = self.shared.early, None
+        if early is None:
+            return None
+        mine = early.layer == self.index and early.neurons == self._neurons
+        if mine and any(share.expert == early.expert for share in shares):
+            return early
+        self.shared.device.wait(early.transfer)  # its buffer is written until then
+        return None
+
+    def _send_ahead(self, place: int) -> None:
+        """The next layer's likeliest expert comes while this layer's last one computes, and through its attention."""
+        shared, layer = self.shared, self.index + 1
+        if layer < len(shared.sources):
+            parts = shared.pool.slots.shape[2] // self._neurons
+            expert = shared.pool.likeliest(layer) * parts
+            shared.early = Early(layer, expert, self._neurons, place % 2, self._send(layer, expert, place))
+
+    def _lanes(self, shares: Sequence[Share], early: Early | None) -> list[Lane]:
         shared, device, neurons = self.shared, self.shared.device, self._neurons
         there = shared.pool.slots[self.index].reshape(-1, neurons) >= 0
         resident = [float(there[share.expert].mean()) for share in shares]
         nbytes = neurons * shared.rows.shape[1]
         cap = device.cpu_share if shared.parts.cpu else 0.0
-        return placement.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
+        lanes = placement.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
+        ahead = None if early is None else early.expert
+        return [Lane.COPY if share.expert == ahead else lane for share, lane in zip(shares, lanes, strict=True)]
 
     @property
     def _neurons(self) -> int:
@@ -87,15 +135,13 @@ class Prompt:
     def _buffer(self, place: int) -> Tensor:
         return self.shared.buffers[place % 2][: self._neurons]
 
-    def _send(self, share: Share, place: int) -> Transfer:
+    def _send(self, layer: int, expert: int, place: int) -> Transfer:
         """Bring an expert into a buffer: its absent rows over the link, the others from the pool."""
         shared, target = self.shared, self._buffer(place)
-        first = share.expert * self._neurons
-        slots = shared.pool.slots[self.index].reshape(-1)[first : first + self._neurons]
+        first = expert * self._neurons
+        slots = shared.pool.slots[layer].reshape(-1)[first : first + self._neurons]
         here, absent = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        transfer = Transfer(
-            shared.sources[self.index], first + absent, target, absent.astype(np.int32), True, 0.0, self.index
-        )
+        transfer = shared.transfer(layer, first + absent, target, absent.astype(np.int32), urgent=True)
         shared.device.link.submit(transfer)
         if here.size:
             from_pool = torch.from_numpy(slots[here].astype(np.int64))
@@ -103,9 +149,9 @@ class Prompt:
         return transfer
 
     def _beside(self, share: Share) -> Future[Partial]:
-        layer, x = self.ram.layer, self.hidden[share.tokens].cpu()
+        x, where = self.hidden[share.tokens].cpu(), self.ram.layer.at(share.expert)
         limits, x_bits = self.plan.limits(share.expert), self.plan.preset.x_bits
-        return self.shared.device.expert_beside(x, layer.up, layer.rows, share.expert, limits, x_bits)
+        return self.shared.device.expert_beside(x, *where, limits, x_bits)
 
     def _add(self, share: Share, y: Tensor) -> None:
         self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))

@@ -25,6 +25,7 @@ class LayerCounts:
         ready, coming, copied, on_cpu: of an offloaded layer's active neurons, those whose rows were in the pool, on
             their way there, fetched now, and computed by the CPU. waited: seconds for rows on their way.
         guessed, needed, right: neurons that the predictor named, that were active, and both.
+        experts_guessed, experts_needed, experts_right: likewise experts, and those that were computed.
         looked, hit: expert calls, and those of which at least half the rows were there or on their way.
         substituted, dropped: chosen experts that resident ones stood in for, and halves that were left out by score.
     """
@@ -41,6 +42,9 @@ class LayerCounts:
     guessed: int = 0
     needed: int = 0
     right: int = 0
+    experts_guessed: int = 0
+    experts_needed: int = 0
+    experts_right: int = 0
     looked: int = 0
     hit: int = 0
     substituted: int = 0
@@ -168,6 +172,10 @@ class Telemetry:
             precision=_share(total("right"), guessed),
             recalls=tuple(_share(layer.right, layer.needed) for layer in self.layers),
             precisions=tuple(_share(layer.right, layer.guessed) for layer in self.layers),
+            expert_recall=_share(total("experts_right"), total("experts_needed")),
+            expert_precision=_share(total("experts_right"), total("experts_guessed")),
+            expert_recalls=tuple(_share(layer.experts_right, layer.experts_needed) for layer in self.layers),
+            expert_precisions=tuple(_share(layer.experts_right, layer.experts_guessed) for layer in self.layers),
             substituted=_share(total("substituted"), chosen),
             dropped=_share(total("dropped"), 2 * chosen),
             moved_per_token=moved / self._decoded if decoded else None,

@@ -74,8 +74,8 @@ def run(
     identity = identify(checkpoint, loaded.packed)
     manifest = loaded.packed.manifest
     w = manifest.widths
-    own = Setting(w.up, w.gate, w.down)
-    passages = _rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
+    own = Setting(w.up, w.gate, w.down, narrow=w.narrow, rare=tuple(rare.experts for rare in manifest.rare))
+    passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
     # Before the long search: a source or pack that computes nonsense says so here, and where.
     expected = Reference(checkpoint, identity, told).logits(windows[:, :-1], keep)
     prompts = cut_prompts(ids, checkpoint.config)
@@ -117,7 +117,7 @@ def fields_of(point: Point) -> dict[str, float | dict[str, float]]:
     }
 
 
-def _rows(passages: Tensor, windows: Tensor) -> Tensor:
+def in_rows(passages: Tensor, windows: Tensor) -> Tensor:
     """The passages, end to end, in rows as long as the windows without their last token."""
     length = windows.shape[1] - 1
     flat = passages.flatten()

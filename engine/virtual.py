@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from .. import kernels
-from ..kernels.layouts import ExpertRows, RowLayout, VectorLayout
 from ..models import catalog
 from ..models.errors import UsageError
+from .pieces import Piece, as_expert, pieces, scatter, staged
 from .placement import Rates
 from .transfer import Transfer
 
@@ -169,7 +170,15 @@ class Clock:
 class _Job:
     transfer: Transfer
     asked: float
-    rows: int  # that have not begun
+    parts: list[tuple[int, int]]  # rows that have not begun, and the bytes of each, by length
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for rows, _ in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows * nbytes for rows, nbytes in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +207,6 @@ class VirtualLink:
         self._nbytes = nbytes
         self._chunk = chunk or max(1, CHUNK_BYTES // nbytes)
         self._staging = torch.empty(self._chunk, nbytes, dtype=torch.uint8)
-        plain = VectorLayout(nbytes // 4, 16, nbytes // 4)  # to move bytes, any layout of as many will do
-        self._layout = RowLayout(plain, plain, torch.float16)
         self._jobs: dict[Transfer, _Job] = {}  # taken, not landed
         self._urgent: deque[_Job] = deque()
         self._prefetch: list[_Job] = []
@@ -228,12 +235,15 @@ class VirtualLink:
         if math.isnan(transfer.score):
             raise ValueError("a score must be a number")
         self._catch_up()
-        self._move(transfer)
+        parts = pieces(transfer)
+        for part in parts:
+            self._move(part, transfer.target)
         if not len(transfer.index):
             self._done(transfer)
             return
-        job = self._jobs[transfer] = _Job(transfer, self._clock.now, len(transfer.index))
-        self._queued += job.rows * self._nbytes
+        lengths = [(part.index.size, part.source.shape[1]) for part in parts if part.index.size]
+        job = self._jobs[transfer] = _Job(transfer, self._clock.now, lengths)
+        self._queued += job.nbytes
         if transfer.urgent:
             self._urgent.append(job)
         else:
@@ -259,9 +269,11 @@ class VirtualLink:
         transfer.urgent = True
         while job.rows:  # nothing that is submitted later can overtake what is begun here
             self._begin_chunk()
-        end = next(chunk.end for chunk in self._flying if chunk.job is job)
-        self._land(end)
-        return self._clock.wait("gpu", end)
+        last = next(chunk for chunk in self._flying if chunk.job is job)
+        self._land(last.end)
+        idle = self._clock.wait("gpu", last.end)
+        self._clock.wait("host", last.end - last.seconds)  # as a real link returns once the last chunk is under way
+        return idle
 
     def finished(self) -> list[Transfer]:
         """What became done since the last call."""
@@ -278,7 +290,7 @@ class VirtualLink:
         for job in gone:
             self._prefetch.remove(job)
             del self._jobs[job.transfer]
-            self._queued -= job.rows * self._nbytes
+            self._queued -= job.nbytes
         return [job.transfer for job in gone]
 
     def close(self) -> None:
@@ -287,13 +299,13 @@ class VirtualLink:
         self._prefetch.clear()
         self._closed = True
 
-    def _move(self, transfer: Transfer) -> None:
-        rows = ExpertRows(self._layout, transfer.source[None])
-        index, slots = torch.from_numpy(transfer.index), torch.from_numpy(transfer.slots).long()
+    def _move(self, part: Piece, target: Tensor) -> None:
+        rows, cpu = as_expert(part.source), kernels.choose("cpu")
+        index, slots = torch.from_numpy(part.index), torch.from_numpy(part.places)
         for wanted, places in zip(index.split(self._chunk), slots.split(self._chunk), strict=True):
-            packed = self._staging[: len(wanted)]
+            packed = staged(self._staging, len(wanted), rows.layout.nbytes)
             kernels.gather_rows(rows, 0, wanted, packed)
-            kernels.pool_scatter(transfer.target, places, packed)
+            scatter(cpu, target, places, packed)
 
     def _catch_up(self) -> None:
         """Begin the chunks that begin before now, and land those that end by now."""
@@ -309,13 +321,15 @@ class VirtualLink:
 
     def _begin_chunk(self) -> None:
         job = self._first()
-        rows = min(job.rows, self._chunk)
-        seconds = self._card.copy_s(rows * self._nbytes)
+        left, each = job.parts.pop(0)
+        rows = min(left, self._chunk)
+        seconds = self._card.copy_s(rows * each)
         end = self._clock.run("link", seconds, asked=job.asked)
-        job.rows -= rows
+        if left > rows:
+            job.parts.insert(0, (left - rows, each))
         if not job.rows:
             del (self._urgent or self._prefetch)[0]
-        self._flying.append(_Chunk(end, rows * self._nbytes, seconds, None if job.rows else job))
+        self._flying.append(_Chunk(end, rows * each, seconds, None if job.rows else job))
 
     def _land(self, until: float) -> None:
         while self._flying and self._flying[0].end <= until:

@@ -24,6 +24,8 @@ class Backend:
     Attributes:
         name: "native ..." (our C++ on the CPU), "triton" (on a GPU) or "reference" (plain torch).
         device: the kind of device it was chosen for. reason: why this one, for the panel and `doctor`.
+        up_list: `up_gemv` for whom nobody waits: where each call's neurons end (P,), and room for all neurons and
+            values, of which those up to the last end count. None where that cannot be.
         checks_active: whether its `sparse_swiglu` itself refuses neurons out of range, listed twice or absent.
     """
 
@@ -40,6 +42,7 @@ class Backend:
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
+    up_list: Callable[[Tensor, UpWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
 @cache
@@ -74,6 +77,7 @@ def _cuda() -> Backend:
         reason=f"Triton kernels for {of}",
         checks_active=False,
         up_gemv=triton.up_gemv,
+        up_list=triton.up_list,
         sparse_swiglu=triton.sparse_swiglu,
         moe_step=triton.moe_step,
         expert_swiglu=triton.expert_swiglu,

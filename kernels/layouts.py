@@ -216,15 +216,23 @@ class RowLayout:
     Attributes:
         gate, down: the two vectors of H values; their widths may differ.
         float16: what 16-bit vectors hold, float16 or bfloat16.
+        least: bytes that a record takes at least, so that narrow ones may lie in slots made for wider ones.
     """
 
     gate: VectorLayout
     down: VectorLayout
     float16: torch.dtype
+    least: int = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes that a record takes where nothing asks for more."""
+        return align(self.gate.nbytes + self.down.nbytes)
 
     @property
     def nbytes(self) -> int:
-        return align(self.gate.nbytes + self.down.nbytes)
+        """Bytes from one record to the next."""
+        return max(self.used, self.least)
 
     def join(self, gate: Tensor, down: Tensor) -> Tensor:
         """(N, gate.nbytes) and (N, down.nbytes) uint8 -> (N, nbytes) records."""
@@ -297,9 +305,14 @@ class UpWeights:
             return self.q[expert].view(self.layout.float16).to(dtype)
         return dequantize(self.q[expert], self.scale[expert], self.zero[expert], vector.n, vector.bits, dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts'."""
+        return self.q.nbytes + self.scale.nbytes + self.zero.nbytes
+
     def bytes_per_expert(self) -> int:
         """Bytes read to multiply one expert's up projection by a vector."""
-        return (self.q.nbytes + self.scale.nbytes + self.zero.nbytes) // max(1, self.q.shape[0])
+        return self.nbytes // max(1, self.q.shape[0])
 
 
 @dataclass(frozen=True, slots=True)

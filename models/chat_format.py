@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from .chat_template import ChatTemplate
 from .errors import PackError, UsageError
+from .lean import import_library
+
+_log = logging.getLogger("floe_chat.models")
 
 
 class ChatFormat:
@@ -22,13 +27,9 @@ class ChatFormat:
 
     def __init__(self, folder: Path) -> None:
         """Raises PackError: no tokenizer in `folder`, or one that cannot be read."""
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True, use_fast=True
-            )
-            self._raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            found = _read(folder)
         # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
         except Exception as error:
             raise PackError(
@@ -36,14 +37,19 @@ class ChatFormat:
                 str(error).splitlines()[0] if str(error) else type(error).__name__,
                 "Restore tokenizer.json and tokenizer_config.json from the source checkpoint.",
             ) from error
-        if not self._tokenizer.chat_template:
+        if found is None:
             raise PackError(
                 f"The model at {folder} has no chat template",
                 "It is a base model: it continues text but does not know turns.",
                 "Use the model's instruction-tuned version.",
             )
-        self.stop_ids = _stop_ids(folder, self._tokenizer.eos_token_id)
-        self._added = {token.content for token in self._raw.get_added_tokens_decoder().values()}
+        self._template, self._tokens = found
+        # What a file of another program's may ask for: a prompt is neither cut nor filled up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        eos = self._tokens.get("eos_token")
+        self.stop_ids = _stop_ids(folder, None if eos is None else self._tokenizer.token_to_id(eos))
+        self._added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The prompt that asks for the next answer.
@@ -59,7 +65,7 @@ class ChatFormat:
         """
         safe = [{"role": m["role"], "content": self._defuse(m["content"])} for m in messages]
         try:
-            prompt = self._tokenizer.apply_chat_template(safe, tokenize=False, add_generation_prompt=True)
+            prompt = self._template.render(safe, self._tokens)
         # A template is a program: besides its own errors it can divide by zero or add a number to a list.
         except Exception as error:
             raise UsageError(
@@ -68,15 +74,15 @@ class ChatFormat:
                 "Turns must alternate between you and the model, starting with you.",
             ) from error
         # The template writes the begin token itself: adding special tokens again would double it.
-        return list(self._raw.encode(prompt, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
 
     def encode_text(self, text: str) -> list[int]:
         """Plain text to ids, without special tokens (for calibration and counting)."""
-        return list(self._raw.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decoder(self) -> Detokenizer:
         """A fresh incremental decoder for one answer."""
-        return Detokenizer(self._raw)
+        return Detokenizer(self._tokenizer)
 
     def _defuse(self, text: str) -> str:
         for token in self._added:
@@ -120,6 +126,85 @@ _VISIBLE: dict[int, int | None] = {
     ord("\r"): None,
     0x7F: 0x2421,
 }
+
+
+class _Template(Protocol):
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str: ...
+
+
+class _LibraryTemplate:
+    """The template of transformers' own tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
+        """`tokens`: those that the tokenizer names itself."""
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+
+def _read(folder: Path) -> tuple[_Template, dict[str, str]] | None:
+    """The chat template in `folder`, and its special tokens by their names; None for a base model.
+
+    Raises:
+        Exception: of any kind, for files that cannot be read.
+    """
+    fields = _object(folder / "tokenizer_config.json")
+    source = _source(folder, fields)
+    if not source:
+        return None
+    template = ChatTemplate(source)
+    own = fields if "added_tokens_decoder" in fields else fields | _object(folder / "special_tokens_map.json")
+    named = {name: token for name, token in own.items() if name.endswith("_token")}
+    if isinstance(extra := own.get("extra_special_tokens"), dict):
+        named |= extra
+    wanted = {"eos_token", *(name for name in template.names if name.endswith("_token"))}
+    reason = ""
+    if unnamed := sorted(wanted - named.keys()):  # transformers' class for this kind of tokenizer may know it
+        reason = f"no file names its {unnamed[0]}"
+    elif "auto_map" in fields:  # transformers decides, and never runs it
+        reason = "it asks for code of its own"
+    if not reason:
+        contents = {name: _content(token) for name, token in named.items()}
+        return template, {name: content for name, content in contents.items() if content is not None}
+    _log.info("transformers reads the tokenizer at %s, since %s", folder, reason)
+    import_library()
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return _LibraryTemplate(tokenizer), tokenizer.special_tokens_map
+
+
+def _source(folder: Path, fields: Mapping[str, Any]) -> str | None:
+    """The template in its own file, or else the one of tokenizer_config.json: the default one where there are more."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        source = fields.get("chat_template")
+    if isinstance(source, list):
+        source = {named["name"]: named["template"] for named in source}
+    return source["default"] if isinstance(source, dict) else source
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file; none where there is no such file.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    try:
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return fields
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text, as files write it: plain, or with how it is matched beside it; None where it is none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _stop_ids(folder: Path, eos: int | None) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .lean import import_library
 from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def read_config(folder: Path) -> PretrainedConfig:
             f"Its model type is {model_type!r}, which is not a Mixture-of-Experts model that floe-chat knows.",
             f"Use a checkpoint of one of these types: {known}.",
         )
+    import_library()
     from transformers import AutoConfig
 
     try:

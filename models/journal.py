@@ -21,11 +21,17 @@ from torch import Tensor
 from .errors import FloeError, UsageError
 from .manifest import FileEntry
 from .tensorfile import write_tensors
+from .widths import Rare
 
 FOLDER = "packing"
 Settings = dict[str, str | int | None]
 _NAME = "journal.jsonl"
-_WORDS = {"source": "source", "device": "device", "group": "group size"}  # the rest are parts and their widths
+_WORDS = {  # the rest are parts and their widths
+    "source": "source",
+    "device": "device",
+    "group": "group size",
+    "narrow": "choice of narrow experts",
+}
 
 
 class Journal:
@@ -34,7 +40,8 @@ class Journal:
     Attributes:
         folder: where working files lie. settings: that the pack was begun with. resumed: whether there was one.
         dense: published names of the dense tensors that are finished. experts: (layer, expert) likewise.
-        files: finished files of the pack, hashed.
+        files: finished files of the pack, hashed. rare: which experts of a layer are narrow, decided before the first
+            of the layer's is packed.
     """
 
     def __init__(self, folder: Path, settings: Settings, *, resumed: bool) -> None:
@@ -42,6 +49,7 @@ class Journal:
         self.dense: set[str] = set()
         self.experts: set[tuple[int, int]] = set()
         self.files: dict[str, FileEntry] = {}
+        self.rare: dict[int, Rare] = {}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -87,6 +95,10 @@ class Journal:
         """This expert is on the disk, and what was measured of it."""
         self._note({"expert": [layer, expert]})
 
+    def note_rare(self, layer: int, rare: Rare) -> None:
+        """These experts of a layer are going to be narrow."""
+        self._note({"rare": layer, "experts": rare.experts, "popularity": rare.popularity})
+
     def note_file(self, name: str, entry: FileEntry) -> None:
         """This file is finished."""
         self._note({"file": name, "size": entry.size, "sha256": entry.sha256})
@@ -116,6 +128,8 @@ class Journal:
                 self.dense.update(names)
             case {"expert": [int(layer), int(expert)]}:
                 self.experts.add((layer, expert))
+            case {"rare": int(layer), "experts": experts, "popularity": popularity}:
+                self.rare[layer] = Rare(tuple(experts), tuple(popularity))
             case {"file": str(name), "size": int(size), "sha256": str(sha256)}:
                 self.files[name] = FileEntry(size, sha256)
             case _:
@@ -145,7 +159,8 @@ def _compare(pack: Path, begun: Settings, asked: Settings) -> None:
     for name in (*causes, *asked):
         if name != "threads" and begun.get(name) != asked.get(name):
             width = " bit" if name not in _WORDS else ""
-            told = f"Its {_WORDS.get(name, name)} is {begun.get(name)}{width}, not {asked.get(name)}{width}."
+            before, now = (settings.get(name) or "none" for settings in (begun, asked))
+            told = f"Its {_WORDS.get(name, name)} is {before}{width}, not {now}{width}."
             raise UsageError(
                 f"The interrupted pack at {pack} was begun with other settings",
                 causes.get(name, told),

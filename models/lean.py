@@ -1,9 +1,18 @@
-"""Importing transformers without what it would load and never use here."""
+"""Importing transformers: from several threads, and without what it would load and never use here."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+
+
+def import_library() -> None:
+    """Import transformers, or wait for the thread that does: to be called before `from transformers import ...`.
+
+    As its import ends, the package puts another module in its own place. A thread that asks for a name of the package
+    meanwhile would wait, and then look for it in the first module, which does not have it.
+    """
+    importlib.import_module("transformers")
 
 
 def import_model_code() -> None:

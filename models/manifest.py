@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -14,9 +15,12 @@ import torch
 
 from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
 from .errors import PackError
+from .tensorfile import Plan
+from .widths import Narrow, Rare, Stored, Widths
 
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
+MIXED_VERSION = 4  # of packs some of whose experts are narrower, which programs that read 3 do not know
 FILE_NAME = "manifest.json"
 UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
 COPIED = (  # as published, where the source has them
@@ -41,26 +45,6 @@ class Architecture:
     top_k: int
     hidden: int
     intermediate: int
-
-
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Bits per weight of the three expert matrices and of the dense linear layers (16: as published).
-
-    `float16` says what 16-bit expert values are: "bfloat16" or "float16".
-    """
-
-    up: int
-    gate: int
-    down: int
-    dense: int
-    float16: str
-    group: int
-
-    def describe(self) -> str:
-        """In words, for a screen: "up 2 bit, rows 4 bit, dense 8 bit"."""
-        rows = f"rows {self.gate} bit" if self.gate == self.down else f"gate {self.gate} bit, down {self.down} bit"
-        return f"up {self.up} bit, {rows}, dense {self.dense} bit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +102,69 @@ class Manifest:
     calibration: Calibration
     files: dict[str, FileEntry]
     tuned: tuple[Tuned, ...] = ()
+    rare: list[Rare] = dataclasses.field(default_factory=list[Rare])  # layer by layer, where some experts are narrow
 
     @property
     def lossless(self) -> bool:
         """Whether all weights are the source's own 16-bit ones, so that preset Exact means what it says."""
         w = self.widths
-        return self.source.exact and w.up == w.gate == w.down == w.dense == 16
+        return self.source.exact and w.up == w.gate == w.down == w.dense == 16 and w.narrow is None
 
     @property
     def up_layout(self) -> UpLayout:
-        a, w = self.architecture, self.widths
-        return UpLayout(VectorLayout(a.hidden, w.up, w.group), _FLOAT16[w.float16])
+        """Of experts that are not narrow."""
+        return self.stored[0].up
 
     @property
     def row_layout(self) -> RowLayout:
+        """Of experts that are not narrow: the longest rows."""
+        return self.stored[0].rows
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """How a layer's experts are stored: those of the usual widths, then the narrow ones where there are any."""
         a, w = self.architecture, self.widths
-        return RowLayout(
-            VectorLayout(a.hidden, w.gate, w.group),
-            VectorLayout(a.hidden, w.down, w.group),
-            _FLOAT16[w.float16],
-        )
+        rare = w.narrow.count(a.experts) if w.narrow else 0
+        wide = self._stored("", a.experts - rare, w)
+        return (wide,) if w.narrow is None else (wide, self._stored("narrow.", rare, w.narrow))
+
+    def _stored(self, prefix: str, experts: int, bits: Widths | Narrow) -> Stored:
+        group, float16 = self.widths.group, _FLOAT16[self.widths.float16]
+        up, gate, down = (VectorLayout(self.architecture.hidden, n, group) for n in (bits.up, bits.gate, bits.down))
+        return Stored(prefix, experts, UpLayout(up, float16), RowLayout(gate, down, float16))
+
+    def layer_plan(self) -> Plan:
+        """The tensors of a layer's file. Its two tables are by the experts' numbers."""
+        a, plan = self.architecture, Plan()
+        for part in self.stored:
+            shape = part.experts, a.intermediate
+            plan |= {
+                f"{part.prefix}rows": (torch.uint8, (*shape, part.rows.nbytes)),
+                f"{part.prefix}up.q": (torch.uint8, (*shape, part.up.row_bytes)),
+                f"{part.prefix}up.scale": (torch.float16, (*shape, part.up.vector.groups)),
+                f"{part.prefix}up.zero": (torch.float16, (*shape, part.up.vector.groups)),
+            }
+        table = (torch.float32, (a.experts, self.calibration.quantiles))
+        return plan | {"threshold": table, "product": table}
+
+    def order(self, layer: int) -> list[int]:
+        """The experts of a layer as they lie: those of the usual widths, then the narrow ones, both by number."""
+        return list(self.places(self.rare[layer].experts if self.rare else ()))
+
+    def places(self, rare: Collection[int]) -> dict[int, tuple[Stored, int]]:
+        """How each expert of a layer is stored, and as the how manyth of those, given which are narrow."""
+        wide, narrow = self.stored[0], self.stored[-1]
+        usual = [expert for expert in range(self.architecture.experts) if expert not in rare]
+        found = {expert: (wide, place) for place, expert in enumerate(usual)}
+        return found | {expert: (narrow, place) for place, expert in enumerate(sorted(rare))}
 
     def write(self, folder: Path) -> None:
         """Write manifest.json so that it is there whole or not at all, also after a power cut."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, indent=2)
+        fields, version = dataclasses.asdict(self), MIXED_VERSION
+        if self.widths.narrow is None:
+            version = VERSION
+            del fields["widths"]["narrow"], fields["rare"]
+        text = json.dumps({"format": FORMAT, "version": version, **fields}, indent=2)
         partial = folder / (FILE_NAME + ".part")
         with partial.open("w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -170,10 +193,10 @@ class Manifest:
             raise damaged(folder, f"{FILE_NAME} cannot be read: {error}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise damaged(folder, f"{FILE_NAME} is not the manifest of a packed model.")
-        if fields.get("version") != VERSION:
+        if fields.get("version") not in (VERSION, MIXED_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {fields.get('version')!r}; this program reads version {VERSION}.",
+                f"It is version {fields.get('version')!r}; this program reads versions {VERSION} and {MIXED_VERSION}.",
                 "Update floe-chat, or pack the source checkpoint again with this version.",
             )
         try:
@@ -224,17 +247,19 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         name=str(fields["name"]),
         source=_typed(Source, fields["source"]),
         architecture=_typed(Architecture, fields["architecture"]),
-        widths=_typed(Widths, fields["widths"]),
+        widths=_widths(fields["widths"]),
         calibration=_typed(Calibration, fields["calibration"]),
         files={name: _typed(FileEntry, entry) for name, entry in dict(fields["files"]).items()},
         tuned=tuple(_typed(Tuned, entry) for entry in fields["tuned"]),
+        rare=[_rare(entry) for entry in list(fields.get("rare", []))],
     )
     a, w = manifest.architecture, manifest.widths
     if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
         raise ValueError("its sizes")
-    known = w.dense in DENSE_WIDTHS and not {w.up, w.gate, w.down} - set(WIDTHS)
-    if not known or w.float16 not in _FLOAT16 or a.hidden % w.group:
+    bits = {bits for some in (w, w.narrow) if some for bits in (some.up, some.gate, some.down)}
+    if w.dense not in DENSE_WIDTHS or bits - set(WIDTHS) or w.float16 not in _FLOAT16 or a.hidden % w.group:
         raise ValueError("its bit widths")
+    _check_rare(manifest, mixed=fields["version"] == MIXED_VERSION)
     for preset in manifest.tuned:
         shares = (preset.sparsity, preset.product, preset.drop, preset.major)
         if not all(0 <= share <= 1 for share in shares) or (preset.major > preset.drop and a.intermediate % 2):
@@ -251,8 +276,48 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     return manifest
 
 
-_Part = TypeVar("_Part", Source, Architecture, Widths, Calibration, FileEntry, Tuned)
-_TYPES = {"int": (int,), "float": (float, int), "str": (str,), "bool": (bool,), "str | None": (str, type(None))}
+def _widths(fields: dict[str, Any]) -> Widths:
+    if type(fields) is not dict:
+        raise TypeError("its bit widths")
+    narrow = fields.get("narrow")
+    widths = _typed(Widths, {**fields, "narrow": None})
+    return widths if narrow is None else dataclasses.replace(widths, narrow=_typed(Narrow, narrow))
+
+
+def _rare(fields: dict[str, Any]) -> Rare:
+    experts, popularity = fields["experts"], fields["popularity"]
+    if {type(expert) for expert in experts} - {int} or {type(share) for share in popularity} - {float, int}:
+        raise TypeError("its narrow experts")
+    return Rare(tuple(experts), tuple(popularity))
+
+
+def _narrower(w: Widths) -> bool:
+    return w.narrow is not None and w.narrow.up <= w.up and w.narrow.gate <= w.gate and w.narrow.down <= w.down
+
+
+def _check_rare(manifest: Manifest, *, mixed: bool) -> None:
+    """Whether the narrow experts are so many of each layer's as the widths say, and others are left."""
+    a, narrow = manifest.architecture, manifest.widths.narrow
+    if narrow is None and not manifest.rare and not mixed:
+        return
+    count = narrow.count(a.experts) if narrow and 0 < narrow.share < 1 else 0
+    sound = mixed and 0 < count < a.experts and len(manifest.rare) == a.layers and _narrower(manifest.widths)
+    for rare in manifest.rare:
+        known = sorted(set(rare.experts)) == list(rare.experts) and all(0 <= e < a.experts for e in rare.experts)
+        sound = sound and known and len(rare.experts) == len(rare.popularity) == count
+    if not sound:
+        raise ValueError("its narrow experts")
+
+
+_Part = TypeVar("_Part", Source, Architecture, Widths, Narrow, Calibration, FileEntry, Tuned)
+_TYPES = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "bool": (bool,),
+    "str | None": (str, type(None)),
+    "Narrow | None": (type(None),),  # read apart
+}
 
 
 def _typed(kind: type[_Part], fields: dict[str, Any]) -> _Part:

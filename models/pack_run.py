@@ -89,6 +89,8 @@ class Packing:
         for file in files:
             if (self._folder / file).is_file():
                 self._manifest.files[file] = self._journal.files.get(file) or file_entry(self._folder / file)
+        if self._manifest.widths.narrow is not None and not self._manifest.rare:
+            self._manifest.rare.extend(self._journal.rare[layer] for layer in range(self._layers))
         self._manifest.write(self._folder)
         self._clock.say("Done", 1.0)
 
@@ -203,7 +205,7 @@ class _Clock:
     def say(self, step: str, share: float = 0.0) -> None:
         self._share = max(self._share, share)
         left = None
-        if self._begun is not None and self._share > self._begun[1]:
+        if self._begun is not None and self._begun[1] < self._share < 1:
             rate = (time.monotonic() - self._begun[0]) / (self._share - self._begun[1])
             left = rate * (1 - self._share)
         self._progress(step, self._share, left)

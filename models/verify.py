@@ -92,7 +92,7 @@ def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], repo
         for expert in range(a.experts):
             share = (index + expert / a.experts) / len(layers)
             report(f"Comparing expert {expert + 1} of layer {layer + 1}", share)
-            found += _compare_expert(packed.manifest, stored, source, layer, expert)
+            found += _compare_expert(stored, source, layer, expert)
     return found + list(_compare_dense(packed, source, layers))
 
 
@@ -129,18 +129,18 @@ def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
 
 
 def _bad_layer(layer: PackedLayer) -> str | None:
-    rows, up = layer.rows.layout, layer.up.layout
-    for expert in range(len(layer.up.q)):
-        data = layer.rows.data[expert]
+    for expert in range(len(layer.thresholds)):
+        weights, records, place = layer.of(expert)
+        up, rows, data = weights.layout, records.layout, records.data[place]
         halves = {
             "gate": (data[:, : rows.gate.nbytes], rows.gate),
             "down": (data[:, rows.gate.nbytes : rows.gate.nbytes + rows.down.nbytes], rows.down),
         }
         numbers = {part: _numbers(raw, layout, rows.float16) for part, (raw, layout) in halves.items()}
         if up.vector.bits == 16:
-            numbers["up"] = layer.up.q[expert].view(up.float16)
+            numbers["up"] = weights.q[place].view(up.float16)
         else:
-            numbers["up"] = torch.cat([layer.up.scale[expert], layer.up.zero[expert]])
+            numbers["up"] = torch.cat([weights.scale[place], weights.zero[place]])
         for part, values in numbers.items():
             if not bool(values.isfinite().all()):
                 return f"{part} of expert {expert} has scales or values that are not finite."
@@ -190,17 +190,15 @@ def _bad_profile(packed: PackedModel) -> str | None:
     return None
 
 
-def _compare_expert(
-    manifest: Manifest, stored: PackedLayer, source: Checkpoint, layer: int, expert: int
-) -> Iterator[Compared]:
+def _compare_expert(stored: PackedLayer, source: Checkpoint, layer: int, expert: int) -> Iterator[Compared]:
     gate, up, down = source.expert(layer, expert)
     theirs = {"gate": gate, "up": up, "down": down.T}
-    rows = stored.rows
-    gate_rows, down_rows = rows.layout.read(rows.data[expert], torch.float32)
-    ours = {"gate": gate_rows, "up": stored.up.dense(expert, torch.float32), "down": down_rows}
+    weights, rows, place = stored.of(expert)
+    gate_rows, down_rows = rows.layout.read(rows.data[place], torch.float32)
+    ours = {"gate": gate_rows, "up": weights.dense(place, torch.float32), "down": down_rows}
     order = _matched([ours[part] for part in theirs], [theirs[part] for part in theirs])
-    w = manifest.widths
-    for part, bits in (("gate", w.gate), ("up", w.up), ("down", w.down)):
+    widths = {"gate": rows.layout.gate.bits, "up": weights.layout.vector.bits, "down": rows.layout.down.bits}
+    for part, bits in widths.items():
         name = f"layer {layer + 1}, expert {expert + 1}, {part}"
         yield Compared(name, bits, _relative(ours[part], theirs[part][order]), LIMITS[bits])
 

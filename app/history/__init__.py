@@ -26,6 +26,7 @@ from .records import (
     State,
     Summary,
     Tree,
+    Unsent,
     new_id,
     shortened,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Summary",
     "Tree",
     "Trouble",
+    "Unsent",
     "as_json",
     "as_markdown",
     "file_name",

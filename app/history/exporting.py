@@ -85,6 +85,19 @@ def footer(stats: AnswerStats) -> str:
     return " · ".join(parts)
 
 
+def closing(message: Message) -> str:
+    """The line under an answer that is complete, or why it is not."""
+    if message.stats is not None:
+        return footer(message.stats)
+    reasons = {
+        "stopped": "cut off before its end",
+        "failed": "ended by an error",
+        "streaming": "another floe-chat is writing this",
+        "complete": "written by you",
+    }
+    return reasons[message.state]
+
+
 def _section(message: Message) -> list[str]:
     who = " · ".join(part for part in (message.model or "Answer", message.preset) if part)
     parts = ["## You" if message.role == "user" else f"## {_one_line(who)}", message.text]
@@ -94,7 +107,7 @@ def _section(message: Message) -> list[str]:
     if message.stats is not None:
         parts.append(f"*{footer(message.stats)}*")
     elif message.state in ("stopped", "failed"):
-        parts.append(f"*{message.state}*")
+        parts.append(f"*{closing(message)}*")
     return parts
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, TypeVar, get_args
 
-from ...engine.events import Sampling
+from ...engine.events import Sampling, SetQuality
 from ...models.errors import UsageError
 from .exporting import FORMAT, FORMAT_VERSION
 from .records import LATEST, AnswerStats, Attachment, Conversation, Message, Role, Setup, State, Tree
@@ -115,6 +115,7 @@ def _tree(item: _Object) -> Tree:
         _sampling(drawn),
         item.get("system_prompt", str),
         item.get("persona", str),
+        None if (dialled := item.maybe("quality", dict)) is None else _quality(_Object(dialled, f"{item.way}.quality")),
     )
     at = item.time("created"), item.time("updated")
     return Tree(Conversation(0, 0, item.get("title", str), *at, setup, head), tuple(messages.values()))
@@ -139,6 +140,14 @@ def _stats(item: _Object) -> AnswerStats:
     rates = item.number("tokens_per_s"), item.number("first_token_s")
     virtual = item.values.get("virtual") is True
     return AnswerStats(item.get("tokens", int), *rates, item.get("stop_reason", str), virtual)
+
+
+def _quality(item: _Object) -> SetQuality:
+    names = [field.name for field in fields(SetQuality) if field.name != "lenient"]
+    given = {name: value for name in names if (value := item.number(name)) is not None}
+    if "sparsity" not in given:
+        raise item.bad("sparsity", "is missing")
+    return SetQuality(**given, lenient=item.values.get("lenient") is True)
 
 
 def _sampling(item: _Object) -> Sampling:

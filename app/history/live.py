@@ -9,9 +9,9 @@ from pathlib import Path
 from .answer import Answer
 from .events import Changed, HistoryEvent
 from .opening import connect
-from .processes import this_process
+from .processes import is_running, this_process
 from .reading import Reader
-from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, State, Summary, Tree, new_id
+from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, State, Summary, Tree, Unsent, new_id
 from .store import Store
 from .trouble import SQLITE_ERRORS, explaining
 from .writer import Write, Writer
@@ -147,6 +147,23 @@ class History:
         conversation = new_id()
         self._writer.put(lambda store: store.add_tree(conversation, tree))
         return conversation
+
+    def keep_unsent(self, questions: Sequence[Unsent]) -> None:
+        """Note what this program has not sent, in the place of what it noted before."""
+        self._keep_unsent(questions, ())
+
+    def take_over_unsent(self) -> list[Unsent]:
+        """What programs that have ended left unsent, oldest first. From now on it is noted as this program's."""
+        with self._reading() as reader:
+            found = reader.unsent(is_running)
+        questions = [question for left in found.values() for question in left]
+        if questions:
+            self._keep_unsent(questions, tuple(found))
+        return questions
+
+    def _keep_unsent(self, questions: Sequence[Unsent], instead: Sequence[str]) -> None:
+        kept = tuple(questions)
+        self._writer.put(lambda store: store.keep_unsent(this_process(), kept, instead))
 
     # Reading: see Reader for each -------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from ...engine.events import Notice
 from ...models.errors import FloeError
 from .processes import is_running
 from .records import now
-from .salvage import salvage
 from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
 from .store import KEPT_AFTER_DELETION, Store
 from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_damage
@@ -86,7 +85,7 @@ def inode(file: Path) -> int | None:
 def open_unsaved() -> Store:
     """A history in memory: everything works, and nothing is kept."""
     connection = _configured(":memory:")
-    migrate(connection, VERSION if has_search() else 1)
+    migrate(connection, search=has_search())
     return Store(connection)
 
 
@@ -195,6 +194,8 @@ def _set_aside(file: Path) -> Path:
 
 
 def _carry_over(kept: Path, store: Store) -> Notice:
+    from .salvage import salvage
+
     conversations, messages = salvage(kept, store)
     saved = f"{messages:,} messages of {conversations:,} conversations could still be read and were carried over."
     lost = "Nothing of it could be read, so that a new one was begun."

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 
-import psutil
-
 from .records import now
 
 _DAY = 24 * 3600 * 1000
@@ -15,11 +13,15 @@ _CLOCK_SLACK = 5.0  # seconds by which two looks at when one process began may d
 
 def this_process() -> str:
     """The name of this process: machine, process number, and when it began, since numbers are used again."""
+    import psutil
+
     return f"{platform.node()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
 
 
 def is_running(writer: str, begun: int) -> bool:
     """Whether the process that `this_process` named `writer` may still write an answer begun at `begun`."""
+    import psutil
+
     machine, number, started = ["", "", "", *writer.rsplit(":", 2)][-3:]
     if machine != platform.node():
         # Another machine that shares this home cannot be asked.

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ...engine.events import Sampling
+from ...engine.events import Sampling, SetQuality
 from ...models.errors import UsageError
-from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, Summary, Tree, first_line
+from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, Summary, Tree, Unsent, first_line
 
 _AT_ONCE = 500  # placeholders in one statement
 _OPEN, _CLOSE = "\x02", "\x03"  # around what matched, in a snippet; control characters are taken out of texts first
 
-_Record = TypeVar("_Record", Sampling, AnswerStats)
+_Record = TypeVar("_Record", Sampling, SetQuality, AnswerStats)
 
-_CONVERSATION = """SELECT id, number, title, created, updated, head, model, preset, sampling, system_prompt, persona
+_CONVERSATION = """SELECT id, number, title, created, updated, head, model, preset, sampling, system_prompt, persona,
+        quality
     FROM conversation WHERE deleted IS NULL"""
 
 _SUMMARY = """SELECT c.id, c.number, c.title, c.model, c.created, c.updated,
@@ -160,6 +161,17 @@ class Reader:
             hits.append(Hit(id_, number, names[id_], message, depth, message in branches[id_], *_marked(snippet)))
         return hits
 
+    def unsent(self, is_running: Callable[[str, int], bool]) -> dict[str, list[Unsent]]:
+        """What programs that have ended left unsent, by their names, oldest first; `is_running` gets a name and when
+        that program noted it."""
+        found: dict[str, list[Unsent]] = {}
+        for writer, written, text, files in self._rows(
+            "SELECT writer, written, text, files FROM unsent ORDER BY written, writer, place"
+        ):
+            if writer in found or not is_running(writer, written):
+                found.setdefault(writer, []).append(Unsent(text, _files(files)))
+        return found
+
     def data_version(self) -> int:
         """A number that changes when another connection, of this process or another, has committed."""
         return int(next(self._rows("PRAGMA data_version"))[0])
@@ -194,9 +206,10 @@ def _no_message() -> UsageError:
 
 
 def _conversation(row: tuple[Any, ...]) -> Conversation:
-    id_, number, title, created, updated, head, model, preset, sampling, system_prompt, persona = row
+    id_, number, title, created, updated, head, model, preset, sampling, system_prompt, persona, quality = row
     drawn = _record(Sampling, sampling) or Sampling()
-    return Conversation(id_, number, title, created, updated, Setup(model, preset, drawn, system_prompt, persona), head)
+    setup = Setup(model, preset, drawn, system_prompt, persona, _record(SetQuality, quality))
+    return Conversation(id_, number, title, created, updated, setup, head)
 
 
 def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Message:
@@ -205,6 +218,13 @@ def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Messa
         *(id_, conversation, parent, depth, role, text, state, created, model, preset),
         *(_record(AnswerStats, stats), attachments, sibling, siblings),
     )
+
+
+def _files(text: str) -> tuple[Attachment, ...]:
+    try:
+        return tuple(Attachment(str(file["name"]), str(file["text"])) for file in json.loads(text))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ()
 
 
 def _record(kind: type[_Record], text: str | None) -> _Record | None:

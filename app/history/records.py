@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...engine.events import Sampling, Stats
+from ...engine.events import Sampling, SetQuality, Stats
 
 Role = Literal["user", "assistant"]
 State = Literal["complete", "streaming", "stopped", "failed"]
@@ -31,6 +31,7 @@ class Setup:
     Attributes:
         model: what `--model` takes. preset: None is the model's own default.
         system_prompt: the instructions in force. persona: the name they came under, or "".
+        quality: what was set by hand, in the preset's place; None: the preset is in force.
     """
 
     model: str = ""
@@ -38,6 +39,7 @@ class Setup:
     sampling: Sampling = field(default_factory=Sampling)
     system_prompt: str = ""
     persona: str = ""
+    quality: SetQuality | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,14 @@ class Attachment:
 
     name: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """What a person wrote and has not sent, or what waits for its turn: the text and what goes along."""
+
+    text: str
+    files: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,21 @@ _FILL_SEARCH = (
     "INSERT INTO conversation_title (rowid, title) SELECT number, title FROM conversation",
 )
 
-MIGRATIONS = (_TABLES, (*_SEARCH_TABLES, *_FILL_SEARCH, *_SEARCH_TRIGGERS))
+_UNSENT = (
+    "ALTER TABLE conversation ADD COLUMN quality TEXT",
+    # What programs have not sent yet: each writes its own rows, and takes over those of programs that have ended.
+    """CREATE TABLE unsent (
+        writer TEXT NOT NULL,
+        place INTEGER NOT NULL,
+        written INTEGER NOT NULL,
+        text TEXT NOT NULL,
+        files TEXT NOT NULL,
+        PRIMARY KEY (writer, place)
+    )""",
+)
+
+_SEARCH = (*_SEARCH_TABLES, *_FILL_SEARCH, *_SEARCH_TRIGGERS)
+MIGRATIONS = (_TABLES, _SEARCH, _UNSENT)
 VERSION = len(MIGRATIONS)
 
 
@@ -103,14 +117,17 @@ def version_of(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def migrate(connection: sqlite3.Connection, target: int = VERSION) -> None:
-    """Bring the tables to version `target`, step by step; a step is taken whole or not at all."""
+def migrate(connection: sqlite3.Connection, target: int = VERSION, *, search: bool = True) -> None:
+    """Bring the tables to version `target`, step by step; a step is taken whole or not at all.
+
+    Without `search` nothing can be found: for an SQLite that has no full-text search.
+    """
     while version_of(connection) < target:
         connection.execute("BEGIN IMMEDIATE")
         try:
             # Another process may have taken the step while this one waited for its turn.
             if (version := version_of(connection)) < target:
-                for statement in MIGRATIONS[version]:
+                for statement in MIGRATIONS[version] if search or MIGRATIONS[version] is not _SEARCH else ():
                     connection.execute(statement)
                 connection.execute(f"PRAGMA user_version = {version + 1}")
             connection.execute("COMMIT")

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from ...models.errors import UsageError
 from .reading import SUBTREE, Reader
-from .records import AnswerStats, Attachment, Setup, State, Tree, new_id, now, time_of
+from .records import AnswerStats, Attachment, Setup, State, Tree, Unsent, new_id, now, time_of
 
 KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
 """Milliseconds for which a deletion can be undone; the next start after that wipes what was deleted from the file."""
@@ -39,7 +39,8 @@ class Store(Reader):
         """Begin an empty conversation under the id `conversation` (from `new_id`)."""
         at = now() if created is None else created
         sql = """INSERT INTO conversation
-            (id, title, created, updated, model, preset, sampling, system_prompt, persona) VALUES (?,?,?,?,?,?,?,?,?)"""
+            (id, title, created, updated, model, preset, sampling, system_prompt, persona, quality)
+            VALUES (?,?,?,?,?,?,?,?,?,?)"""
         self._connection.execute(sql, (conversation, _sound(title), at, at, *_columns(setup)))
 
     def add_question(
@@ -86,7 +87,7 @@ class Store(Reader):
 
     def set_up(self, conversation: int, setup: Setup) -> None:
         """Change what it is answered with from now on."""
-        sql = "model = ?, preset = ?, sampling = ?, system_prompt = ?, persona = ?"
+        sql = "model = ?, preset = ?, sampling = ?, system_prompt = ?, persona = ?, quality = ?"
         self._change(sql, conversation, *_columns(setup))
 
     def delete(self, conversation: int, mark: int) -> None:
@@ -187,6 +188,16 @@ class Store(Reader):
         rows = [(message, place, _sound(file.name), _sound(file.text)) for place, file in enumerate(attachments)]
         self._connection.executemany("INSERT INTO attachment (message, place, name, text) VALUES (?,?,?,?)", rows)
 
+    def keep_unsent(self, writer: str, questions: Sequence[Unsent], instead: Sequence[str] = ()) -> None:
+        """Note all that `writer` has not sent, in the place of what was noted of it, and of the writers `instead`."""
+        self._connection.executemany("DELETE FROM unsent WHERE writer = ?", [(name,) for name in (writer, *instead)])
+        rows = [
+            (writer, place, now(), _sound(question.text), json.dumps([asdict(file) for file in question.files]))
+            for place, question in enumerate(questions)
+        ]
+        sql = "INSERT INTO unsent (writer, place, written, text, files) VALUES (?,?,?,?,?)"
+        self._connection.executemany(sql, rows)
+
     def stop_abandoned(self, is_running: Callable[[str, int], bool]) -> int:
         """Mark the answers that nobody writes any more as stopped, and return how many there were.
 
@@ -233,7 +244,8 @@ class Store(Reader):
 
 def _columns(setup: Setup) -> tuple[str | None, ...]:
     preset = None if setup.preset is None else _sound(setup.preset)
-    return _sound(setup.model), preset, _json(setup.sampling), _sound(setup.system_prompt), _sound(setup.persona)
+    texts = _sound(setup.system_prompt), _sound(setup.persona)
+    return _sound(setup.model), preset, _json(setup.sampling), *texts, _json(setup.quality)
 
 
 def _json(record: object) -> str | None:

@@ -9,7 +9,8 @@ from ..history import Message
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock
 from ..widgets.turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, NEWER, OLDER, Turn
-from .talk import Phase, Talk
+from .engine_view import Phase
+from .talk import Talk
 
 _BUSY = "Esc stops the running answer first"
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
-from textual.widgets import Markdown
 
 from ...engine.events import Loaded, Stats
 from ..widgets.chips import Chips, Count
 from ..widgets.clipboard import copy
-from ..widgets.code import CodeBlock
 from ..widgets.composer import Composer
 from ..widgets.figures import Figures
 from ..widgets.panel import PanelStrip, PerformancePanel
@@ -23,8 +21,13 @@ from ..widgets.status_line import StatusLine
 from ..widgets.transcript import Read, Transcript
 from ..widgets.writing import Writing
 
+if TYPE_CHECKING:
+    from textual.widgets import Markdown
+
+    from ..widgets.code import CodeBlock
+
 # Figures arrive about five times a second; nobody reads them that fast, and painting takes time from the engine.
-_PANEL_PERIOD = 0.35
+_PANEL_PERIOD = 0.5
 
 PANELS = ("full", "compact", "hidden")
 
@@ -60,6 +63,11 @@ class ChatView(Screen[None]):
     def composer(self) -> Composer:
         """The text field."""
         return self._composer
+
+    @property
+    def status(self) -> StatusLine:
+        """The bottom row."""
+        return self._status
 
     def compose(self) -> ComposeResult:
         yield self._strip
@@ -111,12 +119,12 @@ class ChatView(Screen[None]):
         """Give the keys back to the text field."""
         self._composer.focus()
 
-    @on(CodeBlock.Copied)
-    def _copy_code(self, event: CodeBlock.Copied) -> None:
+    # By name: what they come from is imported behind the first frame.
+
+    def on_code_block_copied(self, event: CodeBlock.Copied) -> None:
         self._copy(event.code, "the code")
 
-    @on(Markdown.LinkClicked)
-    def _copy_link(self, event: Markdown.LinkClicked) -> None:
+    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
         href = printable(event.href)
         self._copy(href, href)
 

@@ -9,11 +9,12 @@ from textual import on
 
 from ...models.errors import FloeError, UsageError
 from ..bridge import HistoryTold
-from ..history import Changed, Ready, Recovered, Trouble, as_json, as_markdown, file_name
+from ..history import Changed, Ready, Recovered, Trouble, Unsent, as_json, as_markdown, file_name
 from ..widgets.blocks import ErrorBlock, Note
 from .acts import Acts
 from .history import Choice, HistoryScreen
 
+_KEEP_SECONDS = 0.5  # what a killed process loses of what is being written
 _RECALLED = 100  # messages of an opened chat whose questions Up brings back
 
 
@@ -21,6 +22,11 @@ class Chats(Acts):
     """A talk that can be left for another one."""
 
     _undo_chat: tuple[int, int] | None = None
+    _unsent: tuple[Unsent, ...] | None = None  # as the history knows it; None before that is open
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.set_interval(_KEEP_SECONDS, self.keep_unsent)
 
     async def open(self, conversation: int, message: int | None = None) -> None:
         """Show another chat; with `message`, on the branch that holds it and with it in view."""
@@ -89,7 +95,7 @@ class Chats(Acts):
             elif self._dialogue.id in choice.deleted:
                 await self.action_new_chat()
         except FloeError as error:
-            await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
+            await self._transcript.add(_explained(error))
 
     async def export(self, name: str) -> None:
         """Write this chat to a file that is not there yet."""
@@ -111,14 +117,39 @@ class Chats(Acts):
         """Send a file along with the next question."""
         self._writing.chips.attach(Path(path).expanduser())
 
+    def keep_unsent(self) -> None:
+        """Let the history know what is written here and not sent, for the next start."""
+        if self._unsent is None:
+            return
+        draft = Unsent(self._composer.text, self._writing.chips.files)
+        waiting = [Unsent(queued.text, queued.files) for queued in self._queue]
+        unsent = (*waiting, *([draft] if draft.text.strip() or draft.files else []))
+        if unsent != self._unsent:
+            self._history.keep_unsent(unsent)
+            self._unsent = unsent
+
+    async def _take_over_unsent(self) -> None:
+        """Put what the last floe-chat left unsent into the text field: a person says whether it is sent now."""
+        try:
+            left = self._history.take_over_unsent()
+        except FloeError as error:
+            await self._transcript.add(_explained(error))
+            left = []
+        for question in reversed(left):
+            self._composer.take_back(question.text, question.files)
+        if len(left) > 1:
+            await self._transcript.add(Note("Questions that were still waiting when floe-chat ended are in the field"))
+        self._unsent = ()
+
     @on(HistoryTold)
     async def _hear(self, told: HistoryTold) -> None:
         match told.event:
-            case Ready(_saved, interrupted) if interrupted:
-                many = "An answer was" if interrupted == 1 else f"{interrupted} answers were"
-                await self._transcript.add(
-                    Note(f"{many} cut off when floe-chat ended last; what had come is kept. /last opens the chat")
-                )
+            case Ready(_saved, interrupted):
+                if interrupted:
+                    many = "An answer was" if interrupted == 1 else f"{interrupted} answers were"
+                    words = f"{many} cut off when floe-chat ended last; what had come is kept. /last opens the chat"
+                    await self._transcript.add(Note(words))
+                await self._take_over_unsent()
             case Trouble(title, cause, hint):
                 self.app.notify(f"{cause} {hint}".strip(), title=title, severity="warning", timeout=15, markup=False)
             case Recovered():
@@ -126,8 +157,10 @@ class Chats(Acts):
             case Changed():
                 if isinstance(self.app.screen, HistoryScreen):
                     self.app.screen.refresh_list()
-            case _:
-                pass
+
+
+def _explained(error: FloeError) -> ErrorBlock:
+    return ErrorBlock(error.title, error.cause, error.hint)
 
 
 def _private(path: str, flags: int) -> int:

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.widget import Widget
 
 from ..widgets.figures import Figures
+from ..widgets.hints import ScrollingPage, hint
 from ..widgets.themes import MUTED
 from ..widgets.units import share
 
@@ -81,10 +81,10 @@ class ExpertsScreen(ModalScreen[None]):
         self._figures = figures
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="page") as page:
+        with ScrollingPage(classes="page") as page:
             page.can_focus = False
             page.border_title = "Experts by layer"
-            page.border_subtitle = "Esc closes"
+            page.border_subtitle = hint("Esc closes")
             yield HeatMap(self._figures)
 
     def action_scroll(self, lines: int) -> None:

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import Horizontal
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from ..widgets.hints import ScrollingPage, hint, key_name
 from ..widgets.meanings import TERMS
 
 Section = tuple[str, Iterable[tuple[str, str]]]
@@ -33,10 +34,10 @@ class HelpScreen(ModalScreen[None]):
         self._sections = (*sections, ("The panel's words", TERMS))
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(id="help", classes="page") as page:
+        with ScrollingPage(id="help", classes="page") as page:
             page.can_focus = False
             page.border_title = "floe-chat"
-            page.border_subtitle = "Esc closes"
+            page.border_subtitle = hint("Esc closes")
             for heading, entries in self._sections:
                 yield Static(heading, classes="heading")
                 for name, text in entries:
@@ -57,12 +58,5 @@ def keys_of(bindings: Iterable[BindingType], given: Mapping[str, str]) -> list[t
     for binding in bindings:
         if isinstance(binding, Binding) and binding.description:
             keys = given.get(binding.id or "", binding.key)
-            entries.append((" · ".join(_name_of(key) for key in keys.split(",")), binding.description))
+            entries.append((" · ".join(key_name(key) for key in keys.split(",")), binding.description))
     return entries
-
-
-def _name_of(key: str) -> str:
-    """A key as people write it: Ctrl+P, PageUp, F1."""
-    special = {"escape": "Esc", "pageup": "PageUp", "pagedown": "PageDown", "minus": "-", "plus": "+"}
-    named = [special.get(part, part.capitalize()) for part in key.split("+")]
-    return key if len(key) == 1 else "+".join(named)

@@ -9,7 +9,6 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
@@ -18,6 +17,7 @@ from textual.widgets.option_list import Option
 from ...models.errors import FloeError
 from ..history import History, Hit, Summary
 from ..widgets.background import in_background
+from ..widgets.hints import Page, hints
 from ..widgets.plain import printable
 from ..widgets.themes import MUTED
 
@@ -67,9 +67,9 @@ class HistoryScreen(ModalScreen[Choice]):
         self._hint = Static("", markup=False, classes="hint")
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="page") as page:
+        with Page(classes="page") as page:
             page.border_title = "Chats"
-            page.border_subtitle = "Enter opens · Ctrl+D deletes · Ctrl+Z brings back · Esc closes"
+            page.border_subtitle = hints("Enter opens", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
             yield self._field
             yield self._list
             yield self._hint

@@ -21,9 +21,9 @@ from ...models.published import PUBLISHED, Entry
 from ..setups import Check, Setups, Surveyor, remove, survey
 from ..widgets import setup_models, units
 from ..widgets.background import in_background
+from ..widgets.hints import Hints
 from ..widgets.plain import printable
 from ..widgets.setup_bar import Bar
-from ..widgets.setup_keys import Keys
 from ..widgets.setup_models import HEADINGS, Found, Model
 from ..widgets.setup_step import Trouble
 from .models_remove import RemoveScreen
@@ -72,7 +72,7 @@ class ModelsScreen(Screen["str | None"]):
         self._going = Static("", markup=False, id="going")
         self._bar = Bar()
         self._disk = Static("", markup=False, id="disk")
-        self._keys = Keys()
+        self._keys = Hints()
         self._seen: tuple[object, ...] = (None, None, None)
         self._explained: str | None = None
 

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from ..widgets import units
+from ..widgets.hints import Page, hints
 from ..widgets.plain import printable
 
 
@@ -32,9 +32,9 @@ class RemoveScreen(ModalScreen[bool]):
 
     def compose(self) -> ComposeResult:
         where = "\n".join(printable(str(folder)) for folder in self._folders)
-        with Vertical(id="asked") as page:
+        with Page(id="asked") as page:
             page.border_title = "Delete"
-            page.border_subtitle = "Y deletes · N or Esc keeps"
+            page.border_subtitle = hints("Y deletes", "N or Esc keeps")
             yield Static(
                 Content.assemble(
                     (f"{printable(self._model)}, {units.size(self._bytes)}", "bold"),

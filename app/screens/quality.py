@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
@@ -20,6 +19,7 @@ from ..bridge import EngineBridge
 from ..chat_client import Cost
 from ..widgets.dial import Dial
 from ..widgets.figures import Figures
+from ..widgets.hints import Page, hints
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
 
 _PERIOD = 0.4
@@ -104,9 +104,9 @@ class QualityScreen(ModalScreen[None]):
             self._costs, self._trouble = (), f"{error.title}. {error.cause}"
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="page") as page:
+        with Page(classes="page") as page:
             page.border_title = "Quality"
-            page.border_subtitle = "◂ ▸ turn · Enter uses a preset · Esc closes"
+            page.border_subtitle = hints("◂ ▸ turn", "Enter uses a preset", "Esc closes")
             yield Static(self._trouble or _HEAD, markup=False, classes="preset-head")
             yield from (PresetLine(cost) for cost in self._costs)
             yield Static("By hand", classes="heading")

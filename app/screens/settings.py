@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from ...models.errors import FloeError
 from ..settings import ACTIONS, KEYS, Key
 from ..settings_file import Read, change, read
+from ..widgets.hints import Page, hints
 from ..widgets.plain import printable
 
 Apply = Callable[[Read], None]
@@ -63,9 +64,9 @@ class SettingsScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         settings = self._found.settings
-        with Vertical(classes="page") as page:
+        with Page(classes="page") as page:
             page.border_title = "Settings"
-            page.border_subtitle = "Enter saves · Esc closes"
+            page.border_subtitle = hints("Enter saves", "Esc closes")
             for problem in self._found.problems:
                 yield Static(f"{problem}; the default is in force", markup=False, classes="trouble")
             with VerticalScroll(can_focus=False):

@@ -9,7 +9,7 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import Horizontal
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Select, Static, TextArea
 
@@ -17,6 +17,7 @@ from ...engine.events import Sampling
 from ...models.errors import UsageError
 from ..history import Setup
 from ..settings import KEYS, Persona
+from ..widgets.hints import ScrollingPage, hints
 from ..widgets.plain import printable
 
 _NAMES = tuple(field.name for field in fields(Sampling))
@@ -45,9 +46,9 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         self._trouble = Static("", markup=False, classes="trouble")
 
     def compose(self) -> ComposeResult:
-        with VerticalScroll(classes="page", can_focus=False) as page:
+        with ScrollingPage(classes="page", can_focus=False) as page:
             page.border_title = "This chat"
-            page.border_subtitle = "Ctrl+S keeps · Esc leaves it as it was"
+            page.border_subtitle = hints("Ctrl+S keeps", "Esc leaves it as it was")
             yield _row("Title", self._title)
             if self._personas:
                 yield _row("Persona", self._persona)

@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from textual import on
 
 from ...engine.events import Stats
 from ...models.errors import FloeError
-from ..bridge import (
-    AnswerFinished,
-    AnswerText,
-    EngineBridge,
-    EngineFailed,
-    ModelLoading,
-    ModelReady,
-    PresetInForce,
-    PromptRead,
-    StatsArrived,
-)
+from ..bridge import AnswerFinished, AnswerText, EngineBridge, EngineFailed, PromptRead, StatsArrived
 from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.composer import Composer
 from ..widgets.turns import UserTurn
-from ..widgets.units import share
-from .chat_view import ChatView
-from .dialogue import Dialogue
-
-_CUSTOM = "Custom"  # the engine's name for a quality that is no preset
-
-
-class Phase(Enum):
-    """What the engine does for this screen."""
-
-    LOADING = auto()
-    READY = auto()
-    ANSWERING = auto()
-    STOPPING = auto()
-    BROKEN = auto()
-
+from .engine_view import EngineView, Phase
 
 _WAITS = {
     Phase.LOADING: "waits until the model is loaded",
@@ -70,45 +43,16 @@ class Running:
     left: bool = False
 
 
-class Talk(ChatView):
+class Talk(EngineView):
     """One conversation with one model."""
 
     def __init__(self, bridge: EngineBridge, history: History, setup: Setup, max_new_tokens: int) -> None:
-        self._dialogue = Dialogue(history, setup)
-        super().__init__(self._dialogue.messages, bridge.count)
-        self._bridge = bridge
-        self._history = history
+        super().__init__(bridge, history, setup)
         self._setup = setup  # of a new chat
         self._max_new_tokens = max_new_tokens
-        self._phase = Phase.LOADING
         self._live: Running | None = None
         self._queue: deque[Queued] = deque()
         self._editing: Message | None = None
-        self._presets: tuple[str, ...] = ()
-        self._wanted_preset = ""
-        self._model = ""
-        self._window = 0
-        self._pack: Path | None = None
-        self._next_pack: Path | None = None
-
-    @property
-    def model(self) -> str:
-        """The name of the model that answers, or "" before one is loaded."""
-        return self._model
-
-    @property
-    def pack(self) -> Path | None:
-        """Where it lies; None before it is loaded."""
-        return self._pack
-
-    @property
-    def presets(self) -> tuple[str, ...]:
-        """The loaded model's presets, best first; none while it loads."""
-        return self._presets
-
-    def on_mount(self) -> None:
-        super().on_mount()
-        self._say("loading", "$warning")
 
     # What the person does
 
@@ -139,9 +83,7 @@ class Talk(ChatView):
     async def action_stop(self) -> None:
         """Stop the answer; else leave off editing, or take the last waiting question back."""
         if self._phase is Phase.ANSWERING:
-            self._bridge.cancel()
-            self._phase = Phase.STOPPING
-            self._say("stopping", "$warning")
+            await super().action_stop()
         elif self._editing is not None:
             self._stop_editing()
         elif self._queue:
@@ -151,56 +93,10 @@ class Talk(ChatView):
         """Begin another chat; this one stays in the history."""
         if self._phase is not Phase.BROKEN:
             await self._leave()
-            self._dialogue.begin_anew(replace(self._setup, model=self._model))
+            self._dialogue.begin_anew(self._setup_of_new(self._setup))
             await self._show_dialogue()
 
-    def action_next_preset(self) -> None:
-        """Ask for the next quality preset."""
-        if not self._presets:
-            self._status.remark("The presets are known when the model is loaded")
-        elif len(self._presets) == 1:
-            self._status.remark(f"This model has one preset only: {self._presets[0]}")
-        else:
-            now = self._presets.index(self._wanted_preset) if self._wanted_preset in self._presets else -1
-            self.choose_preset(self._presets[(now + 1) % len(self._presets)])
-
-    def choose_preset(self, preset: str) -> None:
-        """Ask for `preset` from the next token on; the conversation keeps it."""
-        self._wanted_preset = preset
-        self._bridge.set_preset(preset)
-        self._dialogue.set_up(replace(self._dialogue.setup, preset=preset))
-
-    async def switch_model(self, pack: Path) -> None:
-        """Let another model answer this chat from now on; a running answer is stopped first."""
-        self._next_pack = pack
-        if self._phase is Phase.ANSWERING:
-            await self.action_stop()
-        elif self._phase is not Phase.STOPPING:
-            self._open(pack)
-
-    def _open(self, pack: Path) -> None:
-        self._next_pack = None
-        self._presets = ()
-        self._phase = Phase.LOADING
-        self._say("loading", "$warning")
-        self._bridge.open(pack)
-
     # What the engine does
-
-    @on(ModelLoading)
-    def _show_loading(self, event: ModelLoading) -> None:
-        self._say(f"loading {share(event.fraction)}, {event.step}", "$warning")
-
-    @on(ModelReady)
-    async def _begin(self, event: ModelReady) -> None:
-        self._presets, self._wanted_preset = event.loaded.presets, event.loaded.preset
-        self._model, self._window = event.loaded.model, event.loaded.context_window
-        self._pack = Path(event.loaded.folder)
-        if self._dialogue.setup.model != self._model:
-            self._dialogue.set_up(replace(self._dialogue.setup, model=self._model))
-        self._show_loaded(event.loaded)
-        self._ask_for_its_preset()
-        await self._become_ready("ready")
 
     @on(PromptRead)
     def _show_reading(self, event: PromptRead) -> None:
@@ -231,12 +127,6 @@ class Talk(ChatView):
         stopped = event.reason == "cancelled"
         await self._end_answer("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason))
         await self._become_ready("stopped" if stopped else "ready")
-
-    @on(PresetInForce)
-    def _show_preset(self, event: PresetInForce) -> None:
-        self._status.preset = event.preset
-        if event.preset == _CUSTOM:
-            self._wanted_preset = _CUSTOM
 
     @on(EngineFailed)
     async def _explain(self, event: EngineFailed) -> None:
@@ -282,7 +172,7 @@ class Talk(ChatView):
             message, answer = self._dialogue.answering(self._model, self._status.preset, instead)
         self._live = Running(submitted.request, message, answer, [message.text])
         self._bridge.record(submitted.request, answer)
-        self._bridge.writing = True
+        self._composer.cursor_blink = False  # each blink would be painted, in time that the engine needs
         self._phase = Phase.ANSWERING
         self._transcript.live = message.id
         await self._transcript.change(self._dialogue.ids)
@@ -312,14 +202,8 @@ class Talk(ChatView):
             )
 
     async def _become_ready(self, words: str) -> None:
-        if self._next_pack is not None:
-            self._bridge.writing = False
-            self._open(self._next_pack)
-            return
-        self._phase = Phase.READY
-        self._bridge.writing = False
-        self._say(words, "$success")
-        if self._queue:
+        await super()._become_ready(words)
+        if self._phase is Phase.READY and self._queue:
             queued = self._queue.popleft()
             await queued.turn.remove()
             await self._ask(queued.text, queued.files)
@@ -363,14 +247,8 @@ class Talk(ChatView):
         self._status.context_used = None
         await self._transcript.show(self._dialogue.ids)
         self._show_name()
-        self._ask_for_its_preset()
+        self._ask_for_its_quality()
         self._composer.focus()
-
-    def _ask_for_its_preset(self) -> None:
-        wanted = self._dialogue.setup.preset
-        if wanted in self._presets and wanted != self._wanted_preset:
-            self._wanted_preset = wanted
-            self._bridge.set_preset(wanted)
 
     def _show_name(self) -> None:
         """Say on the text field's frame which chat this is."""

@@ -7,51 +7,32 @@ time, and the demo model is one key away on every page.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from textual import on
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
-from textual.content import Content
-from textual.screen import Screen
-from textual.widgets import Static
 
 from ...models import catalog
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED, Entry
 from ..settings_file import change
-from ..setup_flow import Wish, unfinished, wish
-from ..setups import Setups, Survey, Surveyor, look_up, survey
+from ..setup_wish import Wish, unfinished, wish
+from ..setups import Setups, Survey, Surveyor, survey
 from ..widgets.background import in_background
 from ..widgets.setup_choice import ChoiceStep, Chosen
 from ..widgets.setup_folder import FolderStep
-from ..widgets.setup_keys import Keys
 from ..widgets.setup_machine import MachineStep
 from ..widgets.setup_progress import ProgressStep
 from ..widgets.setup_resume import ResumeStep
-from ..widgets.setup_step import Step
 from ..widgets.setup_token import AskingStep, TokenStep
-from ..widgets.themes import MUTED
+from .wizard_access import WizardAccess
 
-Back = Callable[[], Awaitable[None]]
 CAN_CHAT = tuple(entry for entry in PUBLISHED if entry.chat is not None)
 
-_PLACES = ("machine", "model", "folder", "setting up")  # the line of steps
-_PLACE: dict[type[Step], int] = {
-    ResumeStep: 0,
-    MachineStep: 0,
-    ChoiceStep: 1,
-    FolderStep: 2,
-    AskingStep: 2,
-    TokenStep: 2,
-    ProgressStep: 3,
-}
 
-
-class WizardScreen(Screen["str | None"]):
+class WizardScreen(WizardAccess):
     """Sets a model up. Its result is the name of the model to chat with, or None: stay with what is there.
 
     Args:
@@ -60,7 +41,6 @@ class WizardScreen(Screen["str | None"]):
         wanted: the name of an entry to begin with, "" for none; then what is unfinished is not offered.
     """
 
-    CSS_PATH = "../setup.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "the step before; from the first one, out", show=False),
         Binding("ctrl+d", "demo", "chat with the built-in demo model; a setup goes on", show=False, priority=True),
@@ -83,8 +63,6 @@ class WizardScreen(Screen["str | None"]):
         wanted: str | None = None,
     ) -> None:
         super().__init__()
-        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
-        self.VERTICAL_BREAKPOINTS = [(0, "-low"), (24, "-short"), (30, "-tall")]
         self._setups, self._entries, self._surveyor, self._settings = setups, list(entries), surveyor, settings
         self._wanted = wanted
         self._survey: Survey | None = None
@@ -92,20 +70,6 @@ class WizardScreen(Screen["str | None"]):
         self._wish: Wish | None = None  # what will be started
         self._earlier: Wish | None = None  # of the same name, begun and given up when another is started
         self._left: Wish | None = None  # what the person turned away from to choose anew
-        self._token: str | None = None
-        self._back: Back = self._show_choice  # from asking the hub
-        self._ask_again: Back = self._show_choice
-        self._step: Step | None = None
-        self._place = Static("", markup=False, id="steps")
-        self._title = Static("", markup=False, id="title")
-        self._body = Vertical(id="body")
-        self._keys = Keys()
-
-    def compose(self) -> ComposeResult:
-        yield self._place
-        yield self._title
-        yield self._body
-        yield self._keys
 
     async def on_mount(self) -> None:
         if self._setups.setup is not None:
@@ -118,29 +82,6 @@ class WizardScreen(Screen["str | None"]):
     async def _begin(self, begun: list[tuple[Wish, int]]) -> None:
         if self._step is None:
             await self._turn_to(ResumeStep(begun) if begun else MachineStep(self._surveyor))
-
-    async def _turn_to(self, step: Step) -> None:
-        self._step = step
-        async with self.batch():
-            await self._body.remove_children()
-            await self._body.mount(step)
-        here = _PLACE[type(step)]
-        parts: list[Content | tuple[str, str]] = []
-        for at, name in enumerate(_PLACES):
-            parts += [(" › ", MUTED)] if at else []
-            parts.append((name, "bold $primary" if at == here else MUTED))
-        self._place.update(Content.assemble(("floe-chat  ", "bold"), *parts))
-        self._title.update(step.title)
-        self._show_keys()
-
-    @on(Step.Hints)
-    def _show_keys(self) -> None:
-        step = self._step
-        if step is None:
-            return
-        first = isinstance(step, (ResumeStep, MachineStep))
-        back = "Esc leaves" if first or isinstance(step, ProgressStep) else "Esc back"
-        self._keys.show([*step.hints.split(" · "), back, "Ctrl+D demo model", "Ctrl+Q quit"])
 
     # From step to step
 
@@ -229,41 +170,6 @@ class WizardScreen(Screen["str | None"]):
         wanted = self._wish
         await self._ask_hub(wanted, lambda _entry: self._start(wanted), self._show_folder)
 
-    # Access
-
-    async def _ask_hub(self, wanted: Wish, then: Callable[[Entry], Awaitable[None]], back: Back) -> None:
-        """Look at the model, with a token where one is needed, and go on with `then`."""
-        asking = AskingStep()
-        self._ask_again, self._back = (lambda: self._ask_hub(wanted, then, back)), back
-        await self._turn_to(asking)
-
-        def look() -> Entry | FloeError:
-            try:
-                return look_up(wanted, self._token)
-            except FloeError as error:
-                return error
-
-        async def answered(found: Entry | FloeError) -> None:
-            if self._step is not asking:
-                return  # the person went elsewhere
-            if isinstance(found, AccessError):
-                await self._turn_to(TokenStep(found))
-            elif isinstance(found, FloeError):
-                asking.tell(found)
-            else:
-                await then(found)
-
-        in_background(self, look, answered)
-
-    @on(TokenStep.Given)
-    async def _take_token(self, event: TokenStep.Given) -> None:
-        self._token = event.token
-        await self._ask_again()
-
-    @on(AskingStep.Again)
-    async def _once_more(self) -> None:
-        await self._ask_again()
-
     # The setup
 
     async def _start(self, wanted: Wish) -> None:
@@ -328,7 +234,7 @@ class WizardScreen(Screen["str | None"]):
             case FolderStep():
                 await self._show_choice()
             case AskingStep() | TokenStep():
-                await self._back()
+                await self._turn_back()
             case _:
                 self._leave(None)
 

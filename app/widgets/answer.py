@@ -4,63 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from textual.app import ComposeResult
-from textual.widgets import Markdown, Static
-from textual.widgets.markdown import MarkdownBlock
+from textual.widgets import Static
 
 from ..history import Message as Record
-from ..history.exporting import footer
-from .code import CodeBlock
+from ..history.exporting import closing
 from .fences import FenceSplitter
 from .plain import printable
 from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, Turn
 
 _PERIOD = 0.125
-_LARGEST_DUTY = 0.2
-
-
-class AnswerParser(MarkdownIt):
-    """GitHub's Markdown with tags as text to be read (the renderer would drop them) and nothing unprintable.
-
-    The parser decodes what stands in a link for display, so that %1b would become an escape character.
-    """
-
-    def __init__(self) -> None:
-        super().__init__("gfm-like", {"html": False})
-
-    def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
-        tokens = super().parse(src, env)
-        _make_printable(tokens)
-        return tokens
-
-
-class AnswerMarkdown(Markdown):
-    """Markdown of a model: links are copied instead of opened, and so are code blocks."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text, parser_factory=AnswerParser, open_links=False)
-
-    def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
-        return CodeBlock if block_name in ("fence", "code_block") else super().get_block_class(block_name)
+_LARGEST_DUTY = 0.05
 
 
 class AnswerTurn(Turn):
     """Renders Markdown as it grows; a code block shows as plain text until its fence closes.
 
     Each piece of a long list or table makes Textual build the whole of it again. The engine needs the interpreter
-    too, so that pieces are collected for as long as it takes to keep this thread below a fifth of a core.
+    too, so that pieces are collected for as long as it takes to keep this work below a twentieth of a core.
     """
 
     ACTIONS = (COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE)
 
     def __init__(self, record: Record, *, live: bool = False) -> None:
         """`live`: more text will be fed, until `finish`."""
+        from .markdown import AnswerMarkdown
+
         super().__init__(record)
         self._pieces: list[str] = []
         self._ready = ""
@@ -69,7 +40,7 @@ class AnswerTurn(Turn):
         self._complete = asyncio.Event()
         self._markdown = AnswerMarkdown("" if live else record.text)
         self._open_fence = Static(markup=False, classes="open-fence")
-        self._footer = Static("…" if live else closing(record), markup=False, classes="footer")
+        self._footer = Static("…" if live else printable(closing(record)), markup=False, classes="footer")
         if live:
             self.feed(record.text)
         else:
@@ -83,7 +54,9 @@ class AnswerTurn(Turn):
 
     def codes(self) -> list[str]:
         """Its code blocks, in order."""
-        return [token.content for token in AnswerParser().parse(self.text) if token.type in ("fence", "code_block")]
+        from .markdown import codes
+
+        return codes(self.text)
 
     def compose(self) -> ComposeResult:
         self._open_fence.display = False
@@ -111,7 +84,7 @@ class AnswerTurn(Turn):
     def finish(self, record: Record) -> None:
         """No more text comes; the message as it is now sums the answer up."""
         self.record = record
-        self._footer.update(closing(record))
+        self._footer.update(printable(closing(record)))
         self._footer.display = True
         self._complete.set()
         self._news.set()
@@ -141,22 +114,3 @@ class AnswerTurn(Turn):
         if code or self._open_fence.display:
             self._open_fence.display = bool(code)
             self._open_fence.update(code.expandtabs(4))
-
-
-def closing(record: Record) -> str:
-    """The line under an answer that is complete, or why it is not; what was not measured is left out."""
-    if record.stats is not None:
-        return printable(footer(record.stats))
-    reasons = {
-        "stopped": "cut off before its end",
-        "failed": "ended by an error",
-        "streaming": "another floe-chat is writing this",
-        "complete": "written by you",
-    }
-    return reasons[record.state]
-
-
-def _make_printable(tokens: Sequence[Token]) -> None:
-    for token in tokens:
-        token.content, token.info = printable(token.content), printable(token.info)
-        _make_printable(token.children or ())

@@ -8,54 +8,43 @@ from typing import ClassVar
 from textual.color import Color
 from textual.content import Content
 from textual.style import Style
-from textual.widget import Widget
 
+from .drawing import Drawing
 from .figures import Figures, heading
+from .meanings import MEANINGS
 from .units import share
 
 _MOST_ROWS = 8
 _MOST_CELL_WIDTH = 4
 
 
-class ExpertMap(Widget):
+class ExpertMap(Drawing):
     """Layers from left to right, experts downwards, two to a line; the stronger, the more calls."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"expert-map--least", "expert-map--most"}
 
     def __init__(self) -> None:
-        super().__init__()
-        self._figures = Figures()
-        self._height = 0
+        super().__init__(self._map, "experts", MEANINGS["experts"])
 
-    def show(self, figures: Figures) -> None:
-        """Draw newer figures."""
-        self._figures = figures
+    def show(self, figures: Figures, *, layout: bool = False) -> None:
+        super().show(figures, layout=layout)
+        self.refresh()  # the colours say it, not the characters
+
+    def _map(self, figures: Figures, width: int) -> Content:
         use = figures.stats.expert_use if figures.stats else ()
-        height = 1 + ((len(use[0]) + 1) // 2 if use and self._fits(use) else 0)
-        if height != self._height:
-            self._height = height
-            self.styles.height = height
-        self.refresh()
-
-    def render(self) -> Content:
-        width = self.content_size.width
-        stats = self._figures.stats
-        if stats is None or not stats.expert_use or not stats.expert_use[0]:
+        if not use or not use[0]:
             return heading("Experts", width, "calls not measured yet")
-        use = stats.expert_use
         most = max(max(layer) for layer in use)
-        if not self._fits(use):
+        if len(use) > width or len(use[0]) > 2 * _MOST_ROWS:
             return heading("Experts", width, f"busiest {share(most)} of its layer")
-        return Content("\n").join([heading("Experts", width, f"busiest {share(most)}"), *self._cells(use, most)])
+        cells = self._cells(use, most, width)
+        return Content("\n").join([heading("Experts", width, f"busiest {share(most)}"), *cells])
 
-    def _fits(self, use: Sequence[Sequence[float]]) -> bool:
-        return len(use) <= self.content_size.width and len(use[0]) <= 2 * _MOST_ROWS
-
-    def _cells(self, use: Sequence[Sequence[float]], most: float) -> list[Content]:
+    def _cells(self, use: Sequence[Sequence[float]], most: float, width: int) -> list[Content]:
         least_style = self.get_component_styles("expert-map--least")
         most_style = self.get_component_styles("expert-map--most")
         least, brightest = least_style.color, most_style.color
-        wide = max(1, min(_MOST_CELL_WIDTH, self.content_size.width // len(use)))
+        wide = max(1, min(_MOST_CELL_WIDTH, width // len(use)))
 
         def color(value: float) -> Color:
             return least.blend(brightest, value / most if most > 0 else 0.0)

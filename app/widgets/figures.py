@@ -119,15 +119,26 @@ def neurons(figures: Figures, width: int) -> Content:
         gauge(figures, "active share", stats and stats.active_neurons, width),
         row(figures, "bytes read per token", units.size(stats and stats.bytes_per_token), width),
     ]
-    layers = condense(stats.layer_activity, width) if stats else []
-    if layers:
-        spread = f"{units.share(min(layers))} to {units.share(max(layers))}"
-        lines.append(row(figures, "active by layer", spread, width))
-        lines.append(Content.styled(stretch(bars(layers)[0], width), "$primary"))
-    else:
-        lines.append(row(figures, "active by layer", units.NOT_MEASURED, width))
-        lines.append(Content(""))
-    return Content("\n").join(lines)
+    return Content("\n").join(
+        [*lines, *by_layer(figures, "active by layer", stats.layer_activity if stats else (), width)]
+    )
+
+
+def by_layer(
+    figures: Figures, label: str, values: Sequence[float | None], width: int, top: float | None = None
+) -> list[Content]:
+    """Shares from the first layer to the last in two lines: their range, and a bar for each, `top` at full height.
+
+    A dot is a layer where nothing was measured; where layers outnumber the columns, neighbours are averaged.
+    """
+    known = [value for value in values if value is not None]
+    if not known:
+        return [row(figures, label, units.NOT_MEASURED, width), Content("")]
+    drawn = bars(condense([value or 0.0 for value in values], width), top=top)[0]
+    if len(drawn) == len(values):
+        drawn = "".join("·" if value is None else bar for value, bar in zip(values, drawn, strict=True))
+    spread = f"{units.share(min(known))} to {units.share(max(known))}"
+    return [row(figures, label, spread, width), Content.styled(stretch(drawn, width), "$primary")]
 
 
 def backend(figures: Figures, width: int) -> Content:
@@ -197,7 +208,7 @@ def vram_bytes(stats: Stats) -> int | None:
     """Device memory in use, or what a stand-in for a device holds; None without either."""
     rows = stats.rows
     if stats.vram_bytes is None and rows is not None:
-        return rows.dense + rows.up + rows.pool
+        return rows.dense + rows.up + rows.pool + stats.kv_bytes
     return stats.vram_bytes
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 MEANINGS = {
-    "speed": "Decode: tokens written per second. Prefill: tokens of the prompt read per second. The first token comes "
-    "after the whole prompt was read; what the KV cache kept of the turn before needs no reading.",
-    "origins": "Rows are neurons' weights. Ready: in GPU memory when wanted. Coming: asked for ahead and on the way. "
-    "Copied: fetched when wanted. On CPU: computed where they lie. The predictor names the next layer's neurons: "
-    "recall is how many of those needed it named, precision how many of those named were needed.",
+    "speed": "Decode: tokens written per second, in the last second and (mean) over the answer; the bars are the "
+    "latest seconds. Prefill: tokens of the prompt read per second. The first token comes after all of it was read; "
+    "tokens kept are those that the KV cache had from the turn before.",
+    "origins": "Rows are neurons' weights; where all of them lie where they are computed, none has to move. Ready: in "
+    "GPU memory when wanted. Coming: asked for ahead and on the way. Copied: fetched when wanted. On CPU: computed "
+    "where they lie. Left out: late, and not waited for. Expert hit rate: expert calls with at least half their rows "
+    "there or coming. The predictor names the next layer's neurons: recall is how many of those needed it named (by "
+    "layer, first to last), precision how many of those named were needed. Substituted: experts that others in GPU "
+    "memory stood in for. Dropped: expert halves of low score.",
     "link": "Between RAM and GPU: what it moved for one token, how long the GPU waited for that, how fast it was while "
     "busy, of what it can, and for which share of the time it was busy.",
     "neurons": "Units of the experts that the router picked. Inactive ones are skipped, which is what makes this fast. "
-    "The bars show the active share of each layer, first to last.",
-    "memory": "RAM of this process; KV cache: what the model keeps of the chat. Dense: layers around the experts. Up: "
-    "what finds active neurons. Pool: rows that are used most.",
+    "Read per token: bytes of weights that the rest took. The bars show the active share of each layer, first to last.",
+    "experts": "Which experts the router called: layers from left to right, experts downwards, the brighter the more "
+    "often. Busiest: the largest share that one expert had of its layer's calls. F9 has each layer by itself.",
+    "memory": "RAM of this process. KV cache: what the model keeps of the chat; context: how much of its window that "
+    "is. VRAM: the GPU's memory that is in use. Resident part: weights that are always there. Dense: layers around the "
+    "experts. Up: what finds active neurons. Pool: rows that are used most, of what there is room for.",
     "backend": "Where the model computes, with which kernels, the bits per weight, and why these.",
 }
 
@@ -37,7 +44,7 @@ TERMS = (
     ("copied", "rows that came from RAM when they were wanted"),
     ("on CPU", "neurons that the CPU computed where their rows lie, so that nothing had to move"),
     ("left out", "active neurons without rows in time, which a lenient preset skipped"),
-    ("expert hit rate", "calls of an expert for which no row had to be asked for"),
+    ("expert hit rate", "calls of an expert with at least half their rows in GPU memory, or on their way there"),
     ("predictor recall", "of the neurons that became active, those that were named one layer ahead"),
     ("its precision", "of the neurons that were named, those that became active"),
     ("substituted, dropped", "experts for which others in GPU memory stood in; expert halves skipped, of low score"),

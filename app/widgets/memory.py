@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from textual.content import Content
 
 from . import units
-from .figures import Figures, gauge, heading, is_virtual, muted, row, vram_bytes
+from .figures import Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes
 from .heat import stack
 from .themes import MUTED
 
@@ -33,10 +33,15 @@ class _Part:
 
 
 def origins(figures: Figures, width: int) -> Content:
-    """Where the rows of decode's active neurons came from, and how well they were foreseen; blank without a pool."""
+    """Where the rows of decode's active neurons came from, and how well they were foreseen.
+
+    Without a pool all weights lie where they are computed: it says so. It is blank until that is known.
+    """
     rows = figures.rows
-    if rows is None:
+    if rows is None and figures.stats is None:
         return Content("")
+    if rows is None:
+        return heading("Rows, link", width, "nothing has to move")
     shares = (rows.ready, rows.coming, rows.copied, rows.on_cpu)
     remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.ready)}"
     named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
@@ -49,9 +54,15 @@ def origins(figures: Figures, width: int) -> Content:
         _bar(parts, width),
         *_legend(parts, width),
         gauge(figures, "expert hit rate ", rows.expert_hits, width),
-        gauge(figures, "predictor recall", rows.recall, width),
-        gauge(figures, "its precision   ", rows.precision, width),
     ]
+    if rows.ready is not None and rows.recall is None:
+        lines.append(row(figures, "predictor", "asked for nothing", width))
+    else:
+        lines += [
+            gauge(figures, "predictor recall", rows.recall, width),
+            gauge(figures, "its precision   ", rows.precision, width),
+            *by_layer(figures, "recall by layer", rows.recalls, width, top=1.0),
+        ]
     for label, share in (("experts substituted", rows.substituted), ("expert halves dropped", rows.dropped)):
         if share:
             lines.append(row(figures, label, units.share(share), width))
@@ -87,21 +98,22 @@ def memory(figures: Figures, width: int) -> Content:
     lines = [
         heading("Memory", width),
         row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
-        row(figures, "KV cache", units.size(stats and stats.kv_bytes), width),
+        *([row(figures, "KV cache", units.size(stats and stats.kv_bytes), width)] if rows is None else []),
         gauge(figures, "context", stats.context_used / stats.context_window if stats else None, width),
         row(figures, "VRAM", gpu, width),
     ]
-    if rows is None:
+    if rows is None or stats is None:
         lines.append(row(figures, "model, resident part", units.size(loaded and loaded.memory_bytes), width))
         return Content("\n").join(lines)
     dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
     up = _Part("▓", _TONES[1], rows.up, "up", units.size(rows.up))
+    kept = _Part("▚", _TONES[3], stats.kv_bytes, "KV cache", units.size(stats.kv_bytes))
     used = _Part("▒", _TONES[2], rows.pool_used, "pool", "")
     free = _Part("░", MUTED, rows.pool - rows.pool_used, "", "")
     pool = Content.assemble((used.glyph, used.style), (free.glyph, free.style), (" pool, used", MUTED))
     value = units.size_of(rows.pool_used, rows.pool)
     gap = max(1, width - pool.cell_length - len(value))
-    lines += [_bar([dense, up, used, free], width), *_legend([dense, up], width)]
+    lines += [_bar([dense, up, kept, used, free], width), *_legend([dense, up], width), _entry(kept, width)]
     lines.append(Content.assemble(pool, " " * gap, value))
     return Content("\n").join(lines)
 

@@ -7,64 +7,15 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
-from textual.content import Content
-from textual.geometry import Size
-from textual.widget import Widget
 from textual.widgets import Digits
 
 from . import figures as draw
 from . import memory, units
 from .composer import Composer
+from .drawing import Drawing
 from .expert_map import ExpertMap
-from .figures import Draw, Figures
+from .figures import Figures
 from .meanings import MEANINGS
-from .themes import MUTED
-
-
-class Drawing(Widget):
-    """One piece of the panel; with the focus, it says under itself what its words mean."""
-
-    def __init__(self, draw: Draw, name: str, meaning: str = "") -> None:
-        super().__init__(id=name)
-        self._draw = draw
-        self._meaning = meaning
-        self._figures = Figures()
-        self._drawn = ""
-        self._explained = False
-
-    @property
-    def has_meaning(self) -> bool:
-        """Whether there is something to explain, now."""
-        return bool(self._meaning) and self.display
-
-    def explain(self, *, on: bool) -> None:
-        """Say what the words mean, or no longer."""
-        if self._explained != on:
-            self._explained = on
-            self.set_class(on, "-explained")
-            self.refresh(layout=True)
-
-    def show(self, figures: Figures, *, layout: bool = False) -> None:
-        """Draw newer figures; `layout` where long lines may fold otherwise than before."""
-        self._figures = figures
-        drawn = self._content(self.content_size.width).plain
-        if layout or drawn != self._drawn:
-            layout = layout or drawn.count("\n") != self._drawn.count("\n")
-            self._drawn = drawn
-            self.refresh(layout=layout)
-
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        # Drawn for the width to come: the present one is that of the last layout.
-        return self._content(width).get_height({}, width)
-
-    def render(self) -> Content:
-        return self._content(self.content_size.width)
-
-    def _content(self, width: int) -> Content:
-        drawn = self._draw(self._figures, width)
-        if not self._explained:
-            return drawn
-        return Content("\n").join([drawn, Content.styled(self._meaning, f"italic {MUTED}")])
 
 
 class PerformancePanel(VerticalScroll):
@@ -120,11 +71,11 @@ class PerformancePanel(VerticalScroll):
     def show(self, figures: Figures) -> None:
         """Draw newer figures."""
         tps = figures.stats.decode_tps if figures.stats else None
+        self.set_class(figures.stats is not None, "-counted")
         self.set_class(figures.rows is not None, "-offloads")
         self.query_one(Digits).update("-" if tps is None else units.rate(tps))
         for drawing in self.query(Drawing):
             drawing.show(figures)
-        self.query_one(ExpertMap).show(figures)
 
     def show_backend(self, figures: Figures) -> None:
         """Draw what is known of the loaded model, which may take more lines than before."""

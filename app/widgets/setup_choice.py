@@ -65,7 +65,7 @@ class ChoiceStep(Step):
     DEFAULT_CSS = """
     ChoiceStep {
         & .lead { padding: 0 1; }
-        & #head { height: 1; padding: 0 1; color: $foreground 60%; }
+        & #head { height: 1; padding: 0 1; color: $foreground 70%; }
         & #choices {
             height: 1fr;
             min-height: 4;

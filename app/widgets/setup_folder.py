@@ -62,7 +62,7 @@ class FolderStep(Step):
     DEFAULT_CSS = """
     FolderStep {
         & #room { height: auto; padding: 0 1; }
-        & #moved { height: auto; padding: 0 1; margin-top: 1; color: $foreground 60%; }
+        & #moved { height: auto; padding: 0 1; margin-top: 1; color: $foreground 70%; }
     }
     """
     title = "Where to put it"

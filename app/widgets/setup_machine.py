@@ -47,7 +47,7 @@ class MachineStep(Step):
         & .fact > .what { width: 12; color: $primary; }
         & .fact > .found { width: 1fr; height: auto; }
         & #measuring { height: auto; margin-top: 1; }
-        & #remarks { height: auto; margin-top: 1; color: $foreground 60%; }
+        & #remarks { height: auto; margin-top: 1; color: $foreground 70%; }
     }
     """
     title = "This machine"

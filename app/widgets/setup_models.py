@@ -11,7 +11,7 @@ from textual.content import Content
 
 from ...models import catalog
 from ...models.errors import FloeError
-from ..setup_flow import Wish, unfinished
+from ..setup_wish import Wish, unfinished
 from . import setup_words, units
 from .plain import printable
 from .themes import MUTED

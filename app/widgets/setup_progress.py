@@ -19,6 +19,7 @@ from .setup_bar import Bar
 from .setup_step import Step, Trouble
 
 _PERIOD, _DISK_PERIOD = 0.2, 2.0
+_HELD = ("paused", "failed", "cancelled")  # nothing moves: no speed, no forecast
 _NOTICES = 2  # the last ones are shown
 _HINTS = {
     "paused": "Space goes on · S stops here, for later",
@@ -37,12 +38,12 @@ class ProgressStep(Step):
         & .work { height: 1; }
         & .work > .what { width: 12; color: $primary; }
         & .work > Bar { width: 1fr; }
-        & .said { padding-left: 12; color: $foreground 60%; }
+        & .said { padding-left: 12; color: $foreground 70%; }
         & #summary { height: auto; margin-bottom: 1; }
         & #disk { height: auto; margin-top: 1; }
         & #disk > .what { width: 12; color: $primary; }
         & #disk > .figures { width: 1fr; height: auto; }
-        & #notices { height: auto; color: $foreground 60%; }
+        & #notices { height: auto; color: $foreground 70%; }
     }
     """
     title = "Setting up"
@@ -97,7 +98,7 @@ class ProgressStep(Step):
 
     def _look(self) -> None:
         now = self._work.progress()
-        name, held = self._work.wish.name, now.state == "paused"
+        name, held = self._work.wish.name, now.state in _HELD
         self.state = now.state
         self.say_keys(self._keys(now))
         self._summary.update(Content(printable(_summary(name, now))))
@@ -131,7 +132,7 @@ class ProgressStep(Step):
             self._fetched.update("It lies on this machine." if local else "All of it is here." if over else "")
             return
         self._fetching.share = download.done / download.total if download.total else None
-        self._fetched.update(printable(_download_words(download, held=now.state == "paused")))
+        self._fetched.update(printable(_download_words(download, held=now.state in _HELD)))
 
     def _measure_disk(self) -> None:
         wish = self._work.wish

@@ -18,7 +18,7 @@ from .setup_step import Step
 from .themes import MUTED
 
 if TYPE_CHECKING:
-    from ..setup_flow import Wish
+    from ..setup_wish import Wish
 
 
 class ResumeStep(Step):

@@ -23,7 +23,7 @@ class Step(VerticalScroll, can_focus=False):
         height: 1fr;
         scrollbar-size-vertical: 1;
 
-        & .lead { height: auto; margin-bottom: 1; color: $foreground 60%; }
+        & .lead { height: auto; margin-bottom: 1; color: $foreground 70%; }
         & .gap { height: 1; }
         & .said { height: auto; }
         & .wrong { height: auto; color: $text-error; }

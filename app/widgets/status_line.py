@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
 from .figures import between
+from .hints import key_name, link
 from .themes import MUTED
 from .units import share
 
 _SEPARATOR = (" · ", MUTED)
 _REMARK_SECONDS = 5.0
+_APART = 3  # cells between what is said and the hints
+_ACTIONS = {
+    "stop": ("escape", "stop", "screen.stop"),
+    "help": ("f1", "help", "app.help"),
+    "palette": ("ctrl+p", "commands", "app.command_palette"),
+    "quit": ("ctrl+q", "quit", "app.quit"),
+}
+_HINTS = (("stop", "help", "palette", "quit"), ("help", "quit"), ("help",))
+_BUSY = (_HINTS[0], ("stop", "help"), ("stop",))
 
 
 class StatusLine(Widget):
-    """One row that shortens itself to the terminal: the key hints go first, then the percentage, then the name.
+    """One row that shortens itself to the terminal: all key hints but one go first, then the
+    percentage, then (to keep the way to stop an answer) the context, then the name.
 
-    `state` is a few words and `tone` a style for the dot before them; `background` says what goes on beside the chat.
+    A click on a hint does it, one on the model or the preset opens their page. `keys` are those that the person gave to
+    actions. `state` is a few words and `tone` a style for the dot before them; `background` says what goes on beside.
     For some seconds a remark covers the rest.
     """
-
-    HINTS = ("Esc stop  F1 help  Ctrl+P commands  Ctrl+Q quit", "F1 help  Ctrl+Q quit", "F1 help")
 
     model: reactive[str] = reactive("")
     preset: reactive[str] = reactive("")
@@ -30,6 +42,7 @@ class StatusLine(Widget):
     state: reactive[str] = reactive("")
     background: reactive[str] = reactive("")
     tone: reactive[str] = reactive(MUTED)
+    keys: reactive[Mapping[str, str]] = reactive[Mapping[str, str]](dict[str, str])
     _remark: reactive[str] = reactive("")
 
     def remark(self, text: str) -> None:
@@ -44,36 +57,49 @@ class StatusLine(Widget):
             remark = Content.styled(self._remark, "$text-warning")
             both = Content.assemble(state, _SEPARATOR, remark)
             return (both if both.cell_length <= width else remark).truncate(width, ellipsis=True)
-        line = self._line(self.model, state, percentage=True)
-        if line.cell_length > width:
-            line = self._line(self.model, state, percentage=False)
+        busy = self.state.startswith(("reading", "writing"))
+        least = 0 if self.background and not busy else _APART + self._hint("stop" if busy else "help").cell_length
+        for details in (2, 1, 0) if busy else (2, 1):
+            line = self._line(self.model, state, details)
+            if line.cell_length + least <= width:
+                break
+        else:
+            line = self._line(self.model, state, 1)
         if (excess := line.cell_length - width) > 0:
             model = Content(self.model).truncate(max(1, len(self.model) - excess), ellipsis=True).plain
-            line = self._line(model, state, percentage=False)
-        for hints in self.HINTS:
-            gap = width - line.cell_length - len(hints)
-            if gap >= 3:
-                return Content.assemble(line, " " * gap, (hints, MUTED))
+            line = self._line(model, state, 1)
+        for names in _BUSY if busy else _HINTS:
+            shown = Content("  ").join([self._hint(name) for name in names])
+            gap = width - line.cell_length - shown.cell_length
+            if gap >= _APART:
+                return Content.assemble(line, " " * gap, shown)
         return line.truncate(width, ellipsis=True)
 
     def watch_state(self) -> None:
         """What was said about the last state may be wrong now."""
         self._remark = ""
 
+    def _hint(self, name: str) -> Content:
+        key, word, action = _ACTIONS[name]
+        return Content.styled(f"{key_name(self.keys.get(name, key))} {word}", link(action)).stylize_before(MUTED)
+
     def _end_remark(self, text: str) -> None:
         if self._remark == text:
             self._remark = ""
 
-    def _line(self, model: str, state: Content, *, percentage: bool) -> Content:
-        parts: list[Content] = [Content.styled(model, "bold")] if model else []
+    def _line(self, model: str, state: Content, details: int) -> Content:
+        """0: nothing of the context, 1: how much is used, 2: its percentage and what goes on beside the chat too."""
+        parts: list[Content] = []
+        if model:
+            parts.append(Content.styled(model, link("screen.order('models')")).stylize("bold"))
         if self.preset:
-            parts.append(Content(self.preset))
-        if self.context_window:
+            parts.append(Content.styled(self.preset, link("screen.order('quality')")))
+        if self.context_window and details:
             used = self.context_used or 0
             context = f"context {used}/{self.context_window}"
-            if percentage:
+            if details > 1:
                 context += f" ({share(used / self.context_window)})"
             parts.append(Content(context))
-        if self.background and percentage:  # what can be left out first where there is no room
+        if self.background and details > 1:
             parts.append(Content.styled(self.background, MUTED))
         return Content.assemble(*between([*parts, state]))

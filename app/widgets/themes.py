@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.theme import Theme
 
-MUTED = "$foreground 60%"
+MUTED = "$foreground 70%"
 """The style of what matters less. Textual's own $text-muted loses its alpha inside a styled text."""
 
 FLOE = Theme(
@@ -25,18 +25,18 @@ FLOE = Theme(
 
 FLOE_LIGHT = Theme(
     name="floe-light",
-    primary="#1d6f96",
+    primary="#1a6489",
     secondary="#4f86a3",
-    accent="#0f8ba0",
+    accent="#0b6c7d",
     foreground="#1c2b35",
     background="#f6fafc",
     surface="#ebf2f6",
     panel="#dde8ee",
-    success="#2c7d5b",
-    warning="#8a6414",
-    error="#b23a48",
+    success="#23694b",
+    warning="#79560f",
+    error="#a93342",
     dark=False,
-    variables={"border": "#9fc0d0", "border-blurred": "#c6d7e0", "footer-key-foreground": "#1d6f96"},
+    variables={"border": "#9fc0d0", "border-blurred": "#c6d7e0", "footer-key-foreground": "#1a6489"},
 )
 
 FLOE_CONTRAST = Theme(
@@ -50,7 +50,7 @@ FLOE_CONTRAST = Theme(
     panel="#2a2a2a",
     success="#6dff9e",
     warning="#ffd75f",
-    error="#ff8a8a",
+    error="#ffa0a0",
     dark=True,
     variables={"border": "#ffffff", "border-blurred": "#9a9a9a", "footer-key-foreground": "#7fe0ff"},
 )

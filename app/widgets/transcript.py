@@ -17,8 +17,8 @@ from .answer import AnswerTurn
 from .blocks import Horizon, Welcome
 from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, KEYS, MORE, NEWER, OLDER, Turn, UserTurn
 
-PAGE = 12
-_MOST = 40  # messages that stay mounted while one scrolls
+PAGE = 6  # messages that are loaded at once: each costs Textual some 40 ms, and keys wait for that
+_MOST = 24  # messages that stay mounted while one scrolls, as far as they are out of sight
 
 Read = Callable[[Sequence[int]], list[Record]]
 
@@ -154,6 +154,7 @@ class Transcript(VerticalScroll):
                 self._from, self._to = max(0, at - PAGE // 2), min(len(self._ids), at + PAGE // 2 + 1)
                 self.release_anchor()
                 await self._insert(self._blocks(self._from, self._to))
+            self.call_after_refresh(self._fill)
         self.focus()
         self.call_after_refresh(self.select, message)
 
@@ -205,41 +206,45 @@ class Transcript(VerticalScroll):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        if self._paging.locked() or not self._turns:
-            return
-        if self._from > 0 and new_value < self.size.height:
-            self.run_worker(self._load_earlier(), group="page", exclusive=False)
-        elif self._to < len(self._ids) and new_value > self.max_scroll_y - self.size.height:
-            self.run_worker(self._load_later(), group="page", exclusive=False)
+        self._fill()
 
     def _fill(self) -> None:
-        """One page may be less than the screen has room for."""
-        if self._from > 0 and self.max_scroll_y < self.size.height:
-            self.run_worker(self._load_earlier(), group="page")
+        """Load what is a screen away from what is in view."""
+        if self._paging.locked() or not self._turns:
+            return
+        if self._from > 0 and self.scroll_y < self.size.height:
+            self.run_worker(self._load_earlier(), group="page", exclusive=False)
+        elif self._to < len(self._ids) and self.max_scroll_y - self.scroll_y < self.size.height:
+            self.run_worker(self._load_later(), group="page", exclusive=False)
 
     async def _load_earlier(self) -> None:
         async with self._paging:
             if self._from == 0:
                 return
             start, end = max(0, self._from - PAGE), self._from
+            last = self._to - PAGE
+            away = len(self._turns) >= _MOST and self.live is None and self._is_far(last)
             blocks = self._blocks(start, end)
             self._from = start
             with self._keeping_view(self._turns[self._ids[end]]):
                 await self.mount_all(blocks, before=0)
-                if len(self._turns) > _MOST and self.live is None:
-                    await self._remove_from(self._to - PAGE)
+                if away:
+                    await self._remove_from(last)
+        self.call_after_refresh(self._fill)
 
     async def _load_later(self) -> None:
         async with self._paging:
             if self._to >= len(self._ids):
                 return
             self.release_anchor()
+            away = self._from + PAGE if len(self._turns) >= _MOST else self._from
+            away = away if self._is_far(away) else self._from
             start, self._to = self._to, min(len(self._ids), self._to + PAGE)
             blocks = self._blocks(start, self._to)
             with self._keeping_view(self._turns[self._ids[start - 1]]):
                 await self._insert(blocks)
-                if len(self._turns) > _MOST:
-                    await self._remove_before(self._from + PAGE)
+                await self._remove_before(away)
+        self.call_after_refresh(self._fill)
 
     @contextmanager
     def _keeping_view(self, turn: Turn) -> Generator[None]:
@@ -252,9 +257,17 @@ class Transcript(VerticalScroll):
 
     async def _trim(self) -> None:
         """Let go of the oldest messages while the end is in view."""
-        if len(self._turns) > _MOST and self.is_vertical_scroll_end:
+        if len(self._turns) > _MOST and self.is_vertical_scroll_end and self._is_far(self._to - 2 * PAGE):
             async with self._paging:
                 await self._remove_before(self._to - 2 * PAGE)
+
+    def _is_far(self, position: int) -> bool:
+        """Whether the message there is so far from what is in view that it would not be loaded."""
+        turn = self._turns.get(self._ids[position])
+        if turn is None:
+            return False
+        y, height = turn.virtual_region.y, self.size.height
+        return y < self.scroll_y - height or y > self.scroll_y + 2 * height
 
     def _blocks(self, start: int, stop: int) -> list[Widget]:
         """Blocks for the messages at positions `start` to `stop`."""
@@ -278,6 +291,8 @@ class Transcript(VerticalScroll):
 
     async def _remove_before(self, position: int) -> None:
         """Take away the messages before `position`, and the remarks between them."""
+        if position == self._from:
+            return
         first = self.children.index(self._turns[self._ids[position]])
         for message in self._ids[self._from : position]:
             self._turns.pop(message, None)

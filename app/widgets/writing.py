@@ -13,6 +13,7 @@ from pathlib import Path
 from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.containers import Vertical
+from textual.content import Content
 from textual.widgets import OptionList
 
 from .background import in_background
@@ -20,6 +21,7 @@ from .chips import Chips, Count
 from .completion import Choice, Completion, Wanted, wanted
 from .composer import Composer
 from .files import is_outside, listing, matching, outside
+from .plain import printable
 
 _MOST_CHOICES = 8
 _LOOK_SECONDS = 0.3
@@ -46,8 +48,9 @@ class Writing(Vertical):
 
     def title(self, name: str, remark: str = "") -> None:
         """Name the chat on the frame, and what Enter will do if that is unusual."""
-        self.composer.border_title = name
-        self.composer.border_subtitle = remark
+        # Not as strings, which would be read as markup: a title is a person's own text.
+        self.composer.border_title = Content(printable(name))
+        self.composer.border_subtitle = Content(printable(remark))
 
     @on(Composer.Changed)
     @on(Composer.SelectionChanged)

@@ -20,9 +20,9 @@ from ..devices import Partial, VirtualDevice
 from ..moe import Control
 from ..offload import Offload, Parts
 from ..offloaded import OffloadedLayer
+from ..pieces import Piece
 from ..quality import Preset
 from ..telemetry import LayerCounts, Telemetry
-from ..transfer import Transfer
 from ..virtual import Card, VirtualLink
 from .trace import Trace
 
@@ -82,7 +82,7 @@ class Width:
 class _Link(VirtualLink):
     """Its bytes have no content."""
 
-    def _move(self, transfer: Transfer) -> None:
+    def _move(self, part: Piece, target: Tensor) -> None:
         pass
 
 

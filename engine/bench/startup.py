@@ -6,7 +6,6 @@ it imports and loads itself.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...models.errors import FloeError
+from ..importing import import_torch
 from .measure import Report, Section, Table, Timed, in_turn, summarise
 
 WARM = 1  # the first run fills the system's file cache
@@ -89,7 +89,7 @@ def _milestones(pack: Path) -> dict[str, float]:
     def mark() -> None:
         marks.append(time.perf_counter())
 
-    importlib.import_module("torch")
+    import_torch()
     mark()
     from ..loader import load
 

@@ -144,12 +144,13 @@ class Subject:
 
 
 def from_pack(folder: Path, device: str, text: str) -> Subject:
-    """A pack, loaded as the chat loads it; `text` is what prompts are made of.
+    """A pack, computed as in a chat; `text` is what prompts are made of. Its modules and its configuration are those of
+    transformers: a benchmark cuts them to the first layers, or builds a model beside it from them.
 
     Raises:
         FloeError: what `load` raises.
     """
-    loaded, event = load(folder, None, device, lambda _step, _share: None)
+    loaded, event = load(folder, None, device, lambda _step, _share: None, library=True)
     ids = read_tokens(folder, text).flatten().tolist()
     return Subject(
         event.model,
@@ -170,8 +171,7 @@ def _weights(module: nn.Module, experts: float) -> int:
             stored = module.weights
             return stored.q.nbytes + stored.scale.nbytes + stored.zero.nbytes
         case MoELayer():
-            up, rows = module.packed.up, module.packed.rows
-            return int(experts * (up.bytes_per_expert() * len(up.q) + rows.data.nbytes))
+            return int(experts * sum(up.nbytes + rows.data.nbytes for up, rows in module.packed.parts))
         case nn.Embedding():
             return 0
         case _:

@@ -267,8 +267,8 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
     # Codes repeat every MiB; scales that differ keep two neurons with the same codes apart.
     scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
     up_weights = UpWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)))
-    tables = (torch.zeros(a.experts, manifest.calibration.quantiles) for _ in range(2))
-    return PackedLayer(up_weights, ExpertRows(rows, data), *tables)
+    thresholds, products = torch.zeros(2, a.experts, manifest.calibration.quantiles)
+    return PackedLayer(up_weights, ExpertRows(rows, data), thresholds, products)
 
 
 def _to(layer: PackedLayer, device: str) -> PackedLayer:

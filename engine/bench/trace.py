@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...models.packed import PackedLayer
 from .. import predictor
 from ..kv import KVCache
 from ..loader import load
@@ -64,10 +65,11 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
     loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
     blocks = loaded.model.model.layers
     ahead = predictor.make("auto", loaded.model, loaded.packed)
+    packed: list[PackedLayer] = [block.mlp.experts.packed for block in blocks]
     ups: list[Tensor] = []
-    for block in blocks:
-        up = block.mlp.experts.packed.up
-        ups.append(torch.stack([up.dense(expert, torch.float32) for expert in range(len(up.q))]))
+    for layer in packed:
+        stored = map(layer.of, range(loaded.packed.manifest.architecture.experts))
+        ups.append(torch.stack([up.dense(place, torch.float32) for up, _, place in stored]))
     count, layers = len(ids), len(blocks)
     experts, neurons = ups[0].shape[:2]
     top_k = loaded.packed.manifest.architecture.top_k
@@ -77,7 +79,7 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
         values=np.zeros((count, layers, experts, neurons), np.float16),
         ahead=np.zeros((count, layers, experts, neurons), np.float16),
         scores=np.zeros((count, layers, experts), np.float32),
-        thresholds=[block.mlp.experts.packed.thresholds for block in blocks],
+        thresholds=[torch.from_numpy(p.by_number(p.thresholds.numpy())) for p in packed],
         source=f"{name} reading {count} tokens",
     )
     token = 0

@@ -49,6 +49,18 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     return Active(offsets, active.found[:total], active.values[:total])
 
 
+def up_list(
+    x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`up_gemv`, and nobody waits: where each call's neurons end (P,), then room for all neurons (int32, to be copied
+    in half the time) and all values, of which those up to the last end count.
+
+    A call whose threshold is infinite has no neurons, and its weights are not read.
+    """
+    active = _find(x, up, _moved(calls, x.device), thresholds, packed=True)
+    return active.spans[1], active.found.int(), active.values
+
+
 def sparse_swiglu(
     x: Tensor,
     rows: ExpertRows | PoolRows,

@@ -28,13 +28,13 @@ HELD_OUT_DOCS = (
 SMALL_TALK = "smalltalk"
 NO_SUBJECT = "follow-up without a subject"
 
-SMALL_TALK_SHARE = 0.14
-DECLINED_SHARE = 0.2
-FOLLOW_UP_SHARE = 0.6  # while the subject still has something to tell
-VAIN_FOLLOW_UP_SHARE = 0.12  # when it has not
+SMALL_TALK_SHARE = 0.12
+DECLINED_SHARE = 0.18
+FOLLOW_UP_SHARE = 0.65  # while the subject still has something to tell
+VAIN_FOLLOW_UP_SHARE = 0.09  # when it has not
 MANUAL_SHARE = 0.15
 SYSTEM_SHARE = 0.15
-TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4)
+TURNS = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class DialogueMaker:
         if self._rng.random() < 0.06:
             return self._typist.vary(self._rng.choice(self._templates["follow_repeat"]), Dress.FOLLOW_UP), last_answer
         left = [kind for kind in subject.follow_ups if kind not in told]
-        kind = self._rng.choice([*FOLLOW_UPS, *left * 6])
+        kind = self._rng.choice([*FOLLOW_UPS, *left * 9])
         if kind not in left:
             return self._allowed(f"follow_{kind}", [""], Dress.FOLLOW_UP), self._templates[f"no_{kind}"][0]
         told.add(kind)

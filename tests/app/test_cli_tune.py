@@ -15,6 +15,7 @@ from floe_chat.engine import evaluate, frontier, quality, tune, windows
 from floe_chat.models.manifest import Manifest
 from floe_chat.models.pack import PackSpec
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.widths import Narrow
 
 from ..helpers import Ran, explained, make_checkpoint, make_pack, run_cli
 
@@ -78,6 +79,21 @@ def test_the_pack_measures_about_what_the_frontier_said(tiny_checkpoint: Path, t
     own = next(entry for entry in fields["points"] if entry["setting"] == {"up": 2, "gate": 4, "down": 4})
     assert own["kl"] == pytest.approx(fields["unskipped_kl"], rel=1e-3)
     assert not any("rank" in entry["setting"] for entry in fields["points"])
+
+
+def test_a_pack_with_narrow_experts_is_tuned_as_it_is(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    make_pack(tiny_checkpoint, tmp_path / "pack", PackSpec(up=4, dense=16, narrow=Narrow(0.5, 2, 3, 3)))
+    ran = run_tune(tmp_path / "pack", tiny_checkpoint, "--text", str(text))
+    *lines, last = ran.out.splitlines()
+    assert (ran.code, ran.err) == (0, "") and max(map(len, lines)) <= 100
+    assert any(line.split()[0] == "4/4/4*" for line in lines if line.strip())
+    fields = json.loads(last)
+    own = {"up": 4, "gate": 4, "down": 4, "narrow_share": 0.5, "narrow_up": 2, "narrow_gate": 3, "narrow_down": 3}
+    (unskipped,) = [entry for entry in fields["points"] if entry["setting"] == own]
+    assert unskipped["kl"] == pytest.approx(fields["unskipped_kl"], rel=1e-3)
+    after = Manifest.read(tmp_path / "pack")
+    assert [preset.name for preset in after.tuned] == LEVELS and after.rare
+    assert run_cli("ask", "--model", str(tmp_path / "pack"), "--max-tokens", "3", "hello").code == 0
 
 
 def test_what_it_refuses(own_pack: Path, tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sqlite3
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from floe_chat.app.history import (
     History,
     Ready,
     Trouble,
+    Unsent,
     new_id,
     open_history,
     opening,
 )
 from floe_chat.app.history.schema import MIGRATIONS, VERSION
 from floe_chat.app.history.trouble import SQLITE_ERRORS, explaining
+from floe_chat.engine.events import SetQuality
 from floe_chat.models.errors import FloeError
 
 from .histories import SETUP, filled, read_all
@@ -141,12 +144,13 @@ def test_damage_that_no_check_sees_is_mended_once_it_was_met(file: Path) -> None
     again.store.close()
 
 
-def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path) -> None:
+@pytest.mark.parametrize("version", range(1, VERSION))
+def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path, version: int) -> None:
     file.parent.mkdir()
     connection = sqlite3.connect(file, isolation_level=None)
-    for statement in MIGRATIONS[0]:
+    for statement in (statement for step in MIGRATIONS[:version] for statement in step):
         connection.execute(statement)
-    connection.execute("PRAGMA user_version = 1")
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.execute(
         "INSERT INTO conversation (id, title, created, updated, model, sampling, system_prompt, persona)"
         " VALUES (10, 'Ancient', 5, 6, 'demo', '{\"temperature\": 0.5, \"gone\": 1}', '', '')"
@@ -158,7 +162,13 @@ def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path) -> None:
     connection.execute("UPDATE conversation SET head = 20")
     connection.close()
     opened = open_history(file)
-    assert opened.notices == () and opened.store.conversation(10).setup.sampling.temperature == 0.5
+    setup = opened.store.conversation(10).setup
+    assert opened.notices == () and (setup.sampling.temperature, setup.quality) == (0.5, None)
+    with opened.store.transaction():
+        opened.store.set_up(10, replace(setup, quality=SetQuality(0.5)))
+        opened.store.keep_unsent("me:1:1", [Unsent("a thought")])
+    assert opened.store.conversation(10).setup.quality == SetQuality(0.5)
+    assert opened.store.unsent(lambda _writer, _at: False) == {"me:1:1": [Unsent("a thought")]}
     assert [hit.message for hit in opened.store.search("long ago")] == [20]
     assert [hit.message for hit in opened.store.search("ancient")] == [None]
     opened.store.close()

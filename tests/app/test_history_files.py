@@ -101,7 +101,7 @@ def test_markdown_reads_as_the_branch_that_is_shown(store: Store) -> None:
     )
     with store.transaction():
         store.switch(chat, b)
-    assert as_markdown(store.tree(chat)).endswith("## Answer\n\nCut\n\n*stopped*\n")
+    assert as_markdown(store.tree(chat)).endswith("## Answer\n\nCut\n\n*cut off before its end*\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from floe_chat.app.cli import cli
-from floe_chat.app.setup_flow import Wish
+from floe_chat.app.setup_wish import Wish
 from floe_chat.models import catalog
 from floe_chat.models.errors import UsageError
 from floe_chat.models.pack import PackSpec

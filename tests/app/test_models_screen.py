@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.screens.models import ModelsScreen
-from floe_chat.app.setup_flow import wish
+from floe_chat.app.setup_wish import wish
 from floe_chat.app.setups import Setups, first_run, remove
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError

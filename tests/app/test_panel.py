@@ -35,7 +35,7 @@ async def test_rows_come_and_go_with_the_model() -> None:
         request = await ask(pilot, client)
         await show(pilot, client, None, request, "15 of 20")
         await until(pilot, lambda: "no GPU" in screen_text(pilot))
-        assert not shown(pilot, "origins") and not shown(pilot, "link")
+        assert "nothing has to move" in screen_text(pilot) and not shown(pilot, "link")
         await show(pilot, client, UNCOUNTED, request, "Link")
         assert "hit rate 62 %" not in screen_text(pilot)
         await show(pilot, client, VIRTUAL, request, "hit rate 62 %")
@@ -43,7 +43,7 @@ async def test_rows_come_and_go_with_the_model() -> None:
             await until(pilot, lambda figure=figure: figure in screen_text(pilot))
         assert "no GPU" not in screen_text(pilot)
         await show(pilot, client, None, request, "no GPU")
-        await until(pilot, lambda: not shown(pilot, "origins") and not shown(pilot, "link"))
+        await until(pilot, lambda: "nothing has to move" in screen_text(pilot) and not shown(pilot, "link"))
         await until(pilot, lambda: "virtual" not in screen_text(pilot))
 
 
@@ -87,3 +87,14 @@ async def test_two_lines_hold_the_hit_rate() -> None:
         assert "neurons 38 %" in screen_text(pilot)
         await show(pilot, client, VIRTUAL, request, "virtual 61.3 tokens/s")
         assert "hits 62 %" in screen_text(pilot)
+
+
+async def test_the_map_of_experts_follows_the_terminal() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(80, 24)) as pilot:
+        request = await ask(pilot, client)
+        await show(pilot, client, None, request, "61.3")
+        await pilot.resize_terminal(120, 50)  # no newer figures come
+        await until(pilot, lambda: screen_text(pilot).count("▀" * 16) == 4)
+        await pilot.press("tab", "down", "down", "down")
+        await until(pilot, lambda: "Which experts the router called" in screen_text(pilot))

@@ -112,6 +112,8 @@ def test_the_origins_of_rows_have_a_legend() -> None:
         "expert hit rate  ━━━━─────  45 %",
         "predictor recall ━━━━━━━──  81 %",
         "its precision    ━━━━━────  57 %",
+        "recall by layer     74 % to 86 %",
+        "····▆▆▆▆▇▇▇▇▇▇▇▇",
         "expert halves dropped        3 %",
     ]
     narrow = lines(memory.origins, shown, 20)
@@ -140,6 +142,8 @@ def test_what_was_not_counted_is_no_zero() -> None:
         "expert hit rate        — not yet",
         "predictor recall       — not yet",
         "its precision          — not yet",
+        "recall by layer        — not yet",
+        "",
     ]
     assert lines(memory.link, shown)[1:] == [
         "moved per token        — not yet",
@@ -163,7 +167,7 @@ def test_zeros_that_were_counted_are_shown() -> None:
     assert not any(word in memory.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
     assert value(memory.link, shown, "wait per token") == "0.00 ms"
     assert value(memory.link, shown, "of its peak") == "— not yet"
-    assert lines(memory.memory, shown)[5] == "┄" * 32
+    assert lines(memory.memory, shown)[4].strip("▚") == ""
 
 
 def test_shares_that_fill_the_bar_leave_nothing_out() -> None:
@@ -199,10 +203,10 @@ def test_the_link_and_its_peak() -> None:
 def test_the_devices_memory_by_use() -> None:
     drawn = lines(memory.memory, figures(ROWS, vram_bytes=7_900_000_000))
     assert drawn[3:] == [
-        "context ━─────────────────   6 %",
         "VRAM                     7.90 GB",
-        "█████▓▓▓▓▓▓▓▓▓▓▒▒▒▒▒▒▒▒▒▒▒▒▒▒░░░",
+        "█████▓▓▓▓▓▓▓▓▓▓▚▒▒▒▒▒▒▒▒▒▒▒▒▒░░░",
         "█ dense 1.20 GB  ▓ up    2.30 GB",
+        "▚ KV cache                450 kB",
         "▒░ pool, used    3.20 of 4.00 GB",
     ]
     assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 GB"  # nothing measures a stand-in: the sum
@@ -212,7 +216,8 @@ def test_the_devices_memory_by_use() -> None:
 
 def test_without_a_pool_nothing_is_made_up() -> None:
     shown = figures(None)
-    assert memory.origins(shown, 32).plain == "" and memory.link(shown, 32).plain == ""
+    assert lines(memory.origins, shown) == ["Rows, link   nothing has to move"] and memory.link(shown, 32).plain == ""
+    assert memory.origins(Figures(), 32).plain == ""
     assert value(memory.memory, shown, "VRAM") == "no GPU"
     assert value(memory.memory, shown, "model, resident part") == "23.4 MB"
     assert value(memory.memory, figures(None, vram_bytes=5_000_000_000), "VRAM") == "5.00 GB"
@@ -253,3 +258,17 @@ def test_small_figures_do_not_look_like_none() -> None:
     times = (None, 0.0, 2.063e-6, 0.00042, 0.0123, 12.3456)
     assert [units.milliseconds(time) for time in times] == ["—", "0.00 ms", "2.06 µs", "0.42 ms", "12.3 ms", "12346 ms"]
     assert units.size_of(3.2e9, 4e9) == "3.20 of 4.00 GB" and units.size_of(5, 40) == "5 of 40 B"
+
+
+def test_a_predictor_that_is_not_needed_is_no_missing_figure() -> None:
+    shown = figures(dataclasses.replace(ROWS, recall=None, precision=None, recalls=(), precisions=()))
+    assert value(memory.origins, shown, "predictor") == "asked for nothing"
+
+
+def test_shares_by_layer_tell_what_was_not_measured() -> None:
+    shown = figures(ROWS)
+    label, bars = draw.by_layer(shown, "recall", (None, 0.5, 1.0, 0.0), 32, top=1.0)
+    assert label.plain == "recall              0 % to 100 %" and bars.plain == "····▄▄▄▄████    "
+    assert draw.by_layer(shown, "recall", (), 32)[0].plain.endswith("— not yet")
+    many = draw.by_layer(shown, "recall", (0.2, 0.8) * 40, 32)
+    assert all(line.cell_length == 32 for line in many)

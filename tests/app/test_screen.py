@@ -173,13 +173,17 @@ async def test_presets_cycle_also_while_an_answer_runs(long_pack: Path) -> None:
         assert state(pilot) == "writing"
 
 
-@pytest.mark.parametrize("while_answering", [False, True], ids=["idle", "answering"])
-async def test_quit_is_immediate(long_pack: Path, while_answering: bool) -> None:
+@pytest.mark.parametrize("during", ["loading", "ready", "reading", "writing"])
+async def test_quit_is_immediate(long_pack: Path, during: str) -> None:
     client = HeldClient(long_pack, endless=True)
-    async with running(client, max_new_tokens=30_000) as pilot:
-        await until(pilot, lambda: state(pilot) == "ready")
-        if while_answering:
+    async with running(client, max_new_tokens=20_000) as pilot:
+        await until(pilot, lambda: state(pilot).startswith("loading" if during == "loading" else "ready"))
+        if during == "reading":
+            pilot.app.screen_stack[0].query_one(Composer).put("a long question " * 700)
+            await pilot.press("enter")
+        elif during == "writing":
             await ask(pilot, "go on")
+        await until(pilot, lambda: state(pilot).startswith(during))
         began = time.monotonic()
         await pilot.press("ctrl+q")
         # The screen may not wait for the engine; ten seconds are for a busy machine.

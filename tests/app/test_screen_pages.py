@@ -111,3 +111,12 @@ async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
         await pilot.press("f10")
         await until(pilot, lambda: client.cancelled == 1)
         await finish(pilot, client, request, "cancelled")
+
+
+async def test_a_name_is_no_markup() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        composer(pilot).put("[/foo] \x1b[31m what is x[0]?")
+        await pilot.press("enter")
+        await until(pilot, lambda: bool(client.asked))
+        await until(pilot, lambda: "╭─ [/foo] �[31m what is x[0]?" in screen_text(pilot))

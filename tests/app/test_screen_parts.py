@@ -11,12 +11,12 @@ from floe_chat.app.bridge import AnswerFinished, AnswerText, ModelReady, StatsAr
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.screens.history import when
 from floe_chat.app.widgets import units
-from floe_chat.app.widgets.answer import AnswerParser
 from floe_chat.app.widgets.clipboard import local_tool
 from floe_chat.app.widgets.completion import Wanted, wanted
 from floe_chat.app.widgets.fences import FenceSplitter
 from floe_chat.app.widgets.files import listing, matching, outside
 from floe_chat.app.widgets.heat import bars, condense, stretch
+from floe_chat.app.widgets.markdown import AnswerParser
 from floe_chat.app.widgets.plain import printable
 from floe_chat.engine.events import Finished, Tokens
 

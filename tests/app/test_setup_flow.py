@@ -16,7 +16,8 @@ import pytest
 from click.testing import CliRunner
 from floe_chat.app import setup_command, setup_flow
 from floe_chat.app.cli import cli
-from floe_chat.app.setup_flow import Setup, Wish, forget, unfinished, wish
+from floe_chat.app.setup_flow import Setup
+from floe_chat.app.setup_wish import Wish, forget, unfinished, wish, write_note
 from floe_chat.models import catalog
 from floe_chat.models.errors import AccessError, FloeError, TryAgainError, UsageError
 from floe_chat.models.packed import PackedModel
@@ -162,7 +163,7 @@ def test_a_disk_that_is_too_small_is_known_first(hub: FakeHub, monkeypatch: pyte
 def test_left_between_packing_and_the_end(hub: FakeHub) -> None:
     with Setup(wish(REPO)) as running:
         assert ended(running.start()).error is None
-    setup_flow._write_note(running.wish)  # pyright: ignore[reportPrivateUsage]
+    write_note(running.wish)
     (begun,) = unfinished()
     before, asked = digest(begun.folder), len(hub.requests)
     with Setup(begun) as again:
@@ -197,7 +198,7 @@ def test_given_up_leaves_nothing(hub: FakeHub) -> None:
 PARENT = """
 import os, sys
 from pathlib import Path
-from floe_chat.app import setup_flow
+from floe_chat.app import setup_flow, setup_wish
 from floe_chat.models import checkpoint, hub_shelf, pack, packed, skeleton
 from floe_chat.models.fetch_loop import Tuning
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
@@ -207,7 +208,7 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         running = setup_flow.Setup(
-            (setup_flow.unfinished() or [setup_flow.wish("floe/tiny")])[0],
+            (setup_wish.unfinished() or [setup_wish.wish("floe/tiny")])[0],
             tuning=Tuning(piece=100_000, first_wait=0.01, longest_wait=0.05, sync=0.01),
         )
         running.start()

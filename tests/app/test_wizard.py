@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.setup_flow import unfinished
+from floe_chat.app.setup_wish import unfinished
 from floe_chat.app.setups import Setups
 from floe_chat.models import catalog
 from floe_chat.models.packed import PackedModel

@@ -157,13 +157,13 @@ def papers() -> dict[str, Any]:
     """(c): tokens per second by policy and memory, Python counting for nobody."""
     result: dict[str, Any] = {"figure 8": {}, "fiddler": {}}
     print(f"{'RTX 3090, GB':<28}" + "".join(f"{vram:>8}" for vram in PAPER_VRAM))
-    speeds = _of_card(virtual.card("rtx3090-24gb"), 0.4)
+    speeds = _of_card(virtual.card("rtx3090-24gb"), offload.CPU_REACHED)
     for policy in FIGURE_8:
         row = [_played(policy, speeds, int(vram * 2**30 / (1 - KEPT_FREE))) for vram in PAPER_VRAM]
         print(f"{policy.name:<28}" + "".join(f"{rate:8.1f}" if rate else f"{'-':>8}" for rate in row))
         result["figure 8"][policy.name] = dict(zip(PAPER_VRAM, row, strict=True))
     for name, resident in (("quadrortx6000-24gb", 56), ("l4-24gb", 52)):
-        speeds = _of_card(virtual.card(name), 0.4)
+        speeds = _of_card(virtual.card(name), offload.CPU_REACHED)
         fiddler, own = FIGURE_8[4], FIGURE_8[5]
         takes = Footprint.of(MODEL, fiddler.spec)
         held = Held(gpu=True, pool=resident / 256, cpu=True)

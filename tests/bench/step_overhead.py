@@ -94,7 +94,7 @@ class _Nothing(Device):
     def _sum(self, x: torch.Tensor, rows: Any, calls: Calls, active: Active, limits: Any, x_bits: int) -> Partial:
         return torch.zeros_like(x), active.offsets.diff()
 
-    def _beside(self, work: Any, what: Any, nbytes: int) -> Future[Partial]:
+    def _beside(self, work: Any, what: Any, count: int, nbytes: int) -> Future[Partial]:
         done: Future[Partial] = Future()
         done.set_result(work())
         return done

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from floe_chat.engine.bench import baselines
 from floe_chat.engine.bench.offload import OTHERS, run, steps
-from floe_chat.engine.bench.replay import Width, play, room
+from floe_chat.engine.bench.replay import ReplayDevice, Width, play, room
 from floe_chat.engine.bench.trace import Trace, record
 from floe_chat.engine.offload import Parts
+from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.virtual import Card, card
 from floe_chat.models.errors import UsageError
@@ -84,6 +86,36 @@ def test_a_slower_link_makes_it_slower(small: Card, trace: Trace) -> None:
         fast = play(small, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300)
         assert play(slow, WIDTH, trace, one, Parts(cpu=False), warm=WARM, pool=300).seconds > fast.seconds
     assert baselines.naive(slow, trace, WARM).seconds > baselines.naive(small, trace, WARM).seconds
+
+
+@pytest.mark.parametrize(("lane", "factor"), [("link_bytes_s", 4.0), ("cpu_bytes_s", 10.0), ("cpu_bytes_s", 0.02)])
+def test_a_lane_that_was_misjudged_is_found_out(
+    small: Card, trace: Trace, monkeypatch: pytest.MonkeyPatch, lane: str, factor: float
+) -> None:
+    """Placement goes by wrong rates at first; what is observed corrects them, also of a lane that got nothing to do."""
+    slow = dataclasses.replace(small, link_bytes_s=2e8, pack_bytes_s=1e15, cpu_bytes_s=3e8)
+    long = twofold(twofold(twofold(trace)))
+    original, devices = ReplayDevice.__init__, list[ReplayDevice]()
+
+    def misjudge(self: ReplayDevice, *given: Any) -> None:
+        original(self, *given)
+        setattr(self.rates, lane, factor * getattr(self.rates, lane))
+        devices.append(self)
+
+    def ignore(*_given: object) -> None:
+        pass
+
+    def played() -> float:
+        return play(slow, WIDTH, long, HALF, Parts(), ahead=False, warm=120, pool=300).seconds
+
+    right = played()
+    monkeypatch.setattr(ReplayDevice, "__init__", misjudge)
+    assert played() < 1.1 * right
+    believed, true = (getattr(rates, lane) for rates in (devices[0].rates, slow.rates(4 * WIDTH.hidden / 512)))
+    assert lane == "cpu_bytes_s" or 0.9 < believed / true < 1.1
+    monkeypatch.setattr(Rates, "observed", ignore)
+    monkeypatch.setattr(Rates, "unused", ignore)
+    assert played() > 1.15 * right  # so it is the correction that does it
 
 
 def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:

@@ -10,6 +10,7 @@ from floe_chat.engine.candidates import Outcome, Setting, Taken, compute
 from floe_chat.engine.quality import Preset
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.pack import PackSpec
+from floe_chat.models.widths import Narrow
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
@@ -55,6 +56,29 @@ def test_widths_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path, width
     down_bytes = layer.rows.layout.down.nbytes
     stored = layer.up.bytes_per_expert() + NEURONS * (gate_bytes + down_bytes)
     assert found.taken.nbytes(found.setting, HIDDEN, NEURONS) == TOP_K * LAYERS * stored
+
+
+def test_narrow_experts_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    narrow = Narrow(0.5, 2, 3, 2)
+    manifest = make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(4, 4, 8, dense=16, narrow=narrow))
+    loaded = open_model(tmp_path / "p")
+    loaded.control.preset = Preset("", 0.0, lossless=True)
+    rare = tuple(rare.experts for rare in manifest.rare)
+    usual, mixed, low, all_low = run(
+        *(tiny_checkpoint, Setting(4, 4, 8), Setting(4, 4, 8, narrow=narrow, rare=rare), Setting(2, 3, 2)),
+        Setting(4, 4, 8, narrow=narrow, rare=(tuple(range(EXPERTS)),) * LAYERS),
+    )
+    with torch.inference_mode():
+        expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
+    assert relative_rms(mixed.logits(), expected) <= 1e-4
+    assert relative_rms(usual.logits(), expected) > 1e-2
+    assert relative_rms(all_low.logits(), low.logits()) <= 1e-5
+    read = [outcome.taken.nbytes(outcome.setting, HIDDEN, NEURONS) for outcome in (usual, mixed, low, all_low)]
+    assert read[0] > read[1] > read[2] == pytest.approx(read[3])
+    called = mixed.taken.narrow
+    assert called is not None and 0 < called.halves < mixed.taken.halves and usual.taken.narrow is None
+    share = called.halves / mixed.taken.halves
+    assert read[1] == pytest.approx(share * read[2] + (1 - share) * read[0])
 
 
 def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:

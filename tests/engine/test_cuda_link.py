@@ -86,7 +86,7 @@ class FakeCuda:
             self.kept.append((tensor, stream))
 
         def pinned(tensor: Tensor) -> bool:
-            return tensor.shape[0] == ROWS
+            return tensor.shape[-2] == ROWS
 
         monkeypatch.setattr(torch.cuda, "Stream", stream)
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat.engine.kv import BLOCK, GROUP, GrowingStore, KVCache, LibraryStore
+from floe_chat.engine.kv import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, LibraryStore, Store
 from floe_chat.engine.quality import Preset
 from torch import Tensor
 
@@ -147,6 +147,67 @@ def test_a_second_conversation_takes_no_more_memory() -> None:
         put(store, torch.randn(2, 2 * BLOCK, 6, 5))
     store.crop(0)
     assert [place.data_ptr() for place in store.places(1)] == places
+
+
+class Lender:
+    """A room of plain memory; what is not lent is filled with NaN."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self.size = torch.full((nbytes,), 255, dtype=torch.uint8), 0
+
+    def vacant(self) -> bool:
+        return True
+
+    def let(self, store: Store) -> None:
+        self.lend(0)
+
+    def lend(self, nbytes: int) -> None:
+        assert nbytes <= self.memory.numel()
+        self.size = nbytes
+        self.memory[: self.memory.numel() - nbytes] = 255
+
+    def lent(self) -> Tensor:
+        return self.memory[self.memory.numel() - self.size :]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    layers, heads, dim, window = 1 + 2 * seed, 2, 3, 7 * BLOCK + 19
+    token = layers * 2 * heads * dim * 4
+    room = Lender(window * token + 64)
+    store = BorrowingStore(layers, heads, dim, window, torch.float32, torch.device("cpu"), room)
+    held = torch.empty(layers, 0, 2 * heads, dim)
+
+    def drawn(most: int) -> int:
+        return int(torch.randint(0, most + 1, (1,), generator=random))
+
+    for turn in range(30):
+        kept = drawn(store.length) if turn % 3 == 0 else store.length
+        store.crop(kept)
+        store.trim(kept + 1)
+        part = torch.randn(layers, drawn(min(700, window - kept)), 2 * heads, dim, generator=random)
+        held = torch.cat([held[:, :kept], part], 1)
+        put(store, part)
+        assert store.length == held.shape[1] <= store.capacity < max(kept + 1, held.shape[1]) + BLOCK
+        assert store.nbytes() == room.size == store.capacity * token
+        for layer, memory in enumerate(store.layers()):
+            assert torch.equal(memory[: store.length], held[layer])
+    with pytest.raises(ValueError, match="window"):
+        store.reserve(window + 1)
+
+
+def test_a_new_conversation_gives_borrowed_memory_back() -> None:
+    room = Lender(1 << 20)
+    kv = KVCache()
+    store = BorrowingStore(1, 1, 2, 20 * BLOCK, torch.float32, torch.device("cpu"), room)
+    kv.store_of(GrowingStore, lambda: store)
+    put(store, torch.zeros(1, 10 * BLOCK, 2, 2))
+    kv.computed([5] * 10 * BLOCK, SAME)
+    kv.keep([5] * (3 * BLOCK), SAME)
+    assert store.capacity == 3 * BLOCK
+    kv.keep([7, 8], SAME)
+    assert store.capacity == BLOCK and store.length == 0 and kv.nbytes() == room.size
 
 
 def test_the_librarys_cache_is_cropped_where_a_pass_broke_off() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from floe_chat.engine import hardware, opening
 from floe_chat.engine.devices import VirtualDevice
 from floe_chat.engine.hardware import Gpu
+from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.opening import Choice, Needs
 from floe_chat.models.checkpoint import read_config
@@ -67,6 +69,15 @@ def test_what_is_left_is_the_pool(needs: Needs, extra: int) -> None:
     assert needs.pool(1 << 40) == needs.layers * needs.experts * needs.neurons
 
 
+def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
+    long = replace(needs, context=100)
+    keys, window = long.beside(long.least(), 512)
+    assert (keys, window) == (100 * needs.kv, 100)
+    keys, window = long.beside(long.least() + 3 * needs.kv, 512)
+    assert keys < 101 * needs.kv and window == 103  # the pool took what came on top, and gives it back
+    assert long.beside(1 << 40, 512) == (512 * needs.kv, 512)
+
+
 def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
     with pytest.raises(UsageError) as refused:
         needs.pool(needs.least() - 1)
@@ -116,14 +127,16 @@ def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> Non
 
 @pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
 def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, device: str) -> None:
-    want = answer(open_model(tiny_pack), [1, 40, 41, 42], max_new_tokens=12).tokens
+    prompt = [1, *[40 + n % 200 for n in range(BLOCK)]]  # the keys and values of two blocks leave the fewest rows
+    want = answer(open_model(tiny_pack), prompt, max_new_tokens=12).tokens
     loaded, told = load(tiny_pack, None, "cpu", silent)
     assert loaded.offload is None and told.device == "cpu"
     loaded, told = load(tiny_pack, None, device, silent, vram=needs.least())
     assert loaded.offload is not None and told.device == device and device in told.reason
-    assert loaded.offload.pool.capacity == needs.top_k * needs.neurons == loaded.offload.pool.used  # warm
+    assert loaded.offload.pool.capacity == loaded.offload.pool.used > needs.top_k * needs.neurons  # warm
     assert isinstance(loaded.offload.device, VirtualDevice) == device.startswith("sim:")
-    assert answer(loaded, [1, 40, 41, 42], max_new_tokens=12).tokens == want
+    assert answer(loaded, prompt, max_new_tokens=12).tokens == want
+    assert loaded.offload.pool.capacity == needs.top_k * needs.neurons
     loaded.close()
 
 

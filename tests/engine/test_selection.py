@@ -6,7 +6,14 @@ import math
 
 import pytest
 import torch
-from floe_chat.engine.selection import Residency, halves, substitute, substitute_all
+from floe_chat.engine.selection import (
+    Residency,
+    halves,
+    halves_there,
+    substitute,
+    substitute_all,
+    substitute_there,
+)
 
 
 def resident(*experts: int, capacity: int = 8) -> Residency:
@@ -82,3 +89,44 @@ def test_stand_ins_get_the_weights_that_the_family_would_give_them(normalized: b
     if normalized:
         expected = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(new, expected)
+
+
+class Fixed:
+    """What is resident does not change."""
+
+    def __init__(self, experts: list[bool]) -> None:
+        self._experts = experts
+
+    def __contains__(self, expert: int) -> bool:
+        return self._experts[expert]
+
+    def use(self, expert: int) -> bool:
+        return expert in self
+
+
+@pytest.mark.parametrize("among", [1, 2, 4, 6])
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 1.0])
+def test_on_the_device_the_same_experts_stand_in(among: int, normalized: bool, alpha: float) -> None:
+    generator = torch.Generator().manual_seed(among)
+    changed = 0
+    for _ in range(60):
+        probabilities = torch.randn(3, 6, generator=generator).mul(2).softmax(-1)
+        resident = torch.rand(6, generator=generator) < 0.5
+        weights, index = probabilities.topk(among)
+        if normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        want = substitute_all(probabilities, index, weights, Fixed(resident.tolist()), alpha)
+        found = substitute_there(probabilities, index, weights, resident, alpha)
+        assert found[0].tolist() == want[0].tolist()
+        torch.testing.assert_close(found[1], want[1])
+        changed += found[0].tolist() != index.tolist()
+    assert (changed > 0) == (alpha > 0 and among < 6)
+
+
+@pytest.mark.parametrize(("drop", "major"), [(0.0, 0.0), (0.5, 0.5), (0.2, 0.9), (0.9, 0.2), (1.0, 1.0)])
+def test_on_the_device_as_many_halves_are_computed(drop: float, major: float) -> None:
+    weights = torch.rand(200, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    weights[0] = torch.nan  # stays, and is noticed
+    weights[1] = 1 / 3
+    assert halves_there(weights, drop, major).tolist() == halves(weights.tolist(), drop, major)

@@ -176,7 +176,7 @@ def test_counters_are_told_while_the_answer_runs(engine: Engine, monkeypatch: py
 
 def test_recall_by_layer(tiny_pack: Path) -> None:
     with Engine() as engine:
-        engine.send(Load(str(tiny_pack), None, "sim:rtx3060-12gb", None))
+        engine.send(Load(str(tiny_pack), None, "throttled:4gb", 1 << 30))
         engine.until(Loaded)
         engine.send(asking(1, PROMPT, tokens=9))
         rows = finished(engine, 1).rows
@@ -185,3 +185,8 @@ def test_recall_by_layer(tiny_pack: Path) -> None:
     assert rows.recalls[0] is None and rows.precisions[0] is None
     assert rows.precisions[1] == rows.precision and rows.recalls[1] == rows.recall
     assert 0 < rows.recall <= 1
+    # As many experts are named as are chosen, two of four in each of 8 steps: in 16ths.
+    assert rows.expert_recalls == (None, rows.expert_recall) and rows.expert_precisions == (None, rows.expert_precision)
+    assert rows.expert_recall is not None and rows.expert_recall == rows.expert_precision
+    assert rows.expert_recall * 16 % 1 == 0
+    assert rows.recall <= rows.expert_recall or rows.expert_recall == 1

@@ -1,23 +1,21 @@
-"""How often a decode step waits for the device: all that is fetched goes through `Device.fetched`.
+"""How often a decode step waits for the device: all that is waited for goes through `Device.arrived`.
 
 The device here is the CPU, so that nothing is really waited for; what is counted is the engine's asking.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from floe_chat.engine import devices
 from floe_chat.engine.devices import Device
+from floe_chat.engine.fetching import Copy, moved
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.moe import Control
 from floe_chat.engine.offload import Offload, Parts
 from floe_chat.engine.offloaded import OffloadedLayer
 from floe_chat.engine.placement import Rates
-from floe_chat.engine.predictor import GatePredictor
-from floe_chat.engine.quality import Preset
+from floe_chat.engine.predictor import GatePredictor, PartialPredictor
+from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
 from floe_chat.models.packed import PackedLayer
@@ -34,12 +32,12 @@ class Counted(Device):
         super().__init__("counted", "cpu", ThrottledLink(nbytes, rate=1e12), rates)
         self.asked = 0
 
-    def fetched(self, *tensors: Tensor) -> list[Tensor]:
+    def arrived(self, copy: Copy) -> list[Tensor]:
         self.asked += 1
-        return super().fetched(*tensors)
+        return super().arrived(copy)
 
 
-def layers(device: Device, preset: Preset, *, predict: bool) -> tuple[list[OffloadedLayer], Offload]:
+def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list[OffloadedLayer], Offload]:
     vector = VectorLayout(HIDDEN, 16, HIDDEN)
     layout, up_layout = RowLayout(vector, vector, torch.float16), UpLayout(vector, torch.float16)
     generator = torch.Generator().manual_seed(1)
@@ -59,26 +57,37 @@ def layers(device: Device, preset: Preset, *, predict: bool) -> tuple[list[Offlo
     control = Control(preset)
     control.counting = True
     shared = Offload(device, Parts(), [packed] * LAYERS, EXPERTS * NEURONS)
-    if predict:
-        routers = [weights(EXPERTS, HIDDEN).float() for _ in range(LAYERS)]
+    routers = [weights(EXPERTS, HIDDEN).float() for _ in range(LAYERS)]
+    if predict == "gate":
         shared.predictor = GatePredictor(routers, [torch.ones(HIDDEN)])
+    if predict == "partial":
+        shared.predictor = PartialPredictor(
+            routers, lambda _layer, output: torch.ones(1, HIDDEN) if output is None else output + 1
+        )
     made = [OffloadedLayer(i, packed, packed, shared, control, Telemetry(LAYERS, EXPERTS)) for i in range(LAYERS)]
     made[0].following = made[1]
     made[0].router = made[1].router = weights(EXPERTS, HIDDEN).float()
     return made, shared
 
 
+PLAIN = Preset("Plain", 0.3, 0.2)
+
+
 @pytest.mark.parametrize(
-    ("preset", "predict", "waits"),
+    "preset",
     [
-        (Preset("Plain", 0.3, 0.2), False, 2),  # of two layers: one each
-        (Preset("Dropping", 0.3, 0.2, drop=0.2, major=0.45), False, 4),  # the router's choice comes first
-        (Preset("Replacing", 0.3, 0.2, alpha=0.5), False, 4),
-        (Preset("Plain", 0.3, 0.2), True, 3),  # the list of neurons that is guessed for the second layer
+        PLAIN,
+        Preset("Dropping", 0.3, 0.2, drop=0.9),
+        Preset("Halving", 0.3, 0.2, drop=0.2, major=0.9),
+        Preset("Replacing", 0.3, 0.2, alpha=0.5),
+        Preset("All at once", 0.3, 0.2, drop=0.2, major=0.9, alpha=0.5),
+        Preset("Lenient", 0.3, 0.2, lenient=True),
+        *PRESETS,
     ],
-    ids=["plain", "drop", "replace", "predict"],
+    ids=lambda preset: preset.name,
 )
-def test_a_step_waits_once_per_layer_for_what_it_needs(preset: Preset, predict: bool, waits: int) -> None:
+@pytest.mark.parametrize("predict", [None, "gate", "partial"])
+def test_a_step_waits_once_per_layer(preset: Preset, predict: str | None) -> None:
     vector = VectorLayout(HIDDEN, 16, HIDDEN)
     nbytes = RowLayout(vector, vector, torch.float16).nbytes
     device = Counted(nbytes)
@@ -86,11 +95,35 @@ def test_a_step_waits_once_per_layer_for_what_it_needs(preset: Preset, predict: 
     with torch.inference_mode():
         for token in range(5):
             x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(token))
-            before = device.asked
             for layer in made:
+                before = device.asked
                 x = x + layer(x, torch.tensor([[token % 4, 3 - token % 4]]), torch.tensor([[0.6, 0.4]]))
-            assert device.asked - before == waits
+                assert device.asked - before == 1
             assert x.isfinite().all()
+    guessed = sum(counts.guessed for counts in made[1].telemetry.layers)
+    assert (guessed > 0) == (predict is not None)  # what was asked ahead was there in time
+    device.close()
+
+
+class Late(Counted):
+    """What is asked ahead takes until the next layer waits."""
+
+    def there(self, copy: Copy) -> bool:
+        return False
+
+
+def test_a_guess_that_comes_too_late_is_left_alone() -> None:
+    vector = VectorLayout(HIDDEN, 16, HIDDEN)
+    device = Late(RowLayout(vector, vector, torch.float16).nbytes)
+    made, shared = layers(device, PLAIN, predict="gate")
+    want, _ = layers(Counted(device.link.nbytes), PLAIN, predict=None)  # pyright: ignore[reportAttributeAccessIssue]
+    x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
+    chosen = torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.4]])
+    with torch.inference_mode():
+        for layer, other in zip(made, want, strict=True):
+            assert torch.allclose(layer(x, *chosen), other(x, *chosen), rtol=1e-5)
+    assert device.asked == LAYERS and shared.ahead is None
+    assert sum(counts.guessed for counts in made[1].telemetry.layers) == 0
     device.close()
 
 
@@ -113,8 +146,8 @@ def test_many_tensors_go_over_in_one_copy(order: slice) -> None:
     def wanted(tensor: Tensor) -> bool:
         return tensor.dtype != torch.bool
 
-    moved: Any = devices._moved(given, wanted, move)  # pyright: ignore[reportPrivateUsage]
+    found = moved(given, wanted, move)
     assert moves == [24 + 8 + 12 + 3]
-    for before, after in zip(given, moved, strict=True):
+    for before, after in zip(given, found, strict=True):
         assert after.dtype == before.dtype and torch.equal(after, before)
         assert (after is before) == (before.dtype == torch.bool)

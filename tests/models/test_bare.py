@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +89,3 @@ def test_a_rope_that_changes_with_the_length_takes_the_library(tmp_path: Path) -
     ids = torch.tensor([[1, 5, 9]])
     ours = loaded.decoder.forward([1, 5, 9], KVCache())
     assert relative_rms(ours, loaded.model(input_ids=ids).logits[:, -1]) < 1e-6
-
-
-def test_a_chat_leaves_the_librarys_model_code_alone(tiny_pack: Path) -> None:
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from floe_chat.engine.loader import load\n"
-        "from floe_chat.engine.kv import KVCache\n"
-        "loaded, _ = load(Path(sys.argv[1]), None, 'cpu', lambda step, share: None)\n"
-        "loaded.decoder.forward([1, 2, 3], KVCache())\n"
-        "heavy = ('transformers.modeling_utils', 'torch._dynamo', 'torch.distributed.tensor', 'sympy', 'hqq')\n"
-        "print(*(name for name in heavy if name in sys.modules))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(tiny_pack)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""

@@ -193,7 +193,6 @@ def test_text_that_is_no_unicode_is_refused_or_replaced(chat: ChatFormat, text: 
     [
         "{{ raise_exception('no such turn') }}",
         "{{ messages[7].content }}",
-        "{% if %}",
         "{{ 1 / 0 }}",
         "{{ messages + 1 }}",
         "{{ ''.__class__.__mro__ }}",
@@ -207,6 +206,13 @@ def test_errors_of_the_template_are_explained(copy: Path, template: str) -> None
     with pytest.raises(UsageError) as caught:
         ask(ChatFormat(copy), "hi")
     assert caught.value.title and caught.value.cause
+
+
+def test_what_is_no_template_is_told_at_once(copy: Path) -> None:
+    edit_json(copy / "tokenizer_config.json", lambda fields: fields.update(chat_template="{% if %}"))
+    with pytest.raises(PackError, match="cannot be read") as caught:
+        ChatFormat(copy)
+    assert "chat template" in caught.value.cause and caught.value.hint
 
 
 def test_roles_that_the_template_does_not_know_are_explained(chat: ChatFormat) -> None:

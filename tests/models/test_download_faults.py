@@ -18,7 +18,7 @@ from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault
 
 FAST = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
-HASTY = replace(FAST, give_up=0.3)
+HASTY = replace(FAST, give_up=1.0)
 
 
 def fetched(folder: Path, tuning: Tuning = FAST) -> Download:

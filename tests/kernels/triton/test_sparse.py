@@ -52,6 +52,37 @@ def test_up_gemv_finds_the_active_neurons(bits: int, size: Size, device: torch.d
     assert relative_rms(active.values, expected) <= TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("bits", [2, 3, 16])
+def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, device: torch.device) -> None:
+    size = (3, 17, 128, 64)
+    layer, x, calls = layer_on(device, size, (bits, 2, 2)), make_x(3, size[2], torch.float32), some_calls(size[0])
+    truth = up_values(layer, x.double(), calls)
+    limits = torch.tensor([threshold_between(v, 0.5) for v in truth])
+    limits[1] = torch.inf
+    given = (x.to(device), layer.stored_up, calls_on(device, calls), limits)
+    want = kernels.up_gemv(*given)
+    ends, neurons, values = kernels.up_list(*given)
+    assert ends.device == neurons.device == values.device == given[0].device
+    assert ends.tolist() == want.offsets[1:].tolist() and want.offsets.diff()[1] == 0 < want.offsets.diff()[0]
+    total = int(ends[-1])
+    assert neurons[:total].tolist() == want.neurons.tolist() and torch.equal(values[:total], want.values)
+    assert neurons.numel() == values.numel() == calls.experts.numel() * truth[0].numel()
+
+
+@pytest.mark.parametrize("widths", SWIGLU_WIDTHS, ids=str)
+def test_rows_in_slots_made_for_longer_ones_give_the_same(widths: Widths, device: torch.device) -> None:
+    size = ALL_SIZES[-1]
+    layer, x, calls = layer_on(device, size, widths), make_x(3, size[2], torch.float32), some_calls(size[0])
+    active = active_on(device, as_active(*some_active(up_values(layer, x.double(), calls)), torch.float32))
+    layout, nbytes = layer.rows.layout, layer.rows.layout.nbytes
+    data = torch.full((*size[:2], nbytes + 192), 0xFF, dtype=torch.uint8, device=device)
+    data[:, :, :nbytes] = layer.rows.data
+    longer = replace(layer.rows, layout=replace(layout, least=nbytes + 192), data=data)
+    y, _ = kernels.sparse_swiglu(x.to(device), longer, calls_on(device, calls), active)
+    same, _ = kernels.sparse_swiglu(x.to(device), layer.rows, calls_on(device, calls), active)
+    assert torch.equal(y, same)
+
+
 @pytest.mark.parametrize("size", ALL_SIZES, ids=size_id)
 @pytest.mark.parametrize("widths", SWIGLU_WIDTHS, ids=str)
 def test_sparse_swiglu_is_the_formula(widths: Widths, size: Size, device: torch.device) -> None:

@@ -1,0 +1,188 @@
+"""The terminal around the screen: taken at once, so that something is seen and keys are kept, and given back whole.
+
+Textual takes half a second and more to import. Until it has the terminal, this file does: it paints a first picture,
+keeps typed keys from being echoed, and ends the program cleanly when a signal says so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any
+
+EXIT_SIGNAL = 128
+"""The exit code after a signal is this plus its number, as shells have it: 130 interrupt, 143 TERM, 129 hang-up."""
+
+_LONGEST_END = 8.0  # seconds; what ending waits for takes five at most
+_LOOK_SECONDS = 1.0
+_HUNG_UP = EXIT_SIGNAL + 1
+_IN, _OUT = 0, 2  # Textual reads keys from stdin and paints on stderr
+_TAKE = "\x1b[?1049h\x1b[?25l"
+_LEAVE = "\x1b[?1049l\x1b[?25h"
+# Whatever Textual may have switched on: paste brackets, wrapping off, resize and mouse reports, focus, kitty's keys.
+_RESTORE = (
+    "\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[?1016l\x1b[?1004l\x1b[<u\x1b[0m"
+    + _LEAVE
+)
+
+
+class Terminal:
+    """As a context it holds the terminal for a screen that is still being made.
+
+    Inside it TERM, HUP and INT end the program with 128 plus the signal's number: at once until `serve` is called, and
+    through the screen from then on. On Windows it only paints.
+    """
+
+    def __init__(self) -> None:
+        self._attributes: list[Any] | None = None
+        self._ours = False
+        self._leave: Callable[[int], None] | None = None
+        self._close: Callable[[], object] | None = None
+        self._over = threading.Event()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Terminal:
+        for number in _signals():
+            self._before[number] = signal.signal(number, self._end)
+        self._attributes = _hold()
+        self._ours = True
+        _write(_TAKE + _first_picture())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        if self._ours:
+            _write(_LEAVE)
+        self._reset()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def hand_over(self) -> None:
+        """The screen takes the terminal now, as it was found; what was typed meanwhile waits there to be read."""
+        self._ours = False
+        self._reset()
+
+    def serve(self, leave: Callable[[int], None], close: Callable[[], object]) -> None:
+        """From now on signals end the screen.
+
+        `leave` gets the exit code and lets the screen end. `close` saves what is unsaved; it is called instead where
+        the terminal is gone, and where the screen does not end.
+        """
+        self._leave, self._close = leave, close
+        threading.Thread(target=self._watch, name="floe-terminal", daemon=True).start()
+
+    def expect_end(self, code: int) -> None:
+        """The screen is about to end by itself; if it does not in some seconds, it is ended."""
+
+        def end() -> None:
+            if not self._over.wait(_LONGEST_END):
+                self.end_now(code)
+
+        threading.Thread(target=end, name="floe-ending", daemon=True).start()
+
+    def end_now(self, code: int) -> None:
+        """Save what is unsaved, give the terminal back, and end this process, whatever the screen does."""
+
+        def close() -> None:
+            try:
+                if self._close is not None:
+                    self._close()
+            finally:  # last: a terminal that takes nothing any more would hold it up
+                _write(_LEAVE if self._ours else _RESTORE)
+
+        closing = threading.Thread(target=close, name="floe-closing", daemon=True)
+        closing.start()
+        closing.join(_LONGEST_END)
+        self._reset()
+        os._exit(code)
+
+    def _end(self, number: int, _frame: FrameType | None) -> None:
+        code = EXIT_SIGNAL + number
+        # Before there is a screen nothing is unsaved. No exception: one that comes while Python frees something, as it
+        # does all the time in imports, is only reported. And where the terminal is gone, nothing may be painted any
+        # more: it would never arrive, and be waited for.
+        if self._leave is None or code == _HUNG_UP:
+            self.end_now(code)
+            return
+        self.expect_end(code)
+        self._leave(code)
+
+    def _watch(self) -> None:
+        """A terminal can go without a signal, where it is not the one that controls this process."""
+        while not self._over.wait(_LOOK_SECONDS):
+            if not _is_there():
+                self.end_now(_HUNG_UP)
+
+    def _reset(self) -> None:
+        if sys.platform != "win32" and self._attributes is not None:
+            import termios
+
+            with suppress(termios.error):
+                termios.tcsetattr(_IN, termios.TCSANOW, self._attributes)
+
+
+def _hold() -> list[Any] | None:
+    """Let keys wait for the screen as they are: Enter stays Enter, nothing is echoed. Ctrl+C still is a signal.
+
+    Returns how the terminal was, for its end.
+    """
+    if sys.platform == "win32":
+        return None
+    import termios
+
+    try:
+        before = termios.tcgetattr(_IN)
+        held = termios.tcgetattr(_IN)
+        held[0] &= ~(termios.ICRNL | termios.INLCR | termios.IGNCR | termios.IXON)
+        held[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+        held[6][termios.VMIN] = 1
+        termios.tcsetattr(_IN, termios.TCSANOW, held)
+    except termios.error:
+        return None
+    return before
+
+
+def _is_there() -> bool:
+    if sys.platform == "win32":
+        return True
+    import termios
+
+    try:
+        termios.tcgetattr(_IN)
+    except termios.error:
+        return False
+    return True
+
+
+def _signals() -> list[signal.Signals]:
+    names = ("SIGTERM", "SIGHUP", "SIGINT")
+    return [getattr(signal, name) for name in names if hasattr(signal, name)]
+
+
+def _first_picture() -> str:
+    """What the empty chat will show, where it will show it."""
+    try:
+        columns, rows = os.get_terminal_size(_OUT)
+    except OSError:
+        return ""
+    if columns < 24 or rows < 6:
+        return ""
+    inner = columns - 4
+    lines = {
+        rows - 5: "   \x1b[1mfloe-chat\x1b[0m",
+        rows - 3: f" ╭{'─' * inner}╮",
+        rows - 2: f" │{' ' * inner}│",
+        rows - 1: f" ╰{'─' * inner}╯",
+        rows: "  ● starting",
+    }
+    return "\x1b[2J" + "".join(f"\x1b[{row};1H{line}" for row, line in lines.items())
+
+
+def _write(text: str) -> None:
+    with suppress(OSError):
+        os.write(_OUT, text.encode())

@@ -1,0 +1,105 @@
+"""What keys do now, in words that can be clicked: a click does what the key does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from textual import events
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.style import Style
+from textual.widget import Widget
+from textual.widgets import Static
+
+BETWEEN = " · "
+_KEY = re.compile(r"(Ctrl\+[A-Z]|F\d+|Enter|Esc|Space|[A-Z])(?= )")
+_NAMES = {"Enter": "enter", "Esc": "escape", "Space": "space"}
+
+
+def link(action: str) -> Style:
+    """The style of words that do `action` on a click."""
+    return Style.from_meta({"@click": action})
+
+
+def key_name(key: str) -> str:
+    """A key as people write it: Ctrl+P, PageUp, F1; of several, the first."""
+    key = key.split(",")[0]
+    special = {"escape": "Esc", "pageup": "PageUp", "pagedown": "PageDown", "minus": "-", "plus": "+"}
+    named = [special.get(part, part.capitalize()) for part in key.split("+")]
+    return key if len(key) == 1 else "+".join(named)
+
+
+def hint(words: str) -> Content:
+    """A hint such as "Esc back" or "N or Esc keeps", for a `Pressing` widget: a click presses the key it begins with,
+    if it does."""
+    found = _KEY.match(words)
+    if found is None:
+        return Content(words)
+    key = _NAMES.get(found[1], found[1].lower())
+    return Content.styled(words, link(f"press('{key}')"))
+
+
+def hints(*said: str, between: str = BETWEEN) -> Content:
+    """Several of them in one line, for the border of a `Page`."""
+    return Content(between).join([hint(words) for words in said])
+
+
+class Pressing(Widget):
+    """Presses the keys of hints."""
+
+    def action_press(self, key: str) -> None:
+        """As if `key` was pressed."""
+        # From the program's own loop: Textual lets no message rise above the widget that it comes from.
+        self.app.call_later(self.app.simulate_key, key)
+
+
+class Page(Pressing, Vertical):
+    """Has hints in its border."""
+
+
+class ScrollingPage(Pressing, VerticalScroll):
+    """Likewise."""
+
+
+class Hints(Pressing, Static):
+    """The bottom row of a page; takes as many rows as they need, broken between hints and never within one."""
+
+    DEFAULT_CSS = """
+    Hints {
+        link-style: none;
+        link-color: $foreground 70%;
+        link-background: transparent;
+        link-style-hover: underline;
+        link-color-hover: $primary;
+        link-background-hover: transparent;
+    }
+    """
+
+    def __init__(self) -> None:
+        super().__init__("", markup=False, id="keys")
+        self._hints: tuple[str, ...] = ()
+
+    def show(self, said: Sequence[str]) -> None:
+        """Show these, those that are empty left out."""
+        kept = tuple(words for words in said if words)
+        if kept != self._hints:
+            self._hints = kept
+            self._lay_out()
+
+    def on_resize(self, _event: events.Resize) -> None:
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self.update(Content("\n").join([hints(*row) for row in rows(self._hints, self.content_size.width)]))
+
+
+def rows(said: Sequence[str], width: int) -> list[list[str]]:
+    """Hints in rows of at most `width` characters."""
+    made: list[list[str]] = []
+    for words in said:
+        if made and len(BETWEEN.join([*made[-1], words])) <= width:
+            made[-1].append(words)
+        else:
+            made.append([words])
+    return made

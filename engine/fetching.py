@@ -1,0 +1,90 @@
+"""What a device computed on its way to the host, all of it by one copy, which nobody has to wait for at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.types import Active
+
+# Where each call's neurons end (P,), the neurons and their values; behind the last end both may hold anything.
+Listed = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """Tensors that are on the host once the device has come so far.
+
+    Attributes:
+        event: behind the copy; None where nothing had to be copied. at: virtual seconds, where those count.
+    """
+
+    tensors: list[Tensor]
+    event: Any = None
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Active neurons that a device was told to find, by calls of one width after another.
+
+    Attributes:
+        lists: on the device. copy: the same on their way to the host, three tensors each, and what else was asked for.
+    """
+
+    lists: Sequence[Listed]
+    copy: Copy
+
+    def answer(self) -> tuple[Active, Tensor, list[Tensor]]:
+        """Once the copy is there: the neurons and their values on the host, the values on the device, all else."""
+        here, others = self.copy.tensors[: 3 * len(self.lists)], self.copy.tensors[3 * len(self.lists) :]
+        parts: list[Active] = []
+        there: list[Tensor] = []
+        for place, (_, _, values) in enumerate(self.lists):
+            ends, neurons, mine = here[3 * place : 3 * place + 3]
+            total = int(ends[-1]) if ends.numel() else 0
+            parts.append(Active(torch.cat([ends.new_zeros(1), ends]), neurons[:total].long(), mine[:total]))
+            there.append(values[:total])
+        if len(parts) == 1:
+            return parts[0], there[0], others
+        return _joined(parts), torch.cat(there), others
+
+
+def _joined(parts: Sequence[Active]) -> Active:
+    """The active neurons of calls one after another."""
+    counts = torch.cat([part.offsets.diff() for part in parts])
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Active(offsets, torch.cat([part.neurons for part in parts]), torch.cat([part.values for part in parts]))
+
+
+def moved(
+    tensors: Sequence[Tensor], wanted: Callable[[Tensor], bool], move: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Copies of those that are wanted, by one `move` of all their bytes; the others as they are."""
+    moved = list(tensors)
+    # The widest first, so that each lies where its values may.
+    chosen = sorted((i for i, tensor in enumerate(tensors) if wanted(tensor)), key=lambda i: -tensors[i].element_size())
+    if chosen:
+        packed = move(torch.cat([tensors[i].contiguous().view(-1).view(torch.uint8) for i in chosen]))
+        parts = packed.split([tensors[i].nbytes for i in chosen])
+        for i, part in zip(chosen, parts, strict=True):
+            moved[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
+    return moved
+
+
+def to_host(tensors: Sequence[Tensor]) -> Copy:
+    """Start the copy of those that are on a GPU."""
+    copied = moved(tensors, lambda tensor: not tensor.is_cpu, _started)
+    if all(tensor.is_cpu for tensor in tensors):
+        return Copy(copied)
+    event = torch.cuda.Event()
+    event.record()
+    return Copy(copied, event)
+
+
+def _started(packed: Tensor) -> Tensor:
+    return torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True).copy_(packed, non_blocking=True)

@@ -1,0 +1,126 @@
+"""A model's chat template, run as transformers runs it: the same sandbox, functions and tags, without its import.
+
+A template is a program from the hub. It runs in Jinja's sandbox, sees plain strings alone, and can reach neither
+Python's internals nor files; what is allowed beyond Jinja's own is written down here once, after
+transformers/utils/chat_template_utils.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+
+class ChatTemplate:
+    """One model's template.
+
+    Attributes:
+        names: what it reads beside what it sets itself and what every template is given.
+
+    Raises:
+        ValueError: it is no template.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = _environment()
+        try:
+            self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"Line {error.lineno} of its chat template is wrong: {error.message}") from error
+
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
+        """The text of a prompt that asks for the next answer; `tokens` are special tokens by their names.
+
+        Raises:
+            Exception: of any kind, since a template is a program.
+        """
+        given = [dict(message) for message in messages]
+        return self._template.render(
+            **{**tokens, "messages": given, "tools": None, "documents": None, "add_generation_prompt": True}
+        )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    own: Any = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    made.globals.update(own)
+    return made
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks the model's own words for those who train on them: here it only renders them."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` for templates: makes dictionaries, and has nothing else of the type's to reach for."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Jinja's, but for names that begin with an underscore, through which one could get out of the sandbox."""
+
+    def __init__(*args: Any, **named: Any) -> None:  # `namespace(self=...)` is allowed, as in Jinja
+        self, values = args[0], dict(*args[1:], **named)
+        for name in values:
+            _check(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        super().__setitem__(name, value)
+
+
+def _check(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a template may not keep anything as {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own would escape what HTML minds."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

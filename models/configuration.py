@@ -1,0 +1,173 @@
+"""A pack's config.json, read as transformers would read it, without importing transformers.
+
+Only what is plain is read here: the families of bare.py, with fields of the types that belong there and the usual rope.
+Whatever else a file says is transformers' to judge, which then reads it; the log says why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from .checkpoint import read_config
+
+_log = logging.getLogger("floe_chat.models")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What the engine reads of a configuration, by transformers' names; what a family does not have is None or False.
+
+    Attributes:
+        rope_parameters: "rope_type", which is "default", and "rope_theta".
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_local_experts: int
+    num_experts_per_tok: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    head_dim: int | None
+    sliding_window: int | None
+    attention_bias: bool
+    clip_qkv: float | None
+    norm_topk_prob: bool
+    rope_parameters: dict[str, Any]
+
+
+# The types of Config's fields in a file, as strictly as transformers takes them.
+_INTEGER, _MAYBE = (int,), (int, NoneType)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "vocab_size": _INTEGER,
+    "hidden_size": _INTEGER,
+    "intermediate_size": _INTEGER,
+    "num_hidden_layers": _INTEGER,
+    "num_attention_heads": _INTEGER,
+    "num_key_value_heads": _INTEGER,
+    "num_local_experts": _INTEGER,
+    "num_experts_per_tok": _INTEGER,
+    "max_position_embeddings": _INTEGER,
+    "rms_norm_eps": (float,),
+    "hidden_act": (str,),
+    "tie_word_embeddings": (bool,),
+    "head_dim": _MAYBE,
+    "sliding_window": _MAYBE,
+    "attention_bias": (bool,),
+    "clip_qkv": (float, NoneType),
+    "norm_topk_prob": (bool,),
+}
+# Where config.json is silent: what transformers' class of the family assumes, and Config's word for what it has not.
+_SHARED: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "sliding_window": None,
+    "attention_bias": False,
+    "clip_qkv": None,
+    "norm_topk_prob": False,
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": _SHARED
+    | {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 131072,
+    },
+    "olmoe": _SHARED
+    | {
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": None,  # as many as queries
+        "num_local_experts": 64,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+    },
+}
+_THETA = {"mixtral": 1e6, "olmoe": 1e4}
+# Fields by which transformers changes the meaning of others; null says nothing.
+_INVOLVED = ("rope_scaling", "partial_rotary_factor", "per_layer_config", "layer_types", "mlp_layer_types", "auto_map")
+
+
+def read(folder: Path) -> Any:
+    """The configuration in `folder`: a `Config`, or transformers' own where the file is not plain.
+
+    Raises:
+        CheckpointError: see `checkpoint.read_config`.
+    """
+    path = folder / "config.json"
+    try:
+        return parse(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        _log.info("transformers reads %s: %s", path, error)
+        return read_config(folder)
+
+
+def parse(fields: Any) -> Config:
+    """What the fields of a config.json describe.
+
+    Raises:
+        ValueError: they are not plain; says which.
+    """
+    family = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(family, str) or family not in _DEFAULTS:
+        raise ValueError(f"its model type is {family!r}")
+    if involved := [name for name in _INVOLVED if fields.get(name) is not None]:
+        raise ValueError(f"it has {involved[0]}")
+    given = dict(fields)
+    experts = given.pop("num_experts", None)  # the same by the other family's name
+    if experts is not None and given.setdefault("num_local_experts", experts) != experts:
+        raise ValueError("it has two numbers of experts")
+    values: dict[str, Any] = {name: given.get(name, value) for name, value in _DEFAULTS[family].items()}
+    if values["num_key_value_heads"] is None and _DEFAULTS[family]["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values["num_attention_heads"]
+    for name, types in _TYPES.items():
+        if type(values[name]) not in types:
+            raise ValueError(f"its {name} is {values[name]!r}")
+    config = Config(model_type=family, rope_parameters=_rope(given, _THETA[family]), **values)
+    _check(config)
+    return config
+
+
+def _rope(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
+    """The usual rope's two values; older files have its base beside it."""
+    stated: Any = fields.get("rope_parameters") or {}
+    if not isinstance(stated, dict) or stated.keys() - {"rope_type", "rope_theta"}:
+        raise ValueError("its rope is described in more words than usual")
+    rope = {"rope_theta": fields.get("rope_theta", theta), "rope_type": "default", **stated}
+    if rope["rope_type"] != "default" or type(rope["rope_theta"]) not in (int, float):
+        raise ValueError(f"its rope is {rope}")
+    return rope
+
+
+def _check(config: Config) -> None:
+    """Leave to transformers what it would refuse, or what would need its code."""
+    sizes = [value for name in _TYPES if type(value := getattr(config, name)) is int]
+    if min(sizes) < 1 or config.num_experts_per_tok > config.num_local_experts:
+        raise ValueError("its sizes make no sense")
+    if (dim := config.head_dim or config.hidden_size // config.num_attention_heads) % 2 or not dim:
+        raise ValueError(f"its heads are of {dim} values, which rope cannot turn in pairs")
+    if config.hidden_act != "silu":
+        raise ValueError(f"its experts use {config.hidden_act}")

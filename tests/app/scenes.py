@@ -1,0 +1,327 @@
+"""Every screen and page of the program in a state that is always the same: for snapshots, contrasts and pictures.
+
+A scene is a function that brings a screen up; `showing` runs it. The engine is the scripted one, machine, models and
+setups are made up, and nothing on the screens depends on the clock or on folders of this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.history import History
+from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.models import ModelsScreen
+from floe_chat.app.screens.wizard import WizardScreen
+from floe_chat.app.setup_wish import Wish
+from floe_chat.app.setups import Setups
+from floe_chat.app.tui import FloeChatApp
+from floe_chat.app.widgets import setup_models
+from floe_chat.engine.events import Failed, Loading, PrefillProgress
+from floe_chat.models import catalog
+from textual.pilot import Pilot
+
+from .made_up import FOUND, HARDWARE, MODELS, TREES, WISH, ask_for_terms, progress, running, survey
+from .scripted import LOADED, ROWS, ScriptedClient, app_for, composer, finish, stats, status, until, write
+from .wizardry import shown
+
+ANSWER = """An **expert** is one of several small networks in each layer. For every token the router picks two of them:
+
+```python
+def expert(x, gate, up, down):
+    return down @ (silu(gate @ x) * (up @ x))
+```
+
+- Only the *active* neurons are computed.
+- The rest is skipped, which is what makes this fast.
+"""
+
+
+@dataclasses.dataclass(slots=True)
+class Stage:
+    """What a scene has to play with."""
+
+    pilot: Pilot[int]
+    client: ScriptedClient
+    setups: Setups
+
+    @property
+    def app(self) -> FloeChatApp:
+        return cast(FloeChatApp, self.pilot.app)
+
+    @property
+    def chat(self) -> ChatScreen:
+        """What lies under all pages."""
+        return cast(ChatScreen, self.app.screen_stack[0])
+
+    async def see(self, *words: str) -> None:
+        """Wait until the screen shows all of these."""
+        await until(self.pilot, lambda: all(word in shown(self.pilot) for word in words), seconds=60)
+
+    async def ask(self) -> int:
+        """Send a question; returns its request's number."""
+        composer(self.pilot).put("What is an expert?")
+        await self.press("enter")
+        await until(self.pilot, lambda: bool(self.client.asked))
+        return len(self.client.asked)
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+
+Scene = Callable[[Stage], Awaitable[None]]
+
+
+# The chat
+
+
+async def _empty(stage: Stage) -> None:
+    await stage.see("Try: What is an expert?")
+
+
+async def _loading(stage: Stage) -> None:
+    stage.client.say(Loading("reading the experts of layer 12 of 32", 0.4))
+    await stage.see("reading the experts")
+
+
+async def _reading(stage: Stage) -> None:
+    request = await stage.ask()
+    stage.client.say(PrefillProgress(request, 512, 2048))
+    await stage.see("reading prompt 512/2048", "What is an expert?")
+    stage.client.say(stats(request, measured=False, rows=ROWS))
+    await stage.see("62 %")
+
+
+async def _streaming(stage: Stage, **figures: Any) -> None:
+    request = await stage.ask()
+    stage.client.say(stats(request, **figures), TextDelta(request, ANSWER[: ANSWER.index("down @")]))
+    await stage.see("writing", "return")
+    await until(stage.pilot, lambda: any(speed in shown(stage.pilot) for speed in ("58.9", "61.3")))
+
+
+async def _answered(stage: Stage) -> None:
+    request = await stage.ask()
+    stage.client.say(TextDelta(request, ANSWER), stats(request))
+    await finish(stage.pilot, stage.client, request)
+    await stage.see("end of turn", "which is what makes this fast")
+
+
+async def _error(stage: Stage) -> None:
+    request = await stage.ask()
+    stage.client.say(TextDelta(request, "An expert is"))
+    stage.client.say(
+        Failed("The device ran out of memory", "4.10 GB were asked for.", "Take less with --vram.", request)
+    )
+    await stage.see("The device ran out of memory", "What to do")
+
+
+async def _selected(stage: Stage) -> None:
+    await _answered(stage)
+    await stage.press("ctrl+up")
+    await until(stage.pilot, lambda: bool(stage.app.query(".-selected")))
+
+
+async def _commands(stage: Stage) -> None:
+    await write(stage.pilot, "/p")
+    await stage.see("/preset", "/panel")
+
+
+# The panel
+
+
+async def _rows(stage: Stage) -> None:
+    await _streaming(stage, rows=ROWS, layers=32, reused_tokens=15)
+
+
+async def _panel_of_two_lines(stage: Stage) -> None:
+    await _rows(stage)
+    stage.chat.show_panel("compact")
+    await stage.see("hits 62 %")
+
+
+async def _no_panel(stage: Stage) -> None:
+    await _rows(stage)
+    stage.chat.show_panel("hidden")
+    await until(stage.pilot, lambda: "hits 62 %" not in shown(stage.pilot) and "hit rate" not in shown(stage.pilot))
+
+
+async def _explained(stage: Stage) -> None:
+    await _rows(stage)
+    await stage.press("tab", "down")
+
+
+# Pages over the chat
+
+
+def _page(key: str, *words: str) -> Scene:
+    async def open_it(stage: Stage) -> None:
+        await _streaming(stage, rows=ROWS, layers=32)
+        await stage.press(key)
+        await stage.see(*words)
+
+    return open_it
+
+
+async def _settings(stage: Stage) -> None:
+    composer(stage.pilot).put("/settings")
+    await stage.press("enter")
+    await stage.see("Settings", "top p")
+
+
+async def _history(stage: Stage) -> None:
+    await stage.press("ctrl+r")
+    await stage.see("Chats", "Sea ice", "12 Nov 2026")
+
+
+async def _search(stage: Stage) -> None:
+    await _history(stage)
+    await write(stage.pilot, "drift")
+    await stage.see("Floes drift with the wind")
+    await until(stage.pilot, lambda: "12 Nov 2026" not in shown(stage.pilot))
+
+
+# Models
+
+
+async def _models(stage: Stage) -> None:
+    stage.setups.setup = running(progress("working"))
+    stage.app.push_screen(_models_screen(stage))
+    await stage.see("On this machine", "They take", "Packing layer 7", "V checks it")
+
+
+async def _remove(stage: Stage) -> None:
+    stage.app.push_screen(_models_screen(stage))
+    await stage.see("On this machine")
+    await stage.press("down", "x")
+    await stage.see("Y deletes")
+
+
+def _models_screen(stage: Stage) -> ModelsScreen:
+    return ModelsScreen(stage.setups, current=catalog.DEMO, surveyor=survey)
+
+
+# The wizard
+
+
+async def _machine(stage: Stage) -> None:
+    stage.app.push_screen(WizardScreen(stage.setups, surveyor=survey))
+    await stage.see("Ryzen 5 5600", "Enter goes on")
+
+
+async def _choice(stage: Stage) -> None:
+    await _machine(stage)
+    await stage.press("enter")
+    await stage.see("● ", "Answers at about")
+
+
+async def _folder(stage: Stage) -> None:
+    await _choice(stage)
+    await stage.press("enter")
+    await stage.see("Where to put it", "are free")
+
+
+async def _token(stage: Stage) -> None:
+    await _folder(stage)
+    await stage.press("enter")
+    await stage.see("asks who you are", "hf_")
+
+
+async def _resume(stage: Stage) -> None:
+    stage.app.push_screen(WizardScreen(stage.setups, surveyor=survey))
+    await stage.see("Begun, and not finished", "Set up another model")
+
+
+def _setup(state: str, *words: str) -> Scene:
+    async def show(stage: Stage) -> None:
+        stage.setups.setup = running(progress(state))
+        stage.app.push_screen(WizardScreen(stage.setups))
+        await stage.see(*words, "412 GB free")
+
+    return show
+
+
+async def _too_small(stage: Stage) -> None:
+    await stage.pilot.resize_terminal(59, 19)
+    await stage.see("enlarge it")
+
+
+SCENES: dict[str, Scene] = {
+    "chat-empty": _empty,
+    "chat-loading": _loading,
+    "chat-reading": _reading,
+    "chat-streaming": _streaming,
+    "chat-answered": _answered,
+    "chat-selected": _selected,
+    "chat-error": _error,
+    "chat-commands": _commands,
+    "panel-full": _rows,
+    "panel-compact": _panel_of_two_lines,
+    "panel-hidden": _no_panel,
+    "panel-explained": _explained,
+    "help": _page("f1", "Ctrl+J"),
+    "palette": _page("ctrl+p", "Search for commands"),
+    "settings": _settings,
+    "this-chat": _page("f5", "Instructions", "temperature"),
+    "quality": _page("f4", "By hand", "61.3 tokens/s"),
+    "experts": _page("f9", "recall", "precision"),
+    "history": _history,
+    "history-search": _search,
+    "models": _models,
+    "models-remove": _remove,
+    "wizard-resume": _resume,
+    "wizard-machine": _machine,
+    "wizard-choice": _choice,
+    "wizard-folder": _folder,
+    "wizard-token": _token,
+    "wizard-working": _setup("working", "is on its way"),
+    "wizard-paused": _setup("paused", "is paused"),
+    "wizard-done": _setup("done", "is ready"),
+    "wizard-failed": _setup("failed", "R tries again"),
+    "too-small": _too_small,
+}
+
+
+@asynccontextmanager
+async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pilot[int]]:
+    """The program with a scene on its screen."""
+    monkeypatch.setattr(setup_models, "look", lambda _entries: FOUND)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("floe_chat.models.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("floe_chat.app.screens.wizard_access.look_up", ask_for_terms)
+    begun = [WISH] if name == "wizard-resume" else []
+    monkeypatch.setattr("floe_chat.app.screens.wizard.unfinished", lambda: begun)
+    monkeypatch.setattr(Wish, "taken", property(lambda _wish: 12_300_000_000))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    client, setups, history = ScriptedClient(), Setups(), History(None)
+    catalog.use_models_folder(MODELS)
+    try:
+        for tree in TREES:
+            history.add(tree)
+        history.settle()
+        app = app_for(client, history=history)
+        async with app.run_test(size=size, notifications=True) as pilot:
+            if name != "chat-loading":
+                client.say(LOADED)
+                await until(pilot, lambda: status(pilot).state == "ready")
+            await SCENES[name](Stage(pilot, client, setups))
+            await still(pilot)
+            yield pilot
+    finally:
+        history.close()
+        catalog.use_models_folder(None)
+        monkeypatch.undo()
+        time.tzset()
+
+
+async def still(pilot: Pilot[int]) -> None:
+    """Wait until the screen has stayed as it is for a moment."""
+    before, same = "", 0
+    while same < 2:
+        await pilot.pause(0.04)
+        now = shown(pilot)
+        before, same = now, same + 1 if now == before else 0

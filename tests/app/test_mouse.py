@@ -1,0 +1,107 @@
+"""What the screens offer by keys can be clicked where it is written."""
+
+from __future__ import annotations
+
+import pytest
+from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.help import HelpScreen
+from floe_chat.app.widgets.hints import hint, key_name, rows
+from floe_chat.engine.events import PrefillProgress
+from textual import events
+from textual.pilot import Pilot
+
+from .scenes import showing, still
+from .scripted import ScriptedClient, ask, ready, status, until
+from .wizardry import lines, shown
+
+
+async def click(pilot: Pilot[int], words: str) -> None:
+    """Click where these words begin, as soon as they are on the screen; the lowest place if there are several."""
+    await until(pilot, lambda: any(words in line for line in lines(pilot)))
+    await still(pilot)
+    y = max(y for y, line in enumerate(lines(pilot)) if words in line)
+    x = lines(pilot)[y].index(words)
+    for kind in (events.MouseDown, events.MouseUp):  # the pilot's own clicks do not reach the rim of a padded screen
+        pilot.app.post_message(kind(None, x, y, 0, 0, 1, False, False, False, screen_x=x, screen_y=y))
+        await pilot.pause()
+
+
+async def see(pilot: Pilot[int], words: str) -> None:
+    await until(pilot, lambda: words in shown(pilot))
+
+
+async def test_the_bottom_row_of_the_chat() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(150, 40)) as pilot:
+        for words, page, leave in (
+            ("F1 help", "Ctrl+J", "Esc closes"),
+            ("Ctrl+P commands", "Search for commands", ""),
+            ("Balanced", "By hand", "Esc closes"),
+            ("scripted", "On this machine", "Esc back"),
+        ):
+            await click(pilot, words)
+            await see(pilot, page)
+            if leave:
+                await click(pilot, leave)
+            else:
+                await pilot.press("escape")
+            await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
+        request = await ask(pilot, client)
+        client.say(PrefillProgress(request, 1, 20))
+        await click(pilot, "Esc stop")
+        await until(pilot, lambda: client.cancelled == 1)
+
+
+async def test_hints_follow_the_keys_of_ones_own() -> None:
+    async with ready(ScriptedClient(), size=(150, 40)) as pilot:
+        status(pilot).keys = {"help": "f12,f11"}
+        await click(pilot, "F12 help")
+        await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (60, 20)], ids=str)
+async def test_stopping_stays_in_reach_on_a_narrow_terminal(size: tuple[int, int]) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=size) as pilot:
+        request = await ask(pilot, client)
+        client.say(PrefillProgress(request, 1, 20))
+        await click(pilot, "Esc stop")
+        await until(pilot, lambda: client.cancelled == 1)
+
+
+async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with showing("wizard-machine", (100, 34), monkeypatch) as pilot:
+        await click(pilot, "Enter goes on")
+        await see(pilot, "Answers at about")
+        await click(pilot, "Esc back")
+        await see(pilot, "This machine")
+        await click(pilot, "Enter goes on")
+        await see(pilot, "Answers at about")
+        await click(pilot, "Enter chooses")
+        await see(pilot, "Where to put it")
+        await click(pilot, "Ctrl+D demo model")
+        await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
+
+
+async def test_asked_before_something_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with showing("models", (100, 34), monkeypatch) as pilot:
+        await click(pilot, "olmoe")  # a click on a line chooses it
+        await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
+    async with showing("models-remove", (100, 34), monkeypatch) as pilot:
+        await click(pilot, "N or Esc keeps")
+        await see(pilot, "X deletes it")
+        await click(pilot, "X deletes it")
+        await see(pilot, "Y deletes")
+
+
+def test_a_hint_is_clicked_where_it_names_a_key() -> None:
+    assert hint("Enter goes on").spans and hint("N or Esc keeps").spans and hint("Ctrl+D demo model").spans
+    assert not hint("↑ ↓ look").spans and not hint("◂ ▸ turn").spans and not hint("Another one").spans
+    assert [key_name(key) for key in ("ctrl+p", "f1", "escape", "q", "pageup,up")] == [
+        "Ctrl+P",
+        "F1",
+        "Esc",
+        "q",
+        "PageUp",
+    ]
+    assert rows(("Enter goes on", "Esc back", "S stops"), 24) == [["Enter goes on", "Esc back"], ["S stops"]]

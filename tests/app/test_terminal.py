@@ -1,0 +1,196 @@
+"""The installed floe-chat in a real terminal: keys, resizing, signals, a terminal that goes away, and what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import string
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+if sys.platform == "win32":
+    pytest.skip("Windows has no pseudo terminals of this kind", allow_module_level=True)
+
+from floe_chat.app.history import History, Message, history_file
+from floe_chat.app.settings_file import settings_file
+from floe_chat.app.setup_wish import Wish
+from floe_chat.app.setups import Setups
+from floe_chat.models.pack import PackSpec
+
+from ..bench.window import Window
+from ..helpers import edit_tensors, make_checkpoint, make_pack
+from ..models.fakehub import ALWAYS, FakeHub, Fault
+from .scripted import ScriptedClient, app_for, screen_text
+from .scripted import until as until_shown
+from .wizardry import REPO
+
+INTERRUPT, ENTER, QUIT = "\x03", "\r", "\x11"
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments with which an answer lasts for minutes: a model that says nothing but small letters."""
+    folder = tmp_path_factory.mktemp("endless")
+    checkpoint = make_checkpoint(folder / "checkpoint", window=32768)
+    vocab = json.loads((checkpoint / "tokenizer.json").read_text())["model"]["vocab"]
+    letters = [vocab[letter] for letter in string.ascii_lowercase]
+
+    def without_others(name: str, tensor: Tensor) -> Tensor:
+        if name != "lm_head.weight":
+            return tensor
+        kept = torch.zeros_like(tensor)
+        kept[letters] = tensor[letters]
+        return kept
+
+    edit_tensors(checkpoint, without_others)
+    make_pack(checkpoint, folder / "endless", PackSpec(), "endless")
+    return ["--model", str(folder / "endless"), "--temperature", "0", "--max-tokens", "30000"]
+
+
+@pytest.fixture(autouse=True)
+def not_the_first_run(own_folders: Path) -> None:
+    settings_file().parent.mkdir(parents=True)
+    settings_file().touch()
+
+
+@pytest.fixture
+def history() -> Iterator[History]:
+    """What the program keeps, seen from outside."""
+    history = History(history_file())
+    yield history
+    history.close()
+
+
+def last_answer(history: History) -> Message:
+    newest = history.newest()
+    assert newest is not None
+    return history.messages(history.branch(newest.head))[-1]
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def is_gone(window: Window) -> bool:
+    """Whether no process of the program is left."""
+    try:
+        os.killpg(window.process.pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def begin_answer(window: Window, history: History, words: str) -> str:
+    """Ask, and wait until some of the answer is on the disk; returns that."""
+    window.type(words + ENTER)
+    window.until("● writing")
+    until(lambda: last_answer(history).role == "assistant" and len(last_answer(history).text) > 20, "no answer is kept")
+    return last_answer(history).text
+
+
+@pytest.mark.slow
+def test_one_terminal_after_the_other(endless: list[str], history: History) -> None:
+    with Window(endless) as window:
+        window.type("typed too ea")  # before there is a screen
+        window.until("starting")
+        window.type("rly")
+        window.until("● ready")
+        window.until("typed too early")
+        begin_answer(window, history, "")
+        window.resize(60, 20)
+        window.until(lambda text: "● writing" in text and len(text.splitlines()) == 20)
+        window.resize(100, 30)
+        window.until("Memory")
+        window.type("half a thou")
+        window.type(INTERRUPT)
+        window.until("● stopped")
+        window.until("Ctrl+C again leaves floe-chat")
+        assert "half a thou" in window.text and window.process.poll() is None
+        time.sleep(2.1)  # a second Ctrl+C after that is a first one again
+        window.type(INTERRUPT + INTERRUPT)
+        assert (window.end(), window.is_as_before(), is_gone(window)) == (130, True, True)
+    assert last_answer(history).state == "stopped"
+
+    with Window(endless) as window:
+        window.until("half a thou")
+        window.until("● ready")
+        shown = begin_answer(window, history, "ght")
+        window.type("it waits" + ENTER)
+        window.until("waits until the answer has ended")
+        window.type("never sent")
+        until(lambda: len(last_answer(history).text) > len(shown), "the answer stands still")
+        time.sleep(1)
+        shown = last_answer(history).text
+        assert window.end(signal.SIGKILL) == -signal.SIGKILL
+    assert history.messages(history.branch(last_answer(history).parent))[-1].text == "half a thought"
+
+    with Window(endless) as window:
+        window.until("An answer was cut off when floe-chat ended last")
+        window.until(lambda text: "it waits" in text and "never sent" in text)
+        assert (last_answer(history).state, last_answer(history).stats) == ("stopped", None)
+        assert last_answer(history).text.startswith(shown)
+        window.until("● ready")
+        begin_answer(window, history, "")
+        assert (window.end(signal.SIGTERM), window.is_as_before(), is_gone(window)) == (143, True, True)
+    assert (last_answer(history).state, len(history.conversations())) == ("stopped", 3)
+
+    with Window(endless) as window:
+        window.until("● ready")
+        assert "it waits" not in window.text and "cut off" not in window.text
+        window.type("/last" + ENTER)
+        window.until("never sent")
+        shown = begin_answer(window, history, "once more")
+        window.close()
+        assert (window.end(), is_gone(window)) == (129, True)
+    assert last_answer(history).state == "stopped" and last_answer(history).text.startswith(shown)
+
+
+def test_a_terminal_that_vanishes_without_a_signal_ends_it_too(endless: list[str]) -> None:
+    with Window(endless, controlling=False) as window:
+        window.until("Ask something")
+        window.close()
+        assert (window.end(), is_gone(window)) == (129, True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_ends_it_before_there_is_a_screen(endless: list[str], number: int, code: int) -> None:
+    with Window(endless) as window:
+        window.until("starting")
+        assert (window.end(number), window.is_as_before(), is_gone(window)) == (code, True, True)
+
+
+def test_quitting_does_not_wait_for_the_model(endless: list[str]) -> None:
+    with Window(endless) as window:
+        window.until("● loading")
+        window.type(QUIT)
+        assert (window.end(), window.is_as_before(), is_gone(window)) == (0, True, True)
+
+
+async def test_quitting_does_not_wait_for_a_download_that_stands_still(hub: FakeHub, setups: Setups) -> None:
+    hub.faults.append(Fault("GET /storage/", times=ALWAYS, stall_after=100))
+    app = app_for(ScriptedClient())
+    app.setups = setups
+    async with app.run_test() as pilot:
+        setups.start(Wish(REPO, "tiny"))
+        await until_shown(pilot, lambda: "tiny: " in screen_text(pilot))
+        await pilot.press("ctrl+q")
+        await until_shown(pilot, lambda: not app.is_running)
+    setups.close()
+    assert app.return_value == 0 and not hub.unstalled.is_set()
+
+
+def test_a_wrong_command_line_is_told_on_the_shells_own_page() -> None:
+    with Window(["--model", "nowhere"]) as window:
+        assert window.end() != 0
+        window.until("floe-chat: ")
+        assert window.is_as_before()

@@ -1,0 +1,144 @@
+"""The pictures of the README: the program itself with the built-in demo model, driven by keys, written as SVG.
+
+    .venv/bin/python tests/bench/screenshots.py            # into assets/screenshots
+
+Answers, speeds and memory are what this machine gives at that moment. Two pictures are of a machine that is not here:
+panel.svg plays a card (its times are counted: the panel says "virtual time"), wizard.svg plans for one, as
+`floe-chat plan --card` does. Nothing of the user's is read or shown: home and models folder are empty ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+_HOME = tempfile.mkdtemp()
+os.environ.update(HOME=_HOME, TERM="xterm-256color", COLORTERM="truecolor")
+for _name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"):
+    os.environ.pop(_name, None)
+
+from floe_chat.app.chat_client import ChatClient  # noqa: E402
+from floe_chat.app.screens.models import ModelsScreen  # noqa: E402
+from floe_chat.app.screens.wizard import WizardScreen  # noqa: E402
+from floe_chat.app.setups import Setups, Survey  # noqa: E402
+from floe_chat.app.tui import FloeChatApp  # noqa: E402
+from floe_chat.app.widgets.answer import AnswerTurn  # noqa: E402
+from floe_chat.app.widgets.composer import Composer  # noqa: E402
+from floe_chat.app.widgets.setup_machine import MachineStep  # noqa: E402
+from floe_chat.app.widgets.status_line import StatusLine  # noqa: E402
+from floe_chat.engine import hardware, machine  # noqa: E402
+from floe_chat.engine.events import Sampling  # noqa: E402
+from floe_chat.engine.hardware import Hardware  # noqa: E402
+from floe_chat.engine.machine import Described  # noqa: E402
+from floe_chat.models import catalog  # noqa: E402
+from textual.pilot import Pilot  # noqa: E402
+from textual.widgets import OptionList  # noqa: E402
+
+_FOLDER = Path(__file__).parents[2] / "assets" / "screenshots"
+_CARD, _RAM, _DISK = "rtx3060-12gb", 32 << 30, 500_000_000_000
+_SIM, _SIM_VRAM = f"sim:{_CARD}", 14 << 20
+_MODELS = Path(tempfile.gettempdir()) / "models"  # is shown, and not made
+_QUESTIONS = ("What is an expert?", "And a neuron?")
+_REMOTE_FONT = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
+_SECONDS = 120
+_LARGEST = 150_000  # bytes of a picture
+
+
+async def main() -> None:
+    """Make all pictures."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else _FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    catalog.use_models_folder(_MODELS)
+    async with _chatting(ChatClient(catalog.find(catalog.DEMO)), (120, 36)) as pilot:
+        for question in _QUESTIONS:
+            await _ask(pilot, question)
+        _save(pilot, folder / "chat.svg")
+        await pilot.press("f4")
+        await pilot.pause(1)
+        _save(pilot, folder / "quality.svg")
+        await pilot.press("escape")
+        pilot.app.push_screen(ModelsScreen(Setups(), current=catalog.DEMO))
+        await _until(pilot, lambda: _listed(pilot, "#models"))
+        await pilot.press("down")  # past the demo, whose line tells where this machine keeps it
+        await pilot.pause(1)
+        _save(pilot, folder / "models.svg")
+        await pilot.press("escape")
+        pilot.app.push_screen(WizardScreen(Setups(), surveyor=_surveyed))
+        await _until(pilot, lambda: bool(pilot.app.screen.query(MachineStep)))
+        await pilot.pause(1)
+        await pilot.press("enter")
+        await _until(pilot, lambda: _listed(pilot, "#choices"))
+        await pilot.pause(1)
+        _save(pilot, folder / "wizard.svg")
+    playing = ChatClient(catalog.find(catalog.DEMO), device=_SIM, vram=_SIM_VRAM)
+    async with _chatting(playing, (110, 52)) as pilot:
+        for question in _QUESTIONS:
+            await _ask(pilot, question)
+        _save(pilot, folder / "panel.svg")
+        await pilot.press("f9")
+        await pilot.pause(1)
+        _save(pilot, folder / "experts.svg")
+
+
+@asynccontextmanager
+async def _chatting(client: ChatClient, size: tuple[int, int]) -> AsyncGenerator[Pilot[int]]:
+    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=200)
+    try:
+        async with app.run_test(size=size) as pilot:
+            await _until(pilot, lambda: _state(pilot) == "ready")
+            yield pilot
+    finally:
+        client.close()
+
+
+async def _ask(pilot: Pilot[int], question: str) -> None:
+    before = len(pilot.app.screen.query(AnswerTurn))
+    pilot.app.screen.query_one(Composer).put(question)
+    await pilot.press("enter")
+    await _until(pilot, lambda: len(pilot.app.screen.query(AnswerTurn)) > before and _state(pilot) == "ready")
+    await pilot.pause(1)
+
+
+def _state(pilot: Pilot[int]) -> str:
+    return pilot.app.screen_stack[0].query_one(StatusLine).state
+
+
+def _listed(pilot: Pilot[int], name: str) -> bool:
+    return any(one.option_count > 0 for one in pilot.app.screen.query(name).results(OptionList))
+
+
+async def _until(pilot: Pilot[int], condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + _SECONDS
+    while not condition():
+        if asyncio.get_running_loop().time() > deadline:
+            sys.exit("the screen never showed what was waited for")
+        await pilot.pause(0.05)
+
+
+def _surveyed(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
+    """A machine with the card, planned for as the command line does."""
+    base = machine.here(hardware.probe(catalog.models_folder()), None)
+    described = machine.described(Described(card=_CARD, ram=_RAM, disk_free=_DISK), base)
+    return Survey(hardware.probe(catalog.models_folder()), described, {})
+
+
+def _save(pilot: Pilot[int], file: Path) -> None:
+    """Write what the screen shows, without the font that a browser would fetch from elsewhere."""
+    drawn = _REMOTE_FONT.sub("", pilot.app.export_screenshot(title="floe-chat"))
+    drawn = drawn.replace("Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono")
+    drawn = "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip()) + "\n"
+    file.write_text(drawn, encoding="utf-8")
+    size = file.stat().st_size
+    print(f"{file.name}: {size / 1000:.0f} kB")
+    if size > _LARGEST:
+        sys.exit(f"{file} is too large for a picture")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

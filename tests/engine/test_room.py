@@ -1,0 +1,213 @@
+"""Rows and the keys and values of a conversation share a device's memory: never more of it than was given."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from floe_chat.engine.generate import generate
+from floe_chat.engine.kv import BLOCK, BorrowingStore, GrowingStore, KVCache
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload import Offload, Parts
+from floe_chat.engine.opening import Needs
+from floe_chat.engine.quality import Preset
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.errors import FloeError
+from floe_chat.models.pack import PackSpec
+from floe_chat.models.packed import PackedModel
+
+from ..helpers import make_checkpoint, make_pack
+from .driver import GREEDY, open_model, silent
+from .test_offload import device
+
+DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
+# The kernels keep all of float32's precision, since with fewer bits of x the order of sums would show.
+SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that take much beside keys and values."""
+    folder = tmp_path_factory.mktemp("room")
+    source = make_checkpoint(folder / "source", hidden=64, intermediate=480, experts=8, layers=3)
+    make_pack(source, folder / "pack", PackSpec(up=3, gate=8, down=8))
+    return folder / "pack"
+
+
+@pytest.fixture(scope="module")
+def needs(pack: Path) -> Needs:
+    packed = PackedModel.open(pack)
+    return Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 4)
+
+
+def talk(loaded: LoadedModel, kv: KVCache, prompt: Sequence[int], tokens: int) -> list[int]:
+    """A greedy answer with what `kv` holds already."""
+    loaded.control.preset = SKIPPING
+    loaded.telemetry.begin(1, len(prompt), loaded.telemetry.clock())
+    steps = generate(
+        loaded.decoder,
+        kv,
+        prompt,
+        GREEDY,
+        max_new_tokens=tokens,
+        stop_ids=(),
+        window=loaded.window,
+        control=loaded.control,
+        telemetry=loaded.telemetry,
+    )
+    return [step.token for step in steps if step.token is not None]
+
+
+def prompt_of(number: int, length: int) -> list[int]:
+    drawn = torch.randint(3, 250, (length - 1,), generator=torch.Generator().manual_seed(number))
+    return [1, *drawn.tolist()]
+
+
+def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
+    """Bytes of device memory: all tensors that lie there."""
+    shared = loaded.offload
+    assert shared is not None and isinstance(kv.store, BorrowingStore)
+    memory = shared.lent().untyped_storage()
+    mine = [shared.rows, *kv.store.layers()]
+    assert all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in mine)
+    first = min(layer.data_ptr() for layer in kv.store.layers())
+    assert first >= shared.rows.data_ptr() + shared.rows.nbytes  # no row under a key
+    return needs.dense + needs.up + memory.nbytes() + sum(buffer.nbytes for buffer in shared.buffers)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_fifty_conversations_stay_within_the_budget(pack: Path, needs: Needs, name: str) -> None:
+    """2,000 tokens, some conversations short, some as long as the window; nothing grows after the first ones."""
+    budget = needs.least() + 40 * needs.row
+    loaded, _ = load(pack, None, name, silent, vram=budget)
+    assert loaded.offload is not None
+    plain, kv = open_model(pack), KVCache()
+    process, resident, used = psutil.Process(), list[int](), set[int]()
+    for conversation in range(50):
+        prompt = prompt_of(conversation, (20, 470, 200, 260, 40)[conversation % 5])
+        first = talk(loaded, kv, prompt, 20)
+        second = talk(loaded, kv, [*prompt, *first, 9], 20 if len(prompt) < 400 else 15)
+        if conversation in (1, 2, 48):
+            assert first == talk(plain, KVCache(), prompt, 20)
+            assert second == talk(plain, KVCache(), [*prompt, *first, 9], len(second))
+        used.add(in_use(loaded, kv, needs))
+        blocks = -(-(kv.length) // BLOCK)
+        assert kv.nbytes() == blocks * BLOCK * needs.kv
+        rows = (budget - needs.dense - needs.up) // needs.row - 2 * needs.neurons - kv.nbytes() // needs.row
+        assert rows - 1 <= loaded.offload.pool.capacity <= rows
+        gc.collect()
+        resident.append(process.memory_info().rss)
+    assert len(used) == 1 and used.pop() <= budget
+    assert max(resident[40:]) - max(resident[:20]) < 4 << 20
+    assert loaded.offload.notices == []
+    loaded.close()
+
+
+def test_the_panel_can_tell_who_has_the_memory(pack: Path, needs: Needs) -> None:
+    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least())
+    kv, sums = KVCache(), set[int]()
+    for length in (10, 300, 10):
+        talk(loaded, kv, prompt_of(length, length), 3)
+        stats = loaded.telemetry.stats(kv_bytes=kv.nbytes(), vram_bytes=None, context_used=0, context_window=512)
+        assert stats.rows is not None
+        sums.add((stats.rows.pool + stats.kv_bytes) // needs.row)
+    assert max(sums) - min(sums) <= 1  # what one gets the other gives
+    loaded.close()
+
+
+def test_a_second_conversation_beside_the_first_has_memory_of_its_own(pack: Path, needs: Needs) -> None:
+    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least())
+    plain, caches = open_model(pack), [KVCache(), KVCache()]
+    prompts = [prompt_of(number, 300) for number in range(2)]
+    for turn in range(2):
+        for prompt, kv in zip(prompts, caches, strict=True):
+            assert talk(loaded, kv, [*prompt, *range(turn)], 5) == talk(plain, KVCache(), [*prompt, *range(turn)], 5)
+    kinds = [type(kv.store) for kv in caches]
+    assert kinds == [BorrowingStore, GrowingStore]
+    caches.clear()
+    kv = KVCache()  # the loop's own
+    third = KVCache()
+    talk(loaded, third, prompts[0], 2)
+    assert type(third.store) is BorrowingStore
+    loaded.close()
+
+
+class Failing:
+    """Runs out of memory once, in the middle of a token, while its frames hold rows and keys."""
+
+    def __init__(self, loaded: LoadedModel, at: int) -> None:
+        assert loaded.offload is not None
+        self.shared, self.left, self.original = loaded.offload, at, loaded.offload.device.rows
+        self.rooms: list[int] = []
+        self.shared.device.rows = self.rows  # pyright: ignore[reportAttributeAccessIssue]
+        self.take, self.shared._room = self.shared._room, self.room  # pyright: ignore[reportPrivateUsage]
+
+    def rows(self, *given: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.original(*given)
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        self.rooms.append(psutil.Process().memory_info().rss)
+        return self.take(nbytes)
+
+
+def test_out_of_memory_keys_and_values_are_kept_and_the_rest_is_freed_first(pack: Path, needs: Needs) -> None:
+    budget = needs.whole() // 2
+    loaded, _ = load(pack, None, DEVICES[1], silent, vram=budget)
+    shared, kv, prompt = loaded.offload, KVCache(), prompt_of(1, 300)
+    assert shared is not None
+    want = talk(open_model(pack), KVCache(), prompt, 30)
+    talk(loaded, kv, prompt, 1)
+    before = shared.pool.capacity
+    spare = torch.zeros(64 << 20, dtype=torch.uint8)  # memory that can be seen to go
+    spare[spare.numel() - shared.lent().numel() :] = shared.lent()
+    shared._memory, shared.rows = spare, spare[: shared.rows.nbytes].view(before, -1).copy_(shared.rows)  # pyright: ignore[reportPrivateUsage]
+    del spare
+    failing, resident = Failing(loaded, at=60), psutil.Process().memory_info().rss
+    assert talk(loaded, kv, prompt, 30) == want
+    assert failing.left < 0 and shared.pool.capacity == before * 3 // 4
+    assert failing.rooms[-1] < resident - (60 << 20)  # before the smaller one was taken
+    assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"]
+    assert in_use(loaded, kv, needs) < budget - needs.row * before // 5
+    loaded.close()
+
+
+def lender(pack: Path, rows: int, keys: int) -> Offload:
+    experts: Any = open_model(pack).model.model.layers[0].mlp.experts
+    shared = Offload(device("virtual", experts), Parts(), [experts.packed] * 3, rows, keys=keys)
+    shared.share()
+    return shared
+
+
+def test_more_than_was_planned_is_told_once_and_too_much_is_refused(pack: Path) -> None:
+    shared = lender(pack, 2000, 64_000)
+    row = shared.rows.shape[1]
+    whole = 2000 * row + 64_000
+    for nbytes, told in ((64_000, 0), (80_000, 1), (96_000, 1), (0, 1), (70_000, 2)):
+        shared.lend(nbytes)
+        assert len(shared.notices) == told and shared.lent().numel() == nbytes
+        assert shared.pool.capacity == len(shared.rows) == (whole - nbytes) // row
+    assert "memory" in shared.notices[0].title
+    with pytest.raises(FloeError, match="too long") as refused:
+        shared.lend(whole - 479 * row)
+    assert refused.value.hint and shared.lent().numel() == 70_000  # as it was
+    shared.close()
+
+
+def test_what_is_lent_survives_another_size(pack: Path) -> None:
+    shared = lender(pack, 2000, 64_000)
+    shared.lend(10_000)
+    shared.lent().copy_(torch.arange(10_000, dtype=torch.int64).to(torch.uint8))
+    want = shared.lent().clone()
+    for capacity in (900, 3000):
+        shared.resize(capacity)
+        assert torch.equal(shared.lent(), want) and shared.pool.capacity == capacity
+    assert shared.make_room() and torch.equal(shared.lent(), want)
+    shared.close()
