@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,4 +126,8 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # renamed or deleted by whoever is at work there
+            found += path.stat().st_size if path.is_file() else 0
+    return found

@@ -8,7 +8,9 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -151,5 +153,10 @@ def write_note(begun: Wish) -> None:
 
 def _taken(folder: Path) -> int:
     """Bytes of the disk that a folder's files take; those that are laid out and not written yet take none."""
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return sum(getattr(path.stat(), "st_blocks", 0) * 512 or path.stat().st_size for path in files)
+    taken = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # renamed or deleted by whoever is at work there
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode):
+                taken += getattr(found, "st_blocks", 0) * 512 or found.st_size
+    return taken

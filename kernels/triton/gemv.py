@@ -36,11 +36,12 @@ def gemv_kernel(
     row = expert * neurons.to(tl.int64) + n
     wanted = live
     if COUNT:  # what no v can reach need not be computed: a call that is left out
-        wanted = live & (tl.full((ROWS,), 0.0, tl.float32) + tl.load(thresholds + call) < float("inf"))
+        limit = tl.load(thresholds + call)
+        wanted = live & (tl.full((ROWS,), 0.0, tl.float32) + limit < float("inf"))
     v = dot_rows(data, scale, zero, row, wanted, x, token, tl.load(magic), V, BLOCK)
     tl.store(out + call.to(tl.int64) * neurons + n, v.to(out.dtype.element_ty), mask=live)
     if COUNT:
-        count = tl.sum((live & reaches(v, tl.load(thresholds + call))).to(tl.int32), 0)
+        count = tl.sum((live & reaches(v, limit)).to(tl.int32), 0)
         tl.store(kept + call * tl.num_programs(1) + block, count)
 
 

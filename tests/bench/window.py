@@ -69,7 +69,7 @@ class Window:
             stdin=self._slave,
             stdout=self._slave,
             stderr=self._slave,
-            env={**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", **(env or {})},
+            env={**_environment(), "TERM": "xterm-256color", "COLORTERM": "truecolor", **(env or {})},
             start_new_session=True,
             preexec_fn=_take_terminal if controlling else None,
         )
@@ -208,6 +208,11 @@ class Window:
             if _PAGE.fullmatch(piece):
                 self._screen.reset()  # pyte has one page only
             self._stream.feed(_UNKNOWN.sub(b"", piece))
+
+
+def _environment() -> dict[str, str]:
+    """Without a size that some program may have noted there: it would hold whatever the window is dragged to."""
+    return {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
 
 
 def _take_terminal() -> None:
