@@ -15,11 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, since many tests wait: for timers, for another process."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first: begun last, one worker would be at them long after the others have ended."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -106,6 +106,8 @@ async def test_left_and_come_back_to(published: Path, hub: FakeHub, setups: Setu
         slowly(hub)
         await pilot.press("enter")
         await see(pilot, "is on its way")
+        await pilot.press("space")  # or it could be finished before the program has ended
+        await see(pilot, "tiny is paused")
     setups.close()
     later = Setups(IMPATIENT)  # the program's next start
     hub.faults.clear()
