@@ -11,6 +11,7 @@ from floe_chat.app.widgets.blocks import Note, Welcome
 from floe_chat.app.widgets.transcript import Transcript
 from floe_chat.app.widgets.turns import Turn, UserTurn
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
 
@@ -55,6 +56,8 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         await until(pilot, lambda: "Cold" in screen_text(pilot) and screen_text(pilot).count("2 messages") == 2)
         await write(pilot, "drif")
         await until(pilot, lambda: "floes drift" in screen_text(pilot) and screen_text(pilot).count("2 messages") == 0)
+        await pilot.pause(0.5)  # what was found may be for the first letters; until the last ones are, Enter means nothing
+        await until(pilot, lambda: pilot.app.screen.query_one(OptionList).highlighted is not None)
         await pilot.press("enter")
         await until(pilot, lambda: shown(pilot) == ["about ice", "floes drift"])
         await pilot.press("escape", "up")
