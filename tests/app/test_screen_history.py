@@ -56,7 +56,7 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         await until(pilot, lambda: "Cold" in screen_text(pilot) and screen_text(pilot).count("2 messages") == 2)
         await write(pilot, "drif")
         await until(pilot, lambda: "floes drift" in screen_text(pilot) and screen_text(pilot).count("2 messages") == 0)
-        await pilot.pause(0.5)  # what was found may be for the first letters; until the last ones are, Enter means nothing
+        await pilot.pause(0.5)  # what was found may be for the first letters alone, and Enter means nothing meanwhile
         await until(pilot, lambda: pilot.app.screen.query_one(OptionList).highlighted is not None)
         await pilot.press("enter")
         await until(pilot, lambda: shown(pilot) == ["about ice", "floes drift"])
