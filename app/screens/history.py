@@ -62,6 +62,8 @@ class HistoryScreen(ModalScreen[Choice]):
         self._lines: list[Line] = []
         self._deleted: list[tuple[int, int]] = []  # marks and conversations, the last one last
         self._asked = 0
+        self._words = self._found = ""  # what was looked up last, and what the list shows
+        self._entered = False
         self._field = SearchField(printable(words), placeholder="Search in titles and messages", id="search")
         self._list = OptionList(id="chats", markup=False)
         self._hint = Static("", markup=False, classes="hint")
@@ -82,7 +84,8 @@ class HistoryScreen(ModalScreen[Choice]):
     def refresh_list(self) -> None:
         """Read what the history has now."""
         self._asked += 1
-        asked, words = self._asked, self._field.value
+        asked = self._asked
+        words = self._words = self._field.value
 
         def read() -> tuple[int, list[Line] | str]:
             try:
@@ -104,6 +107,9 @@ class HistoryScreen(ModalScreen[Choice]):
         self._hint.display = isinstance(lines, str) or not lines
         if self._lines:
             self._list.highlighted = min(place or 0, len(self._lines) - 1)
+        self._found = self._words
+        if self._entered and self._found == self._field.value:
+            self._choose()
 
     def _add(self, lines: list[Line]) -> None:
         self._lines += lines
@@ -111,7 +117,7 @@ class HistoryScreen(ModalScreen[Choice]):
 
     @on(Input.Changed)
     def _search(self) -> None:
-        self._list.highlighted = None
+        self._list.highlighted, self._entered = None, False
         asked = self._asked
         self.set_timer(_PAUSE, lambda: self.refresh_list() if self._asked == asked else None)
 
@@ -132,6 +138,13 @@ class HistoryScreen(ModalScreen[Choice]):
         event.stop()
         if isinstance(event, OptionList.OptionSelected):
             self._list.highlighted = event.option_index
+        elif self._found != self._field.value:
+            self._entered = True  # whoever types and presses Enter at once means what has still to be found
+            return
+        self._choose()
+
+    def _choose(self) -> None:
+        self._entered = False
         if (line := self._highlighted()) is not None:
             message = line.message if isinstance(line, Hit) else None
             self.dismiss(Choice(_id(line), message, self._gone()))

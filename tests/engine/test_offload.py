@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from floe_chat.engine import predictor
@@ -403,22 +402,3 @@ def test_out_of_memory_with_nothing_left_to_give_is_an_error(
         run_out(monkeypatch, shared, 1000)
         with pytest.raises(torch.OutOfMemoryError):
             generated(loaded, PROMPT, max_new_tokens=8)
-
-
-@pytest.mark.parametrize("pack", ["mixtral"], indirect=True)  # one family is enough for what takes so long
-def test_nothing_grows_over_many_conversations(loaded: LoadedModel) -> None:
-    """After the first conversations neither the pool, the link nor the process gets larger (fifty: test_room.py)."""
-    process = psutil.Process()
-    with offloaded(loaded, SKIPPING, 0.3, kind="virtual") as shared:
-        sizes: list[tuple[int, ...]] = []
-        resident: list[int] = []
-        for conversation in range(20):
-            prompt = [1, *torch.randint(3, 250, (12,), generator=torch.Generator().manual_seed(conversation)).tolist()]
-            generated(loaded, prompt, max_new_tokens=40)
-            shared.settle()
-            sizes.append(
-                (shared.rows.nbytes, shared.pool.used, len(shared.under_way), shared.device.link.queued_bytes())
-            )
-            resident.append(process.memory_info().rss)
-    assert len(set(sizes[10:])) == 1 and sizes[-1][2:] == (0, 0)
-    assert max(resident[15:]) - max(resident[:10]) < 4 << 20
