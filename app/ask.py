@@ -18,6 +18,7 @@ from ..models.errors import FloeError, UsageError
 from .chat_client import ChatClient, Message, TextDelta
 from .history import Answer, AnswerStats, History, Setup, Trouble, history_file
 from .history.exchange import ask_anew, ask_in
+from .signals import ending_in_order
 
 Form = Literal["text", "json", "lines"]
 """What goes to stdout: the text as it comes, one JSON object at the end, or one for each piece and one at the end."""
@@ -39,6 +40,11 @@ class Question:
     number: int | None = None
     saved: bool = True
 
+    @property
+    def continuing(self) -> bool:
+        """Whether it goes on with a conversation that is kept."""
+        return self.going_on or self.number is not None
+
 
 def ask(client: ChatClient, question: Question, form: Form) -> int:
     """Ask, print the answer in this form, keep both, and return the exit code.
@@ -46,21 +52,29 @@ def ask(client: ChatClient, question: Question, form: Form) -> int:
     Raises:
         FloeError: there is nothing to go on with, the model cannot be loaded, or the question does not fit.
     """
-    continuing = question.going_on or question.number is not None
-    if continuing and not question.saved:
+    if question.continuing and not question.saved:
         raise UsageError("Chats are not kept here", "history.save is false in the settings.", "Ask without --continue.")
+    with ending_in_order():
+        return _ask(client, question, form)
+
+
+def _ask(client: ChatClient, question: Question, form: Form) -> int:
     client.start()
     history = History(history_file() if question.saved else None)
     try:
         loaded = _load(client)
         setup = replace(question.setup, preset=loaded.preset)
-        if continuing:
+        if question.continuing:
             exchange = ask_in(history, question.number, question.text, setup)
         else:
             exchange = ask_anew(history, question.text, setup)
         with exchange.answer as kept:
-            return _answer(client, exchange.turns, question, loaded, kept, form)
-    except KeyboardInterrupt:
+            try:
+                return _answer(client, exchange.turns, question, loaded, kept, form)
+            except BrokenPipeError:  # whoever read it had enough
+                kept.finish(None, "stopped")
+                raise
+    except (KeyboardInterrupt, SystemExit):
         client.cancel()
         raise
     finally:

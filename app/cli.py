@@ -24,6 +24,7 @@ from .models_command import models, paths
 from .packing import pack
 from .plan import plan
 from .setup_command import setup
+from .terminal import EXIT_SIGNAL
 from .tune import tune
 from .verify import verify
 from .widgets.plain import printable
@@ -281,7 +282,8 @@ def command() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    # What a signal ended has shown what it had: a reader that takes nothing any more would hold it up.
+    for stream in (sys.stdout, sys.stderr) if code < EXIT_SIGNAL else (sys.stderr,):
         try:
             if stream is not None:
                 stream.flush()

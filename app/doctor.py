@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
-from ..engine import hardware, rates
+from ..engine import hardware, rates, tuned_link
 from ..engine.gpus import Gpu
 from ..engine.hardware import Hardware
 from ..engine.rates import Measured
+from ..engine.tuned_link import Tuned
 from ..models import catalog
 from .bench_table import measuring
 from .log import log_file
@@ -26,13 +27,15 @@ def report(*, as_json: bool, measure: bool = False) -> str:
     paths = hardware.compute_paths()
     models = catalog.installed()
     measured = _measured() if measure else rates.Measured.load(rates.kept_file())
+    links = tuple(tuned_link.all_kept())
     if not as_json:
-        return _text(found, measured, paths, models)
+        return _text(found, measured, paths, links, models)
     fields: dict[str, Any] = {
         "version": version("floe-chat"),
         "hardware": dataclasses.asdict(found),
         "measured": dataclasses.asdict(measured) if measured else None,
         "paths": [dataclasses.asdict(path) for path in paths],
+        "links": [dataclasses.asdict(link) for link in links],
         "models": [{**dataclasses.asdict(model), "folder": str(model.folder)} for model in models],
         "log_file": str(log_file()),
     }
@@ -40,6 +43,7 @@ def report(*, as_json: bool, measure: bool = False) -> str:
 
 
 def _measured() -> Measured:
+    tuned_link.forget()
     with measuring() as progress:
         return rates.measure(catalog.models_folder(), lambda name: progress(f"Measuring {name}", 0, 1))
 
@@ -48,6 +52,7 @@ def _text(
     found: Hardware,
     measured: Measured | None,
     paths: tuple[hardware.ComputePath, ...],
+    links: tuple[Tuned, ...],
     models: list[catalog.Installed],
 ) -> str:
     return "\n".join(
@@ -62,6 +67,7 @@ def _text(
             "",
             "Paths",
             *(_line(path.device, path.backend or "not available", path.reason) for path in paths),
+            *_links(found, links),
             "",
             "Models",
             *(_line(model.name, model.trouble or f"{_gb(model.bytes)}, {model.folder}") for model in models),
@@ -113,6 +119,17 @@ def _rates(measured: Measured | None) -> Iterator[str]:
         yield _line(name, told, f"measured {measured.date[:10]}")
     for name, why in measured.reasons.items():
         yield _line(name, "not measured", why)
+
+
+def _links(found: Hardware, links: tuple[Tuned, ...]) -> Iterator[str]:
+    """How rows that do not fit a GPU's memory come to it."""
+    if not links:
+        why = "it is measured when a model is first opened whose rows do not all fit the GPU"
+        yield _line("transfer", "not measured", why if found.gpus else f"there is no GPU: {found.gpu_reason}")
+    for link in links:
+        kind = "staged" if link.why_not else link.faster()
+        beside = link.beside(kind) or "in place was not tried"
+        yield _line("transfer", f"{link.device}, rows of {link.row_bytes:,} bytes", f"{link.describe(kind)} ({beside})")
 
 
 def _line(name: str, value: str, source: str = "") -> str:

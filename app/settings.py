@@ -25,7 +25,7 @@ ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "toggle_panel": ("f2", "The live panel"),
         "next_preset": ("f3", "The next quality preset"),
         "quality": ("f4", "The quality dial"),
-        "setup": ("f5", "This chat: instructions, persona, sampling"),
+        "setup": ("f5", "This chat: instructions, persona, quality, sampling"),
         "models": ("f6", "Models: installed, begun, and to be had"),
         "experts": ("f9", "Experts, layer by layer"),
         "history": ("ctrl+r", "Earlier chats, and the search in them"),
@@ -140,7 +140,7 @@ class Settings:
     preset: str | None = _key(
         "chat.preset",
         None,
-        "Quality against speed, as F3 changes it in a chat.",
+        "Quality against speed; a chat can change it.",
         unset="Balanced, or what the model has",
         example="Balanced",
         choices=("Exact", "High", "Balanced", "Fast"),

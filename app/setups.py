@@ -91,11 +91,13 @@ def look_up(wanted: Wish, token: str | None = None) -> Entry:
 
 
 def remove(name: str) -> None:
-    """Delete the packed model `name` of the models folder; of a link only the link.
+    """Delete the packed model `name` of the models folder and what is known of its use; of a link only the link.
 
     Raises:
         FloeError: it is the demo, there is no such model, or something cannot be deleted.
     """
+    from ..models import heat
+
     folder = catalog.models_folder() / name
     known = {model.name for model in catalog.installed()} - {catalog.DEMO}
     if name not in known:
@@ -105,6 +107,7 @@ def remove(name: str) -> None:
             folder.unlink()
         else:
             (folder / "manifest.json").unlink(missing_ok=True)  # first: half a model is none
+            heat.forget(folder)
             shutil.rmtree(folder)
     except OSError as error:
         raise FloeError(f"{name} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand.") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,12 +27,13 @@ from .screens.chat import ChatScreen
 from .screens.chat_view import ChatView
 from .screens.commands import Command
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .settings import Settings
+from .settings import ACTIONS, Settings
 from .settings_file import Read, change, read, settings_file
 from .setups import Setups, first_run
 from .terminal import EXIT_SIGNAL, Terminal
 from .widgets.background import in_background
 from .widgets.composer import Composer
+from .widgets.hints import key_of
 from .widgets.panel import PerformancePanel
 from .widgets.themes import THEMES
 from .widgets.transcript import Transcript
@@ -100,6 +101,11 @@ class FloeChatApp(App[int]):
 
     def get_default_screen(self) -> Screen[None]:
         return self._chat
+
+    @property
+    def given_keys(self) -> Mapping[str, str]:
+        """The key of every action, see `hints.Keyed`."""
+        return self._settings.settings.keys
 
     def on_load(self) -> None:
         if self._terminal is not None:
@@ -194,14 +200,13 @@ class FloeChatApp(App[int]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self._chat
+        does = f"Use this quality from the next token on ({key_of(chat, 'next_preset')})"
         for command in chat.commands:
             yield SystemCommand(
                 command.title, f"{command.does} ({command.usage})", partial(chat.obey, command.name, "")
             )
         for preset in chat.presets:
-            yield SystemCommand(
-                f"Preset: {preset}", "Use this quality from the next token on (F3)", partial(chat.choose_preset, preset)
-            )
+            yield SystemCommand(f"Preset: {preset}", does, partial(chat.choose_preset, preset))
 
     def _help(self) -> Iterable[Section]:
         from .screens.help import keys_of
@@ -216,11 +221,9 @@ class FloeChatApp(App[int]):
         """Let the settings that concern the screen be in force at once."""
         self._settings = found
         settings = found.settings
-        self.set_keymap(dict(settings.keys))
-        self._chat.status.keys = settings.keys
-        self._chat.composer.newline_keys = frozenset(settings.keys.get("newline", "ctrl+j").split(",")) | {
-            "shift+enter"
-        }
+        # Only what differs: each press of a key applies the whole map to every node above it.
+        self.set_keymap({name: key for name, key in settings.keys.items() if key != ACTIONS[name][0]})
+        self._chat.take_keys(settings.keys)
         if settings.theme in self.available_themes:
             self.theme = settings.theme
 

@@ -27,7 +27,7 @@ from .virtual import PREFIX, Card, Clock, VirtualLink
 
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
 Numbers = NDArray[np.int64]
-Wanted = tuple[UpWeights, Calls]  # up projections, and calls of experts as they are numbered there
+Wanted = tuple[UpWeights, Calls]  # up projections of one width, and all calls, see `Plan.within`
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
 
 
@@ -37,10 +37,11 @@ class Device:
     Attributes:
         name: for people. place: torch's name of where its tensors lie. link: the way into its memory.
         rates: what the lanes reach. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
-        real: whether `now` is real time.
+        real: whether `now` is real time. moves: how rows cross the link and why so, in words.
     """
 
     real = True
+    moves = ""
 
     def __init__(
         self,
@@ -69,8 +70,8 @@ class Device:
         """The active neurons; the host waits for the device here.
 
         Args:
-            wanted: the calls, one after another, by up projections of one width. thresholds: (P,) of all calls;
-                infinite for one that is left out.
+            wanted: up projections by width, and the calls for each. thresholds: (P,) for each width, one after another;
+                infinite for calls that are left out or of another width.
 
         Returns:
             them and their values on the host, the values on the device, and what the host is `also` to have.

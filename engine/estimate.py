@@ -115,12 +115,23 @@ class Speeds:
         waits = {name: getattr(self, name) / factor for name in ("link_latency", "launch", "host", "host_pool")}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
 
-    def rates(self, bits: int, work: Work) -> Rates:
+    def up_s(self, takes: Footprint) -> float:
+        """Seconds of the CPU for one call's up projection."""
+        return sum(width.calls * width.up / self.of_cpu("up", width.bits.up) for width in takes.widths)
+
+    def row_s(self, takes: Footprint) -> float:
+        """Likewise for one of its rows, both halves."""
+        return sum(
+            width.calls * width.row / self.of_cpu("rows", min(width.bits.gate, width.bits.down))
+            for width in takes.widths
+        )
+
+    def rates(self, takes: Footprint, work: Work) -> Rates:
         """For the engine's placement, which counts whole rows."""
         return Rates(
             link_bytes_s=self.link,
             link_latency_s=self.link_latency,
-            cpu_bytes_s=self.of_cpu("rows", bits) / work.read,
+            cpu_bytes_s=takes.called_row / self.row_s(takes) / work.read,
             cpu_batch_bytes_s=self.of_cpu("prompt", 4),
             cpu_latency_s=2 * self.link_latency,
             gpu_bytes_s=self.gpu / work.read,
@@ -180,15 +191,14 @@ def decode(
 def _on_cpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, kv_bytes: int) -> Token:
     sizes, spec = takes.sizes, takes.spec
     calls = sizes.layers * sizes.top_k * work.calls
-    rows = calls * sizes.intermediate * work.active * takes.row
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + kv_bytes / speeds.read
     # Pages of the disk bring their neighbours along: of an expert that is used, nearly all is read.
-    absent = (1 - held.ram) * calls * (takes.up + sizes.intermediate * takes.row)
+    absent = (1 - held.ram) * calls * (takes.called_up + sizes.intermediate * takes.called_row)
     return Token(
         dense=dense,
-        up=calls * takes.up / speeds.of_cpu("up", spec.up),
-        rows=rows * work.read / speeds.of_cpu("rows", min(spec.gate, spec.down)),
+        up=calls * speeds.up_s(takes),
+        rows=calls * sizes.intermediate * work.active * work.read * speeds.row_s(takes),
         disk=absent / speeds.disk,
         host=sizes.layers * speeds.host,
         hit=0.0,
@@ -200,20 +210,21 @@ def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Cur
     """One layer as `OffloadedLayer` runs it: dense part, up projections and a wait; then the rows that are there and
     the next layer's guess on the GPU, beside the absent rows on the link and the CPU. Between two layers the link
     brings what was guessed."""
-    sizes = takes.sizes
+    sizes, row = takes.sizes, takes.called_row
+    launches = 2 * len(takes.widths) * speeds.launch
     pooled = held.pool < 1
     host = speeds.host_pool if pooled else speeds.host
     dense = takes.attention / speeds.gpu + DENSE_LAUNCHES * speeds.launch
-    up = sizes.top_k * work.calls * takes.up / speeds.gpu + 2 * speeds.launch
+    up = sizes.top_k * work.calls * takes.called_up / speeds.gpu + launches
     wanted = sizes.top_k * work.calls * sizes.intermediate * work.active
     hit = at(curve, held.pool)
     absent = wanted * (1 - hit)
-    own = wanted * hit * takes.row * work.read / speeds.gpu + 2 * speeds.launch
+    own = wanted * hit * row * work.read / speeds.gpu + launches
     ahead, end, copied = 0.0, 0.0, 0.0
     if pooled:
-        rates = speeds.rates(min(takes.spec.gate, takes.spec.down), work)
-        early = RECALL * min(absent, (dense + up + host) * speeds.link / takes.row)
-        end, copied = _absent_end(absent - early, takes.row, rates, held.cpu)
+        rates = speeds.rates(takes, work)
+        early = RECALL * min(absent, (dense + up + host) * speeds.link / row)
+        end, copied = _absent_end(absent - early, row, rates, held.cpu)
         ahead, copied = up, copied + early / RECALL
     missing = (1 - held.ram) * (1 - hit) * sizes.top_k * work.calls * sizes.intermediate
     layers = sizes.layers
@@ -221,20 +232,20 @@ def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Cur
         dense=layers * dense + (takes.head + kv_bytes) / speeds.gpu + 2 * speeds.launch,
         up=layers * up,
         rows=layers * max(own + ahead, end),
-        disk=layers * missing * takes.row / speeds.disk if pooled else 0.0,
+        disk=layers * missing * row / speeds.disk if pooled else 0.0,
         # Without a pool nothing makes the host wait for the device: the slower of the two counts.
         host=layers * (host if pooled else max(0.0, host - dense - up - own)),
         hit=hit,
-        moved=layers * copied * takes.row,
+        moved=layers * copied * row,
     )
 
 
-def _absent_end(rows: float, nbytes: int, rates: Rates, cpu: bool) -> tuple[float, float]:
+def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool) -> tuple[float, float]:
     """When both lanes have ended, and how many rows went over the link."""
     count = round(rows)
     if not count:
         return 0.0, 0.0
-    on_cpu = placement.share([count], nbytes, [1.0], rates, 0.0, 1.0 if cpu else 0.0)[0]
+    on_cpu = placement.share([count], [nbytes], [1.0], rates, 0.0, 1.0 if cpu else 0.0)[0]
     copied = count - on_cpu
     copy = rates.link_latency_s + rates.launch_s + copied * nbytes * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
     beside = rates.cpu_latency_s + on_cpu * nbytes / rates.cpu_bytes_s
@@ -244,26 +255,38 @@ def _absent_end(rows: float, nbytes: int, rates: Rates, cpu: bool) -> tuple[floa
 def prefill(takes: Footprint, work: Work, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
     """Tokens per second of a prompt, whose tokens share every expert that they use."""
     sizes = takes.sizes
-    each = tokens * sizes.top_k / sizes.experts * work.calls  # of one expert
-    expert = sizes.intermediate * takes.row
-    away = (1 - held.ram) * sizes.experts * (1 - held.pool if held.gpu else 1) * expert / speeds.disk
+    calls = tokens * sizes.top_k * work.calls
+    ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
+    away = (1 - held.ram) * (1 - held.pool if held.gpu else 1) * rows / speeds.disk
     batch = speeds.of_cpu("prompt", 4)
     if not held.gpu:
         # The kernels' rate counts rows alone, though an expert's up projection is in it: three matrices for two.
         dense = takes.attention * tokens / (1.5 * batch)
-        compute = sizes.experts * expert * each / batch
-        layer = dense + max(compute, sizes.experts * (expert + takes.up) / speeds.read) + away
+        compute = calls * sizes.intermediate * takes.called_row / batch
+        layer = dense + max(compute, (rows + ups) / speeds.read) + away
         return tokens / (sizes.layers * layer)
-    flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * each * sizes.experts
-    reading = (takes.attention + sizes.experts * (takes.up + expert)) / speeds.gpu
+    flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
+    reading = (takes.attention + ups + rows) / speeds.gpu
     layer = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
     if held.pool < 1:
-        rates = speeds.rates(min(takes.spec.gate, takes.spec.down), work)
-        counts, resident = [max(1, round(each))] * sizes.experts, [held.pool] * sizes.experts
-        lanes = placement.prefill(counts, resident, expert, rates, cap=1.0 if held.cpu else 0.0)
-        copied = sum(lane is not Lane.CPU for lane in lanes)
-        absent = (1 - held.pool) * expert
-        copy = copied * (rates.link_latency_s + absent * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s))
-        beside = rates.cpu_latency_s + absent * max(1 / rates.cpu_bytes_s, counts[0] / batch)
-        layer = max(layer, copy, (sizes.experts - copied) * beside)
+        layer = max(layer, *_experts_end(takes, calls, speeds.rates(takes, work), held))
     return tokens / (sizes.layers * (layer + away + speeds.host))
+
+
+def _experts_end(takes: Footprint, calls: float, rates: Rates, held: Held) -> tuple[float, float]:
+    """When the link and the CPU have ended with one layer's experts, which so many calls want."""
+    counts: list[int] = []
+    nbytes: list[float] = []
+    for width in takes.widths:
+        counts += width.experts * [max(1, round(calls * width.calls / width.experts))]
+        nbytes += width.experts * [float(takes.sizes.intermediate * width.row)]
+    resident = [held.pool] * len(counts)
+    lanes = placement.prefill(counts, resident, nbytes, rates, cap=1.0 if held.cpu else 0.0)
+    copy = beside = 0.0
+    for lane, count, each in zip(lanes, counts, nbytes, strict=True):
+        absent = (1 - held.pool) * each
+        if lane is Lane.CPU:
+            beside += rates.cpu_latency_s + absent * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
+        else:
+            copy += rates.link_latency_s + absent * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
+    return copy, beside

@@ -213,6 +213,7 @@ class Stats:
         layer_activity: `active_neurons` layer by layer.
         expert_use: share of decode's expert calls that went to each expert, (L, E) row-major in one tuple per layer.
         ram_bytes: resident memory of this process. vram_bytes: device memory in use; None without a GPU.
+        vram_budget: the most of the device's memory that may be used; None where the CPU computes in RAM.
         kv_bytes: bytes in the KV cache.
         context_used, context_window: tokens.
         reused_tokens: of the prompt, those that the KV cache held from the turn before.
@@ -237,6 +238,7 @@ class Stats:
     context_window: int
     reused_tokens: int = 0
     rows: Rows | None = None
+    vram_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Active neurons that a device was told to find, by calls of one width after another.
+    """Active neurons that a device was told to find, width by width, each of the calls in one width's list.
 
     Attributes:
         lists: on the device. copy: the same on their way to the host, three tensors each, and what else was asked for.
@@ -41,24 +41,20 @@ class Asked:
 
     def answer(self) -> tuple[Active, Tensor, list[Tensor]]:
         """Once the copy is there: the neurons and their values on the host, the values on the device, all else."""
-        here, others = self.copy.tensors[: 3 * len(self.lists)], self.copy.tensors[3 * len(self.lists) :]
-        parts: list[Active] = []
-        there: list[Tensor] = []
-        for place, (_, _, values) in enumerate(self.lists):
-            ends, neurons, mine = here[3 * place : 3 * place + 3]
-            total = int(ends[-1]) if ends.numel() else 0
-            parts.append(Active(torch.cat([ends.new_zeros(1), ends]), neurons[:total].long(), mine[:total]))
-            there.append(values[:total])
-        if len(parts) == 1:
-            return parts[0], there[0], others
-        return _joined(parts), torch.cat(there), others
-
-
-def _joined(parts: Sequence[Active]) -> Active:
-    """The active neurons of calls one after another."""
-    counts = torch.cat([part.offsets.diff() for part in parts])
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Active(offsets, torch.cat([part.neurons for part in parts]), torch.cat([part.values for part in parts]))
+        lists, others = self.copy.tensors[: 3 * len(self.lists)], self.copy.tensors[3 * len(self.lists) :]
+        ends, neurons, values = lists[:3]
+        total = int(ends[-1]) if ends.numel() else 0
+        found = [(neurons[:total], values[:total], self.lists[0][2][:total])]
+        if self.lists[1:] and ends.numel():
+            own, neurons, values = lists[3:]
+            # Calls of narrow experts are behind the others. What their list has before them can only be what is not a
+            # number, active at any threshold: it is in the first list too.
+            skipped = int(own[(ends < total).sum()]) if total else 0
+            rest = slice(skipped, int(own[-1]))
+            found.append((neurons[rest], values[rest], self.lists[1][2][rest]))
+            ends = ends + (own - skipped).clamp(0)
+        neurons, values, there = (torch.cat(parts) if parts[1:] else parts[0] for parts in zip(*found, strict=True))
+        return Active(torch.cat([ends.new_zeros(1), ends]), neurons.long(), values), there, others
 
 
 def moved(

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import kernels
 from ..kernels.layouts import align
 from .pieces import scatter, staged
+from .pinning import Pinned
 from .transfer import CHUNK, LANES, Job, Mover, Transfer
 
 STREAMS = 2  # one chunk's rows are put into their slots while the next one's come over the bus
-CHUNKS = (25, 50, 100, 200, 400, 800)  # the sizes `tuned_chunk` tries
-TUNED_ROWS = 2867  # 20 % of a Mixtral expert, as in FloE's figure 7
-_ROUNDS = 5
-_ALIKE = 1.03  # a larger chunk must be faster than this to be worth that urgent rows wait longer
 
 
 class ThrottledLink(Mover):
@@ -93,6 +87,7 @@ class CudaLink(Mover):
 
     `wait` returns when the copies are under way, with the current stream put behind them: the compute stream is the
     current one of the thread that submits and waits. `zero_copy`: rows in pinned memory are read by the device itself.
+    Rows in RAM never change, so only their being unpinned has to wait for the kernels that read them: see `close`.
     """
 
     def __init__(
@@ -103,8 +98,12 @@ class CudaLink(Mover):
         chunk: int = CHUNK,
         streams: int = STREAMS,
         zero_copy: bool = False,
+        pinned: Pinned | None = None,
     ) -> None:
         """Buffers for rows of `nbytes` in chunks of `chunk` rows, on as many streams.
+
+        Args:
+            pinned: what holds the rows that are read in place; it is released when the link ends.
 
         Raises:
             ValueError: no such size, or zero_copy without the Triton kernels. RuntimeError: no memory.
@@ -112,7 +111,7 @@ class CudaLink(Mover):
         self._cpu, self._gpu = kernels.choose("cpu"), kernels.choose(device.type)
         if zero_copy and self._gpu.name == "reference":
             raise ValueError(f"rows cannot be read in place: {self._gpu.reason}")
-        self.zero_copy = zero_copy
+        self.zero_copy, self._pinned = zero_copy, pinned
         device = torch.empty(0, device=device).device  # with its number
         # Their small kernels go before the compute stream's large ones.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
@@ -125,6 +124,12 @@ class CudaLink(Mover):
     def wait(self, transfer: Transfer) -> float:
         """See `Link`. The seconds: the host's now, and the compute stream's in earlier calls, once that is known."""
         return super().wait(transfer) + self._stalled()
+
+    def close(self) -> None:
+        """See `Link`. Afterwards no kernel reads rows in RAM, and none is pinned."""
+        super().close()
+        if self._pinned is not None:
+            self._pinned.release()
 
     def _accept(self, transfer: Transfer) -> Job:
         job, target = super()._accept(transfer), transfer.target
@@ -206,40 +211,3 @@ def _lane(stream: Any, device: torch.device, nbytes: int, chunk: int, zero_copy:
 
     event = torch.cuda.Event(blocking=True)  # the thread sleeps meanwhile: the cores are for those who compute
     return _Lane(here, there, head, numbers(here), numbers(there), rows(here), rows(there), stream, event)
-
-
-def tuned_chunk(
-    make: Callable[[int], Mover], source: Tensor, target: Tensor, sizes: Sequence[int] = CHUNKS
-) -> tuple[int, dict[int, float]]:
-    """The best chunk size of a link: the smallest of those that are about as fast as the fastest.
-
-    Args:
-        make: a link of that kind with chunks of so many rows; it is closed here.
-        source: (R, nbytes) rows in RAM, more than the caches hold. target: (S, nbytes), overwritten.
-
-    Returns:
-        Rows, and the bytes per second of every size tried.
-
-    Raises:
-        Exception: what a link failed with.
-    """
-    count = min(TUNED_ROWS, source.shape[0], target.shape[0])
-    random = np.random.default_rng(0)
-    rates: dict[int, float] = {}
-    for size in sizes:
-        link = make(size)
-        try:
-            slots = np.arange(count, dtype=np.int32)
-            best = math.inf
-            for turn in range(1 + _ROUNDS):
-                index = np.sort(random.choice(source.shape[0], count, replace=False))
-                before = link.busy_s
-                link.submit(Transfer(source, index, target, slots, urgent=True, score=0.0, layer=0))
-                link.drain()
-                if turn:  # the first one warms up
-                    best = min(best, link.busy_s - before)
-        finally:
-            link.close()
-        rates[size] = count * source.shape[1] / best
-    fastest = max(rates.values())
-    return min(size for size, rate in rates.items() if rate * _ALIKE >= fastest), rates

@@ -103,6 +103,7 @@ def load(
     torch.set_num_threads(threads)
     control = Control(chosen)
     telemetry = Telemetry(manifest.architecture.layers, manifest.architecture.experts)
+    telemetry.budget = choice.budget
     report("Reading the dense part", 0.5)
     packed_bytes = 0  # of what lies on the device as codes
 
@@ -138,6 +139,7 @@ def load(
         report("Filling the pool of rows", 1.0)
         experts.join(model, packed, shared, decoder)
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    moves = f"; {shared.device.moves}" if shared is not None and shared.device.moves else ""
     loaded = Loaded(
         model=manifest.name,
         folder=str(folder),
@@ -148,7 +150,7 @@ def load(
         widths=manifest.widths.describe(),
         device=place if shared is None else shared.device.name,
         backend=backend.name,
-        reason=f"{backend.reason}; {decoder.reason}; on {place}, since {choice.why}; {why_threads}",
+        reason=f"{backend.reason}; {decoder.reason}; on {place}, since {choice.why}; {why_threads}{moves}",
         seconds=time.perf_counter() - started,
         memory_bytes=parameter_bytes + packed_bytes + experts.nbytes,
     )

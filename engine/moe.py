@@ -214,6 +214,7 @@ class Plan:
         self._places: list[int] | None = None
         if self.layer.narrow is not None:
             self._places = self.layer.narrow.places.tolist()
+            self._places_there = self.layer.narrow.places.to(self.thresholds.device)
             narrow = replace(self.layer.narrow.rows.layout, least=self.layer.rows.layout.nbytes)
             self.slots = (self.layer.rows.layout, narrow)
 
@@ -233,7 +234,8 @@ class Plan:
         """index and weights (B, K), the router's choice -> what is computed of it."""
         if not self.preset.drop and not self._split:
             tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
-            return self.placed(Calls(tokens, index.flatten(), weights.flatten()))
+            calls = Calls(tokens, index.flatten(), weights.flatten())
+            return calls if self._places is None else self.placed(calls)[0]
         # In plain Python, since a decode step has two of them and each operation on tensors costs as much as them all.
         shares = weights.tolist()
         computed: list[tuple[int, int, float]] = []
@@ -252,13 +254,10 @@ class Plan:
             torch.tensor(kept, dtype=weights.dtype, device=index.device),
         )
 
-    def placed(self, calls: Calls) -> Calls:
-        """Calls of experts by number -> by place, ascending; the same where none is narrow. Waits for a device."""
-        if self.layer.narrow is None:
-            return calls
-        places, order = self.layer.narrow.places[calls.experts.cpu()].sort(stable=True)
-        places, order = places.to(calls.experts.device), order.to(calls.experts.device)
-        return Calls(calls.tokens[order], places, calls.weights[order])
+    def placed(self, calls: Calls) -> tuple[Calls, Tensor]:
+        """Calls of experts by number -> by place, ascending, and in which order, where some are narrow."""
+        places, order = self._places_there.index_select(0, calls.experts).sort(stable=True)
+        return Calls(calls.tokens.index_select(0, order), places, calls.weights.index_select(0, order)), order
 
     def usual(self, calls: Calls) -> int:
         """How many of the calls, the first, are of experts that are not narrow. Waits for a device."""
@@ -273,15 +272,13 @@ class Plan:
         first, count = len(self.layer.up.q) * width, len(self.layer.parts[width][0].q)
         return Calls(calls.tokens, (calls.experts - first).clamp(0, count - 1), calls.weights)
 
-    def wanted(self, calls: Calls, usual: int) -> list[tuple[UpWeights, Calls]]:
-        """Up projections by width and the calls of them, the first `usual` being of experts that are not narrow."""
-        if self.layer.narrow is None:
-            return [(self.layer.up, calls)]
-        return [(width.up, width.within()) for width in self.by_width(calls, usual)]
+    def wanted(self, calls: Calls) -> list[tuple[UpWeights, Calls]]:
+        """Up projections by width, and all of the calls for each, see `within`."""
+        return [(up, self.within(calls, width)) for width, (up, _) in enumerate(self.layer.parts)]
 
-    def by_width(self, calls: Calls, usual: int | None = None) -> Sequence[Width]:
+    def by_width(self, calls: Calls) -> Sequence[Width]:
         """The calls by width, as far as there are any; if there are none, none of the usual width."""
-        cut = self.usual(calls) if usual is None else usual
+        cut = self.usual(calls)
         end, first = calls.experts.numel(), len(self.layer.up.q)
         if self.layer.narrow is None or cut == end:
             return (Width(self.layer.up, self.layer.rows, 0, calls, slice(None)),)

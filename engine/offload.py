@@ -22,7 +22,7 @@ from .cache import Keys, NeuronPool, Policy, Slots
 from .devices import Device
 from .events import Notice
 from .kv import Store
-from .transfer import Transfer
+from .transfer import Transfer, Wanted
 
 if TYPE_CHECKING:
     from .offloaded import Ahead, Untold
@@ -43,12 +43,14 @@ class Parts:
         eviction: what the pool gives up first, see cache.py. cpu: whether the CPU computes a share of the absent rows.
         whole: share of active neurons above which an absent expert is moved in one piece (CORM).
         predictor: what names the next layer's rows, see predictor.py; "none" fetches nothing ahead.
+        transfer: how absent rows cross the link, see tuned_link.py.
     """
 
     eviction: Policy = "score"
     cpu: bool = True
     whole: float = placement.WHOLE
     predictor: str = "auto"
+    transfer: Wanted = "auto"
 
 
 class Offload:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
@@ -74,14 +75,10 @@ class OffloadedLayer(MoELayer):
 
     def _calls(self, chosen: Tensor, scores: Tensor) -> Calls:
         """Of a few tokens all calls, also those that are left out by score: `_step` gives these a threshold that no
-        neuron reaches. So nobody waits for the router's choice, unless it decides which kernels are launched, since
-        some experts are narrow."""
+        neuron reaches. So nobody waits for the router's choice."""
         self._left_out = None
         if len(chosen) > DECODE_TOKENS:
             return super()._calls(chosen, scores)
-        if self.packed.narrow is not None:
-            self.chosen, self.scores = self.shared.device.fetched(chosen, scores)
-            return super()._calls(self.chosen, self.scores)
         calls, self._left_out = every(self.plan, chosen, scores)
         return calls
 
@@ -89,7 +86,6 @@ class OffloadedLayer(MoELayer):
         shared, plan, device = self.shared, self.plan, self.shared.device
         shared.look()
         device.dense(hidden.shape[0])
-        usual = plan.usual(calls)
         calls = Calls(*device.sent(calls.tokens, calls.experts, calls.weights))
         there = Given(hidden, calls, None if plan.products is None else plan.products.index_select(0, calls.experts))
         # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
@@ -98,7 +94,7 @@ class OffloadedLayer(MoELayer):
         optional = [tensor for tensor in (self._left_out, self._routed) if tensor is not None]
         untold, shared.untold = shared.untold, []
         active, values, here = device.up(
-            *(hidden, plan.wanted(calls, usual), thresholds(plan, calls, self._left_out), plan.preset.x_bits),
+            *(hidden, plan.wanted(calls), thresholds(plan, calls, self._left_out), plan.preset.x_bits),
             (*asked, self.chosen, self.scores, *optional, *(late.counts for late in untold)),
         )
         shared.pool.release()  # the device has done all that came before
@@ -111,8 +107,8 @@ class OffloadedLayer(MoELayer):
         self._routed = None if self._routed is None else rest.pop(0)
         for late, counts in zip(untold, rest, strict=True):
             late.layer.tell(late, counts)
-        self._computed = kept(here.calls, self._left_out)
-        step = Step(self, there, here, active, values, usual)
+        self._computed = here.calls
+        step = Step(self, there, here, active, values)
         self._compare(step.here.calls, active)
         step.locate()
         step.place()
@@ -128,7 +124,7 @@ class OffloadedLayer(MoELayer):
         if self._routed is not None:
             others = (self.chosen[:, :, None] != self._routed[:, None]).all(-1)
             self.telemetry.layers[self.index].substituted += int(others.sum())
-        late = Untold(self, self.telemetry.layers[self.index], chosen, self._computed, counts)
+        late = Untold(self, self.telemetry.layers[self.index], chosen, self._computed, self._left_out, counts)
         if counts.is_cpu:
             self.tell(late, counts)
         else:
@@ -137,7 +133,7 @@ class OffloadedLayer(MoELayer):
     def tell(self, late: Untold, counts: Tensor) -> None:
         """Count a step whose `counts` (P, 2) are on the host now; left out if another answer is counted by now."""
         if self.telemetry.layers[self.index] is late.answer:
-            super()._count(late.chosen, late.calls, counts)
+            super()._count(late.chosen, *kept(late, counts))
 
     def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         Prompt(self.shared, self.index, self.plan, self.in_ram(), hidden, out, self.control).run(shares)
@@ -163,19 +159,9 @@ class OffloadedLayer(MoELayer):
         scores = shared.predictor.experts(self.index, hidden, chosen, guess)
         best = scores.topk(self.chosen.shape[1])
         weights = best.values.float().softmax(-1)
-        if following.packed.narrow is None:
-            calls, left_out = every(plan, best.indices, weights)
-        else:
-            calls, left_out = plan.calls(*device.fetched(best.indices, weights)), None
-            calls = Calls(*device.sent(calls.tokens, calls.experts, calls.weights))
-        wanted = plan.wanted(calls, plan.usual(calls))
-        shared.ahead = Ahead(
-            following,
-            plan,
-            device.ask(
-                guess, wanted, thresholds(plan, calls, left_out), 8, (calls.experts, calls.weights, best.indices)
-            ),
-        )
+        calls, left_out = every(plan, best.indices, weights)
+        limits, also = thresholds(plan, calls, left_out), (calls.experts, calls.weights, best.indices)
+        shared.ahead = Ahead(following, plan, device.ask(guess, plan.wanted(calls), limits, 8, also))
 
     def in_force(self) -> Plan:
         """What the preset in force makes of this layer."""
@@ -227,6 +213,8 @@ class Ahead:
         active, _, (experts, weights, named) = self.asked.answer()
         layer, shared = self.layer, self.layer.shared
         keys, ends, worth = layer.keys(self.plan, experts, active), active.offsets.tolist(), weights.tolist()
+        if not isfinite(sum(worth)):
+            return  # the model has failed, and is going to be told so
         layer.guess(keys, named)
         table = shared.pool.layers[layer.index]
         for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
@@ -241,20 +229,23 @@ class Untold:
     """A step of a layer that is not counted yet.
 
     Attributes:
-        answer: what it is counted in. chosen: (B, K) on the host. counts: (P, 2) on the device.
+        answer: what it is counted in. chosen: (B, K) on the host, calls and which are left_out (P,) too.
+        counts: (P, 2) on the device.
     """
 
     layer: OffloadedLayer
     answer: LayerCounts
     chosen: Tensor
     calls: Calls
+    left_out: Tensor | None
     counts: Tensor
 
 
 def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | None]:
     """All calls of the experts index with these weights, (B, K) each, and which of them the preset leaves out (P,).
 
-    As `Plan.calls` gives them, but for those; all of it where the tensors are. None: nothing can be left out.
+    As `Plan.calls` gives them, but for those; all of it where the tensors are, and nobody waits for it. None: nothing
+    can be left out.
     """
     preset, (tokens, among) = plan.preset, index.shape
     parts = 2 if plan.halves_each() else 1
@@ -262,20 +253,32 @@ def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | N
     experts = (index[..., None] * parts + half).flatten()
     of = torch.arange(tokens, device=index.device).repeat_interleave(among * parts)
     calls = Calls(of, experts, weights.repeat_interleave(parts, -1).flatten())
-    if not preset.drop and parts == 1:
-        return calls, None
-    taken = selection.halves_there(weights, preset.drop, preset.major)
-    return calls, (taken[..., None] <= half).flatten()
+    left_out = None
+    if preset.drop or parts > 1:
+        taken = selection.halves_there(weights, preset.drop, preset.major)
+        left_out = (taken[..., None] <= half).flatten()
+    if plan.layer.narrow is None:
+        return calls, left_out
+    calls, order = plan.placed(calls)
+    return calls, None if left_out is None else left_out.index_select(0, order)
 
 
 def thresholds(plan: Plan, calls: Calls, left_out: Tensor | None) -> Tensor:
-    """(P,) of the calls; of those that are left out, what no neuron reaches."""
+    """Of `Plan.wanted`'s calls, (P,) for each width; what no neuron reaches for those that are left out, and in a
+    width's for those of experts of the other."""
     limits = plan.thresholds.index_select(0, calls.experts)
-    return limits if left_out is None else limits.masked_fill(left_out, torch.inf)
+    if left_out is not None:
+        limits = limits.masked_fill(left_out, torch.inf)
+    if plan.layer.narrow is None:
+        return limits
+    narrow = calls.experts >= len(plan.layer.up.q)
+    return torch.cat([limits.masked_fill(narrow, torch.inf), limits.masked_fill(~narrow, torch.inf)])
 
 
-def kept(calls: Calls, left_out: Tensor | None) -> Calls:
-    """The calls that are not left out, on the host."""
+def kept(late: Untold, counts: Tensor) -> tuple[Calls, Tensor]:
+    """The calls that are not left out and their counts, on the host."""
+    calls, left_out = late.calls, late.left_out
     if left_out is None:
-        return calls
-    return Calls(calls.tokens[~left_out], calls.experts[~left_out], calls.weights[~left_out])
+        return calls, counts
+    mine = ~left_out
+    return Calls(calls.tokens[mine], calls.experts[mine], calls.weights[mine]), counts[mine]

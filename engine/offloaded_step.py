@@ -56,20 +56,17 @@ class Step:
 
     Args:
         there, here: what it computes with, on the device and on the host; of a prompt `here` may have hidden states of
-            the device. active: on the host. values: on the device. usual: how many of the calls, the first, are of
-            experts that are not narrow.
+            the device. active: on the host. values: on the device.
 
     Attributes:
         y: (B, H) what is known so far; None for nothing.
     """
 
-    def __init__(
-        self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor, usual: int
-    ) -> None:
+    def __init__(self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor) -> None:
         self.layer, self.shared, self.device = layer, layer.shared, layer.shared.device
         self.plan, self.there, self.here, self.active, self.values = layer.plan, there, here, active, values
         self.rows = [ExpertRows(layout, self.shared.rows[None]) for layout in self.plan.slots]
-        self.usual = usual
+        self._usual = self.plan.usual(here.calls)  # so many of the calls, the first, are of experts that are not narrow
         self.y: Tensor | None = None
         self._reached: Tensor | None = None
         self._found: Located
@@ -132,9 +129,11 @@ class Step:
 
     def _share_with_cpu(self, missing: NDArray[np.int64]) -> Part:
         """What is copied; the rest is begun."""
-        device, nbytes, absent = self.device, self.shared.rows.shape[1], self._found.absent
+        device, absent, calls = self.device, self._found.absent, self.here.calls
+        layer, x_bits = self.layer.in_ram().layer, self.plan.preset.x_bits
+        lengths = [rows.layout.nbytes for _, rows in layer.parts]
+        nbytes = lengths[:1] * self._usual + lengths[1:] * (missing.size - self._usual)
         queued = device.link.queued_bytes() / device.rates.link_bytes_s
-        calls = self.here.calls
         shares = placement.share(
             missing.tolist(), nbytes, calls.weights.tolist(), device.rates, queued, device.cpu_share
         )
@@ -144,7 +143,6 @@ class Step:
         # The last of each call: neurons lie by falling importance, and those that are copied stay for later tokens.
         copied, rest = _cut(absent, missing - np.array(shares))
         hidden = self.here.hidden if self.here.hidden.is_cpu else device.fetched(self.here.hidden)[0]
-        layer, x_bits = self.layer.in_ram().layer, self.plan.preset.x_bits
         for width, mine in self._by_width(rest):
             neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), mine.at))
             part = Active(torch.from_numpy(mine.offsets), neurons, taken(self.active.values, mine.at))
@@ -198,7 +196,7 @@ class Step:
         """A part by the width of the rows; in each, calls of the others have no neurons."""
         if len(self.rows) == 1:
             return [(0, part)] if part.at.size else []
-        cut = int(part.offsets[self.usual])
+        cut = int(part.offsets[self._usual])
         usual = Part(np.minimum(part.offsets, cut), part.at[:cut], part.places[:cut])
         narrow = Part(np.maximum(part.offsets - cut, 0), part.at[cut:], part.places[cut:])
         return [(width, each) for width, each in enumerate((usual, narrow)) if each.at.size]

@@ -7,6 +7,8 @@ counts virtual time.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +19,15 @@ import torch
 from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
-from . import context, hardware, virtual
+from . import context, hardware, pinning, virtual
 from .devices import Device, VirtualDevice
-from .links import TUNED_ROWS, CudaLink, ThrottledLink, tuned_chunk
+from .links import CudaLink, ThrottledLink
 from .offload import Offload, Parts
+from .pinning import Pinned
 from .placement import Rates, rates_file
 from .rates import measured_rates
-from .transfer import Mover
+from .transfer import Kind, Wanted
+from .tuned_link import Ends, open_link
 
 THROTTLED = "throttled:"
 KEPT_FREE = 0.08  # of a GPU's free memory, for torch's own needs and the desktop
@@ -131,15 +135,17 @@ class Choice:
         place: torch's name of the device. why: in words.
         rows: how many rows the pool on the device holds; None where all lie on it, or none needs to. make: that device.
         keys: bytes of device memory for keys and values beside it. window: tokens of the longest conversation.
+        budget: bytes of device memory that may be used; None where the CPU computes in RAM.
     """
 
     place: str
     why: str
     window: int
     rows: int | None = None
-    make: Callable[[], Device] | None = None
+    make: Callable[[Wanted], Device] | None = None
     needs: Needs | None = None
     keys: int = 0
+    budget: int | None = None
 
 
 def choose(
@@ -169,34 +175,38 @@ def choose(
     free = int(torch.cuda.mem_get_info(place)[0] * (1 - KEPT_FREE))
     budget = min(free, vram or free)
     if needs.whole() <= budget:
-        return Choice(place, f"{why} and the whole pack fits", window)
+        return Choice(place, f"{why} and the whole pack fits", window, budget=budget)
     if wanted == "auto" and budget < needs.least():
         return Choice(
             "cpu", f"{why} with {size(budget)} to use, of which {size(needs.least())} would be needed", window
         )
     why += f"; with {size(budget)} of its memory it holds a pool of rows, since all would take {size(needs.whole())}"
 
-    def make() -> Device:
-        def link(chunk: int) -> CudaLink:
-            return CudaLink(torch.device(place), needs.row, chunk=chunk)
+    def make(wanted: Wanted) -> Device:
+        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
+            return CudaLink(torch.device(place), needs.row, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
 
-        return _measured(place, place, link, layers)
+        return _measured(Ends(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
 
     return _pooled(place, why, needs, window, budget, make)
 
 
-def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[], Device]) -> Choice:
+def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[Wanted], Device]) -> Choice:
     rows = needs.pool(budget)
     keys, window = needs.beside(budget, window)
-    return Choice(place, why, window, rows, make, needs, keys)
+    return Choice(place, why, window, rows, make, needs, keys, budget)
 
 
 def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
     card = virtual.card(wanted)
     why = f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile"
 
-    def make() -> Device:
-        return VirtualDevice(card, needs.row, needs.hidden, needs.dense // needs.layers)
+    def make(wanted: Wanted) -> Device:
+        # What is read in place is not packed. The papers' cards stage, so that is what "auto" means here.
+        own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
+        device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers)
+        device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
+        return device
 
     return _pooled("cpu", why, needs, window, min(card.vram_bytes, vram or card.vram_bytes), make)
 
@@ -211,26 +221,25 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
         raise UsageError(f"{wanted} has no memory of its own", "", "Say how much of RAM stands for it: --vram 1gb.")
     speed = float(rate[:-2]) * 1e9
 
-    def make() -> Device:
-        def link(chunk: int) -> ThrottledLink:
+    def make(transfer: Wanted) -> Device:
+        def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> ThrottledLink:
             return ThrottledLink(needs.row, rate=speed, chunk=chunk)
 
-        return _measured(wanted, "cpu", link, layers)
+        return _measured(Ends(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
 
     why = f"{wanted} is a test device: RAM stands for its memory, its link is slowed down"
     return _pooled("cpu", why, needs, window, vram, make)
 
 
-def _measured(name: str, place: str, link: Callable[[int], Mover], layers: Sequence[PackedLayer]) -> Device:
-    """A device with the chunk size that is best for its link here, and with the rates it had last time."""
-    rows = layers[0].rows.data
-    source = rows.view(-1, rows.shape[2])
-    target = torch.empty((min(len(source), TUNED_ROWS), rows.shape[2]), dtype=torch.uint8, device=place)
-    chunk, found = tuned_chunk(link, source, target)
-    kept = rates_file(hardware.machine_id(), name, rows.shape[2])
-    rates = Rates.load(kept) or measured_rates(layers[0].rows.layout, rows.shape[1], GUESS, place)
-    rates.link_bytes_s = found[chunk]
-    return Device(name, place, link(chunk), rates, kept=kept)
+def _measured(ends: Ends, wanted: Wanted, layers: Sequence[PackedLayer]) -> Device:
+    """A device with the transfer that is best for its link here, and with the rates it had last time."""
+    rows = layers[0].rows
+    kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)
+    rates = Rates.load(kept) or measured_rates(rows.layout, rows.data.shape[1], GUESS, ends.place)
+    link, rates.link_bytes_s, how = open_link(ends, wanted, [own.data for layer in layers for _, own in layer.parts])
+    device = Device(ends.device, ends.place, link, rates, kept=kept)
+    device.moves = how
+    return device
 
 
 def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
@@ -238,7 +247,12 @@ def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offl
     if choice.rows is None or choice.make is None or choice.needs is None:
         return None
     fixed = {"up": choice.needs.up, "dense": choice.needs.dense}
-    return Offload(choice.make(), parts, layers, choice.rows, fixed, choice.keys)
+    device = choice.make(parts.transfer)
+    try:
+        return Offload(device, parts, layers, choice.rows, fixed, choice.keys)
+    except Exception:
+        device.close()  # and with it what is pinned
+        raise
 
 
 def size(nbytes: int) -> str:

@@ -101,7 +101,7 @@ class Option:
 
 def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
     """The model at the widths of `spec`, in the fastest of the places that it fits."""
-    takes = Footprint.of(entry.sizes, spec)
+    takes = Footprint.of_entry(entry, spec)
     disk = _disk(entry, takes, keep_source)
     tried = [_placed(machine, takes, place, context, disk) for place in ("gpu", "pool", "cpu")]
     return max((one for one in tried if one), key=lambda one: (one.works, not one.missing, one.decode.mid))
@@ -113,10 +113,11 @@ def rounding(spec: PackSpec) -> float:
     Narrow experts count as if they were used as often as the others: they cost no more than that.
     """
     usual, narrow = (
-        sum(ROUNDING[part][getattr(some, part)] for part in ROUNDING) for some in (spec, spec.narrow or spec)
+        sum(ROUNDING[part][getattr(some, part)] for part in ("up", "gate", "down"))
+        for some in (spec, spec.narrow or spec)
     )
     share = spec.narrow.share if spec.narrow else 0.0
-    return usual + share * (narrow - usual)
+    return ROUNDING["dense"][spec.dense] + usual + share * (narrow - usual)
 
 
 def needs(takes: Footprint, context: int) -> Needs:

@@ -46,7 +46,7 @@ class Lane(enum.Enum):
 
 @dataclass(slots=True)
 class Rates:
-    """What this machine does per second, for rows of one width (unpacking codes costs the CPU more than reading them).
+    """What this machine does per second, for a pack's rows (unpacking codes costs the CPU more than reading them).
 
     Attributes:
         link_bytes_s, link_latency_s: copying rows to the GPU, and what a copy costs beside its bytes.
@@ -132,52 +132,84 @@ def whole(active: int, neurons: int, cap: float = WHOLE) -> bool:
 
 
 def share(
-    missing: Sequence[int], nbytes: int, weights: Sequence[float], rates: Rates, link_queued_s: float, cap: float
+    missing: Sequence[int],
+    nbytes: Sequence[float],
+    weights: Sequence[float],
+    rates: Rates,
+    link_queued_s: float,
+    cap: float,
 ) -> list[int]:
     """Split a decode step's absent rows between the link and the CPU so that both end together.
 
-    With c of M rows on the CPU, it ends at cpu_latency + c·s_cpu, the link (and the GPU behind it) at
-    queued + latency + (M - c)·s_copy; a lane without rows ends at 0. The best c is none, all, or beside the crossing
-    of the two lines. Of equally quick splits the one that copies more is taken, and the CPU gets the rows of the calls
-    with the lowest router weights: copied rows stay in the pool, and experts with high scores are wanted again soonest.
+    With c of M bytes on the CPU, it ends at cpu_latency + c·s_cpu, the link (and the GPU behind it) at
+    queued + latency + (M - c)·s_copy; a lane without rows ends at 0. The best split is none, all, or beside the
+    crossing of the two lines. Of equally quick splits the one that copies more is taken, and the CPU gets the rows of
+    the calls with the lowest router weights: copied rows stay in the pool, and experts with high scores are wanted
+    again soonest.
 
     Args:
-        missing: absent rows of each call. nbytes: of one row. weights: the router's weight of each call.
+        missing: absent rows of each call. nbytes: of one of them, by call. weights: the router's weight of each call.
         link_queued_s: seconds of work that the link has before it. cap: share of the CPU that may be used, 0 to 1.
 
     Returns:
         Rows of each call that the CPU computes.
     """
-    rows = _cpu_rows(sum(missing), nbytes, rates, link_queued_s, cap)
+    order = sorted(range(len(missing)), key=weights.__getitem__)
+    rows = _cpu_rows([(missing[call], nbytes[call]) for call in order], rates, link_queued_s, cap)
     taken = [0] * len(missing)
     if rows:
-        for call in sorted(range(len(missing)), key=weights.__getitem__):
+        for call in order:
             taken[call] = min(rows, missing[call])
             rows -= taken[call]
     return taken
 
 
-def _cpu_rows(total: int, nbytes: int, rates: Rates, link_queued_s: float, cap: float) -> int:
+_Runs = Sequence[tuple[int, float]]  # so many rows of so many bytes each, one run after another
+
+
+def _cpu_rows(runs: _Runs, rates: Rates, link_queued_s: float, cap: float) -> int:
+    """How many of the rows, the first, the CPU computes."""
+    total = sum(rows for rows, _ in runs)
     if cap <= 0 or not total:
         return 0
-    cpu_each = nbytes / (rates.cpu_bytes_s * cap)
-    copy_each = nbytes / rates.link_bytes_s + nbytes / rates.gpu_bytes_s
+    nbytes = sum(rows * each for rows, each in runs)
+    cpu, copy = 1 / (rates.cpu_bytes_s * cap), 1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s  # seconds per byte
     copy_start = link_queued_s + rates.link_latency_s + rates.launch_s
-    best, best_end = 0, copy_start + copy_each * total
+    best, best_end = 0, copy_start + copy * nbytes
     if total > 1:
-        crossing = (copy_start - rates.cpu_latency_s + copy_each * total) / (copy_each + cpu_each)
-        below = min(max(int(crossing), 1), total - 1)
+        crossing = (copy_start - rates.cpu_latency_s + copy * nbytes) / (copy + cpu)
+        below = min(max(_rows_within(runs, crossing), 1), total - 1)
         for rows in (below, min(below + 1, total - 1)):
-            end = max(rates.cpu_latency_s + cpu_each * rows, copy_start + copy_each * (total - rows))
+            own = _bytes_of(runs, rows)
+            end = max(rates.cpu_latency_s + cpu * own, copy_start + copy * (nbytes - own))
             if end < best_end:
                 best, best_end = rows, end
-    return total if rates.cpu_latency_s + cpu_each * total < best_end else best
+    return total if rates.cpu_latency_s + cpu * nbytes < best_end else best
+
+
+def _rows_within(runs: _Runs, nbytes: float) -> int:
+    """How many rows, the first, take no more than that."""
+    found = 0
+    for rows, each in runs:
+        if nbytes < rows * each:
+            return found + max(0, int(nbytes / each))
+        found, nbytes = found + rows, nbytes - rows * each
+    return found
+
+
+def _bytes_of(runs: _Runs, count: int) -> float:
+    """Of the first rows."""
+    found = 0.0
+    for rows, each in runs:
+        found += min(rows, count) * each
+        count -= min(rows, count)
+    return found
 
 
 def prefill(
     tokens: Sequence[int],
     resident: Sequence[float],
-    nbytes: int,
+    nbytes: Sequence[float],
     rates: Rates,
     link_queued_s: float = 0.0,
     cap: float = 1.0,
@@ -189,11 +221,11 @@ def prefill(
 
     Args:
         tokens: (E,) how many tokens each expert gets. resident: (E,) share of its rows in device memory.
-        nbytes: of one whole expert's rows. link_queued_s, cap: as for `share`.
+        nbytes: (E,) of all its rows. link_queued_s, cap: as for `share`.
     """
     lanes = [Lane.GPU] * len(tokens)
     undecided = [e for e in range(len(tokens)) if tokens[e] > 0 and resident[e] < 1]
-    absent = np.array([(1 - resident[e]) * nbytes for e in undecided])
+    absent = np.array([(1 - resident[e]) * nbytes[e] for e in undecided])
     copy = rates.link_latency_s + absent / rates.link_bytes_s + absent / rates.gpu_bytes_s
     if cap <= 0:
         chosen = np.zeros(len(undecided), np.bool_)

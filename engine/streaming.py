@@ -122,7 +122,7 @@ class Prompt:
         shared, device, neurons = self.shared, self.shared.device, self._neurons
         there = shared.pool.slots[self.index].reshape(-1, neurons) >= 0
         resident = [float(there[share.expert].mean()) for share in shares]
-        nbytes = neurons * shared.rows.shape[1]
+        nbytes = [neurons * self.ram.layer.at(share.expert)[1].layout.nbytes for share in shares]
         cap = device.cpu_share if shared.parts.cpu else 0.0
         lanes = placement.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
         ahead = None if early is None else early.expert

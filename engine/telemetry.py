@@ -84,6 +84,7 @@ class Telemetry:
         self._process = psutil.Process()
         self.clock: Callable[[], float] = time.perf_counter
         self.memory: Memory | None = None
+        self.budget: int | None = None  # bytes of device memory that may be used
         self.begin(-1, 0, self.clock())
 
     def begin(self, request: int, prompt_tokens: int, asked_at: float) -> None:
@@ -151,6 +152,7 @@ class Telemetry:
             context_window=context_window,
             reused_tokens=self._reused,
             rows=None if self.memory is None else self._rows(self.memory),
+            vram_budget=self.budget,
         )
 
     def _rows(self, memory: Memory) -> Rows:

@@ -19,7 +19,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,9 @@ from torch import Tensor
 from ..kernels.layouts import ALIGN, ExpertRows
 from .pieces import as_expert, pieces
 
-CHUNK = 50  # rows: FloE's best for 16-bit rows on an RTX 3090 (section 4.1, figure 7); see `links.tuned_chunk`
+CHUNK = 50  # rows: FloE's best for 16-bit rows on an RTX 3090 (section 4.1, figure 7); see tuned_link.py
+Kind = Literal["staged", "in place"]  # packed by the CPU and copied, or read by the device where they lie
+Wanted = Literal["auto", "staged", "in place"]  # "auto": what was measured to be faster here
 LANES = 4  # chunks between packing and landing: one being packed, one on its way, and some slack for late wake-ups
 
 

@@ -48,6 +48,15 @@ def file_of(pack: Path) -> Path:
     return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "heat" / f"{key}.safetensors"
 
 
+def forget(pack: Path) -> None:
+    """Delete what is kept of a packed folder.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    file_of(pack).unlink(missing_ok=True)
+
+
 def write(path: Path, heat: Heat) -> None:
     """Keep heat in a file that only its owner may read: what a person asked about can be guessed from it.
 

@@ -8,11 +8,10 @@ from ...models.errors import FloeError
 from ..history import Message
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock
+from ..widgets.hints import key_of
 from ..widgets.turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, NEWER, OLDER, Turn
 from .engine_view import Phase
 from .talk import Talk
-
-_BUSY = "Esc stops the running answer first"
 
 
 class Acts(Talk):
@@ -31,9 +30,9 @@ class Acts(Talk):
         elif event.action == CODE:
             self._copy_code_of(event.turn)
         elif self._phase is not Phase.READY and event.action in (AGAIN, MORE):
-            self._status.remark(_BUSY if self._phase is not Phase.LOADING else "Wait until the model has loaded")
+            self._status.remark(self._busy if self._phase is not Phase.LOADING else "Wait until the model has loaded")
         elif self._live is not None and not self._live.left:
-            self._status.remark(_BUSY)
+            self._status.remark(self._busy)
         else:
             try:
                 await self._change(event.action, record)
@@ -125,7 +124,7 @@ class Acts(Talk):
         self._writing.chips.take_all()
         self._writing.chips.give_back(record.attachments)
         what = "question" if record.role == "user" else "answer"
-        self._writing.title(f"Editing the {what}", "Enter keeps both versions · Esc leaves it")
+        self._writing.title(f"Editing the {what}", f"Enter keeps both versions · {key_of(self, 'stop')} leaves it")
         self._composer.focus()
 
     async def _again(self, record: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from typing import ClassVar
 
 from textual import on
@@ -23,22 +24,25 @@ from .experts import ExpertsScreen
 from .quality import QualityScreen
 from .setup import SetupScreen, changed
 
+# Before the text field's own keys: F6 would select a line there, and a person may give an action any other of them.
+_first = partial(Binding, show=False, priority=True)
+
 
 class ChatScreen(Chats):
     """One chat with one model, and the way to all that can be done."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop the answer, or take a waiting question back", show=False, id="stop"),
-        Binding("ctrl+n", "new_chat", "begin another chat", show=False, id="new_chat"),
-        Binding("f3", "next_preset", "next quality preset, also in mid-answer", show=False, id="next_preset"),
-        Binding("ctrl+g", "editor", "write the question in $EDITOR", show=False, id="editor"),
-        Binding("ctrl+r", "order('history')", "earlier chats, and the search in them", show=False, id="history"),
-        Binding("f4", "order('quality')", "the quality dial", show=False, id="quality"),
-        Binding("f5", "order('chat')", "this chat: instructions, persona, sampling", show=False, id="setup"),
-        Binding("f6", "order('models')", "models: installed, begun, and to be had", show=False, id="models"),
-        Binding("f9", "order('experts')", "experts, layer by layer", show=False, id="experts"),
-        Binding("ctrl+t", "order('again')", "answer the last question again", show=False, id="regenerate"),
-        Binding("ctrl+o", "order('copy')", "copy the last answer", show=False, id="copy"),
+        _first("ctrl+n", "new_chat", "begin another chat", id="new_chat"),
+        _first("f3", "next_preset", "next quality preset, also in mid-answer", id="next_preset"),
+        _first("ctrl+g", "editor", "write the question in $EDITOR", id="editor"),
+        _first("ctrl+r", "order('history')", "earlier chats, and the search in them", id="history"),
+        _first("f4", "order('quality')", "the quality dial", id="quality"),
+        _first("f5", "order('chat')", "this chat: instructions, persona, quality, sampling", id="setup"),
+        _first("f6", "order('models')", "models: installed, begun, and to be had", id="models"),
+        _first("f9", "order('experts')", "experts, layer by layer", id="experts"),
+        _first("ctrl+t", "order('again')", "answer the last question again", id="regenerate"),
+        _first("ctrl+o", "order('copy')", "copy the last answer", id="copy"),
     ]
 
     def __init__(
@@ -148,7 +152,8 @@ class ChatScreen(Chats):
 
     def open_setup(self, _argument: str = "") -> None:
         """Show what this chat is answered with."""
-        page = SetupScreen(self._dialogue.name, self._dialogue.setup, self._personas)
+        setup = self._dialogue.setup
+        page = SetupScreen(self._dialogue.name, setup, self._personas, self._presets, self._wanted_preset)
         self.app.push_screen(page, self._set_up)
 
     def _set_up(self, chosen: tuple[str, Setup] | None) -> None:
@@ -157,6 +162,7 @@ class ChatScreen(Chats):
             if title != self._dialogue.name:
                 self._dialogue.rename(title)
             self._dialogue.set_up(setup)
+            self._ask_for_its_quality()
             self._show_name()
 
     def take_preset(self, name: str) -> None:

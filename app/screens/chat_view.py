@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
@@ -11,6 +12,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 
 from ...engine.events import Loaded, Stats
+from ..widgets.blocks import Welcome
 from ..widgets.chips import Chips, Count
 from ..widgets.clipboard import copy
 from ..widgets.composer import Composer
@@ -36,7 +38,14 @@ class ChatView(Screen[None]):
     """A column for the panel from 100 columns on, else two lines; a big figure and the expert map from 36 rows on."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f2", "toggle_panel", "the live panel: column, two lines, none", show=False, id="toggle_panel"),
+        Binding(
+            "f2",
+            "toggle_panel",
+            "the live panel: column, two lines, none",
+            show=False,
+            priority=True,
+            id="toggle_panel",
+        ),
         Binding("f8", "pause_panel", "hold the panel's figures, or let them go on", show=False),
     ]
 
@@ -46,6 +55,7 @@ class ChatView(Screen[None]):
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (36, "-tall")]
         self._figures = Figures()
         self._unpainted = False
+        self._context_used: int | None = None
         self._panel_layout = PANELS[0]
         self._transcript = Transcript(read)
         self._writing = Writing(tokens_of, lambda: self._status.context_window)
@@ -81,6 +91,13 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self._composer.focus()
         self.set_interval(_PANEL_PERIOD, self._paint_figures)
+
+    def take_keys(self, keys: Mapping[str, str]) -> None:
+        """These are the keys of the actions from now on."""
+        self._status.keys = keys
+        self._composer.newline_keys = frozenset(keys["newline"].split(",")) | {"shift+enter"}
+        for welcome in self.query(Welcome):
+            welcome.refresh(layout=True)
 
     def show_panel(self, layout: str) -> None:
         """Show the panel as one of `PANELS`; there is no column on a narrow terminal."""
@@ -149,11 +166,16 @@ class ChatView(Screen[None]):
         self._status.context_window = stats.context_window
         self._unpainted = True
 
+    def _show_context(self, used: int | None) -> None:
+        """At once; what comes with figures is shown with them."""
+        self._context_used = self._status.context_used = used
+
     def _paint_figures(self) -> None:
         if self._unpainted:
             self._unpainted = False
             self._panel.show(self._figures)
             self._strip.show(self._figures)
+            self._status.context_used = self._context_used
 
     def _say(self, words: str, tone: str) -> None:
         self._status.state, self._status.tone = words, tone

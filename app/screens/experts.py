@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -12,6 +13,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 
 from ..widgets.figures import Figures
+from ..widgets.heat import condense
 from ..widgets.hints import ScrollingPage, hint
 from ..widgets.themes import MUTED
 from ..widgets.units import share
@@ -19,12 +21,20 @@ from ..widgets.units import share
 _PERIOD = 0.5
 _SHADES = " ░▒▓█"
 _WIDEST_CELL = 6
-_COLUMNS = ("active", "recall", "precision")
-_COLUMN = 11
+_COLUMNS = ("active", "recall", "precision", "recall", "precision")  # of neurons the first three, of experts the others
+_SHORT = ("active", "recall", "prec.", "recall", "prec.")
+_WIDE = 76  # from so many cells on, columns have their full names
+_FORESEEN = (
+    "Recall: of the neurons that became active, and of the experts that were called, those that were named one layer "
+    "ahead. Precision: of those that were named, the ones that were right. —: nothing was named yet."
+)
+_IN_PLACE = "All rows lie where they are computed: nothing has to be foreseen."
 
 
 class HeatMap(Widget):
-    """A line for each layer: its experts, the more calls the fuller; then its active neurons and its foresight."""
+    """A line for each layer: its experts, the more calls the fuller (neighbours are averaged where they outnumber the
+    columns); then its active neurons, and how well they and the experts were foreseen.
+    """
 
     def __init__(self, figures: Figures) -> None:
         super().__init__()
@@ -44,24 +54,34 @@ class HeatMap(Widget):
         use = stats.expert_use if stats else ()
         if stats is None or not use or not use[0]:
             return Content.styled("Not measured yet: experts are counted while an answer is written.", MUTED)
-        foreseen = stats.rows is not None
-        columns = _COLUMNS if foreseen else _COLUMNS[:1]
-        room = max(1, width - 5 - _COLUMN * len(columns))
+        rows = stats.rows
+        names = (_COLUMNS if width >= _WIDE else _SHORT)[: 1 if rows is None else None]
+        column = 2 + max(len(name) for name in names)
+        room = max(1, width - 5 - column * len(names))
         cell = max(1, min(_WIDEST_CELL, room // len(use[0])))
+        wide = min(room, cell * len(use[0]))
         most = max(max(layer) for layer in use) or 1.0
-        head = "".join(f"{name:>{_COLUMN}}" for name in columns)
-        experts = f"{len(use[0])} experts, fullest {share(most)}"[: cell * len(use[0])]
-        lines = [Content.styled(f"{'':5}{experts:<{cell * len(use[0])}}{head}", MUTED)]
+        experts = f"{len(use[0])} experts, fullest {share(most)}"[:wide]
+        titles = f"{'':5}{experts:<{wide}}"
+        lines: list[Content] = []
+        if rows is not None:
+            lines.append(Content.styled(f"{titles}{'neurons':>{3 * column}}{'experts':>{2 * column}}", MUTED))
+            titles = " " * (5 + wide)
+        lines.append(Content.styled(titles + "".join(f"{name:>{column}}" for name in names), MUTED))
         for number, layer in enumerate(use):
-            cells = [(_shade(value / most) * cell, f"$primary {30 + round(70 * value / most)}%") for value in layer]
+            cells = [
+                (_shade(value / most) * cell, f"$primary {30 + round(70 * value / most)}%")
+                for value in condense(layer, room)
+            ]
             figures = [_at(stats.layer_activity, number)]
-            if stats.rows is not None:
-                figures += [_at(stats.rows.recalls, number), _at(stats.rows.precisions, number)]
-            words = "".join(f"{share(value):>{_COLUMN}}" for value in figures)
-            lines.append(Content.assemble((f"{number:>3}  ", MUTED), *cells, words))
-        if not foreseen:
-            words = "\nAll rows lie where they are computed: nothing has to be foreseen."
-            lines.append(Content.styled(words, MUTED))
+            if rows is not None:
+                by_layer = (rows.recalls, rows.precisions, rows.expert_recalls, rows.expert_precisions)
+                figures += [_at(values, number) for values in by_layer]
+            lines.append(Content.assemble((f"{number:>3}  ", MUTED), *cells, _columns(figures, column)))
+        if rows is not None:
+            over_all = (stats.active_neurons, rows.recall, rows.precision, rows.expert_recall, rows.expert_precision)
+            lines.append(Content.assemble((f"{'all':>3}  ", MUTED), " " * wide, _columns(over_all, column)))
+        lines.append(Content.styled("\n" + (_IN_PLACE if rows is None else _FORESEEN), MUTED))
         return Content("\n").join(lines)
 
 
@@ -69,7 +89,8 @@ class ExpertsScreen(ModalScreen[None]):
     """Lies over the chat, which goes on under it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,f9", "dismiss", "Close", show=False),
+        Binding("escape,q", "dismiss", "Close", show=False),
+        Binding("f9", "dismiss", "Close", show=False, id="experts"),
         Binding("up,k", "scroll(-1)", show=False),
         Binding("down,j", "scroll(1)", show=False),
         Binding("pageup", "scroll(-10)", show=False),
@@ -95,6 +116,10 @@ class ExpertsScreen(ModalScreen[None]):
 def _shade(value: float) -> str:
     """A fuller character for a larger part of the most; none for none."""
     return _SHADES[0] if value <= 0 else _SHADES[min(len(_SHADES) - 1, 1 + int(value * (len(_SHADES) - 1)))]
+
+
+def _columns(values: Sequence[float | None], width: int) -> str:
+    return "".join(f"{share(value):>{width}}" for value in values)
 
 
 def _at(values: tuple[float | None, ...], index: int) -> float | None:

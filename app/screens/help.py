@@ -21,7 +21,8 @@ class HelpScreen(ModalScreen[None]):
     """Lies over the chat, which goes on under it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f1,q", "dismiss", "Close", show=False),
+        Binding("escape,q", "dismiss", "Close", show=False),
+        Binding("f1", "dismiss", "Close", show=False, id="help"),
         Binding("up,k", "scroll(-1)", show=False),
         Binding("down,j", "scroll(1)", show=False),
         Binding("pageup", "scroll(-10)", show=False),

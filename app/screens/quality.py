@@ -85,7 +85,8 @@ class QualityScreen(ModalScreen[None]):
     """Lies beside the chat; every change is in force from the next token on."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,f4", "dismiss", "Close", show=False),
+        Binding("escape,q", "dismiss", "Close", show=False),
+        Binding("f4", "dismiss", "Close", show=False, id="quality"),
         Binding("up,k", "app.focus_previous", "the line above", show=False),
         Binding("down,j", "app.focus_next", "the line below", show=False),
     ]

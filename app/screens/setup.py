@@ -1,8 +1,8 @@
-"""What one chat is answered with: its title, persona, instructions and sampling values."""
+"""What one chat is answered with: its title, persona, quality, instructions and sampling values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from ...engine.events import Sampling
 from ...models.errors import UsageError
 from ..history import Setup
 from ..settings import KEYS, Persona
-from ..widgets.hints import ScrollingPage, hints
+from ..widgets.hints import ScrollingPage, hints, key_of
 from ..widgets.plain import printable
 
 _NAMES = tuple(field.name for field in fields(Sampling))
@@ -28,11 +28,16 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
     """Ctrl+S or the button keeps what was changed, Esc leaves it as it was."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f5", "close", "Close", show=False),
+        Binding("escape", "close", "Close", show=False),
+        Binding("f5", "close", "Close", show=False, id="setup"),
         Binding("ctrl+s", "save", "keep the changes", show=False, priority=True),
     ]
 
-    def __init__(self, title: str, setup: Setup, personas: Mapping[str, Persona]) -> None:
+    def __init__(
+        self, title: str, setup: Setup, personas: Mapping[str, Persona], presets: Sequence[str] = (), in_force: str = ""
+    ) -> None:
+        """`presets`: of the model that answers, none while it loads. `in_force`: the one of them that is used, or what
+        stands for a quality by hand."""
         super().__init__()
         self._setup = setup
         self._personas = personas
@@ -40,6 +45,17 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         known = [(printable(name), name) for name in personas]
         chosen = setup.persona if setup.persona in personas else Select.NULL
         self._persona = Select[str](known, value=chosen, prompt="none", id="persona", compact=True)
+        self._in_force = in_force
+        by_hand = in_force not in presets
+        self._quality = Select[str](
+            [(name, name) for name in presets],
+            value=Select.NULL if by_hand else in_force,
+            allow_blank=by_hand,
+            prompt="by hand" if presets else "not known yet",
+            disabled=not presets,
+            id="quality",
+            compact=True,
+        )
         self._instructions = TextArea(
             setup.system_prompt, placeholder="What the model is told before the chat", tab_behavior="focus"
         )
@@ -52,6 +68,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
             yield _row("Title", self._title)
             if self._personas:
                 yield _row("Persona", self._persona)
+            yield _row("Quality", self._quality, f"{key_of(self, 'quality')} has the costs")
             yield Static("Instructions", classes="heading")
             yield self._instructions
             yield Static("Sampling", classes="heading")
@@ -95,6 +112,8 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         if persona and self._personas[persona].system_prompt != text:
             persona = ""  # they are not its instructions any more
         setup = replace(self._setup, sampling=sampling, system_prompt=text, persona=persona)
+        if (preset := self._quality.value) not in (Select.NULL, self._in_force):
+            setup = replace(setup, preset=str(preset), quality=None)
         self.dismiss((" ".join(self._title.value.split()), setup))
 
 
@@ -119,9 +138,5 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
 
 
 def _row(name: str, field: Input | Select[str], meaning: str = "") -> Horizontal:
-    return Horizontal(
-        Static(name, classes="name", markup=False),
-        field,
-        Static(meaning, classes="meaning", markup=False),
-        classes="row",
-    )
+    said = [Static(meaning, classes="meaning", markup=False)] if meaning else []  # else the field has its room
+    return Horizontal(Static(name, classes="name", markup=False), field, *said, classes="row")

@@ -14,6 +14,7 @@ from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, 
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.composer import Composer
+from ..widgets.hints import key_of
 from ..widgets.turns import UserTurn
 from .engine_view import EngineView, Phase
 
@@ -77,8 +78,12 @@ class Talk(EngineView):
         if self._phase is Phase.BROKEN:
             return "No model is loaded: the message above says why"
         if self._editing is not None and self._phase is not Phase.READY:
-            return "Esc stops the running answer first"
+            return self._busy
         return ""
+
+    @property
+    def _busy(self) -> str:
+        return f"{key_of(self, 'stop')} stops the running answer first"
 
     async def action_stop(self) -> None:
         """Stop the answer; else leave off editing, or take the last waiting question back."""
@@ -177,7 +182,7 @@ class Talk(EngineView):
         self._transcript.live = message.id
         await self._transcript.change(self._dialogue.ids)
         self._transcript.mark_horizon(seen[submitted.dropped] if submitted.dropped else None)
-        self._status.context_used = submitted.prompt_tokens
+        self._show_context(submitted.prompt_tokens)
         self._say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
         return True
 
@@ -244,7 +249,7 @@ class Talk(EngineView):
 
     async def _show_dialogue(self) -> None:
         """Show the conversation from its end."""
-        self._status.context_used = None
+        self._show_context(None)
         await self._transcript.show(self._dialogue.ids)
         self._show_name()
         self._ask_for_its_quality()
@@ -267,4 +272,4 @@ class Talk(EngineView):
     def _take_stats(self, stats: Stats, *, running: bool) -> None:
         self._show_figures(stats, running=running)
         if self._live is not None and not self._live.left:
-            self._status.context_used = stats.context_used
+            self._context_used = stats.context_used

@@ -8,6 +8,8 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Static
 
+from ..widgets.hints import key_of
+
 SMALLEST = Size(60, 20)
 
 
@@ -16,20 +18,21 @@ class TooSmallScreen(Screen[None]):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self._notice = Static(_words(size))
+        self._size = size
+        self._notice = Static()
 
     def compose(self) -> ComposeResult:
         yield self._notice
 
+    def on_mount(self) -> None:
+        self.show_size(self._size)
+
     def show_size(self, size: Size) -> None:
         """Name the terminal's new size."""
-        self._notice.update(_words(size))
-
-
-def _words(size: Size) -> Content:
-    return Content(
-        f"floe-chat needs at least {SMALLEST.width}x{SMALLEST.height}, "
-        f"this terminal is {size.width}x{size.height}: enlarge it.\n"
-        "\n"
-        "Your text and the answer are kept. Ctrl+Q quits."
-    )
+        words = (
+            f"floe-chat needs at least {SMALLEST.width}x{SMALLEST.height}, "
+            f"this terminal is {size.width}x{size.height}: enlarge it.\n"
+            "\n"
+            f"Your text and the answer are kept. {key_of(self, 'quit')} quits."
+        )
+        self._notice.update(Content(words))

@@ -9,7 +9,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
-from ..widgets.hints import Hints
+from ..widgets.hints import Hints, key_of
 from ..widgets.setup_choice import ChoiceStep
 from ..widgets.setup_folder import FolderStep
 from ..widgets.setup_machine import MachineStep
@@ -73,4 +73,4 @@ class WizardView(Screen["str | None"]):
             return
         first = isinstance(step, (ResumeStep, MachineStep))
         back = "Esc leaves" if first or isinstance(step, ProgressStep) else "Esc back"
-        self._keys.show([*step.hints.split(" · "), back, "Ctrl+D demo model", "Ctrl+Q quit"])
+        self._keys.show([*step.hints.split(" · "), back, "Ctrl+D demo model", f"{key_of(self, 'quit')} quit"])

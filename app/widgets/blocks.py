@@ -6,6 +6,7 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
 
+from .hints import key_of
 from .plain import printable
 from .themes import MUTED
 
@@ -40,19 +41,19 @@ class ErrorBlock(Static):
         super().__init__(Content("\n").join(parts))
 
 
-class Welcome(Static):
+class Welcome(Widget):
     """What an empty transcript shows."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            Content("\n").join(
-                [
-                    Content.assemble(
-                        ("floe-chat", "bold $primary"),
-                        "  a Mixture-of-Experts model, running on this machine. Nothing you write leaves it.",
-                    ),
-                    Content.assemble(("Try: ", MUTED), ("What is an expert?", "italic")),
-                    Content.styled("Enter sends · Ctrl+J new line · F1 explains keys and figures", MUTED),
-                ]
-            )
+    def render(self) -> Content:
+        """What this is, something to ask, and the first keys."""
+        newline, explained = key_of(self, "newline"), key_of(self, "help")
+        return Content("\n").join(
+            [
+                Content.assemble(
+                    ("floe-chat", "bold $primary"),
+                    "  a Mixture-of-Experts model, running on this machine. Nothing you write leaves it.",
+                ),
+                Content.assemble(("Try: ", MUTED), ("What is an expert?", "italic")),
+                Content.styled(f"Enter sends · {newline} new line · {explained} explains keys and figures", MUTED),
+            ]
         )

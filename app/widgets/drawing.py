@@ -18,7 +18,7 @@ class Drawing(Widget):
         self._draw = draw
         self._meaning = meaning
         self._figures = Figures()
-        self._drawn = ""
+        self._drawn = Content()
         self._explained = False
         self.tooltip = meaning or None
 
@@ -37,11 +37,10 @@ class Drawing(Widget):
     def show(self, figures: Figures, *, layout: bool = False) -> None:
         """Draw newer figures; `layout` where long lines may fold otherwise than before."""
         self._figures = figures
-        drawn = self._content(self.content_size.width).plain
-        if layout or drawn != self._drawn:
-            layout = layout or drawn.count("\n") != self._drawn.count("\n")
+        drawn, before = self._content(self.content_size.width), self._drawn
+        if layout or not drawn.is_same(before):
             self._drawn = drawn
-            self.refresh(layout=layout)
+            self.refresh(layout=layout or drawn.plain.count("\n") != before.plain.count("\n"))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         # Drawn for the width to come: the present one is that of the last layout.

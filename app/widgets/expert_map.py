@@ -16,6 +16,7 @@ from .units import share
 
 _MOST_ROWS = 8
 _MOST_CELL_WIDTH = 4
+_SHADES = 16  # nobody sees finer steps, and each change is painted in time that the engine needs
 
 
 class ExpertMap(Drawing):
@@ -25,10 +26,6 @@ class ExpertMap(Drawing):
 
     def __init__(self) -> None:
         super().__init__(self._map, "experts", MEANINGS["experts"])
-
-    def show(self, figures: Figures, *, layout: bool = False) -> None:
-        super().show(figures, layout=layout)
-        self.refresh()  # the colours say it, not the characters
 
     def _map(self, figures: Figures, width: int) -> Content:
         use = figures.stats.expert_use if figures.stats else ()
@@ -47,7 +44,7 @@ class ExpertMap(Drawing):
         wide = max(1, min(_MOST_CELL_WIDTH, width // len(use)))
 
         def color(value: float) -> Color:
-            return least.blend(brightest, value / most if most > 0 else 0.0)
+            return least.blend(brightest, round(value / most * _SHADES) / _SHADES if most > 0 else 0.0)
 
         lines: list[Content] = []
         for upper in range(0, len(use[0]), 2):

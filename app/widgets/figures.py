@@ -15,6 +15,7 @@ from .themes import MUTED
 
 SAMPLES = 60
 VIRTUAL = "bold $warning"
+NO_GPU = "no GPU"
 
 
 @dataclass(slots=True)
@@ -174,9 +175,10 @@ def strip(figures: Figures, width: int) -> Content:
             Content(f"neurons {units.share(stats.active_neurons)}"),
             Content(f"prefill {units.rate_of(stats.prefill_tps)}"),
         ]
-        held = vram_bytes(stats)
-        vram = "no GPU" if held is None else f"VRAM {units.size(held)}"
-        places = [Content(f"RAM {units.size(stats.ram_bytes)}"), Content(vram)]
+        if stats.first_token_s is None and not figures.running:
+            speeds = [muted("speed and neurons: not measured yet")]
+        vram = vram_words(stats)
+        places = [Content(f"RAM {units.size(stats.ram_bytes)}"), Content(vram if vram == NO_GPU else f"VRAM {vram}")]
     if loaded is None:
         places.append(muted("backend known when the model is loaded"))
     else:
@@ -210,6 +212,14 @@ def vram_bytes(stats: Stats) -> int | None:
     if stats.vram_bytes is None and rows is not None:
         return rows.dense + rows.up + rows.pool + stats.kv_bytes
     return stats.vram_bytes
+
+
+def vram_words(stats: Stats) -> str:
+    """Device memory in use, of what may be used where that is known: "5.10 of 7.40 GB"."""
+    held, budget = vram_bytes(stats), stats.vram_budget
+    if held is None:
+        return NO_GPU
+    return units.size(held) if budget is None else units.size_of(held, budget)
 
 
 def heading(name: str, width: int, remark: str = "", *, virtual: bool = False) -> Content:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from textual import events
 from textual.containers import Vertical, VerticalScroll
@@ -12,9 +13,27 @@ from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Static
 
+from ..settings import ACTIONS
+
 BETWEEN = " · "
-_KEY = re.compile(r"(Ctrl\+[A-Z]|F\d+|Enter|Esc|Space|[A-Z])(?= )")
-_NAMES = {"Enter": "enter", "Esc": "escape", "Space": "space"}
+_KEY = re.compile(r"((?:(?:Ctrl|Alt|Shift)\+)*(?:F\d+|Enter|Esc|Space|Tab|Home|End|PageUp|PageDown|[A-Z]))(?= )")
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A program in which a person can give keys to actions."""
+
+    @property
+    def given_keys(self) -> Mapping[str, str]:
+        """The key of every action of `ACTIONS`; of several, with commas between."""
+        ...
+
+
+def key_of(widget: Widget, action: str) -> str:
+    """The key of `action` as people write it: the one that the person gave it, or the usual one."""
+    app: object = widget.app
+    given = app.given_keys if isinstance(app, Keyed) else {}
+    return key_name(given.get(action, ACTIONS[action][0]))
 
 
 def link(action: str) -> Style:
@@ -36,7 +55,7 @@ def hint(words: str) -> Content:
     found = _KEY.match(words)
     if found is None:
         return Content(words)
-    key = _NAMES.get(found[1], found[1].lower())
+    key = found[1].lower().replace("esc", "escape")
     return Content.styled(words, link(f"press('{key}')"))
 
 

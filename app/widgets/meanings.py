@@ -17,10 +17,11 @@ MEANINGS = {
     "neurons": "Units of the experts that the router picked. Inactive ones are skipped, which is what makes this fast. "
     "Read per token: bytes of weights that the rest took. The bars show the active share of each layer, first to last.",
     "experts": "Which experts the router called: layers from left to right, experts downwards, the brighter the more "
-    "often. Busiest: the largest share that one expert had of its layer's calls. F9 has each layer by itself.",
+    "often. Busiest: the largest share that one expert had of its layer's calls. /experts has each layer by itself.",
     "memory": "RAM of this process. KV cache: what the model keeps of the chat; context: how much of its window that "
-    "is. VRAM: the GPU's memory that is in use. Resident part: weights that are always there. Dense: layers around the "
-    "experts. Up: what finds active neurons. Pool: rows that are used most, of what there is room for.",
+    "is. VRAM: the GPU's memory that is in use, of the budget: what may be used. Resident part: weights that are "
+    "always there. Dense: layers around the experts. Up: what finds active neurons. Pool: rows that are used most, of "
+    "what there is room for. Rest: buffers, and what is free.",
     "backend": "Where the model computes, with which kernels, the bits per weight, and why these.",
 }
 
@@ -47,9 +48,11 @@ TERMS = (
     ("expert hit rate", "calls of an expert with at least half their rows in GPU memory, or on their way there"),
     ("predictor recall", "of the neurons that became active, those that were named one layer ahead"),
     ("its precision", "of the neurons that were named, those that became active"),
+    ("experts foreseen", "on the Experts page: likewise of the experts that were called, and of those that were named"),
     ("substituted, dropped", "experts for which others in GPU memory stood in; expert halves skipped, of low score"),
     ("Link", "between RAM and GPU: what it moved for one token, how fast, and how long the GPU waited for that"),
     ("dense, up, pool", "GPU memory for the layers around the experts, for what finds active neurons, and for rows"),
+    ("budget", "GPU memory that may be used: what was free at the start, less a reserve, or what --vram says"),
     ("virtual time", "times are counted for a card that is not in this machine: they say nothing about this one"),
     ("—", "not measured yet. kB, MB and GB are powers of 1000"),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from textual.content import Content
 
 from . import units
-from .figures import Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes
+from .figures import Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
 from .heat import stack
 from .themes import MUTED
 
@@ -88,21 +88,18 @@ def link(figures: Figures, width: int) -> Content:
 
 
 def memory(figures: Figures, width: int) -> Content:
-    """What lies where; with a pool of rows, what the device's memory is used for."""
+    """What lies where; with a pool of rows, what the device's memory is used for, up to what may be used of it."""
     stats, loaded, rows = figures.stats, figures.loaded, figures.rows
-    if stats is None:
-        gpu = units.NOT_MEASURED
-    else:
-        held = vram_bytes(stats)
-        gpu = "no GPU" if held is None else units.size(held)
     lines = [
         heading("Memory", width),
         row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
         *([row(figures, "KV cache", units.size(stats and stats.kv_bytes), width)] if rows is None else []),
         gauge(figures, "context", stats.context_used / stats.context_window if stats else None, width),
-        row(figures, "VRAM", gpu, width),
+        row(figures, "VRAM", units.NOT_MEASURED if stats is None else vram_words(stats), width),
     ]
     if rows is None or stats is None:
+        if stats and stats.vram_budget and (held := vram_bytes(stats)) is not None:
+            lines.append(gauge(figures, "of its budget", held / stats.vram_budget, width))
         lines.append(row(figures, "model, resident part", units.size(loaded and loaded.memory_bytes), width))
         return Content("\n").join(lines)
     dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
@@ -110,11 +107,16 @@ def memory(figures: Figures, width: int) -> Content:
     kept = _Part("▚", _TONES[3], stats.kv_bytes, "KV cache", units.size(stats.kv_bytes))
     used = _Part("▒", _TONES[2], rows.pool_used, "pool", "")
     free = _Part("░", MUTED, rows.pool - rows.pool_used, "", "")
+    named = rows.dense + rows.up + stats.kv_bytes + rows.pool
+    left = max(0, (stats.vram_budget or named) - named)
+    rest = _Part("·", MUTED, left, "rest of the budget", units.size(left))
     pool = Content.assemble((used.glyph, used.style), (free.glyph, free.style), (" pool, used", MUTED))
     value = units.size_of(rows.pool_used, rows.pool)
     gap = max(1, width - pool.cell_length - len(value))
-    lines += [_bar([dense, up, kept, used, free], width), *_legend([dense, up], width), _entry(kept, width)]
+    lines += [_bar([dense, up, kept, used, free, rest], width), *_legend([dense, up], width), _entry(kept, width)]
     lines.append(Content.assemble(pool, " " * gap, value))
+    if left:
+        lines.append(_entry(rest, width))
     return Content("\n").join(lines)
 
 

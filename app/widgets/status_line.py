@@ -22,8 +22,8 @@ _ACTIONS = {
     "palette": ("ctrl+p", "commands", "app.command_palette"),
     "quit": ("ctrl+q", "quit", "app.quit"),
 }
-_HINTS = (("stop", "help", "palette", "quit"), ("help", "quit"), ("help",))
-_BUSY = (_HINTS[0], ("stop", "help"), ("stop",))
+_HINTS = (("help", "palette", "quit"), ("help", "quit"), ("help",))
+_BUSY = (("stop", *_HINTS[0]), ("stop", "help"), ("stop",))
 
 
 class StatusLine(Widget):

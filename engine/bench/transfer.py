@@ -2,11 +2,13 @@
 
 A random fifth of one expert's neurons is moved, `chunk` neurons at a time, from another expert each time so that none
 is in a cache. Beside it, in the same rounds, what a linear read of the memory or one large copy to the GPU reaches.
+To a GPU rows go staged, packed into a buffer that is copied, and in place, where its kernels read pinned RAM.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from ... import kernels
 from ...kernels.layouts import ExpertRows
+from ..pinning import PinError, Pinned, why_not
 from . import weights
 from .floor import READ, reader
 from .load import Others
@@ -26,10 +29,12 @@ WARM = 3
 SHARE = 0.2  # of an expert's neurons
 CHUNKS = (1, 5, 10, 25, 50, 100, 500, 2000)
 STREAMS = (1, 2, 4)
+IN_PLACE_STREAMS = 2  # as the engine's link has
 COPY = "memcpy"
 LINK = "one large copy (floor)"
 _QUICK = (5, 50, 500)
 _TORCH = "torch index_select"
+NAIVE = f"{_TORCH}, copied"
 PAPER = (
     "FloE's figure 7 (RTX 3090, PCIe 4.0, 64 cores at 2.3 GHz, 20 % of an expert's 16-bit rows, DRAM to VRAM): up to "
     "88 % of the link's measured peak, 12.6x torch's own way, best at chunks of 50 neurons."
@@ -60,6 +65,7 @@ def run(
     most = max(_experts(shapes, bits, cache) * shapes.rows_bytes(bits) for bits in widths)
     need_memory(most, "The rows", "Try --quick.")
     sections: list[Section] = []
+    notes: list[str] = [] if gpu else [f"Copies to a GPU and reading in place were not measured: {no_gpu}."]
     with computing(threads, shapes.hidden, shapes.neurons) as threads:
         chosen = backend("cpu")
         for bits in widths:
@@ -70,7 +76,11 @@ def run(
             sections.append(_section(title, packing(rows, chunks), runs, report))
             if gpu:
                 title = f"To the GPU, {bits}-bit rows, by neurons in a chunk and streams"
-                sections.append(_section(title, copying(rows, chunks, gpu), runs, report))
+                with pinned(rows.data, gpu) as obstacle:
+                    figures = copying(rows, chunks, gpu) + ([] if obstacle else in_place(rows, chunks, gpu))
+                    sections.append(_section(title, figures, runs, report))
+                if obstacle:
+                    notes.append(f"Reading {bits}-bit rows in place was not measured: {obstacle}.")
             del rows
     told = facts(
         chosen,
@@ -80,8 +90,7 @@ def run(
         runs=runs,
         warm_up=WARM,
     )
-    unmeasured = () if gpu else (f"Copies to a GPU, streams and reading in place were not measured: {no_gpu}.",)
-    return Table("transfer", "cuda" if gpu else "cpu", told, tuple(sections), (*unmeasured, PAPER))
+    return Table("transfer", "cuda" if gpu else "cpu", told, tuple(sections), (*notes, PAPER))
 
 
 def packing(rows: ExpertRows, chunks: list[int]) -> list[Figure]:
@@ -112,7 +121,7 @@ def packing(rows: ExpertRows, chunks: list[int]) -> list[Figure]:
 
 
 def copying(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
-    """Packing into pinned memory and copying from there, chunk after chunk on one to several streams; and in place."""
+    """Staged: packing into pinned memory and copying from there, chunk after chunk on one to several streams."""
     experts, neurons, nbytes = rows.data.shape
     chosen = chosen_of(neurons)
     cuda = gpu != "cpu"  # a test has no GPU
@@ -148,8 +157,7 @@ def copying(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
         finish()
         return target.nbytes
 
-    naive = f"{_TORCH}, copied"
-    figures = [Figure(LINK, at_once), Figure(naive, from_torch, LINK)]
+    figures = [Figure(LINK, at_once), Figure(NAIVE, from_torch, LINK)]
     for chunk in chunks:
         for count in STREAMS:
             streams_told = "1 stream" if count == 1 else f"{count} streams"
@@ -157,16 +165,49 @@ def copying(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
             def work(turn: int, chunk: int = chunk, count: int = count) -> int:
                 return in_chunks(turn, chunk, count)
 
-            figures.append(Figure(f"{_name(chunk, chosen)}, {streams_told}", work, LINK, naive))
-    pinned = ExpertRows(rows.layout, rows.data[:1].pin_memory() if cuda else rows.data[:1])
-    wanted = chosen.to(gpu)
+            figures.append(Figure(f"{_name(chunk, chosen)}, {streams_told}", work, LINK, NAIVE))
+    return figures
 
-    def in_place(_turn: int) -> int:
-        kernels.gather_rows(pinned, 0, wanted, target)
-        finish()
+
+def in_place(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
+    """The GPU's kernels read pinned rows where they lie, chunk after chunk; to be measured beside `copying`'s."""
+    experts, neurons, nbytes = rows.data.shape
+    chosen = chosen_of(neurons)
+    cuda = gpu != "cpu"
+    target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8, device=gpu)
+    wanted = chosen.to(gpu)
+    streams: list[Any] = [torch.cuda.Stream(gpu) if cuda else None for _ in range(IN_PLACE_STREAMS)]
+    # Without the checks in front of it, which would wait for the GPU to fetch what they look at.
+    gather = kernels.choose(torch.device(gpu).type).gather_rows
+
+    def read(turn: int, chunk: int) -> int:
+        for index, (those, place) in enumerate(zip(wanted.split(chunk), target.split(chunk), strict=True)):
+            with torch.cuda.stream(streams[index % len(streams)]) if cuda else nullcontext():
+                gather(rows, turn % experts, those, place)
+        if cuda:
+            torch.cuda.synchronize(gpu)
         return target.nbytes
 
-    return [*figures, Figure("read in place by the GPU", in_place, LINK, naive)]
+    return [
+        Figure(f"{_name(chunk, chosen)}, in place", lambda turn, chunk=chunk: read(turn, chunk), LINK, NAIVE)
+        for chunk in chunks
+    ]
+
+
+@contextmanager
+def pinned(rows: Tensor, gpu: str) -> Generator[str]:
+    """Meanwhile the GPU may read these rows; why it cannot, or ""."""
+    obstacle, held = why_not(gpu, rows.nbytes), None
+    if not obstacle:
+        try:
+            held = Pinned([rows], torch.device(gpu))
+        except PinError as error:
+            obstacle = str(error)
+    try:
+        yield obstacle
+    finally:
+        if held is not None:
+            held.release()
 
 
 def _section(title: str, figures: list[Figure], runs: int, report: Report) -> Section:

@@ -59,13 +59,18 @@ ROWS = Rows(
     up=2_300_000_000,
     dense=1_200_000_000,
     virtual=False,
+    expert_recall=0.92,
+    expert_precision=0.88,
+    expert_recalls=(None, 0.9, 0.91, 0.95),
+    expert_precisions=(None, 0.86, 0.88, 0.9),
 )
 
 _COUNTED = (
     *("ready", "coming", "copied", "on_cpu", "expert_hits", "recall", "precision", "substituted", "dropped"),
-    *("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy"),
+    *("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "expert_recall", "expert_precision"),
 )
-UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED), recalls=(), precisions=())
+_BY_LAYER = ("recalls", "precisions", "expert_recalls", "expert_precisions")
+UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED), **dict.fromkeys(_BY_LAYER, ()))
 
 
 def stats(
@@ -98,6 +103,7 @@ def stats(
         context_window=1000,
         reused_tokens=reused_tokens,
         rows=rows,
+        vram_budget=None if rows is None else 8_000_000_000,
     )
 
 

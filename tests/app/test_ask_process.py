@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from floe_chat.app.history import History, Message, history_file
 from floe_chat.models.pack import EXACT
 
 from ..helpers import edit_json, make_checkpoint, make_pack
@@ -26,14 +28,38 @@ def long_winded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "packed"
 
 
-def start(pack: Path, *options: str) -> subprocess.Popen[bytes]:
-    """`floe-chat ask` in a process of its own, answering for a long time."""
+def start(pack: Path, *options: str, heeding: str = "", stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    """`floe-chat ask` in a process of its own, answering for a long time.
+
+    It says so when it begins to heed a signal.
+    """
     # Whoever runs the tests in the background may have them inherit an ignored SIGINT.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    program = f"{heed}; from floe_chat.app.cli import command; command()"
+    if heeding:
+        heed += f"""
+from floe_chat.app.chat_client import ChatClient
+begin = ChatClient.start
+def start(client):
+    begin(client)
+    assert signal.getsignal(signal.{heeding}) is not signal.SIG_DFL
+    print("heeded", flush=True)
+ChatClient.start = start
+"""
+    program = f"{heed}\nfrom floe_chat.app.cli import command; command()"
     options = ("ask", "hi", "-m", str(pack), "--max-tokens", "16000", "--temperature", "5", "--seed", "1", *options)
-    command, nothing, pipe = [sys.executable, "-c", program, *options], subprocess.DEVNULL, subprocess.PIPE
-    return subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=pipe)
+    command, nothing = [sys.executable, "-c", program, *options], subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=nothing, stdout=stdout, stderr=subprocess.PIPE)
+
+
+def answers() -> list[Message]:
+    """What the history has of answers."""
+    history = History(history_file())
+    try:
+        newest = history.newest()
+        branch = [] if newest is None else history.messages(history.branch(newest.head))
+        return [message for message in branch if message.role == "assistant"]
+    finally:
+        history.close()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to another process on Windows")
@@ -48,6 +74,50 @@ def test_an_interrupt_ends_a_running_answer(long_winded: Path) -> None:
     assert err.strip() == "floe-chat: interrupted"
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such signals to another process on Windows")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_it_in_order_and_keeps_what_came(long_winded: Path, number: str) -> None:
+    wanted = getattr(signal, number)
+    with start(long_winded) as process:
+        assert process.stdout and process.stderr
+        came = process.stdout.read(1)
+        process.send_signal(wanted)
+        came += process.stdout.read()
+        assert process.stderr.read() == b""
+    assert process.returncode == 128 + wanted
+    (answer,) = answers()
+    assert answer.state == "stopped" and answer.text == came.decode()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has pipes of a page")
+def test_a_signal_ends_it_while_nobody_reads(long_winded: Path) -> None:
+    import fcntl
+
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"-" * 4095)
+    with start(long_winded, stdout=writing) as process:
+        os.close(writing)
+        assert process.stderr
+        while not any(answer.text for answer in answers()):
+            time.sleep(0.1)
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(60), process.stderr.read()) == (143, b"")
+    os.close(reading)
+    assert [answer.state for answer in answers()] == ["stopped"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no SIGTERM to another process on Windows")
+def test_a_signal_ends_it_while_the_model_loads(long_winded: Path) -> None:
+    with start(long_winded, heeding="SIGTERM") as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.readline() == b"heeded\n"
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(60), process.stdout.read(), process.stderr.read()) == (143, b"", b"")
+    assert answers() == []
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows reports a closed pipe differently")
 @pytest.mark.parametrize("options", [[], ["--json", "--max-tokens", "3"]], ids=["text", "json"])
 def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path, options: list[str]) -> None:
@@ -58,3 +128,6 @@ def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path, options: list[s
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode in (0, 1, -signal.SIGPIPE, 128 + signal.SIGPIPE)
+    if not options:
+        (answer,) = answers()
+        assert answer.state == "stopped" and answer.text

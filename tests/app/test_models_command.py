@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from floe_chat.app.cli import cli
 from floe_chat.app.setup_wish import Wish
-from floe_chat.models import catalog
+from floe_chat.models import catalog, heat
 from floe_chat.models.errors import UsageError
 from floe_chat.models.pack import PackSpec
 
@@ -51,10 +52,14 @@ def test_lists_installed_begun_and_listed(tiny: Path) -> None:
 
 
 def test_removes_what_was_asked_for_and_nothing_else(tiny: Path) -> None:
-    assert "--yes" in refused("models", "remove", "tiny").hint and tiny.exists()
+    used, others = heat.file_of(tiny), heat.file_of(tiny / "other")
+    for file in (used, others):
+        heat.write(file, heat.from_popularity(np.ones((1, 4)), 8))
+    assert "--yes" in refused("models", "remove", "tiny").hint and tiny.exists() and used.exists()
     done = run("models", "remove", "tiny", "--yes")
     assert done.exit_code == 0 and "tiny is deleted" in done.stderr
     assert not tiny.exists() and (catalog.models_folder() / "other").exists()
+    assert not used.exists() and others.exists()  # what a person asked about can be guessed from it
     assert run("models", "remove", "other", "-y").exit_code == 0
     assert list(catalog.models_folder().iterdir()) == []
 

@@ -167,7 +167,7 @@ def test_zeros_that_were_counted_are_shown() -> None:
     assert not any(word in memory.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
     assert value(memory.link, shown, "wait per token") == "0.00 ms"
     assert value(memory.link, shown, "of its peak") == "— not yet"
-    assert lines(memory.memory, shown)[4].strip("▚") == ""
+    assert set(lines(memory.memory, shown)[4]) == set("▚·")
 
 
 def test_shares_that_fill_the_bar_leave_nothing_out() -> None:
@@ -203,15 +203,32 @@ def test_the_link_and_its_peak() -> None:
 def test_the_devices_memory_by_use() -> None:
     drawn = lines(memory.memory, figures(ROWS, vram_bytes=7_900_000_000))
     assert drawn[3:] == [
-        "VRAM                     7.90 GB",
-        "█████▓▓▓▓▓▓▓▓▓▓▚▒▒▒▒▒▒▒▒▒▒▒▒▒░░░",
+        "VRAM             7.90 of 8.00 GB",
+        "█████▓▓▓▓▓▓▓▓▓▚▒▒▒▒▒▒▒▒▒▒▒▒░░░··",
         "█ dense 1.20 GB  ▓ up    2.30 GB",
         "▚ KV cache                450 kB",
         "▒░ pool, used    3.20 of 4.00 GB",
+        "· rest of the budget      500 MB",
     ]
-    assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 GB"  # nothing measures a stand-in: the sum
+    assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 of 8.00 GB"  # nothing measures a stand-in: the sum
     small = dataclasses.replace(ROWS, pool_used=450_000_000)
     assert "450 MB of 4.00 GB" in lines(memory.memory, figures(small))[7]
+
+
+def test_a_budget_is_full_or_not_known() -> None:
+    shown = figures(ROWS, vram_bytes=7_400_000_000)
+    assert shown.stats
+    shown.stats = dataclasses.replace(shown.stats, vram_budget=7_400_000_000)
+    assert value(memory.memory, shown, "VRAM") == "7.40 of 7.40 GB"
+    assert "rest" not in memory.memory(shown, 32).plain and "·" not in lines(memory.memory, shown)[4]
+    shown.stats = dataclasses.replace(shown.stats, vram_budget=None)
+    assert value(memory.memory, shown, "VRAM") == "7.40 GB" and "rest" not in memory.memory(shown, 32).plain
+    whole = figures(None, vram_bytes=5_100_000_000)
+    assert whole.stats and "budget" not in memory.memory(whole, 32).plain
+    whole.stats = dataclasses.replace(whole.stats, vram_budget=7_400_000_000)
+    assert value(memory.memory, whole, "VRAM") == "5.10 of 7.40 GB"
+    assert value(memory.memory, whole, "of its budget") == "69 %"
+    assert "VRAM 5.10 of 7.40 GB" in draw.strip(whole, 76).plain
 
 
 def test_without_a_pool_nothing_is_made_up() -> None:
@@ -244,7 +261,15 @@ def test_virtual_time_is_never_taken_for_this_machines() -> None:
 def test_the_strip_has_the_hit_rate() -> None:
     first = lines(draw.strip, figures(ROWS), 76)[0]
     assert "hits 62 %" in first and "neurons 38 %" in first
-    assert "VRAM 7.50 GB" in lines(draw.strip, figures(ROWS), 76)[1]
+    assert "VRAM 7.50 of 8.00 GB" in lines(draw.strip, figures(ROWS), 76)[1]
+
+
+def test_before_the_first_answer_the_strip_has_memory_only() -> None:
+    idle = Figures(LOADED, dataclasses.replace(stats(measured=False), ram_bytes=1_310_000_000))
+    assert lines(draw.strip, idle, 76)[0] == "speed and neurons: not measured yet"
+    assert lines(draw.strip, idle, 76)[1].startswith("RAM 1.31 GB · no GPU")
+    idle.running = True
+    assert "first token —" in lines(draw.strip, idle, 76)[0]
 
 
 def test_kept_tokens_stand_by_the_first_token() -> None:

@@ -25,6 +25,9 @@ from .scripted import (
     until,
     write,
 )
+from .wizardry import lines
+
+_WORDS = ("Look here:", "pass_me_by")
 
 
 async def test_panel_invents_nothing() -> None:
@@ -123,3 +126,25 @@ async def test_help_and_palette() -> None:
         await until(pilot, lambda: "Preset: Exact" in screen_text(pilot))
         await pilot.press("enter")
         await until(pilot, lambda: client.wanted == ["Exact"])
+
+
+@pytest.mark.parametrize("size", [(120, 36), (60, 20)], ids=str)
+async def test_code_stays_where_it_is_when_its_fence_closes(size: tuple[int, int]) -> None:
+    def places() -> tuple[int, int, int]:
+        """The column of the code, the rows from the text before it, and that text's column."""
+        rows = lines(pilot)
+        said, code = (next((y, row.index(words)) for y, row in enumerate(rows) if words in row) for words in _WORDS)
+        return code[1], code[0] - said[0], said[1]
+
+    client = ScriptedClient()
+    async with ready(client, size=size) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, f"{_WORDS[0]}\n\n```python\n{_WORDS[1]}\n"))
+        await until(pilot, lambda: _WORDS[1] in screen_text(pilot))
+        streaming = places()
+        client.say(TextDelta(request, "```\n"))
+        await until(pilot, lambda: "copy" in screen_text(pilot))
+        assert places() == streaming
+        await finish(pilot, client, request)
+        await until(pilot, lambda: "42 tokens" in screen_text(pilot))
+        assert places() == streaming

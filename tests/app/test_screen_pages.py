@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.screens.settings import Setting, SettingsScreen
 from floe_chat.engine.events import PresetChanged, SetQuality
-from textual.widgets import Input, TextArea
+from textual.widgets import Input, Select, TextArea
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until, write
 
@@ -70,6 +71,47 @@ async def test_what_a_chat_is_answered_with(tmp_path: Path) -> None:
         await finish(pilot, client, 2, "cancelled")
         await ask(pilot, client, "new")
         assert client.asked[2] == (Message("user", "new"),) and client.samplings[2].temperature == 0
+
+
+async def test_the_quality_of_a_chat_is_chosen_on_its_page() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(80, 24)) as pilot:
+
+        def quality() -> Select[str]:
+            return cast("Select[str]", pilot.app.screen.query_one("#quality", Select))
+
+        async def open_page() -> None:
+            await pilot.press("f5")
+            await until(pilot, lambda: bool(pilot.app.screen.query("#quality")))
+
+        request = await ask(pilot, client)
+        await open_page()
+        assert quality().value == "Balanced"
+        await pilot.press("ctrl+s")  # nothing was changed: nothing is asked for
+        await until(pilot, lambda: status(pilot).screen is pilot.app.screen)
+        await open_page()
+        quality().focus()
+        await pilot.press("enter", "down", "enter")
+        await until(pilot, lambda: quality().value == "Fast")
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: client.wanted == ["Fast"])  # also while an answer is written
+        client.say(PresetChanged("Fast"))
+        await until(pilot, lambda: status(pilot).preset == "Fast")
+        await finish(pilot, client, request, "cancelled")
+        await pilot.press("f4", "down", "down", "down", "down", "right")
+        await until(pilot, lambda: bool(client.dialled))
+        client.say(PresetChanged("Custom"))
+        await pilot.press("escape")
+        await until(pilot, lambda: status(pilot).preset == "Custom")
+        await open_page()
+        assert quality().value is Select.NULL and "by hand" in screen_text(pilot)
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: status(pilot).screen is pilot.app.screen)
+        assert client.wanted == ["Fast"] and len(client.dialled) == 1
+        await open_page()
+        quality().value = "Exact"
+        await pilot.press("ctrl+s")
+        await until(pilot, lambda: client.wanted == ["Fast", "Exact"])
 
 
 async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:

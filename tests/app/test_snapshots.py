@@ -1,4 +1,4 @@
-"""Every screen as text, compared with what is kept in `snapshots/`.
+"""Every screen as text, compared with what is kept in `snapshots/`, and how well it can be read in every theme.
 
 After a change that is meant, look at the difference and renew the files:
 `FLOE_RENEW=1 .venv/bin/pytest tests/app/test_snapshots.py -n0`, then `git diff tests/app/snapshots`.
@@ -14,7 +14,10 @@ import re
 from pathlib import Path
 
 import pytest
+from floe_chat.app.widgets.themes import THEMES
+from textual.pilot import Pilot
 
+from .contrast import too_faint
 from .scenes import SCENES, showing, still
 from .wizardry import lines
 
@@ -26,8 +29,9 @@ _SIZES = ((120, 36), (80, 24))
 
 
 @pytest.mark.parametrize("name", SCENES)
-async def test_each_screen_looks_as_it_did(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_screen_looks_as_it_did_and_can_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
+    faint = set[str]()
     async with showing(name, _SIZES[0], monkeypatch) as pilot:
         for width, height in _SIZES:
             if name == "too-small" and (width, height) != _SIZES[0]:
@@ -37,6 +41,8 @@ async def test_each_screen_looks_as_it_did(name: str, monkeypatch: pytest.Monkey
                 await still(pilot)
             text = "\n".join(_SCROLL_BAR.sub(" ", line).rstrip() for line in lines(pilot)) + "\n"
             seen[f"{name}-{width}x{height}"] = re.sub(r"\d", "0", text) if name in _RECKONED else text
+            if (width, height) == _SIZES[0] and name != "palette":  # which takes its colours when it is opened
+                faint = await too_faint_anywhere(pilot)
     for key, text in seen.items():
         file = _FILES / f"{key}.txt"
         if _RENEW in os.environ:
@@ -44,3 +50,15 @@ async def test_each_screen_looks_as_it_did(name: str, monkeypatch: pytest.Monkey
             file.write_text(text, encoding="utf-8")
         assert file.exists(), f"{file} is missing; see this file's docstring"
         assert text.splitlines() == file.read_text(encoding="utf-8").splitlines()
+    assert not faint, "\n".join(sorted(faint))
+
+
+async def too_faint_anywhere(pilot: Pilot[int]) -> set[str]:
+    """What cannot be read well enough, in any theme of ours."""
+    faint, before = set[str](), pilot.app.theme
+    for theme in THEMES:
+        pilot.app.theme = theme.name
+        await pilot.pause(0.05)
+        faint |= too_faint(pilot)
+    pilot.app.theme = before
+    return faint

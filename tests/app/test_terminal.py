@@ -20,18 +20,20 @@ if sys.platform == "win32":
 
 from floe_chat.app.history import History, Message, history_file
 from floe_chat.app.settings_file import settings_file
-from floe_chat.app.setup_wish import Wish
+from floe_chat.app.setup_wish import Wish, unfinished, write_note
 from floe_chat.app.setups import Setups
+from floe_chat.models.catalog import find
 from floe_chat.models.pack import PackSpec
+from floe_chat.models.packed import PackedModel
 
 from ..bench.window import Window
 from ..helpers import edit_tensors, make_checkpoint, make_pack
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import ScriptedClient, app_for, screen_text
 from .scripted import until as until_shown
-from .wizardry import REPO
+from .wizardry import REPO, slowly
 
-INTERRUPT, ENTER, QUIT = "\x03", "\r", "\x11"
+INTERRUPT, ENTER, QUIT, ESCAPE = "\x03", "\r", "\x11", "\x1b"
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,39 @@ async def test_quitting_does_not_wait_for_a_download_that_stands_still(hub: Fake
         await until_shown(pilot, lambda: not app.is_running)
     setups.close()
     assert app.return_value == 0 and not hub.unstalled.is_set()
+
+
+def test_quitting_in_a_download_leaves_it_to_the_next_start(endless: list[str], hub: FakeHub) -> None:
+    wish = Wish(REPO, "tiny")
+    wish.home.mkdir(parents=True)
+    write_note(wish)
+    slowly(hub)
+
+    def continue_it(window: Window) -> None:
+        window.until("● ready")
+        window.type("/setup" + ENTER)
+        window.until("Begun, and not finished")
+        window.until("tiny")
+        window.type(ENTER)
+
+    with Window(endless) as window:
+        continue_it(window)
+        window.until("is on its way")
+        fetched = hub.sent("/storage/")
+        until(lambda: hub.sent("/storage/") > fetched + 10_000, "nothing more is fetched")
+        window.type(ESCAPE)
+        window.until("tiny: ")  # beside the chat
+        window.type(QUIT)
+        assert (window.end(), window.is_as_before(), is_gone(window)) == (0, True, True)
+    assert wish.note.exists() and wish.taken > 0 and not (wish.folder / "manifest.json").exists()
+
+    hub.faults.clear()
+    with Window(endless) as window:
+        continue_it(window)
+        window.until("tiny is ready", seconds=240)
+        window.type(QUIT)
+        assert (window.end(), is_gone(window)) == (0, True)
+    assert unfinished() == [] and PackedModel.open(find("tiny")).manifest.source.name == REPO
 
 
 def test_a_wrong_command_line_is_told_on_the_shells_own_page() -> None:

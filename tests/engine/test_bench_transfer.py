@@ -12,6 +12,8 @@ from floe_chat.engine.bench import floor, startup, transfer
 from floe_chat.engine.bench.weights import Shapes
 from floe_chat.models.errors import FloeError, UsageError
 
+from .fake_cuda import FakeCuda
+
 TINY = Shapes(128, 400, cache=0)
 
 
@@ -45,19 +47,32 @@ def test_what_is_packed_is_what_was_chosen() -> None:
 
 def test_the_figures_of_copies_work_on_another_device() -> None:
     rows = transfer.rows_of(TINY, 4, 2)
-    figures = transfer.copying(rows, [30, 80], "cpu")
+    figures = transfer.copying(rows, [30, 80], "cpu") + transfer.in_place(rows, [30, 80], "cpu")
     names = [figure.name for figure in figures]
     assert names[:2] == [transfer.LINK, "torch index_select, copied"]
     assert names[2:5] == [f"30 neurons, {streams}" for streams in ("1 stream", "2 streams", "4 streams")]
-    assert names[-1] == "read in place by the GPU"
+    assert names[-2:] == ["30 neurons, in place", "all at once, in place"]
+    assert all((figure.floor, figure.peer) == (transfer.LINK, transfer.NAIVE) for figure in figures[2:])
     assert {figure.work(1) for figure in figures[1:]} == {80 * rows.layout.nbytes}
+
+
+def test_rows_are_pinned_while_they_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, rows = FakeCuda(monkeypatch), transfer.rows_of(TINY, 4, 2).data
+    with transfer.pinned(rows, "cpu") as obstacle:
+        assert obstacle == "" and rows.is_pinned()
+    assert not rows.is_pinned()
+    cuda.refused = "operation not supported"
+    with transfer.pinned(rows, "cpu") as obstacle:
+        assert obstacle.endswith("operation not supported") and not rows.is_pinned()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_copies_on_a_gpu() -> None:
     table = transfer.run(runs=1, quick=True, shapes=TINY, gpu="cuda")
-    assert table.device == "cuda" and any("stream" in row.name for row in table.sections[1].rows)
+    names = [row.name for row in table.sections[1].rows]
+    assert table.device == "cuda" and any("stream" in name for name in names)
+    assert any("in place" in name for name in names) or "was not measured" in table.notes[0]
 
 
 def test_more_threads_than_cores_are_refused() -> None:

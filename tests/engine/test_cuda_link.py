@@ -2,118 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
-from collections.abc import Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from floe_chat import kernels
 from floe_chat.engine.links import CudaLink
-from floe_chat.engine.transfer import LANES, Link
+from floe_chat.engine.loader import load
+from floe_chat.engine.offload import Parts
+from floe_chat.engine.opening import Needs
+from floe_chat.engine.pinning import Pinned
+from floe_chat.engine.transfer import LANES, Kind, Link
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.packed import PackedModel
 from torch import Tensor
 
-from .moving import NBYTES, ROWS, SENTINEL, SLOTS, Sender, compute_with, until
-
-
-class FakeEvent:
-    """An event that comes to pass when a test says so."""
-
-    def __init__(self, **options: bool) -> None:
-        self.options, self.passed = options, threading.Event()
-        self.stream: Any = None
-        if options.get("enable_timing"):
-            self.passed.set()
-
-    def record(self, stream: Any) -> None:
-        assert self.stream is None or self.passed.is_set(), "a lane was used before its rows had landed"
-        self.stream = stream
-        if not self.options.get("enable_timing"):
-            self.passed.clear()
-            stream.cuda.recorded.append(self)
-
-    def query(self) -> bool:
-        return self.passed.is_set()
-
-    def synchronize(self) -> None:
-        self.passed.wait()
-
-    def elapsed_time(self, later: FakeEvent) -> float:
-        assert self.options == later.options == {"enable_timing": True} and self.stream is later.stream
-        return 250.0
-
-
-class FakeStream:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-        self.behind: list[Any] = []
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.behind.append(event)
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.behind.append(stream)
-
-
-class FakeCuda:
-    """As much of torch.cuda as the link calls. Copies are at once, events come to pass inside `running`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.recorded: list[FakeEvent] = []
-        self.streams: list[FakeStream] = []
-        self.current: list[FakeStream] = []
-        self.compute = FakeStream(self)
-        self.kept: list[tuple[Tensor, FakeStream]] = []
-
-        def stream(_device: object, priority: int) -> FakeStream:
-            assert priority == -1
-            self.streams.append(FakeStream(self))
-            return self.streams[-1]
-
-        @contextlib.contextmanager
-        def on(stream: FakeStream) -> Generator[None]:
-            self.current.append(stream)
-            yield
-            self.current.pop()
-
-        def current(_device: object) -> FakeStream:
-            return self.compute
-
-        def keep(tensor: Tensor, stream: FakeStream) -> None:
-            self.kept.append((tensor, stream))
-
-        def pinned(tensor: Tensor) -> bool:
-            return tensor.shape[-2] == ROWS
-
-        monkeypatch.setattr(torch.cuda, "Stream", stream)
-        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-        monkeypatch.setattr(torch.cuda, "stream", on)
-        monkeypatch.setattr(torch.cuda, "current_stream", current)
-        monkeypatch.setattr(Tensor, "record_stream", keep)
-        monkeypatch.setattr(Tensor, "is_pinned", pinned)
-
-    @contextlib.contextmanager
-    def running(self) -> Generator[None]:
-        ended = threading.Event()
-
-        def run() -> None:
-            passed = 0
-            while not ended.is_set() or passed < len(self.recorded):
-                if passed < len(self.recorded):
-                    self.recorded[passed].passed.set()
-                    passed += 1
-                time.sleep(0.0002)
-
-        device = threading.Thread(target=run)
-        device.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            device.join()
+from .driver import answer, silent
+from .fake_cuda import FakeCuda
+from .moving import NBYTES, SENTINEL, SLOTS, Sender, compute_with, until
 
 
 @pytest.mark.parametrize("zero_copy", [False, True], ids=["staged", "in-place"])
@@ -121,7 +30,8 @@ def test_the_cuda_link_moves_rows_through_its_lanes(
     zero_copy: bool, source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(monkeypatch)
-    link: Link = CudaLink(torch.device("cpu"), NBYTES, chunk=7, zero_copy=zero_copy)
+    held = Pinned([source], torch.device("cpu")) if zero_copy else None
+    link: Link = CudaLink(torch.device("cpu"), NBYTES, chunk=7, zero_copy=zero_copy, pinned=held)
     sender = Sender(source, target)
     transfers = [sender.make(count, urgent=bool(count % 2)) for count in (1, 50, 7, 60)]
     for transfer in transfers:
@@ -142,7 +52,7 @@ def test_the_cuda_link_moves_rows_through_its_lanes(
         link.wait(again)
         link.close()
     assert other.there(again) and len(cuda.kept) == 4 and cuda.kept[-1][0] is other.target
-    assert link.bytes_moved == 121 * NBYTES
+    assert link.bytes_moved == 121 * NBYTES and not cuda.registered
 
 
 def test_the_compute_stream_waits_and_the_host_does_not(
@@ -194,13 +104,31 @@ def test_reading_in_place_needs_pinned_rows_and_kernels(
     source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeCuda(monkeypatch)
-    link, sender = CudaLink(torch.device("cpu"), NBYTES, zero_copy=True), Sender(source[:-1], target)
+    link, sender = CudaLink(torch.device("cpu"), NBYTES, zero_copy=True), Sender(source, target)
     with pytest.raises(ValueError, match="pin it"):
         link.submit(sender.make(1))
     link.close()
     compute_with(replace(kernels.choose("cpu"), name="reference", reason="an old card"), monkeypatch)
     with pytest.raises(ValueError, match="an old card"):
         CudaLink(torch.device("cpu"), NBYTES, zero_copy=True)
+
+
+def test_rows_stay_pinned_until_no_kernel_reads_them(
+    source: Tensor, target: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    held = Pinned([source], torch.device("cpu"))
+    link, sender = CudaLink(torch.device("cpu"), NBYTES, chunk=10, zero_copy=True, pinned=held), Sender(source, target)
+    transfer = sender.make(30)
+    link.submit(transfer)
+    link.wait(transfer)  # the compute stream is behind the kernels that read; they have not run
+    closer = threading.Thread(target=link.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive() and cuda.registered and not cuda.recorded[-1].query()
+    with cuda.running():
+        closer.join()
+    assert not cuda.registered and sender.there(transfer)
 
 
 @pytest.mark.gpu
@@ -224,3 +152,25 @@ def test_a_gpu_reads_what_was_waited_for(streams: int, zero_copy: bool) -> None:
     link.drain()
     assert len(link.finished()) == 400 and link.bytes_moved == 200 * 1200 * 4608 and link.busy_s > 0
     link.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_answer_on_a_gpu_is_the_same_by_either_kind_of_transfer(tiny_pack: Path) -> None:
+    packed = PackedModel.open(tiny_pack)
+    layers = [packed.layer(index) for index in range(2)]
+    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2)
+    prompt = [1, *[40 + n % 200 for n in range(60)]]
+    found: list[tuple[Tensor, list[int]]] = []
+    kinds: tuple[Kind, ...] = ("staged", "in place")
+    for kind in kinds:
+        # The CPU's share and what is fetched ahead follow the clock, and sums their order; a transfer changes neither.
+        parts = Parts(cpu=False, predictor="none", transfer=kind)
+        loaded, told = load(tiny_pack, None, "cuda", silent, vram=needs.least(), parts=parts, library=True)
+        assert loaded.offload is not None and f"rows are {'staged' if kind == 'staged' else 'read'}" in told.reason
+        with torch.inference_mode():
+            logits = loaded.model(input_ids=torch.tensor([prompt], device="cuda")).logits[0]
+        found.append((logits.cpu(), answer(loaded, prompt, max_new_tokens=24).tokens))
+        assert loaded.offload.moved()[0] > 0
+        loaded.close()
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]

@@ -91,9 +91,11 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     least = Needs(**{name: getattr(needs, name) for name in needs.__slots__} | {"kv": needs.kv // 2}).least()
     part = choose("cuda", least + 5 * needs.row)
     assert part.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
+    assert part.budget == least + 5 * needs.row and whole.budget == int((1 << 30) * (1 - opening.KEPT_FREE))
     # Too little for anything: by itself the CPU is taken, and says why; who asks for the GPU is told.
     nothing = choose("auto", least - 1)
     assert nothing.place == "cpu" and nothing.rows is None and "would be needed" in nothing.why
+    assert nothing.budget is None
     with pytest.raises(UsageError, match="too little"):
         choose("cuda", least - 1)
 
@@ -122,6 +124,8 @@ def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> Non
     assert len(answer(open_model(tiny_pack), prompt, max_new_tokens=1).progress) == 2
     loaded, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
     assert answer(loaded, prompt, max_new_tokens=1).progress == [401]
+    stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
+    assert stats.vram_budget == needs.least()
     loaded.close()
 
 

@@ -37,32 +37,38 @@ def some_rates() -> Rates:
 
 class TestShare:
     @staticmethod
-    def ends(cpu: int, total: int, nbytes: int, rates: Rates, queued: float, cap: float) -> tuple[float, float]:
-        """When the CPU and the link with the GPU behind it end; the definition that `share` minimises."""
-        copied = (total - cpu) * nbytes
-        on_cpu = rates.cpu_latency_s + cpu * nbytes / (rates.cpu_bytes_s * cap) if cpu else 0.0
+    def ends(cpu: float, copied: float, rates: Rates, queued: float, cap: float) -> tuple[float, float]:
+        """When the CPU and the link with the GPU behind it end with so many bytes; what `share` minimises."""
+        on_cpu = rates.cpu_latency_s + cpu / (rates.cpu_bytes_s * cap) if cpu else 0.0
         copy = queued + rates.link_latency_s + rates.launch_s + copied / rates.link_bytes_s + copied / rates.gpu_bytes_s
         return on_cpu, copy if copied else 0.0
 
+    @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
     @pytest.mark.parametrize("largest", [1, 2, 5, 300])
-    def test_no_split_ends_sooner(self, largest: int) -> None:
+    def test_no_split_ends_sooner(self, largest: int, mixed: bool) -> None:
+        """Of those in which the CPU has the rows of the lowest weights."""
         for _ in range(150):
             missing = [RANDOM.randint(0, largest) for _ in range(RANDOM.randint(1, 4))]
-            nbytes, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
+            wide, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
+            nbytes = [RANDOM.choice([wide, wide // 2]) if mixed else wide for _ in missing]
+            weights = [RANDOM.random() for _ in missing]
             queued, cap = RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1)
-            total = sum(missing)
-            taken = share(missing, nbytes, [RANDOM.random() for _ in missing], rates, queued, cap)
+            taken = share(missing, nbytes, weights, rates, queued, cap)
             assert all(0 <= rows <= there for rows, there in zip(taken, missing, strict=True))
-            end = max(self.ends(sum(taken), total, nbytes, rates, queued, cap))
-            best = min(max(self.ends(rows, total, nbytes, rates, queued, cap)) for rows in range(total + 1))
+            by_weight = sorted(range(len(missing)), key=weights.__getitem__)
+            bounds = [0, *itertools.accumulate(nbytes[call] for call in by_weight for _ in range(missing[call]))]
+            own = sum(rows * each for rows, each in zip(taken, nbytes, strict=True))
+            assert own == bounds[sum(taken)]
+            end = max(self.ends(own, bounds[-1] - own, rates, queued, cap))
+            best = min(max(self.ends(cpu, bounds[-1] - cpu, rates, queued, cap)) for cpu in bounds)
             assert end <= best * (1 + 1e-9), (missing, nbytes, rates, queued, cap)
 
     def test_both_lanes_end_together(self) -> None:
         for _ in range(100):
             rates, missing, nbytes = some_rates(), [RANDOM.randint(2000, 9000) for _ in range(2)], 4096
-            taken = sum(share(missing, nbytes, [0.3, 0.7], rates, 0.0, 1.0))
+            taken = sum(share(missing, [nbytes] * 2, [0.3, 0.7], rates, 0.0, 1.0))
             assert 0 < taken < sum(missing), "both lanes work"
-            cpu, link = self.ends(taken, sum(missing), nbytes, rates, 0.0, 1.0)
+            cpu, link = self.ends(taken * nbytes, (sum(missing) - taken) * nbytes, rates, 0.0, 1.0)
             slowest_row = nbytes / min(rates.link_bytes_s / 2, rates.cpu_bytes_s, rates.gpu_bytes_s / 2)
             assert abs(cpu - link) <= slowest_row
 
@@ -70,7 +76,7 @@ class TestShare:
         for _ in range(100):
             missing = [RANDOM.randint(1, 3000) for _ in range(4)]
             weights = [RANDOM.random() for _ in missing]
-            taken = share(missing, 4096, weights, some_rates(), 0.0, 1.0)
+            taken = share(missing, [4096] * 4, weights, some_rates(), 0.0, 1.0)
             by_weight = sorted(range(4), key=lambda call: weights[call])
             touched = [call for call in by_weight if taken[call]]
             assert touched == by_weight[: len(touched)]
@@ -78,15 +84,21 @@ class TestShare:
 
     def test_of_equally_quick_splits_the_one_that_copies_more(self) -> None:
         rates = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0)
-        assert share([3], 1000, [1.0], rates, 0.0, 1.0) == [1]  # 2 copied: 2 us; 1 copied: 2 us as well
+        assert share([3], [1000], [1.0], rates, 0.0, 1.0) == [1]  # 2 copied: 2 us; 1 copied: 2 us as well
 
     def test_a_busy_link_leaves_more_to_the_cpu_and_a_cap_less(self) -> None:
         rates = Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
-        split = [sum(share([4000, 4000], 4096, [0.6, 0.4], rates, q, c)) for q, c in ((0, 1), (3e-4, 1), (0, 0.25))]
+        rows, weights = [4096, 4096], [0.6, 0.4]
+        split = [sum(share([4000, 4000], rows, weights, rates, q, c)) for q, c in ((0, 1), (3e-4, 1), (0, 0.25))]
         assert split[2] < split[0] < split[1] < 8000
-        assert share([4000, 4000], 4096, [0.6, 0.4], rates, 1.0, 1.0) == [4000, 4000], "the link is far too busy"
-        assert share([4000, 4000], 4096, [0.6, 0.4], rates, 1.0, 0.0) == [0, 0], "the CPU may not be used"
-        assert share([0, 0], 4096, [0.6, 0.4], rates, 0.0, 1.0) == [0, 0]
+        assert share([4000, 4000], rows, weights, rates, 1.0, 1.0) == [4000, 4000], "the link is far too busy"
+        assert share([4000, 4000], rows, weights, rates, 1.0, 0.0) == [0, 0], "the CPU may not be used"
+        assert share([0, 0], rows, weights, rates, 0.0, 1.0) == [0, 0]
+
+    def test_shorter_rows_leave_more_of_them_to_the_cpu(self) -> None:
+        rates = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0)
+        assert share([100, 100], [1000, 1000], [0.6, 0.4], rates, 0.0, 1.0) == [0, 100]
+        assert share([100, 100], [3000, 1000], [0.6, 0.4], rates, 0.0, 1.0) == [33, 100]  # 199 kB and 201 kB
 
 
 class TestPrefill:
@@ -95,15 +107,15 @@ class TestPrefill:
         lanes: Sequence[Lane],
         tokens: Sequence[int],
         resident: Sequence[float],
-        nbytes: int,
+        nbytes: Sequence[float],
         rates: Rates,
         queued: float,
         cap: float,
     ) -> float:
         """When the later lane ends; the definition that `prefill` minimises."""
         cpu, copy = 0.0, queued if Lane.COPY in lanes else 0.0
-        for lane, count, there in zip(lanes, tokens, resident, strict=True):
-            absent = (1 - there) * nbytes
+        for lane, count, there, rows in zip(lanes, tokens, resident, nbytes, strict=True):
+            absent = (1 - there) * rows
             if lane is Lane.COPY:
                 copy += rates.link_latency_s + absent / rates.link_bytes_s + absent / rates.gpu_bytes_s
             elif lane is Lane.CPU:
@@ -133,7 +145,8 @@ class TestPrefill:
     def test_no_placement_of_few_experts_ends_sooner(self, experts: int) -> None:
         for _ in range(12):
             tokens, resident = self.a_layer(experts)
-            nbytes, rates = RANDOM.choice([10**6, 10**8]), some_rates()
+            wide, rates = RANDOM.choice([10**6, 10**8]), some_rates()
+            nbytes = [RANDOM.choice([wide, wide // 2]) for _ in tokens]
             queued, cap = RANDOM.choice([0.0, 1e-3, 1.0]), RANDOM.uniform(0.1, 1)
             lanes = prefill(tokens, resident, nbytes, rates, queued, cap)
             undecided = self.open_experts(tokens, resident)
@@ -150,7 +163,7 @@ class TestPrefill:
         for _ in range(60):
             tokens, resident = self.a_layer(12)
             rates, queued = some_rates(), RANDOM.choice([0.0, 1e-3, 1.0])
-            given = tokens, resident, 10**8, rates, queued, 1.0
+            given = tokens, resident, [10**8] * 12, rates, queued, 1.0
             best = min(self.cost(other, *given) for other in self.placements(tokens, resident))
             one = 0.0
             for e in self.open_experts(tokens, resident):
@@ -158,7 +171,7 @@ class TestPrefill:
                 times: list[float] = []
                 for lane in (Lane.COPY, Lane.CPU):
                     alone[e] = lane
-                    times.append(self.cost(alone, tokens, resident, 10**8, rates, 0.0, 1.0))
+                    times.append(self.cost(alone, tokens, resident, [10**8] * 12, rates, 0.0, 1.0))
                 one = max(one, min(times))
             assert self.cost(prefill(*given), *given) <= (best + one) * (1 + 1e-9), given
 
@@ -167,7 +180,7 @@ class TestPrefill:
         for _ in range(20):
             tokens, resident = [RANDOM.randint(1, 60) for _ in range(experts)], [0.0] * experts
             rates = some_rates()
-            given = tokens, resident, 10**7, rates, 0.0, 1.0
+            given = tokens, resident, [10**7] * experts, rates, 0.0, 1.0
             one = [Lane.GPU] * (experts - 1)
             load = self.cost([Lane.COPY, *one], *given)
             paper = [Lane.GPU] * experts
@@ -180,7 +193,7 @@ class TestPrefill:
                     left += 1
                 else:
                     e = order[right]
-                    computing += self.cost([Lane.CPU], [tokens[e]], [0.0], 10**7, rates, 0.0, 1.0)
+                    computing += self.cost([Lane.CPU], [tokens[e]], [0.0], [10**7], rates, 0.0, 1.0)
                     paper[e] = Lane.CPU
                     right -= 1
             assert self.cost(prefill(*given), *given) <= self.cost(paper, *given) * (1 + 1e-9), given
@@ -191,7 +204,7 @@ class TestPrefill:
             tokens, on_gpu = [RANDOM.randint(1, 30) for _ in range(8)], [RANDOM.random() < 0.3 for _ in range(8)]
             latency_cpu, latency_gpu = RANDOM.uniform(1e-3, 1e-2), RANDOM.uniform(1e-2, 1e-1)
             rates = Rates(1 / latency_gpu, 0.0, 1 / latency_cpu, 1 / latency_cpu, 0.0, math.inf, 0.0)
-            lanes = prefill(tokens, [float(there) for there in on_gpu], 1, rates)
+            lanes = prefill(tokens, [float(there) for there in on_gpu], [1] * 8, rates)
             best = math.inf
             for cpu in itertools.product((False, True), repeat=8):
                 on_cpu = sum(n for n, here in zip(tokens, cpu, strict=True) if here) * latency_cpu
@@ -202,7 +215,7 @@ class TestPrefill:
             assert max(on_cpu, gpu) <= best * (1 + 1e-9)
 
     def test_without_the_cpu_all_is_copied(self) -> None:
-        lanes = prefill([5, 0, 5, 5], [0.2, 0.0, 1.0, 0.0], 10**6, some_rates(), cap=0.0)
+        lanes = prefill([5, 0, 5, 5], [0.2, 0.0, 1.0, 0.0], [10**6] * 4, some_rates(), cap=0.0)
         assert lanes == [Lane.COPY, Lane.GPU, Lane.GPU, Lane.COPY]
 
 

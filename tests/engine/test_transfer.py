@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat import kernels
-from floe_chat.engine.links import ThrottledLink, tuned_chunk
+from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.transfer import LANES, Link, Transfer
 from torch import Tensor
 
@@ -346,19 +346,3 @@ def test_links_that_cannot_be(sizes: dict[str, Any]) -> None:
         ThrottledLink(NBYTES, **sizes)
     with pytest.raises(ValueError, match="multiples of 64"):
         ThrottledLink(100, rate=1.0)
-
-
-def test_the_chunk_size_is_measured(source: Tensor, target: Tensor) -> None:
-    made: list[ThrottledLink] = []
-
-    def make(chunk: int) -> ThrottledLink:
-        made.append(ThrottledLink(NBYTES, rate=1e9, latency=0.002, chunk=chunk))
-        return made[-1]
-
-    best, rates = tuned_chunk(make, source, target, sizes=(4, 40, 400))
-    assert best == 400 and sorted(rates) == [4, 40, 400]
-    for chunk, rate in rates.items():
-        assert 0 < rate <= SLOTS * NBYTES / (0.002 * SLOTS / chunk)
-    for link in made:
-        with pytest.raises(RuntimeError, match="closed"):
-            link.submit(Sender(source, target).make(1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from floe_chat.engine.bench.weights import Shapes, make_rows, make_up
 from floe_chat.engine.devices import Device
 from floe_chat.engine.fetching import Copy, moved
 from floe_chat.engine.links import ThrottledLink
@@ -18,10 +19,15 @@ from floe_chat.engine.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
-from floe_chat.models.packed import PackedLayer
+from floe_chat.models.packed import NarrowExperts, PackedLayer
 from torch import Tensor
 
 LAYERS, EXPERTS, NEURONS, HIDDEN = 2, 4, 24, 64
+PLACES = (0, 3, 1, 2)  # of experts where the one with number 1 is narrow
+
+VECTOR = VectorLayout(HIDDEN, 16, HIDDEN)
+LAYOUT = RowLayout(VECTOR, VECTOR, torch.float16)
+NBYTES = LAYOUT.nbytes
 
 
 class Counted(Device):
@@ -37,9 +43,10 @@ class Counted(Device):
         return super().arrived(copy)
 
 
-def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list[OffloadedLayer], Offload]:
-    vector = VectorLayout(HIDDEN, 16, HIDDEN)
-    layout, up_layout = RowLayout(vector, vector, torch.float16), UpLayout(vector, torch.float16)
+def layers(
+    device: Device, preset: Preset, *, predict: str | None, mixed: bool = False
+) -> tuple[list[OffloadedLayer], Offload]:
+    up_layout = UpLayout(VECTOR, torch.float16)
     generator = torch.Generator().manual_seed(1)
 
     def weights(*shape: int) -> Tensor:
@@ -48,11 +55,15 @@ def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list
     records = weights(EXPERTS, NEURONS, 2 * HIDDEN).view(torch.uint8)
     none = torch.empty(EXPERTS, NEURONS, 0, dtype=torch.float16)
     table = torch.linspace(0, 1, 101).repeat(EXPERTS, 1)
+    usual = slice(0, EXPERTS - mixed)
+    up = weights(EXPERTS, NEURONS, HIDDEN).view(torch.uint8)
+    shapes = Shapes(HIDDEN, NEURONS)
     packed = PackedLayer(
-        up=UpWeights(up_layout, weights(EXPERTS, NEURONS, HIDDEN).view(torch.uint8), none, none),
-        rows=ExpertRows(layout, records),
+        up=UpWeights(up_layout, up[usual], none[usual], none[usual]),
+        rows=ExpertRows(LAYOUT, records[usual]),
         thresholds=table,
         products=table,
+        narrow=NarrowExperts(make_up(shapes, 4, 1), make_rows(shapes, 4, 1), torch.tensor(PLACES)) if mixed else None,
     )
     control = Control(preset)
     control.counting = True
@@ -87,11 +98,10 @@ PLAIN = Preset("Plain", 0.3, 0.2)
     ids=lambda preset: preset.name,
 )
 @pytest.mark.parametrize("predict", [None, "gate", "partial"])
-def test_a_step_waits_once_per_layer(preset: Preset, predict: str | None) -> None:
-    vector = VectorLayout(HIDDEN, 16, HIDDEN)
-    nbytes = RowLayout(vector, vector, torch.float16).nbytes
-    device = Counted(nbytes)
-    made, _ = layers(device, preset, predict=predict)
+@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
+def test_a_step_waits_once_per_layer(preset: Preset, predict: str | None, mixed: bool) -> None:
+    device = Counted(NBYTES)
+    made, _ = layers(device, preset, predict=predict, mixed=mixed)
     with torch.inference_mode():
         for token in range(5):
             x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(token))
@@ -113,10 +123,9 @@ class Late(Counted):
 
 
 def test_a_guess_that_comes_too_late_is_left_alone() -> None:
-    vector = VectorLayout(HIDDEN, 16, HIDDEN)
-    device = Late(RowLayout(vector, vector, torch.float16).nbytes)
+    device = Late(NBYTES)
     made, shared = layers(device, PLAIN, predict="gate")
-    want, _ = layers(Counted(device.link.nbytes), PLAIN, predict=None)  # pyright: ignore[reportAttributeAccessIssue]
+    want, _ = layers(Counted(NBYTES), PLAIN, predict=None)
     x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(1))
     chosen = torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.4]])
     with torch.inference_mode():
@@ -124,6 +133,20 @@ def test_a_guess_that_comes_too_late_is_left_alone() -> None:
             assert torch.allclose(layer(x, *chosen), other(x, *chosen), rtol=1e-5)
     assert device.asked == LAYERS and shared.ahead is None
     assert sum(counts.guessed for counts in made[1].telemetry.layers) == 0
+    device.close()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
+def test_values_that_are_no_numbers_reach_the_result(mixed: bool) -> None:
+    """They are active at any threshold, in the lists of both widths; the session tells what made them."""
+    device = Counted(NBYTES)
+    made, _ = layers(device, PLAIN, predict="gate", mixed=mixed)
+    with torch.inference_mode():
+        for tokens in (1, 3):
+            chosen, scores = torch.tensor([[1, 2]] * tokens), torch.tensor([[0.6, 0.4]] * tokens)
+            for layer in made:
+                assert layer(torch.full((tokens, HIDDEN), torch.nan), chosen, scores).isnan().all()
+                assert layer(torch.ones(tokens, HIDDEN), chosen, scores).isfinite().all()
     device.close()
 
 

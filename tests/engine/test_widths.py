@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine import plan, quality
+from floe_chat.engine.estimate import Held, Speeds, Work, decode
 from floe_chat.engine.footprint import Footprint
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.machine import Machine
 from floe_chat.engine.moe import DECODE_TOKENS, MoELayer
 from floe_chat.engine.opening import Needs
 from floe_chat.engine.quality import Preset
@@ -196,6 +199,22 @@ def test_bytes_that_were_read_are_counted_by_width(loaded: LoadedModel) -> None:
         assert counts.calls == called.flatten().bincount(minlength=SHAPE["experts"]).tolist()
 
 
+def counted(loaded: LoadedModel) -> list[tuple[int, ...]]:
+    layers = loaded.telemetry.layers
+    return [(one.bytes, one.active, one.neurons, one.dropped, *one.calls) for one in layers]
+
+
+@pytest.mark.parametrize("name", ["all", "lone"])
+def test_what_was_left_out_is_counted_as_without_a_pool(loaded: LoadedModel, name: str) -> None:
+    loaded.control.preset = PRESETS[name]
+    loaded.telemetry.begin(0, 0, 0.0)
+    answer(loaded)
+    wanted = counted(loaded)
+    with offloaded(loaded, PRESETS[name], 0.1):
+        answer(loaded)
+        assert counted(loaded) == wanted and wanted[0][3] > 0
+
+
 def test_experts_that_stand_in_are_told_by_number(loaded: LoadedModel) -> None:
     """Only an expert whose rows are in the pool may be taken instead of one whose rows are not."""
     layer = loaded.packed.layer(0)
@@ -255,6 +274,53 @@ def test_the_pool_is_filled_with_the_popular_experts_rows(pack: Path) -> None:
             assert filled[narrow].max() <= filled[[p for p in range(7) if p not in narrow]].min()
     finally:
         there.close()
+
+
+def test_each_neuron_gets_its_heat_back_after_a_restart(pack: Path) -> None:
+    """Heat is kept by place, and so is what is used: places are the pack's own, the same at each start."""
+    needs = needed(pack)
+
+    def opened() -> LoadedModel:
+        return load(pack, None, "throttled:8gb", silent, vram=needs.least() + 100 * needs.row)[0]
+
+    there = opened()
+    assert there.offload is not None
+    there.control.preset = PRESETS["nothing"]
+    order = [there.packed.manifest.order(index) for index in range(SHAPE["layers"])]
+    before = there.offload.pool.heat().uses
+    generated(there, [1], max_new_tokens=3)
+    after, called = there.offload.pool.heat(), [layer.calls for layer in there.telemetry.layers]
+    there.close()
+    for index, numbers in enumerate(order):
+        cooled = {numbers[place] for place in np.flatnonzero((after.uses != before)[index].any(1))}
+        decoded = {expert for expert, count in enumerate(called[index]) if count}
+        assert decoded <= cooled and len(cooled - decoded) <= SHAPE["top_k"], "the prompt's token is not counted"
+    there = opened()
+    try:
+        assert there.offload is not None
+        again = there.offload.pool.heat()
+        np.testing.assert_allclose(again.scores, after.scores, rtol=1e-6)
+        np.testing.assert_allclose(again.uses, after.uses, atol=1e-3)
+    finally:
+        there.close()
+
+
+def test_a_plan_counts_each_expert_by_its_width_and_by_how_often_it_is_called(pack: Path, loaded: LoadedModel) -> None:
+    spec, a = PackSpec(4, 8, 4, 8, narrow=SPEC.narrow), loaded.packed.manifest.architecture
+    takes = Footprint.of_entry(described(pack), spec)
+    popularity, row, up = loaded.packed.profile()["popularity"].tolist(), 0.0, 0.0
+    for index, shares in enumerate(popularity):
+        stored = loaded.packed.layer(index)
+        for expert, share in enumerate(shares):
+            ups, rows, place = stored.of(expert)
+            row += share * rows.layout.nbytes / a.layers
+            up += share * sum(part[place].nbytes for part in (ups.q, ups.scale, ups.zero)) / a.layers
+    assert takes.called_row == pytest.approx(row) and takes.called_up == pytest.approx(up)
+    assert takes.called_row != pytest.approx(Footprint.of(takes.sizes, spec).called_row)
+    speeds = Speeds(read=1e9)
+    chosen = plan.make(Machine("made up", 8 << 30, 0, None, 2, speeds, 0.3), described(pack)).chosen
+    preset = next(preset for preset in quality.PRESETS if preset.name == quality.DEFAULT)
+    assert chosen and chosen.token == decode(takes, Work.of(preset), speeds, Held(gpu=False))
 
 
 def test_what_a_pack_takes_is_what_its_files_hold(pack: Path, loaded: LoadedModel) -> None:

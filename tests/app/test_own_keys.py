@@ -1,0 +1,151 @@
+"""Keys that a person gave to actions: every page names them, and they do what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.experts import ExpertsScreen
+from floe_chat.app.screens.help import HelpScreen
+from floe_chat.app.screens.models import ModelsScreen
+from floe_chat.app.screens.quality import QualityScreen
+from floe_chat.app.screens.settings import Setting, SettingsScreen
+from floe_chat.app.screens.setup import SetupScreen
+from floe_chat.app.screens.wizard import WizardScreen
+from floe_chat.app.settings import ACTIONS
+from floe_chat.app.setups import Setups
+from floe_chat.app.widgets.hints import hint, key_name
+from textual.pilot import Pilot
+
+from .made_up import survey
+from .scripted import ScriptedClient, ask, composer, finish, ready, status, until
+from .wizardry import see, shown
+
+OWN = {
+    "quit": "ctrl+x",
+    "help": "f12,f11",
+    "palette": "ctrl+k",
+    "stop": "f10",
+    "new_chat": "alt+n",
+    "toggle_panel": "alt+p",
+    "next_preset": "alt+t",
+    "quality": "alt+q",
+    "setup": "alt+c",
+    "models": "alt+m",
+    "experts": "alt+e",
+    "history": "alt+h",
+    "regenerate": "alt+r",
+    "copy": "alt+o",
+    "newline": "alt+l",
+    "editor": "alt+v",
+}
+USUAL = [key_name(key) for action, (key, _does) in ACTIONS.items() if action != "stop"]  # Esc leaves every page
+
+
+def settings_with(keys: dict[str, str], folder: Path) -> Path:
+    file = folder / "settings.toml"
+    file.write_text("[keys]\n" + "".join(f'{action} = "{key}"\n' for action, key in keys.items()))
+    return file
+
+
+def wrong(pilot: Pilot[int]) -> list[str]:
+    """Keys that are named on the screen and have been given away."""
+    words = shown(pilot).replace("(", " ").replace(")", " ").split()
+    return [key for key in USUAL if key in words]
+
+
+async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: Setups) -> None:
+    assert set(OWN) == set(ACTIONS)
+    client = ScriptedClient()
+    async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+        await see(pilot, "Alt+L new line · F12 explains", "Ctrl+X quit", "Ctrl+K commands")
+        assert not wrong(pilot)
+        await pilot.press("tab", "down", "down")
+        await see(pilot, "Which experts the router called")
+        assert not wrong(pilot)
+        await pilot.press("escape", "ctrl+k")
+        await see(pilot, "Search for commands")
+        for letter in "preset":
+            await pilot.press(letter)
+        await see(pilot, "Use this quality from the next token on (Alt+T)")
+        assert not wrong(pilot)
+        await pilot.press("escape")
+        pages = {"help": HelpScreen, "quality": QualityScreen, "setup": SetupScreen, "experts": ExpertsScreen}
+        for action, page in pages.items():  # the key that opens one closes it, too
+            key = OWN[action].split(",")[0]
+            await pilot.press(key)
+            await until(pilot, lambda page=page: isinstance(pilot.app.screen, page))
+            await pilot.pause()
+            assert not wrong(pilot), action
+            await pilot.press(key)
+            await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
+        pilot.app.push_screen(WizardScreen(setups, surveyor=survey))
+        await see(pilot, "Enter goes on", "Ctrl+X quit")
+        assert not wrong(pilot)
+        await pilot.press("escape")
+        await pilot.resize_terminal(50, 18)
+        await see(pilot, "Ctrl+X quits")
+        await pilot.press("ctrl+x")
+        await until(pilot, lambda: not pilot.app.is_running)
+
+
+async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
+    client = ScriptedClient()
+    async with ready(client, settings=settings_with({"stop": "f10"}, tmp_path)) as pilot:
+        request = await ask(pilot, client)
+        await finish(pilot, client, request)
+        composer(pilot).put("/edit")
+        await pilot.press("enter")
+        await see(pilot, "F10 leaves it")
+        await pilot.press("f10")
+        await until(pilot, lambda: "leaves it" not in shown(pilot))
+        await ask(pilot, client, "more")
+        composer(pilot).put("/again")
+        await pilot.press("enter")
+        await see(pilot, "F10 stops the running answer first")
+        await pilot.press("escape")
+        assert client.cancelled == 0
+        await pilot.press("f10")
+        await until(pilot, lambda: client.cancelled == 1)
+
+
+async def test_a_new_key_is_named_at_once(tmp_path: Path) -> None:
+    client = ScriptedClient()
+    async with ready(client, settings=settings_with({}, tmp_path)) as pilot:
+        await see(pilot, "Ctrl+J new line")
+        composer(pilot).put("/settings")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
+        field = next(field for field in pilot.app.screen.query(Setting) if field.setting == "keys.newline")
+        field.focus()
+        field.value = "f7"
+        await pilot.press("enter")
+        await until(pilot, lambda: status(pilot).keys["newline"] == "f7")
+        await pilot.press("escape")
+        await see(pilot, "F7 new line")
+
+
+async def test_keys_of_the_chat_come_before_those_of_the_text_field(tmp_path: Path) -> None:
+    # To the field, F6 and Ctrl+A are keys that select text and move the cursor.
+    async with ready(ScriptedClient(), settings=settings_with({"experts": "ctrl+a"}, tmp_path)) as pilot:
+        composer(pilot).put("half a thought")
+        for key, page in (("f6", ModelsScreen), ("ctrl+a", ExpertsScreen)):
+            await pilot.press(key)
+            await until(pilot, lambda page=page: isinstance(pilot.app.screen, page))
+            await pilot.press("escape")
+            await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
+        assert composer(pilot).text == "half a thought" and not composer(pilot).selected_text
+
+
+def test_hints_are_pressed_by_their_key() -> None:
+    for words, key in (
+        ("Ctrl+X quit", "ctrl+x"),
+        ("Alt+Shift+Q quit", "alt+shift+q"),
+        ("F12 help", "f12"),
+        ("Esc back", "escape"),
+        ("PageDown on", "pagedown"),
+        ("N or Esc keeps", "n"),
+    ):
+        (span,) = hint(words).spans
+        assert f"press('{key}')" in str(span.style), words
+    assert not hint("Wait a little").spans and not hint("◂ ▸ turn").spans

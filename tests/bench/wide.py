@@ -1,0 +1,85 @@
+"""A model of Mixtral-8x7B's full width that can be chatted with: a few layers of random weights, and the demo's words.
+
+What it says is nonsense; what it costs for each layer and token is what the real one costs. Writes a 16-bit checkpoint
+(2.9 GB for each layer) into FOLDER/checkpoint and packs it into FOLDER/packed, which `floe-chat --model` and
+tests/bench/screen.py take.
+
+Run: .venv/bin/python tests/bench/wide.py FOLDER [--layers 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from floe_chat.models.catalog import asset
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, NEURONS, EXPERTS, HEADS, KV_HEADS, HEAD = 4096, 14336, 8, 32, 8, 128
+_WEIGHT = 0.02  # the standard deviation, as transformers initializes them
+
+
+def write(folder: Path, layers: int) -> None:
+    """The checkpoint, one file for each layer and one for the rest."""
+    folder.mkdir(parents=True)
+    demo = asset("demo/checkpoint")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        shutil.copy(demo / name, folder / name)
+    config = json.loads((demo / "config.json").read_text(encoding="utf-8"))
+    config |= {"hidden_size": HIDDEN, "intermediate_size": NEURONS, "num_hidden_layers": layers, "head_dim": HEAD}
+    config |= {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.manual_seed(0)
+    places: dict[str, str] = {}
+    for number in range(layers + 1):
+        name = f"model-{number + 1:05}-of-{layers + 1:05}.safetensors"
+        tensors = dict(_layer(f"model.layers.{number}.") if number < layers else _ends(config["vocab_size"]))
+        save_file(tensors, folder / name, {"format": "pt"})
+        places |= dict.fromkeys(tensors, name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _layer(at: str) -> Iterator[tuple[str, Tensor]]:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{at}{name}.weight", torch.ones(HIDDEN, dtype=torch.bfloat16)
+    for name, rows in (("q", HEADS * HEAD), ("k", KV_HEADS * HEAD), ("v", KV_HEADS * HEAD)):
+        yield f"{at}self_attn.{name}_proj.weight", _random(rows, HIDDEN)
+    yield f"{at}self_attn.o_proj.weight", _random(HIDDEN, HEADS * HEAD)
+    yield f"{at}block_sparse_moe.gate.weight", _random(EXPERTS, HIDDEN)
+    for expert in range(EXPERTS):
+        for name, shape in (("w1", (NEURONS, HIDDEN)), ("w2", (HIDDEN, NEURONS)), ("w3", (NEURONS, HIDDEN))):
+            yield f"{at}block_sparse_moe.experts.{expert}.{name}.weight", _random(*shape)
+
+
+def _ends(words: int) -> Iterator[tuple[str, Tensor]]:
+    yield "model.embed_tokens.weight", _random(words, HIDDEN)
+    yield "model.norm.weight", torch.ones(HIDDEN, dtype=torch.bfloat16)
+    yield "lm_head.weight", _random(words, HIDDEN)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16).normal_(0, _WEIGHT)
+
+
+def main() -> None:
+    """Write and pack it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, default=2)
+    given = parser.parse_args()
+    checkpoint, packed = given.folder / "checkpoint", given.folder / "packed"
+    write(checkpoint, given.layers)
+    command = Path(sys.executable).with_name("floe-chat")
+    subprocess.run([command, "pack", checkpoint, packed, "--name", "wide"], check=True)
+
+
+if __name__ == "__main__":
+    main()

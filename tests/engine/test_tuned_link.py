@@ -1,0 +1,364 @@
+"""Staged or in place, in chunks of how many rows: what decides, what is kept, what is said. No clock decides here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat import kernels
+from floe_chat.engine import pinning, tuned_link
+from floe_chat.engine.hardware import Hardware
+from floe_chat.engine.links import CudaLink, ThrottledLink
+from floe_chat.engine.loader import load
+from floe_chat.engine.offload import Parts
+from floe_chat.engine.opening import Needs
+from floe_chat.engine.pinning import PinError, Pinned
+from floe_chat.engine.transfer import Job, Kind, Mover, Wanted
+from floe_chat.engine.tuned_link import CHUNKS, Ends, Tuned, choose, measure, open_link
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.errors import UsageError
+from floe_chat.models.packed import PackedModel
+from torch import Tensor
+
+from ..helpers import run_cli
+from .driver import answer, silent
+from .fake_cuda import FakeCuda
+from .moving import FAST, NBYTES, SLOTS, Sender, compute_with
+
+CPU = torch.device("cpu")
+SLOW: dict[int, float] = {50: 1e9, 400: 2e9}
+QUICK: dict[int, float] = {50: 2e9, 400: 4e9}
+BOTH: tuple[Kind, ...] = ("staged", "in place")
+TUNED = Tuned("cuda:0", 4608, SLOW, QUICK)
+
+
+class Measuring:
+    """Says what it is told to, and notes what it was asked."""
+
+    def __init__(self, staged: dict[int, float] | Exception, in_place: dict[int, float] | Exception) -> None:
+        self.asked: list[tuple[Kind, ...]] = []
+        self._found: dict[Kind, dict[int, float] | Exception] = {"staged": staged, "in place": in_place}
+
+    def __call__(self, kinds: Sequence[Kind]) -> dict[Kind, dict[int, float]]:
+        self.asked.append(tuple(kinds))
+        found: dict[Kind, dict[int, float]] = {}
+        for kind in kinds:
+            rates = self._found[kind]
+            if isinstance(rates, Exception):
+                raise rates
+            found[kind] = rates
+        return found
+
+
+def no_measuring(_kinds: Sequence[Kind]) -> dict[Kind, dict[int, float]]:
+    raise AssertionError("all of it was known")
+
+
+def test_a_larger_chunk_has_to_be_clearly_faster() -> None:
+    assert replace(TUNED, staged={25: 1e9, 50: 1.98e9, 100: 2e9}).chunk("staged") == 50
+    assert replace(TUNED, staged={25: 1e9, 50: 1.98e9, 100: 2.2e9}).rate("staged") == 2.2e9
+
+
+@pytest.mark.parametrize(("in_place", "kind"), [(QUICK, "in place"), ({50: 2.1e9}, "staged"), ({50: 1e9}, "staged")])
+def test_rows_are_read_in_place_where_that_is_clearly_faster(in_place: dict[int, float], kind: Kind) -> None:
+    measuring = Measuring(SLOW, in_place)
+    chosen, tuned = choose("auto", Tuned("cuda:0", 64), "", measuring)
+    assert chosen == kind and (tuned.staged, tuned.in_place) == (SLOW, in_place)
+    assert measuring.asked == [BOTH]  # at the same time
+    assert choose("auto", tuned, "", no_measuring) == (kind, tuned)
+
+
+@pytest.mark.parametrize("wanted", BOTH)
+def test_either_kind_can_be_asked_for(wanted: Wanted) -> None:
+    other = Tuned("cuda:0", 64, QUICK, SLOW) if wanted == "in place" else TUNED
+    assert choose(wanted, other, "", no_measuring)[0] == wanted
+
+
+def test_only_what_is_wanted_is_measured() -> None:
+    measuring = Measuring(SLOW, QUICK)
+    kind, tuned = choose("staged", Tuned("cuda:0", 64), "", measuring)
+    assert kind == "staged" and measuring.asked == [("staged",)]
+    assert choose("auto", tuned, "", measuring)[0] == "in place"
+    assert measuring.asked == [("staged",), BOTH]  # both anew, since the machine may have been busier then
+
+
+def test_what_stands_in_the_way_is_said() -> None:
+    kind, tuned = choose("auto", TUNED, "the moon is full", no_measuring)
+    assert kind == "staged" and tuned == replace(TUNED, why_not="the moon is full")
+    assert tuned.beside(kind) == "not read in place, since the moon is full"
+    assert choose("auto", tuned, "", no_measuring) == ("in place", TUNED)  # it is no longer
+    measuring = Measuring(SLOW, QUICK)
+    assert choose("auto", Tuned("cuda:0", 64), "no kernels", measuring)[0] == "staged"
+    assert measuring.asked == [("staged",)]
+
+
+def test_what_fails_while_it_is_measured_stands_in_the_way() -> None:
+    measuring = Measuring(SLOW, PinError("the driver refuses\nand more"))
+    kind, tuned = choose("auto", Tuned("cuda:0", 64), "", measuring)
+    assert (kind, tuned.staged, tuned.why_not) == ("staged", SLOW, "the driver refuses")
+    with pytest.raises(ValueError, match="all is lost"):
+        choose("auto", Tuned("cuda:0", 64), "", Measuring(ValueError("all is lost"), QUICK))
+
+
+def test_who_insists_is_told() -> None:
+    for known, obstacle, found in ((TUNED, "no kernels", QUICK), (Tuned("cuda:0", 64), "", PinError("no kernels"))):
+        with pytest.raises(UsageError) as refused:
+            choose("in place", known, obstacle, Measuring(SLOW, found))
+        assert refused.value.cause == "No kernels." and "auto" in refused.value.hint
+
+
+def test_it_is_kept_for_the_next_start(tmp_path: Path, own_folders: Path) -> None:
+    file = tmp_path / "kept" / "one.json"
+    assert Tuned.load(file) is None
+    TUNED.save(file)
+    assert Tuned.load(file) == TUNED and stat.S_IMODE(file.stat().st_mode) == 0o600
+    own = tuned_link.file_of("cuda:0", 4608)
+    assert own.is_relative_to(own_folders) and own != tuned_link.file_of("cuda:1", 4608)
+    TUNED.save(own)
+    replace(TUNED, row_bytes=64).save(tuned_link.file_of("cuda:0", 64))
+    assert {tuned.row_bytes for tuned in tuned_link.all_kept()} == {4608, 64}
+    tuned_link.forget()
+    assert list(tuned_link.all_kept()) == []
+
+
+def test_a_record_of_staged_rows_alone_is_understood(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps({"format": 1, "device": "cuda:0", "row_bytes": 64, "staged": {"50": 1e9, "400": 2e9}}))
+    tuned = Tuned.load(file)
+    assert tuned is not None and tuned == Tuned("cuda:0", 64, SLOW)
+    assert tuned.faster() == "staged" and tuned.beside("staged") == ""
+    measuring = Measuring(SLOW, QUICK)
+    assert choose("auto", tuned, "", measuring)[0] == "in place" and measuring.asked == [BOTH]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"staged": {}},
+        {"staged": {"50": 0}},
+        {"staged": {"0": 1e9}},
+        {"in_place": {"50": float("nan")}},
+        {"in_place": [1]},
+        {"device": 3},
+        {"row_bytes": "64"},
+        {"why_not": None},
+    ],
+    ids=str,
+)
+def test_an_unusable_record_is_as_good_as_none(
+    change: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "one.json"
+    TUNED.save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert Tuned.load(file) is None and "ignored" in caplog.text
+
+
+def test_every_kind_and_chunk_is_measured_and_closed(source: Tensor, target: Tensor) -> None:
+    made: list[tuple[Kind, ThrottledLink]] = []
+
+    def make(kind: Kind, chunk: int) -> ThrottledLink:
+        made.append((kind, ThrottledLink(NBYTES, rate=1e9, latency=0.001, chunk=chunk)))
+        return made[-1][1]
+
+    found = measure(make, BOTH, source, target, sizes=(40, 400))
+    assert {kind: sorted(rates) for kind, rates in found.items()} == {kind: [40, 400] for kind in BOTH}
+    for rates in found.values():
+        assert all(0 < rate <= SLOTS * NBYTES / (0.001 * SLOTS / chunk) for chunk, rate in rates.items())
+    for _, link in made:
+        with pytest.raises(RuntimeError, match="closed"):
+            link.submit(Sender(source, target).make(1))
+
+
+class Careless(ThrottledLink):
+    """It says that rows have landed, and leaves out the first of each chunk."""
+
+    def _land(self, lane: int, job: Job, first: int, last: int) -> None:
+        super()._land(lane, job, first, last)
+        job.transfer.target[job.places[first]] = 0
+
+
+def test_a_link_that_loses_bytes_is_not_used(source: Tensor, target: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="rows that were in place did not arrive"):
+        measure(lambda _kind, chunk: Careless(NBYTES, rate=FAST, chunk=chunk), ["in place"], source, target)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def rows() -> list[Tensor]:
+    """Of three layers, E = 2 and F = 300."""
+    return [torch.randint(0, 256, (2, 300, NBYTES), dtype=torch.uint8) for _ in range(3)]
+
+
+def make(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
+    return CudaLink(CPU, NBYTES, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
+
+
+def moves(link: Mover, rows: Sequence[Tensor], target: Tensor) -> bool:
+    """Whether it moves the last layer's rows."""
+    sender = Sender(rows[-1].view(-1, NBYTES), target)
+    transfer = sender.make(90)
+    link.submit(transfer)
+    link.wait(transfer)
+    link.drain()
+    return sender.there(transfer)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_the_link_is_opened_as_it_was_kept(kind: Kind, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
+    known = Tuned("fake", NBYTES, SLOW, QUICK) if kind == "in place" else Tuned("fake", NBYTES, QUICK, SLOW)
+    known.save(tuned_link.file_of("fake", NBYTES))
+    link, reached, how = open_link(Ends("fake", "cpu", make, ""), "auto", rows)
+    assert isinstance(link, CudaLink) and link.zero_copy == (kind == "in place") and link.chunk == 400
+    assert reached == known.rate(kind) and how == f"rows are {known.describe(kind)} ({known.beside(kind)})"
+    assert all(part.is_pinned() for part in rows) == (kind == "in place")
+    with cuda.running():
+        assert moves(link, rows, target)
+        link.close()
+    assert not cuda.registered and not any(part.is_pinned() for part in rows)
+
+
+@pytest.mark.parametrize("wanted", BOTH)
+def test_the_link_is_measured_once(wanted: Wanted, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
+    ends = Ends("fake", "cpu", make, "")
+    with cuda.running():
+        link, reached, how = open_link(ends, wanted, rows)
+        kept = Tuned.load(tuned_link.file_of("fake", NBYTES))
+        assert kept is not None and sorted(kept.staged) == list(CHUNKS) and reached == kept.rate(link_kind(link))
+        assert sorted(kept.in_place) == (list(CHUNKS) if wanted == "in place" else [])
+        assert link_kind(link) == wanted and how.endswith("(asked for)")
+        link.close()
+        made = len(cuda.streams)
+        again, _, _ = open_link(ends, wanted, rows)
+        assert len(cuda.streams) == made + 2 and again.chunk == link.chunk  # one more link
+        assert moves(again, rows, target)
+        again.close()
+
+
+def link_kind(link: Mover) -> Kind:
+    return "in place" if link.name == "cuda, read in place" else "staged"
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_driver_that_refuses_leaves_rows_staged(
+    after: int, cuda: FakeCuda, rows: list[Tensor], target: Tensor
+) -> None:
+    cuda.refused, cuda.refused_after = "out of memory", after
+    Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
+    link, reached, how = open_link(Ends("fake", "cpu", make, ""), "auto", rows)
+    assert link_kind(link) == "staged" and reached == 2e9 and not cuda.registered
+    assert "not read in place, since" in how and how.endswith("cannot be pinned: out of memory)")
+    with cuda.running():
+        assert moves(link, rows, target)
+        link.close()
+    with pytest.raises(UsageError) as refused:
+        open_link(Ends("fake", "cpu", make, ""), "in place", rows)
+    assert "out of memory" in refused.value.cause and not cuda.registered
+
+
+def test_nothing_stays_pinned_where_no_link_can_be(cuda: FakeCuda, rows: list[Tensor]) -> None:
+    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> Mover:
+        raise RuntimeError("no memory")
+
+    Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
+    with pytest.raises(RuntimeError, match="no memory"):
+        open_link(Ends("fake", "cpu", none, ""), "auto", rows)
+    assert not cuda.registered
+
+
+def test_pages_are_pinned_once(cuda: FakeCuda) -> None:
+    size = pinning.mmap.PAGESIZE
+    one = torch.zeros(8 * size, dtype=torch.uint8)
+    start = -one.data_ptr() % size
+    first, second, third = one[start + 64 : start + size], one[start + size : start + size + 64], one[-size:]
+    third = one[start + 4 * size + 1 : start + 5 * size + 1]
+    base = one.data_ptr() + start
+    assert pinning.pages([third, second, first]) == [
+        (base, base + size),
+        (base + size, base + 2 * size),
+        (base + 4 * size, base + 6 * size),
+    ]
+    assert pinning.pages([first, one[start : start + size + 1], first[:0]]) == [(base, base + 2 * size)]
+    held = Pinned([first, second, third], CPU)
+    assert sum(cuda.registered.values()) == 4 * size
+    held.release()
+    held.release()
+    assert not cuda.registered
+
+
+def test_what_speaks_against_reading_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pinning.why_not("cpu", 1) == ""
+    assert "1048576.0 GB of rows would have to be pinned" in pinning.why_not("cpu", 1 << 50)
+    probed = pinning.hardware.probe(Path())
+
+    def probe(_folder: Path) -> Hardware:
+        return replace(probed, ram_available=100, pinnable=50)
+
+    monkeypatch.setattr(pinning.hardware, "probe", probe)
+    assert pinning.why_not("cpu", 50) == "" and pinning.why_not("cpu", 51) != ""
+    compute_with(replace(kernels.choose("cpu"), name="reference", reason="an old card"), monkeypatch)
+    assert pinning.why_not("cpu", 1) == "only the Triton kernels read RAM: an old card"
+
+
+@pytest.fixture
+def opened(tiny_pack: Path) -> Callable[..., Any]:
+    packed = PackedModel.open(tiny_pack)
+    needs = Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 4)
+
+    def opening(device: str, transfer: Wanted) -> Any:
+        return load(tiny_pack, None, device, silent, vram=needs.least(), parts=Parts(transfer=transfer))
+
+    return opening
+
+
+def test_a_test_device_says_why_rows_are_staged(opened: Callable[..., Any]) -> None:
+    loaded, told = opened("throttled:1gb", "auto")
+    loaded.close()
+    assert "rows are staged by the CPU" in told.reason
+    assert "not read in place, since a test device has no GPU that could" in told.reason
+    loaded, told = opened("throttled:1gb", "staged")
+    loaded.close()
+    assert told.reason.endswith("(asked for)")
+    with pytest.raises(UsageError, match="in place") as refused:
+        opened("throttled:1gb", "in place")
+    assert refused.value.cause == "A test device has no GPU that could."
+
+
+def test_a_virtual_card_counts_either_kind(opened: Callable[..., Any]) -> None:
+    found: list[tuple[list[int], float]] = []
+    for transfer in BOTH:
+        loaded, told = opened("sim:rtx3060-12gb", transfer)
+        assert f"rows are counted as {'staged' if transfer == 'staged' else 'read in place'}" in told.reason
+        assert loaded.offload is not None
+        peak = loaded.offload.link_peak()
+        found.append((answer(loaded, [1, 40, 41], max_new_tokens=8).tokens, peak))
+        loaded.close()
+    assert found[0][0] == found[1][0] and found[0][1] < found[1][1]  # nothing is packed
+
+
+def test_doctor_says_how_rows_come_to_the_gpu() -> None:
+    assert "there is no GPU" in transfer_line(run_cli("doctor").out) or torch.cuda.is_available()
+    TUNED.save(tuned_link.file_of("cuda:0", 4608))
+    line = transfer_line(run_cli("doctor").out)
+    assert "cuda:0, rows of 4,608 bytes" in line and "read in place by the GPU, 400 in a chunk: 4 GB/s" in line
+    replace(TUNED, why_not="the RAM is full").save(tuned_link.file_of("cuda:0", 4608))
+    assert "not read in place, since the RAM is full" in transfer_line(run_cli("doctor").out)
+    assert json.loads(run_cli("doctor", "--json").out)["links"][0]["why_not"] == "the RAM is full"
+
+
+def transfer_line(text: str) -> str:
+    with contextlib.suppress(StopIteration):
+        return next(line for line in text.splitlines() if line.startswith("  transfer"))
+    return ""
