@@ -23,7 +23,7 @@ from ..widgets.hints import Page, hints
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
 
 _PERIOD = 0.4
-_HEAD = f"  {'':10}{'neurons':>9}{'halves':>9}{'dropped':>9}{'major':>9}{'KL, nats':>11}{'per token':>11}"
+_HEAD = f"  {'':10}{'neurons':>9}{'halves':>9}{'drop <':>9}{'major <':>9}{'KL, nats':>11}{'per token':>11}"
 _OFFLOADED_ONLY = "It matters only where rows come over a link: all of this model's are where they are computed."
 
 _DIALS = (

@@ -81,7 +81,7 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (50, 20), strict=True)))
+@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (50, 12), strict=True)))
 def test_fifty_conversations_stay_within_the_budget(pack: Path, needs: Needs, name: str, conversations: int) -> None:
     """2,000 tokens, some conversations short, some as long as the window; nothing grows after the first ones."""
     budget = needs.least() + 40 * needs.row
@@ -90,7 +90,7 @@ def test_fifty_conversations_stay_within_the_budget(pack: Path, needs: Needs, na
     plain, kv = open_model(pack), KVCache()
     process, resident, used = psutil.Process(), list[int](), set[int]()
     for conversation in range(conversations):
-        prompt = prompt_of(conversation, (20, 470, 200, 260, 40)[conversation % 5])
+        prompt = prompt_of(conversation, (20, 470, 90, 130, 40)[conversation % 5])
         first = talk(loaded, kv, prompt, 20)
         second = talk(loaded, kv, [*prompt, *first, 9], 20 if len(prompt) < 400 else 15)
         if conversation in (1, 2, conversations - 2):
