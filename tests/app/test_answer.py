@@ -1,0 +1,74 @@
+"""An answer that came piece by piece looks like the same answer that is read from the history."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from floe_chat.app.history import AnswerStats, Message
+from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.markdown import AnswerMarkdown
+from textual.app import App, ComposeResult
+from textual.containers import VerticalScroll
+
+from .scripted import until
+
+TEXTS = {
+    "prose": "One sentence.\nAnother one, **strong** and `code`.\n\nA second paragraph with a [link](https://a.example).\n",
+    "headings": "# First\n\ntext\n\n## Second `x`\ntext\n\nA line\n===\n\nAnother\n---\n\nend",
+    "lists": "- one\n- two\n  - inner\n  - inner too\n\n- three, apart\n\nText.\n\n1. a\n2. b\n\n   more of b\n3. c\n",
+    "numbers": "1. one\n\n\n2. two\n\nText 3. no list\n\n7) seven\n8) eight",
+    "stars": "* one\n* two\n\n**strong**\n\n*soft*\n\n***\n\n* again",
+    "quotes": "> quoted\n> more\n\ntext\n\n> - a\n> - b\n\n> last",
+    "code": "Look:\n\n```python\ndef f(x):\n    return x\n```\n\nand\n\n    indented\n\n```\nnever closed\n",
+    "table": "Before.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | `4` |\n\nAfter.",
+    "references": "See [here] and [there][x].\n\n- item\n\n[here]: https://a.example\n[x]: https://b.example\n",
+    "tags": "<b>no</b> tag\n\n<div>\nblock\n</div>\n\n& &amp; \\* done",
+}
+
+
+class Shown(App[int]):
+    CSS = "AnswerTurn, Vertical { height: auto; }"
+
+    def __init__(self, record: Message, *, live: bool) -> None:
+        super().__init__()
+        self.turn = AnswerTurn(record, live=live)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield self.turn
+
+
+def record(text: str) -> Message:
+    stats = AnswerStats(1, 1.0, 1.0, "stop")
+    return Message(2, 0, 1, 1, "assistant", text, "complete", 0, "demo", "Fast", stats, (), 1, 1)
+
+
+def seen(app: Shown) -> list[str]:
+    strips = app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+    place = app.query_one(AnswerMarkdown).region
+    return [strip.text.rstrip() for strip in strips[place.y : place.bottom]]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+async def test_pieces_make_the_whole(name: str) -> None:
+    text, drawn = TEXTS[name], random.Random(name)
+    app = Shown(record(text), live=False)
+    async with app.run_test(size=(60, 40)) as pilot:
+        await pilot.pause(0.1)
+        whole = seen(app)
+    assert len("".join(whole).split()) > 4
+    live = Shown(record(""), live=True)
+    async with live.run_test(size=(60, 40)) as pilot:
+        shown = live.query_one(AnswerMarkdown)
+        left = text
+        while left:
+            piece, left = left[: (size := drawn.randint(1, 9))], left[size:]
+            live.turn.feed(piece)
+            if drawn.random() < 0.4:  # sooner than the turn itself would
+                ready, live.turn._ready = live.turn._ready, ""  # pyright: ignore[reportPrivateUsage]
+                await shown.append(ready)
+        live.turn.finish(record(text))
+        await until(pilot, lambda: shown.source == text)
+        await pilot.pause(0.2)
+        assert seen(live) == whole
