@@ -49,22 +49,6 @@ class AnswerMarkdown(Markdown):
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
         return CodeBlock if block_name in ("fence", "code_block") else super().get_block_class(block_name)
 
-    async def complete(self, text: str) -> None:
-        """Show `text`, of which all or nearly all is shown already, having been appended piece by piece.
-
-        To build all of it anew takes a fifth of a second, in which no key is answered. It is needed where a piece can
-        have changed what came before it: by what a link refers to, in a table, or where the blocks are others.
-        """
-        if text.startswith(self.source) and (rest := text[len(self.source) :]):
-            await self.append(rest)
-        found: dict[str, Any] = {}
-        tokens = [token for token in the_parser().parse(text, found) if not token.level and token.nesting >= 0]
-        names = [token.tag if token.type == "heading_open" else token.type for token in tokens]
-        shown = [type(child) for child in self.children if isinstance(child, MarkdownBlock)]
-        as_wanted = self.source == text and shown == [self.get_block_class(name) for name in names]
-        if not as_wanted or "table_open" in names or found.get("references"):
-            await self.update(text)
-
 
 def codes(text: str) -> list[str]:
     """The code blocks of an answer, in order."""
