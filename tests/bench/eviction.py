@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--preset", default="Balanced")
     parser.add_argument("--tokens", type=int, default=500, help="of each text")
     options = parser.parse_args()
-    loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None)
+    loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None, library=True)
     architecture = loaded.packed.manifest.architecture
     shape = Shape(architecture.layers, architecture.experts, architecture.intermediate)
     ids = (

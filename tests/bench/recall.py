@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--preset", default=quality.DEFAULT)
     parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens, at the most")
     options = parser.parse_args()
-    loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None)
+    loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None, library=True)
     model, packed, sparsity = loaded.model, loaded.packed, loaded.control.preset.sparsity
     text = options.text.read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(options.pack / "tokenizer.json")).encode(text, add_special_tokens=False).ids
