@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pathlib import Path
 
+import pytest
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.history import Conversation, History, Message, Setup, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
