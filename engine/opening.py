@@ -250,8 +250,8 @@ def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offl
     device = choice.make(parts.transfer)
     try:
         return Offload(device, parts, layers, choice.rows, fixed, choice.keys)
-    except Exception:
-        device.close()  # and with it what is pinned
+    except Exception:  # whatever it was: it is raised again, once the device and what it pins are let go
+        device.close()
         raise
 
 

@@ -189,7 +189,7 @@ def open_link(ends: Ends, wanted: Wanted, rows: Sequence[Tensor]) -> tuple[Mover
     how = f"rows are {tuned.describe(kind)}" + (f" ({beside})" if beside else "")
     try:
         return ends.make(kind, tuned.chunk(kind), pinned), tuned.rate(kind), how
-    except Exception:
+    except Exception:  # whatever it was: it is raised again, once nothing is pinned
         if pinned is not None:
             pinned.release()
         raise

@@ -128,7 +128,7 @@ async def test_help_and_palette() -> None:
         await until(pilot, lambda: client.wanted == ["Exact"])
 
 
-@pytest.mark.xfail(strict=False, reason="known: on a busy machine the chat can stay some lines above its end")
+@pytest.mark.xfail(strict=False, reason="known: now and then the chat stays some lines above its end")
 @pytest.mark.parametrize("size", [(120, 36), (60, 20)], ids=str)
 async def test_code_stays_where_it_is_when_its_fence_closes(size: tuple[int, int]) -> None:
     def places() -> tuple[int, int, int]:
