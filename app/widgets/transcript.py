@@ -248,12 +248,21 @@ class Transcript(VerticalScroll):
 
     @contextmanager
     def _keeping_view(self, turn: Turn) -> Generator[None]:
-        """Where `turn` is on the screen it stays, whatever happens above it: laid out before anything is painted."""
+        """Where `turn` is on the screen it stays, whatever happens above it: laid out before anything is painted.
+
+        Where the end is followed, the layout itself keeps it in view, and to scroll would end that.
+        """
         with self.app.batch_update():
             place = turn.virtual_region.y - self.scroll_y
             yield
             self.screen._refresh_layout()  # pyright: ignore[reportPrivateUsage]
-            self.scroll_to(y=turn.virtual_region.y - place, animate=False, force=True, immediate=True)
+            if not self._follows:
+                self.scroll_to(y=turn.virtual_region.y - place, animate=False, force=True, immediate=True)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether the end stays in view when something is added."""
+        return self._anchored and not self._anchor_released
 
     async def _trim(self) -> None:
         """Let go of the oldest messages while the end is in view."""

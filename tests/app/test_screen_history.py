@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.history import Conversation, History, Message, Setup, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
 from floe_chat.app.widgets.blocks import Note, Welcome
-from floe_chat.app.widgets.transcript import Transcript
+from floe_chat.app.widgets.transcript import PAGE, Transcript
 from floe_chat.app.widgets.turns import Turn, UserTurn
 from textual.pilot import Pilot
 
@@ -94,7 +93,18 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
     assert second.close()
 
 
-@pytest.mark.xfail(strict=False, reason="known: now and then the chat stays some lines above its end")
+async def test_what_is_loaded_above_does_not_end_the_following() -> None:
+    client, history = ScriptedClient(), History(None)
+    history.add(long_tree(40))
+    assert history.settle(60)
+    async with ready(client, size=(80, 24), history=history) as pilot:
+        composer(pilot).put("/last")
+        await pilot.press("enter")
+        await until(pilot, lambda: len(shown(pilot)) > PAGE)
+        await transcript(pilot).add(Note("\n".join(f"line {number}" for number in range(50))))
+        await until(pilot, lambda: "line 49" in screen_text(pilot))
+
+
 async def test_thousands_of_messages_are_a_window() -> None:
     client, history = ScriptedClient(), History(None)
     history.add(long_tree(3000))
