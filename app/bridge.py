@@ -138,7 +138,13 @@ class EngineBridge:
     def start(self, target: MessagePump) -> None:
         """Begin loading, and keep draining for as long as `target` lives."""
         self._client.start()
-        self._drain_later(target)
+
+        # One timer after the other: looks cannot pile up behind a slow paint. And one function: Textual inspects others.
+        def look() -> None:
+            self.drain(target)
+            target.set_timer(_PERIOD, look)
+
+        target.set_timer(_PERIOD, look)
 
     def open(self, pack: Path) -> None:
         """Let another model answer from now on."""
@@ -179,14 +185,6 @@ class EngineBridge:
         """Turn the quality dial by hand."""
         self.by_hand = quality
         self._client.set_quality(quality)
-
-    def _drain_later(self, target: MessagePump) -> None:
-        # One timer after the other: looks cannot pile up behind a slow paint.
-        target.set_timer(_PERIOD, lambda: self._drain(target))
-
-    def _drain(self, target: MessagePump) -> None:
-        self.drain(target)
-        self._drain_later(target)
 
     def drain(self, target: MessagePump) -> None:
         """Post what has come, and keep the running answer's text: once it is here, a crash does not lose it."""

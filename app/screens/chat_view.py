@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
     from ..widgets.code import CodeBlock
 
-# Figures arrive about five times a second; nobody reads them that fast, and painting takes time from the engine.
-_PANEL_PERIOD = 0.5
+# Figures arrive about five times a second; nobody reads them that fast, and painting takes time from the engine. Most
+# are those of the last second. An answer's last ones are painted at once.
+_PANEL_PERIOD = 1.0
 
 PANELS = ("full", "compact", "hidden")
 
@@ -118,6 +119,7 @@ class ChatView(Screen[None]):
         else:
             self._figures.paused = True
         self._unpainted = True
+        self._paint_figures()
 
     def action_scroll_transcript(self, pages: int) -> None:
         """Scroll the chat by pages."""
@@ -165,6 +167,8 @@ class ChatView(Screen[None]):
         self._figures.take(stats, running=running)
         self._status.context_window = stats.context_window
         self._unpainted = True
+        if not running:
+            self._paint_figures()
 
     def _show_context(self, used: int | None) -> None:
         """At once; what comes with figures is shown with them."""

@@ -270,6 +270,6 @@ class Talk(EngineView):
         return turn if isinstance(turn, AnswerTurn) else None
 
     def _take_stats(self, stats: Stats, *, running: bool) -> None:
-        self._show_figures(stats, running=running)
         if self._live is not None and not self._live.left:
             self._context_used = stats.context_used
+        self._show_figures(stats, running=running)

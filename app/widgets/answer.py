@@ -101,8 +101,7 @@ class AnswerTurn(Turn):
             # Layout and painting happened in that pause and count as well.
             needed = (time.thread_time() - began_cpu) / _LARGEST_DUTY
             await self._pause(needed - (time.monotonic() - began))
-        # Rendered piece by piece, a list or a table can come out otherwise than as a whole.
-        await self._markdown.update(self.text)
+        await self._markdown.complete(self.text)
         self._show_open_fence("")
 
     async def _pause(self, seconds: float) -> None:

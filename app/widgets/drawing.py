@@ -18,7 +18,7 @@ class Drawing(Widget):
         self._draw = draw
         self._meaning = meaning
         self._figures = Figures()
-        self._drawn = Content()
+        self._drawn, self._width = Content(), 0
         self._explained = False
         self.tooltip = meaning or None
 
@@ -30,24 +30,33 @@ class Drawing(Widget):
     def explain(self, *, on: bool) -> None:
         """Say what the words mean, or no longer."""
         if self._explained != on:
-            self._explained = on
+            self._explained, self._width = on, 0
             self.set_class(on, "-explained")
             self.refresh(layout=True)
 
     def show(self, figures: Figures, *, layout: bool = False) -> None:
         """Draw newer figures; `layout` where long lines may fold otherwise than before."""
         self._figures = figures
-        drawn, before = self._content(self.content_size.width), self._drawn
-        if layout or not drawn.is_same(before):
-            self._drawn = drawn
-            self.refresh(layout=layout or drawn.plain.count("\n") != before.plain.count("\n"))
+        before, self._width = self._drawn, self.content_size.width
+        if not self._width and not layout:
+            return  # nobody sees it; shown again, it is drawn
+        self._drawn = self._content(self._width)
+        if layout or not self._drawn.is_same(before):
+            self.refresh(layout=layout or self._drawn.plain.count("\n") != before.plain.count("\n"))
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         # Drawn for the width to come: the present one is that of the last layout.
         return self._content(width).get_height({}, width)
 
     def render(self) -> Content:
-        return self._content(self.content_size.width)
+        if self._width != self.content_size.width:
+            self._width = self.content_size.width
+            self._drawn = self._content(self._width)
+        return self._drawn
+
+    def notify_style_update(self) -> None:
+        self._width = 0  # colours are drawn
+        super().notify_style_update()
 
     def _content(self, width: int) -> Content:
         drawn = self._draw(self._figures, width)

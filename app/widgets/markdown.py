@@ -13,6 +13,7 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock
 
 from .code import CodeBlock
+from .growing import BulletList, OrderedList, Paragraph, same
 from .plain import printable
 
 
@@ -40,6 +41,15 @@ def the_parser() -> AnswerParser:
     return AnswerParser()
 
 
+_BLOCKS: dict[str, type[MarkdownBlock]] = {
+    "paragraph_open": Paragraph,
+    "bullet_list_open": BulletList,
+    "ordered_list_open": OrderedList,
+    "fence": CodeBlock,
+    "code_block": CodeBlock,
+}
+
+
 class AnswerMarkdown(Markdown):
     """Markdown of a model: links are copied instead of opened, and so are code blocks."""
 
@@ -47,7 +57,17 @@ class AnswerMarkdown(Markdown):
         super().__init__(text, parser_factory=the_parser, open_links=False)
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
-        return CodeBlock if block_name in ("fence", "code_block") else super().get_block_class(block_name)
+        return _BLOCKS.get(block_name) or super().get_block_class(block_name)
+
+    async def complete(self, text: str) -> None:
+        """Show all of a text of which more and more was appended.
+
+        Read piece by piece it can have become something else: then it is shown anew.
+        """
+        if text.startswith(self.source):
+            await self.append(text[len(self.source) :])
+        if not same(self.children, list(self._parse_markdown(the_parser().parse(text)))):
+            await self.update(text)
 
 
 def codes(text: str) -> list[str]:

@@ -11,8 +11,6 @@ from floe_chat.app.widgets.markdown import AnswerMarkdown
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 
-from .scripted import until
-
 TEXTS = {
     "prose": "One sentence.\nAnother one, **strong** and `code`.\n\nA second paragraph with a [link](https://a.example).\n",
     "headings": "# First\n\ntext\n\n## Second `x`\ntext\n\nA line\n===\n\nAnother\n---\n\nend",
@@ -69,6 +67,7 @@ async def test_pieces_make_the_whole(name: str) -> None:
                 ready, live.turn._ready = live.turn._ready, ""  # pyright: ignore[reportPrivateUsage]
                 await shown.append(ready)
         live.turn.finish(record(text))
-        await until(pilot, lambda: shown.source == text)
+        await live.workers.wait_for_complete()
+        assert shown.source == text
         await pilot.pause(0.2)
         assert seen(live) == whole

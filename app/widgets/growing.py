@@ -1,0 +1,176 @@
+"""Blocks of Markdown that grow where they are, as an answer does.
+
+Textual lays the whole screen out again for each piece of a paragraph, and makes four widgets of each item of a list,
+all of them anew for each piece of the last. That is more work than the piece is worth, and the engine needs the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.geometry import Size
+from textual.selection import Selection
+from textual.widget import Widget
+from textual.widgets import Static
+from textual.widgets._markdown import (  # most of them are not exported
+    MarkdownBlock,
+    MarkdownBulletList,
+    MarkdownFence,
+    MarkdownList,
+    MarkdownListItem,
+    MarkdownOrderedList,
+    MarkdownParagraph,
+)
+
+_BULLET = "$text-primary"
+_FOLD = "\0"  # at the end of a line that goes on in the next; text of a model has no such character left
+
+
+def show(where: Static, content: Content) -> None:
+    """Show other words; the screen is laid out again only if they take more or fewer lines than those before."""
+    width, height = where.content_size
+    steady = width > 0 and content.get_height({}, width) == height
+    where.update(content, layout=not steady)
+
+
+class Paragraph(MarkdownParagraph):
+    """One that takes more words."""
+
+    def set_content(self, content: Content) -> None:
+        self._content = content
+        show(self, content)
+
+    @property
+    def words(self) -> Content:
+        """What it says."""
+        return self._content
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A paragraph of an item: what stands before its first line, and before the others as blanks."""
+
+    before: str
+    words: Content
+
+    def height(self, width: int) -> int:
+        return max(1, self.words.get_height({}, self._room(width)))
+
+    def lines(self, width: int, fold: str) -> Generator[Content]:
+        lines = self.words.wrap(self._room(width)) or [Content()]
+        before = Content.styled(self.before, _BULLET)
+        for place, line in enumerate(lines, 1):
+            yield Content.assemble(before, line, fold if place < len(lines) else "")
+            before = Content(" " * len(self.before))
+
+    def _room(self, width: int) -> int:
+        return max(1, width - len(self.before))
+
+
+class _GrowingList(MarkdownList):
+    """What both kinds of list have in common: one widget draws all items, unless there is more in them than text."""
+
+    _points: Sequence[_Point] | None = None
+
+    def compose(self) -> ComposeResult:
+        self._points = self.points()
+        if self._points is None:
+            yield from super().compose()
+        self._blocks.clear()
+
+    def points(self) -> Sequence[_Point] | None:
+        """The paragraphs of its items and of the lists in them; None if there is something else."""
+        if not self._blocks:
+            return self._points
+        items = [block for block in self._blocks if isinstance(block, MarkdownListItem)]
+        found = [_points_of(item, symbol) for item, symbol in zip(items, self._symbols(items), strict=True)]
+        simple = [points for points in found if points is not None]
+        return list(chain.from_iterable(simple)) if len(simple) == len(found) else None
+
+    def _symbols(self, items: Sequence[MarkdownListItem]) -> list[str]:
+        return [item.bullet for item in items]
+
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        points = block.points() if isinstance(block, type(self)) else None
+        if points is None or self._points is None:
+            await super()._update_from_block(block)
+            return
+        self._points = points
+        self._copy_context(block)
+        width, height = self.content_size
+        self.refresh(layout=_height(points, width) != height)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        if self._points is None:
+            return super().get_content_height(container, viewport, width)
+        return _height(self._points, width)
+
+    def render(self) -> Content:
+        return Content("\n").join(self._lines())
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        text = selection.extract("\n".join(line.plain for line in self._lines(_FOLD)))
+        first, *rest = text.split(_FOLD + "\n")
+        return "".join((first, *(f" {line.lstrip()}" for line in rest))), "\n"
+
+    def _lines(self, fold: str = "") -> Iterable[Content]:
+        width = self.content_size.width
+        return chain.from_iterable(point.lines(width, fold) for point in self._points or ())
+
+
+class BulletList(_GrowingList, MarkdownBulletList):
+    """With bullets."""
+
+
+class OrderedList(_GrowingList, MarkdownOrderedList):
+    """With numbers, their dots below each other."""
+
+    def _symbols(self, items: Sequence[MarkdownListItem]) -> list[str]:
+        first = int(items[0].bullet) if items and items[0].bullet.isdecimal() else 1
+        numbers = [f"{number}. " for number in range(first, first + len(items))]
+        return [number.rjust(max(map(len, numbers)) + 1) for number in numbers]
+
+
+def _points_of(item: MarkdownListItem, symbol: str) -> list[_Point] | None:
+    points = list[_Point]()
+    for block in item._blocks:  # pyright: ignore[reportPrivateUsage]
+        before = " " * len(symbol) if points else symbol
+        if isinstance(block, Paragraph):
+            points.append(_Point(before, block.words))
+        elif isinstance(block, _GrowingList) and points and (inner := block.points()) is not None:
+            points += [_Point(before + point.before, point.words) for point in inner]
+        else:
+            return None
+    return points or [_Point(symbol, Content())]
+
+
+def _height(points: Iterable[_Point], width: int) -> int:
+    return sum(point.height(width) for point in points)
+
+
+def same(shown: Sequence[Widget], wanted: Sequence[Widget]) -> bool:
+    """Whether the blocks that are mounted are what those to come would be."""
+    return len(shown) == len(wanted) and all(map(_is_same, shown, wanted))
+
+
+def _is_same(old: Widget, new: Widget) -> bool:
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, _GrowingList) and isinstance(new, _GrowingList):
+        one, other = old.points(), new.points()
+        return one is not None and other is not None and _are_same(one, other)
+    if isinstance(old, MarkdownFence) and isinstance(new, MarkdownFence):
+        return (old.code, old.lexer) == (new.code, new.lexer)
+    if isinstance(old, MarkdownBlock) and isinstance(new, MarkdownBlock):
+        said = old._content.is_same(new._content)  # pyright: ignore[reportPrivateUsage]
+        return said and same(old.children, new._blocks)  # pyright: ignore[reportPrivateUsage]
+    return False
+
+
+def _are_same(one: Sequence[_Point], other: Sequence[_Point]) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a.before == b.before and a.words.is_same(b.words) for a, b in pairs)
