@@ -139,7 +139,7 @@ class EngineBridge:
         """Begin loading, and keep draining for as long as `target` lives."""
         self._client.start()
 
-        # One timer after the other: looks cannot pile up behind a slow paint. And one function: Textual inspects others.
+        # One timer after the other: looks cannot pile up behind a slow paint. One function: Textual inspects each new.
         def look() -> None:
             self.drain(target)
             target.set_timer(_PERIOD, look)

@@ -16,6 +16,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
+from textual.widget import Widget
 
 from ..engine.events import Sampling
 from ..models.catalog import find
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 # would wait for a whole turn of the other.
 _SWITCH_INTERVAL = 0.0005
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
+
+# Textual lays the whole screen out a second time after each change of any size, in case scrollbars come or go. Those
+# ask for a layout themselves, and each one takes some 10 ms that the engine and the person's keys wait for.
+vars(Widget)["virtual_size"]._layout = False
 
 
 class FloeChatApp(App[int]):

@@ -7,12 +7,14 @@ import time
 from contextlib import suppress
 
 from textual.app import ComposeResult
+from textual.content import Content
 from textual.widgets import Static
 
 from ..history import Message as Record
 from ..history.exporting import closing
 from .fences import FenceSplitter
 from .plain import printable
+from .steady import show
 from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, Turn
 
 _PERIOD = 0.125
@@ -33,6 +35,7 @@ class AnswerTurn(Turn):
         from .markdown import AnswerMarkdown
 
         super().__init__(record)
+        self._live = live
         self._pieces: list[str] = []
         self._ready = ""
         self._fences = FenceSplitter()
@@ -64,12 +67,12 @@ class AnswerTurn(Turn):
 
     def on_mount(self) -> None:
         super().on_mount()
-        if not self._complete.is_set():
+        if self._live:
             self.run_worker(self._write())
 
     def show_progress(self, words: str) -> None:
         """What happens before the first token."""
-        self._footer.update(words)
+        self._footer.update(words, layout=False)  # as long as nothing is known: one line as before
 
     def feed(self, text: str) -> None:
         """Show more of the answer."""
@@ -84,8 +87,6 @@ class AnswerTurn(Turn):
     def finish(self, record: Record) -> None:
         """No more text comes; the message as it is now sums the answer up."""
         self.record = record
-        self._footer.update(printable(closing(record)))
-        self._footer.display = True
         self._complete.set()
         self._news.set()
 
@@ -101,8 +102,12 @@ class AnswerTurn(Turn):
             # Layout and painting happened in that pause and count as well.
             needed = (time.thread_time() - began_cpu) / _LARGEST_DUTY
             await self._pause(needed - (time.monotonic() - began))
-        await self._markdown.complete(self.text)
-        self._show_open_fence("")
+        with self.app.batch_update():
+            await self._markdown.complete(self.text)
+            self._show_open_fence("")
+            if self.record is not None:
+                self._footer.update(printable(closing(self.record)))
+            self._footer.display = True
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -112,4 +117,4 @@ class AnswerTurn(Turn):
         code = held.partition("\n")[2].rstrip("\n")
         if code or self._open_fence.display:
             self._open_fence.display = bool(code)
-            self._open_fence.update(code.expandtabs(4))
+            show(self._open_fence, Content(code.expandtabs(4)))

@@ -15,8 +15,8 @@ from textual.content import Content
 from textual.geometry import Size
 from textual.selection import Selection
 from textual.widget import Widget
-from textual.widgets import Static
 from textual.widgets._markdown import (  # most of them are not exported
+    Markdown,
     MarkdownBlock,
     MarkdownBulletList,
     MarkdownFence,
@@ -26,23 +26,29 @@ from textual.widgets._markdown import (  # most of them are not exported
     MarkdownParagraph,
 )
 
+from .steady import show
+
 _BULLET = "$text-primary"
 _FOLD = "\0"  # at the end of a line that goes on in the next; text of a model has no such character left
 
 
-def show(where: Static, content: Content) -> None:
-    """Show other words; the screen is laid out again only if they take more or fewer lines than those before."""
-    width, height = where.content_size
-    steady = width > 0 and content.get_height({}, width) == height
-    where.update(content, layout=not steady)
-
-
-class Paragraph(MarkdownParagraph):
-    """One that takes more words."""
+class _Growing(MarkdownBlock):
+    """A block of words."""
 
     def set_content(self, content: Content) -> None:
         self._content = content
         show(self, content)
+
+
+HEADINGS = {
+    name: type(f"Heading{level}", (_Growing, Markdown.BLOCKS[name]), {})
+    for level in range(1, 7)
+    if (name := f"h{level}")
+}
+
+
+class Paragraph(_Growing, MarkdownParagraph):
+    """One that takes more words."""
 
     @property
     def words(self) -> Content:

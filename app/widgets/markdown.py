@@ -13,7 +13,7 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock
 
 from .code import CodeBlock
-from .growing import BulletList, OrderedList, Paragraph, same
+from .growing import HEADINGS, BulletList, OrderedList, Paragraph, same
 from .plain import printable
 
 
@@ -42,6 +42,7 @@ def the_parser() -> AnswerParser:
 
 
 _BLOCKS: dict[str, type[MarkdownBlock]] = {
+    **HEADINGS,
     "paragraph_open": Paragraph,
     "bullet_list_open": BulletList,
     "ordered_list_open": OrderedList,

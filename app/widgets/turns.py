@@ -35,7 +35,7 @@ class Tail(Static):
             parts += [_link("›", NEWER), Content("   ")]
         for action in actions if record is not None else ():
             parts += [_link(action, action), Content.styled(f" {KEYS[action]}   ", MUTED)]
-        self.update(Content.assemble(*parts))
+        self.update(Content.assemble(*parts), layout=False)  # one row it has anyway
 
     def action_act(self, action: str) -> None:
         """A link was clicked."""
@@ -130,7 +130,7 @@ class UserTurn(Turn):
         parts = [Content(printable(self._text).expandtabs(4))] if self._text else []
         parts += [Content.styled(f"▤ {printable(name)}", "$secondary") for name in self._files]
         parts += [Content.styled(note, f"italic {MUTED}")] if note else []
-        self._said.update(Content("\n").join(parts))
+        self._said.update(Content("\n").join(parts), layout=self._said.is_attached)
 
     def compose(self) -> ComposeResult:
         yield self._said
