@@ -95,9 +95,9 @@ class AnswerTurn(Turn):
             self._news.clear()
             began, began_cpu = time.monotonic(), time.thread_time()
             ready, self._ready = self._ready, ""
-            if ready:
-                await self._markdown.append(ready)
-            self._show_open_fence(self._fences.held)
+            code = self._fences.held.partition("\n")[2]
+            await self._markdown.grow(ready, going_on=not code)
+            self._show_open_fence(code)
             await self._pause(_PERIOD)
             # Layout and painting happened in that pause and count as well.
             needed = (time.thread_time() - began_cpu) / _LARGEST_DUTY
@@ -113,8 +113,8 @@ class AnswerTurn(Turn):
         with suppress(TimeoutError):
             await asyncio.wait_for(self._complete.wait(), max(0.0, seconds))
 
-    def _show_open_fence(self, held: str) -> None:
-        code = held.partition("\n")[2].rstrip("\n")
+    def _show_open_fence(self, code: str) -> None:
+        code = code.rstrip("\n")
         if code or self._open_fence.display:
             self._open_fence.display = bool(code)
             show(self._open_fence, Content(code.expandtabs(4)))

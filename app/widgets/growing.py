@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
 from textual.content import Content
@@ -26,28 +27,53 @@ from textual.widgets._markdown import (  # most of them are not exported
     MarkdownParagraph,
 )
 
-from .steady import show
+from .steady import rounded, show
 
+ROOM = 3  # lines at a time for the block that is being written: fewer layouts, and it still moves up in small steps
 _BULLET = "$text-primary"
 _FOLD = "\0"  # at the end of a line that goes on in the next; text of a model has no such character left
 
 
-class _Growing(MarkdownBlock):
-    """A block of words."""
+if TYPE_CHECKING:
+    _Block, _List = MarkdownBlock, MarkdownList
+else:
+    _Block = _List = object  # Textual gives a widget the styles of its first base that is one
+
+
+class Growing(_Block):
+    """A block of words. `room`: its lines come in so many at a time."""
+
+    room = 1
 
     def set_content(self, content: Content) -> None:
         self._content = content
-        show(self, content)
+        show(self, content, self.room)
+
+    async def _update_from_block(self, block: MarkdownBlock) -> None:
+        if type(block) is type(self):
+            self.set_content(block._content)
+            self._copy_context(block)
+        else:
+            await super()._update_from_block(block)
+
+    def give(self, room: int) -> None:
+        """Have so much room from now on."""
+        if self.room != room:
+            self.room = room
+            self.refresh(layout=True)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        return rounded(super().get_content_height(container, viewport, width), self.room)
 
 
 HEADINGS = {
-    name: type(f"Heading{level}", (_Growing, Markdown.BLOCKS[name]), {})
+    name: type(f"Heading{level}", (Growing, Markdown.BLOCKS[name]), {})
     for level in range(1, 7)
     if (name := f"h{level}")
 }
 
 
-class Paragraph(_Growing, MarkdownParagraph):
+class Paragraph(Growing, MarkdownParagraph):
     """One that takes more words."""
 
     @property
@@ -77,7 +103,7 @@ class _Point:
         return max(1, width - len(self.before))
 
 
-class _GrowingList(MarkdownList):
+class _GrowingList(Growing, _List):
     """What both kinds of list have in common: one widget draws all items, unless there is more in them than text."""
 
     _points: Sequence[_Point] | None = None
@@ -108,12 +134,12 @@ class _GrowingList(MarkdownList):
         self._points = points
         self._copy_context(block)
         width, height = self.content_size
-        self.refresh(layout=_height(points, width) != height)
+        self.refresh(layout=rounded(_height(points, width), self.room) != height)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         if self._points is None:
             return super().get_content_height(container, viewport, width)
-        return _height(self._points, width)
+        return rounded(_height(self._points, width), self.room)
 
     def render(self) -> Content:
         return Content("\n").join(self._lines())

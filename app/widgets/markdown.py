@@ -13,7 +13,7 @@ from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock
 
 from .code import CodeBlock
-from .growing import HEADINGS, BulletList, OrderedList, Paragraph, same
+from .growing import HEADINGS, ROOM, BulletList, Growing, OrderedList, Paragraph, same
 from .plain import printable
 
 
@@ -60,13 +60,23 @@ class AnswerMarkdown(Markdown):
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
         return _BLOCKS.get(block_name) or super().get_block_class(block_name)
 
+    async def grow(self, text: str, *, going_on: bool) -> None:
+        """Append; while words are `going_on` to come, the last block has room for more of them."""
+        with self.app.batch_update():
+            if text:
+                await self.append(text)
+            last = self.children[-1] if self.children else None
+            for block in self.children:
+                if isinstance(block, Growing):
+                    block.give(ROOM if going_on and block is last else 1)
+
     async def complete(self, text: str) -> None:
-        """Show all of a text of which more and more was appended.
+        """Show all of a text that has grown.
 
         Read piece by piece it can have become something else: then it is shown anew.
         """
-        if text.startswith(self.source):
-            await self.append(text[len(self.source) :])
+        rest = text[len(self.source) :] if text.startswith(self.source) else ""
+        await self.grow(rest, going_on=False)
         if not same(self.children, list(self._parse_markdown(the_parser().parse(text)))):
             await self.update(text)
 

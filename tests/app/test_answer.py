@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from floe_chat.app.history import AnswerStats, Message
 from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.growing import BulletList
 from floe_chat.app.widgets.markdown import AnswerMarkdown
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
+from textual.screen import Screen
+from textual.selection import SELECT_ALL
 
 TEXTS = {
     "prose": "One sentence.\nAnother one, **strong** and `code`.\n\nA second paragraph with a [link](https://a.example).\n",
@@ -71,3 +75,45 @@ async def test_pieces_make_the_whole(name: str) -> None:
         assert shown.source == text
         await pilot.pause(0.2)
         assert seen(live) == whole
+
+
+async def test_lines_of_a_list_that_fold_are_copied_unfolded() -> None:
+    items = ["- " + "some words " * 12 + "end", "- second", "  1. inner " + "words " * 20 + "end"]
+    app = Shown(record("\n".join(items)), live=False)
+    async with app.run_test(size=(60, 40)) as pilot:
+        await pilot.pause(0.1)
+        found = app.query_one(BulletList)
+        assert found.size.height > len(items)
+        selected = found.get_selection(SELECT_ALL)
+        assert selected is not None
+        wanted = [item.replace("- ", "• ") for item in items]
+        assert [line.strip() for line in selected[0].split("\n")] == [line.strip() for line in wanted]
+
+
+@pytest.mark.parametrize("begun", ["Some words", "- one\n- some words", "## Some words"])
+async def test_more_words_are_painted_without_a_layout(begun: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = 0
+    original = Screen._refresh_layout  # pyright: ignore[reportPrivateUsage]
+
+    def counted(*given: Any, **named: Any) -> None:
+        nonlocal layouts
+        layouts += 1
+        original(*given, **named)
+
+    monkeypatch.setattr(Screen, "_refresh_layout", counted)
+    app = Shown(record(""), live=True)
+    async with app.run_test(size=(60, 40)) as pilot:
+        shown = app.query_one(AnswerMarkdown)
+        await shown.grow(begun, going_on=True)
+        await pilot.pause(0.3)
+        before = layouts
+        for number in range(15):  # more than a line of them; there is room for three
+            await shown.grow(f" word{number}", going_on=True)
+            await pilot.pause(0.05)
+        assert "word14" in "\n".join(seen(app)) and layouts == before
+        await shown.grow(" and more" * 14, going_on=True)
+        await pilot.pause(0.3)
+        assert layouts > before
+        await shown.complete(shown.source)
+        await pilot.pause(0.3)
+        assert seen(app)[-1] == "" != seen(app)[-2]  # the line between blocks, and no room left
