@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..widgets.code import CodeBlock
 
 # Figures arrive about five times a second; nobody reads them that fast, and painting takes time from the engine. Most
-# are those of the last second. An answer's last ones are painted at once.
+# are those of the last second. An answer's first and last ones are painted at once.
 _PANEL_PERIOD = 1.0
 
 PANELS = ("full", "compact", "hidden")
@@ -164,10 +164,11 @@ class ChatView(Screen[None]):
         self._strip.show(self._figures)
 
     def _show_figures(self, stats: Stats, *, running: bool) -> None:
+        before = self._figures.running
         self._figures.take(stats, running=running)
         self._status.context_window = stats.context_window
         self._unpainted = True
-        if not running:
+        if not running or self._figures.running != before:
             self._paint_figures()
 
     def _show_context(self, used: int | None) -> None:
