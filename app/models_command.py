@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import platformdirs
 
 from ..models import catalog
 from ..models.errors import UsageError
+from .disk_use import files
 from .log import log_file
 from .setup_wish import forget, unfinished
 from .setups import remove as delete
@@ -126,8 +126,4 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def _bytes(folder: Path) -> int:
-    found = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # renamed or deleted by whoever is at work there
-            found += path.stat().st_size if path.is_file() else 0
-    return found
+    return sum(found.st_size for found in files(folder))

@@ -8,15 +8,14 @@ import logging
 import os
 import re
 import shutil
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..models import catalog
 from ..models.errors import FloeError, UsageError
+from .disk_use import files
 
 if TYPE_CHECKING:
     from ..models.pack import PackSpec
@@ -153,10 +152,4 @@ def write_note(begun: Wish) -> None:
 
 def _taken(folder: Path) -> int:
     """Bytes of the disk that a folder's files take; those that are laid out and not written yet take none."""
-    taken = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # renamed or deleted by whoever is at work there
-            found = path.stat()
-            if stat.S_ISREG(found.st_mode):
-                taken += getattr(found, "st_blocks", 0) * 512 or found.st_size
-    return taken
+    return sum(getattr(found, "st_blocks", 0) * 512 or found.st_size for found in files(folder))

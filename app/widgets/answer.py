@@ -62,8 +62,11 @@ class AnswerTurn(Turn):
         return codes(self.text)
 
     def compose(self) -> ComposeResult:
-        self._open_fence.display = False
-        yield from (self._markdown, self._open_fence, self._footer, self._tail)
+        yield self._markdown
+        if self._live:
+            self._open_fence.display = False
+            yield self._open_fence
+        yield from (self._footer, self._tail)
 
     def on_mount(self) -> None:
         super().on_mount()

@@ -39,7 +39,8 @@ class Drawing(Widget):
         self._figures = figures
         before, self._width = self._drawn, self.content_size.width
         if not self._width and not layout:
-            return  # nobody sees it; shown again, it is drawn
+            self.refresh()  # nobody sees it; it is drawn when it is shown again
+            return
         self._drawn = self._content(self._width)
         if layout or not self._drawn.is_same(before):
             self.refresh(layout=layout or self._drawn.plain.count("\n") != before.plain.count("\n"))
