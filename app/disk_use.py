@@ -14,6 +14,6 @@ def files(folder: Path) -> Iterator[os.stat_result]:
     for where, _, names in os.walk(folder):  # which passes over folders that are gone
         for name in names:
             with suppress(FileNotFoundError):
-                found = os.stat(os.path.join(where, name))
+                found = Path(where, name).stat()
                 if stat.S_ISREG(found.st_mode):
                     yield found
