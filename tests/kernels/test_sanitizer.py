@@ -50,7 +50,7 @@ def test_cpu_kernels_touch_only_their_own_memory(tmp_path: Path, monkeypatch: py
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much of its memory to the end
         "FLOE_CPU_LIBRARY": str(library),
-        "FLOE_TEST_EVERY": "8",  # of each test's cases: memory is touched alike in their neighbours
+        "FLOE_TEST_EVERY": "16",  # of each test's cases: memory is touched alike in their neighbours
     }
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / n) for n in WATCHED)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
