@@ -63,6 +63,9 @@ class MoELayer(nn.Module):
     chosen: Tensor
     scores: Tensor
 
+    # A step sets several, and torch's own way looks for parameters each time, of which there are none.
+    __setattr__ = object.__setattr__  # pyright: ignore[reportAssignmentType]
+
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry

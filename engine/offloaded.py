@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 
 import numpy as np
@@ -249,9 +250,8 @@ def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | N
     """
     preset, (tokens, among) = plan.preset, index.shape
     parts = 2 if plan.halves_each() else 1
-    half = torch.arange(parts, device=index.device)
+    half, of = _grid(tokens, among, parts, index.device)
     experts = (index[..., None] * parts + half).flatten()
-    of = torch.arange(tokens, device=index.device).repeat_interleave(among * parts)
     calls = Calls(of, experts, weights.repeat_interleave(parts, -1).flatten())
     left_out = None
     if preset.drop or parts > 1:
@@ -261,6 +261,13 @@ def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | N
         return calls, left_out
     calls, order = plan.placed(calls)
     return calls, None if left_out is None else left_out.index_select(0, order)
+
+
+@lru_cache
+def _grid(tokens: int, among: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The parts of an expert (parts,), and of which token each part of each token's experts is."""
+    of = torch.arange(tokens, device=device).repeat_interleave(among * parts)
+    return torch.arange(parts, device=device), of
 
 
 def thresholds(plan: Plan, calls: Calls, left_out: Tensor | None) -> Tensor:
