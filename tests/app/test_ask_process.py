@@ -33,8 +33,10 @@ def start(pack: Path, *options: str, heeding: str = "", stdout: int = subprocess
 
     It says so when it begins to heed a signal.
     """
-    # Whoever runs the tests in the background may have them inherit an ignored SIGINT.
+    # Whoever runs the tests in the background may have them inherit an ignored SIGINT, or with nohup an ignored SIGHUP.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    if os.name != "nt":
+        heed += "; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     if heeding:
         heed += f"""
 from floe_chat.app.chat_client import ChatClient
