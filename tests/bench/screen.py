@@ -40,30 +40,28 @@ COLUMNS, ROWS = 120, 36
 
 
 def speed(model: str, runs: int) -> dict[str, Any]:
-    """tokens/s of both, and the ratio of their medians."""
+    """tokens/s of both, in turns, since the machine's own speed drifts; the ratio is the median of the pairs'."""
     arguments = ["--model", model, "--temperature", "0", "--max-tokens", str(LONGEST)]
     asked: list[float] = []
     shown: list[float] = []
     tokens: set[int] = set()
-    for _ in range(runs):
-        with own_home():
+    with own_home(), Window(arguments, columns=COLUMNS, rows=ROWS) as window:
+        window.until("● ready")
+        for number in range(runs):
             done = subprocess.run(
                 [FLOE_CHAT, "ask", "--json", *arguments, PROMPT], capture_output=True, text=True, check=True
             )
             fields = json.loads(done.stdout)
             asked.append(fields["decode_tokens_per_s"])
             tokens.add(fields["new_tokens"])
-    with own_home(), Window(arguments, columns=COLUMNS, rows=ROWS) as window:
-        window.until("● ready")
-        for number in range(runs):
             window.type("\x0e")  # another chat
             time.sleep(0.5)
             window.type(PROMPT + "\r")
-            found = kept(number + 1)
+            found = kept(2 * (number + 1))  # `ask` keeps a chat too
             shown.append(found.tokens_per_s or 0.0)
             tokens.add(found.tokens)
             window.until("● ready")
-    ratio = statistics.median(shown) / statistics.median(asked)
+    ratio = statistics.median(there / alone for there, alone in zip(shown, asked, strict=True))
     return {"model": model, "tokens": sorted(tokens), "ask": asked, "screen": shown, "ratio": ratio}
 
 
