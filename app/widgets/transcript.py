@@ -17,7 +17,7 @@ from .answer import AnswerTurn
 from .blocks import Horizon, Welcome
 from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, KEYS, MORE, NEWER, OLDER, Turn, UserTurn
 
-PAGE = 6  # messages that are loaded at once: each costs Textual some 40 ms, and keys wait for that
+PAGE = 6  # messages that are loaded at once: each costs Textual some 20 ms, and keys wait for that
 _MOST = 24  # messages that stay mounted while one scrolls, as far as they are out of sight
 
 Read = Callable[[Sequence[int]], list[Record]]
