@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from floe_chat.app.chat_client import TextDelta
@@ -93,26 +95,29 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
     assert second.close()
 
 
-async def test_what_is_loaded_above_does_not_end_the_following() -> None:
-    client, history = ScriptedClient(), History(None)
-    history.add(long_tree(40))
+@asynccontextmanager
+async def at_the_end_of(client: ScriptedClient, count: int) -> AsyncGenerator[Pilot[int]]:
+    """The screen with a chat of so many messages, taken up again."""
+    history = History(None)
+    history.add(long_tree(count))
     assert history.settle(60)
     async with ready(client, size=(80, 24), history=history) as pilot:
         composer(pilot).put("/last")
         await pilot.press("enter")
+        await until(pilot, lambda: f"number {count - 1}" in screen_text(pilot))
+        yield pilot
+
+
+async def test_what_is_loaded_above_does_not_end_the_following() -> None:
+    async with at_the_end_of(ScriptedClient(), 40) as pilot:
         await until(pilot, lambda: len(shown(pilot)) > PAGE)
         await transcript(pilot).add(Note("\n".join(f"line {number}" for number in range(50))))
         await until(pilot, lambda: "line 49" in screen_text(pilot))
 
 
 async def test_thousands_of_messages_are_a_window() -> None:
-    client, history = ScriptedClient(), History(None)
-    history.add(long_tree(3000))
-    assert history.settle(60)
-    async with ready(client, size=(80, 24), history=history) as pilot:
-        composer(pilot).put("/last")
-        await pilot.press("enter")
-        await until(pilot, lambda: "number 2999" in screen_text(pilot))
+    client = ScriptedClient()
+    async with at_the_end_of(client, 3000) as pilot:
         assert len(shown(pilot)) < 60
         view = transcript(pilot)
         await pilot.press(*["pageup"] * 6)
