@@ -10,8 +10,9 @@ rule they are kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ Policy = Literal["score", "lru", "fifo"]
 
 # Eviction looks at so many slots for each that is wanted, and takes those worth least.
 SAMPLE, SMALLEST_WINDOW = 6, 256
+SPARED = 32  # at most so small a part of the pool is kept free for rows to come
 # What a prefetched row is worth: as much as one that is active at each call of an expert with so many times the mean
 # score. For Mixtral about one use in two steps.
 PREFETCH_WORTH = 2.0
@@ -132,6 +134,15 @@ class NeuronPool:
         _check(keys)
         return self._table.reserve(layer, keys, urgent=urgent)
 
+    def spare(self, wanted: int) -> None:
+        """Give up the rows worth least until so many slots are free, for urgent rows that are asked for later.
+
+        Choosing them takes longer than all else in a step; so it can be done while the engine waits anyway. A pool that
+        is small beside that keeps its rows: they would be missed sooner than time was gained.
+        """
+        if wanted <= self.capacity // SPARED:
+            self._table.spare(wanted)
+
     def filled(self, slots: Slots) -> None:
         """The bytes of these filling rows are in their slots.
 
@@ -152,7 +163,7 @@ class NeuronPool:
         """The kernels that read rows of this step have ended: the rows may go. Those that are filling stay."""
         self._table.counters[STEP] += 1
 
-    def heard(self, layer: int, scores: NDArray[np.floating[Any]]) -> None:
+    def heard(self, layer: int, scores: Sequence[float]) -> None:
         """The router's scores (E,) of this step, after softmax; the mean of several tokens. Ignored if not finite."""
         self._uses.heard(layer, scores)
 
@@ -197,6 +208,7 @@ class NeuronPool:
             ValueError: heat of another model's shape.
         """
         self._uses.start(heat)
+        self._table.recall()
         worth = (heat.scores[..., None] * heat.uses).reshape(-1)
         count = min(self.capacity, worth.size)
         best = np.argpartition(-worth, count - 1)[:count] if 0 < count < worth.size else np.arange(count)

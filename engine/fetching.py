@@ -74,9 +74,9 @@ def moved(
 
 def to_host(tensors: Sequence[Tensor]) -> Copy:
     """Start the copy of those that are on a GPU."""
-    copied = moved(tensors, lambda tensor: not tensor.is_cpu, _started)
     if all(tensor.is_cpu for tensor in tensors):
-        return Copy(copied)
+        return Copy(list(tensors))
+    copied = moved(tensors, lambda tensor: not tensor.is_cpu, _started)
     event = torch.cuda.Event()
     event.record()
     return Copy(copied, event)

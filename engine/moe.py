@@ -206,6 +206,8 @@ class Plan:
     Attributes:
         products: thresholds of what enters down; None where the preset has none.
         slots: how rows lie in slots that are made for the widest, by width.
+        numbers: (E, 1) or (E, 2) of whole experts or their halves. drops: see `selection.left_out_there`; None where no
+            call is left out.
     """
 
     def __init__(self, packed: PackedLayer, preset: Preset, *, halves: bool = True) -> None:
@@ -213,6 +215,10 @@ class Plan:
         self.layer = packed.halved() if self._split else packed
         self.thresholds = threshold_at(self.layer.thresholds, preset.sparsity)
         self.products = threshold_at(self.layer.products, preset.product) if preset.product else None
+        parts = 2 if self._split else 1
+        self.numbers = torch.arange(len(self.thresholds), device=self.thresholds.device).view(-1, parts)
+        limits = [preset.drop, preset.major][:parts]
+        self.drops = torch.tensor(limits, dtype=torch.float64, device=self.thresholds.device) if any(limits) else None
         self.slots = (self.layer.rows.layout,)
         self._places: list[int] | None = None
         if self.layer.narrow is not None:
@@ -220,10 +226,6 @@ class Plan:
             self._places_there = self.layer.narrow.places.to(self.thresholds.device)
             narrow = replace(self.layer.narrow.rows.layout, least=self.layer.rows.layout.nbytes)
             self.slots = (self.layer.rows.layout, narrow)
-
-    def halves_each(self) -> bool:
-        """Whether calls are of halves of experts."""
-        return self._split
 
     def halves(self, calls: Calls) -> int:
         """Halves of experts that these calls compute."""

@@ -248,15 +248,11 @@ def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | N
     As `Plan.calls` gives them, but for those; all of it where the tensors are, and nobody waits for it. None: nothing
     can be left out.
     """
-    preset, (tokens, among) = plan.preset, index.shape
-    parts = 2 if plan.halves_each() else 1
-    half, of = _grid(tokens, among, parts, index.device)
-    experts = (index[..., None] * parts + half).flatten()
-    calls = Calls(of, experts, weights.repeat_interleave(parts, -1).flatten())
-    left_out = None
-    if preset.drop or parts > 1:
-        taken = selection.halves_there(weights, preset.drop, preset.major)
-        left_out = (taken[..., None] <= half).flatten()
+    (tokens, among), numbers = index.shape, plan.numbers
+    experts = numbers.index_select(0, index.flatten()).flatten()
+    weights_each = weights[..., None].expand(tokens, among, numbers.shape[1]).flatten()
+    calls = Calls(_tokens(tokens, among * numbers.shape[1], index.device), experts, weights_each)
+    left_out = None if plan.drops is None else selection.left_out_there(weights, plan.drops).flatten()
     if plan.layer.narrow is None:
         return calls, left_out
     calls, order = plan.placed(calls)
@@ -264,10 +260,9 @@ def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | N
 
 
 @lru_cache
-def _grid(tokens: int, among: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The parts of an expert (parts,), and of which token each part of each token's experts is."""
-    of = torch.arange(tokens, device=device).repeat_interleave(among * parts)
-    return torch.arange(parts, device=device), of
+def _tokens(tokens: int, each: int, device: torch.device) -> Tensor:
+    """Of which token each call is."""
+    return torch.arange(tokens, device=device).repeat_interleave(each)
 
 
 def thresholds(plan: Plan, calls: Calls, left_out: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.cpu.native_pool import cut
 from ..kernels.layouts import ExpertRows
 from ..kernels.pool import Located, Part
 from ..kernels.types import Active, Calls
@@ -80,10 +81,10 @@ class Step:
     def locate(self) -> None:
         """Which of the rows are there, on their way, or absent."""
         pool, layer = self.shared.pool, self.layer
-        scores = layer.scores.float().numpy().reshape(-1)
-        chosen = layer.packed.by_place(layer.chosen.numpy().reshape(-1))
-        heard = np.bincount(chosen, scores, minlength=pool.slots.shape[1])
-        pool.heard(layer.index, heard / layer.chosen.shape[0])
+        scores, heard = layer.scores.flatten().tolist(), [0.0] * pool.slots.shape[1]
+        for expert, score in zip(layer.packed.by_place(layer.chosen.flatten().numpy()).tolist(), scores, strict=True):
+            heard[expert] += score / len(layer.chosen)
+        pool.heard(layer.index, heard)
         experts, neurons = self.here.calls.experts.numpy(), self.plan.layer.rows.data.shape[1]
         self._found = pool.locate(
             layer.index, experts, self.active.offsets.numpy(), self.active.neurons.numpy(), neurons
@@ -111,6 +112,8 @@ class Step:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Add what has come since: y (B, H) and counts (P, 2) as `kernels.moe_step` gives them."""
         coming = self._found.coming
+        if self._first is not None:
+            self.shared.pool.spare(self._first.index.size)  # the next layer will need about as many
         if not self.plan.preset.lenient:
             if coming.at.size:
                 keys = self.shared.pool.keys(self.layer.index, coming.places)
@@ -141,7 +144,7 @@ class Step:
             device.rates.unused("cpu")
             return absent
         # The last of each call: neurons lie by falling importance, and those that are copied stay for later tokens.
-        copied, rest = _cut(absent, missing - np.array(shares))
+        copied, rest = cut(absent, missing - np.array(shares))
         hidden = self.here.hidden if self.here.hidden.is_cpu else device.fetched(self.here.hidden)[0]
         for width, mine in self._by_width(rest):
             neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), mine.at))
@@ -153,12 +156,11 @@ class Step:
     def _move_whole(self, missing: NDArray[np.int64]) -> None:
         """Of an expert that is mostly active and partly absent, bring the rest as well (CORM)."""
         neurons, table = self.plan.layer.rows.data.shape[1], self.shared.pool.layers[self.layer.index]
-        counts = _sizes(self.active.offsets.numpy()).tolist()
-        for expert, count, absent in zip(self.here.calls.experts.tolist(), counts, missing.tolist(), strict=True):
-            if absent and placement.whole(count, neurons, self.shared.parts.whole):
-                rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
-                if rest.size:
-                    self.shared.fetch(self.layer.index, rest, urgent=False, score=np.inf)
+        mostly = placement.whole(_sizes(self.active.offsets.numpy()), neurons, self.shared.parts.whole)
+        for expert in self.here.calls.experts.numpy()[mostly & (missing > 0)].tolist():
+            rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
+            if rest.size:
+                self.shared.fetch(self.layer.index, rest, urgent=False, score=np.inf)
 
     def _add_copied(self) -> None:
         """Rows that were fetched for this step; where the pool is smaller than that, load after load."""
@@ -223,20 +225,3 @@ class Step:
 
 def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     return offsets[1:] - offsets[:-1]
-
-
-def _cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
-    """The first `kept` (P,) neurons of each call, and the rest."""
-    starts, ends = part.offsets[:-1], part.offsets[1:]
-    cuts = starts + kept
-    return _pieces(part, starts, cuts), _pieces(part, cuts, ends)
-
-
-def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Part:
-    pieces = [slice(*bounds) for bounds in zip(starts.tolist(), ends.tolist(), strict=True)]
-    offsets = np.concatenate(([0], np.cumsum(ends - starts)))
-    return Part(
-        offsets,
-        np.concatenate([part.at[piece] for piece in pieces]),
-        np.concatenate([part.places[piece] for piece in pieces]),
-    )

@@ -126,8 +126,8 @@ def rates_file(machine: str, device: str, row_bytes: int) -> Path:
     return kept.rates_folder() / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"
 
 
-def whole(active: int, neurons: int, cap: float = WHOLE) -> bool:
-    """Whether so many of an expert's neurons are active that moving all of it, in one piece, is quicker (CORM)."""
+def whole(active: npt.NDArray[np.int64], neurons: int, cap: float = WHOLE) -> _Chosen:
+    """Of which experts so many neurons are active that moving all of it, in one piece, is quicker (CORM)."""
     return active > cap * neurons
 
 

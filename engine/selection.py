@@ -33,11 +33,17 @@ def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> lis
     return found
 
 
-def halves_there(weights: Tensor, drop: float, major: float) -> Tensor:
-    """`halves` where the weights (B, K) are: (B, K) int64. Nobody waits for it."""
+def left_out_there(weights: Tensor, limits: Tensor) -> Tensor:
+    """What `halves` leaves out, where the weights (B, K) are. Nobody waits for it.
+
+    Args:
+        limits: (parts,) float64, of an expert `drop`; or of its halves `drop` and the larger of `drop` and `major`.
+
+    Returns:
+        (B, K, parts) bool.
+    """
     shares = weights.double()
-    mean = shares.mean(-1, keepdim=True)
-    return (~(shares < drop * mean)).long() + (~(shares < max(drop, major) * mean)).long()
+    return shares[..., None] < shares.mean(-1)[:, None, None] * limits
 
 
 class Resident(Protocol):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from math import isfinite
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..kernels.pool import Means
 from ..models.heat import Heat
@@ -33,11 +33,11 @@ class Uses:
             self._scores[0], np.zeros((layers, experts * neurons), np.float32), np.ones((layers, experts))
         )
 
-    def heard(self, layer: int, scores: NDArray[np.floating[Any]]) -> None:
+    def heard(self, layer: int, scores: Sequence[float]) -> None:
         """Scores (E,) of one step; ignored if one is not finite, since means would never recover from it."""
-        if np.isfinite(scores.sum()):
+        if isfinite(sum(scores)):
             means = self._scores[:, layer]
-            means += _RATES * (scores - means)
+            means += _RATES * (np.array(scores) - means)
 
     def heat(self) -> Heat:
         """The means so far, experts by their long-run score."""

@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 FREE, FILLING, READY = 0, 1, 2  # a slot's state
-STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND = range(6)  # places in `RowTable.counters`
+STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE = range(7)  # places in `RowTable.counters`
+# What is known of a slot, side by side, so that looking through many reads memory once.
+CELL = np.dtype([("word", np.int32), ("key", np.int32), ("mark", np.int32), ("mean", np.float32)])
+_STEPS = (1 << 28) - 1  # steps are counted round in a word: a row would have to be unused for exactly so many
 
 Keys = NDArray[np.int64]
 Slots = NDArray[np.int32]
@@ -91,10 +94,11 @@ class RowTable:
 
     Attributes:
         slots: (L · E · F,) int32 by flat key, -1 for an absent neuron. residents: (L · E,) int64, ready rows.
-        words: (S + 1,) int64 by slot, 4 · the last step that used it + its state. keys: (S + 1,) int32, flat.
-        marks: (S + 1,) int64; by score the find for which a row was prefetched, else when it was used or brought.
-            All three have one more than there are slots: slot -1 of an absent neuron reads and writes nobody's.
-        free: (S,) int32, a stack. counters: (6,) int64, see STEP and so on.
+        cells: (S + 1,) of `CELL` by slot, one more than there are: slot -1 of an absent neuron reads and writes
+            nobody's. Parts of them by themselves are words: 4 · the last step that used it + its state; keys: flat;
+            marks: by score the find for which a row was prefetched, else when it was used or brought, the lower 32
+            bits of the count; kept: `Means.raw` of the row's neuron.
+        free: (S,) int32, a stack. counters: (7,) int64, see STEP and so on; SPARE of the free ones are for urgent rows.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> None:
@@ -110,9 +114,9 @@ class RowTable:
         self.capacity, self.width = 0, experts * neurons
         self.slots = np.full(layers * self.width, -1, np.int32)
         self.residents = np.zeros(layers * experts, np.int64)
-        self.words, self.marks = np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self.keys, self.free = np.zeros(1, np.int32), np.zeros(0, np.int32)
-        self.counters = np.zeros(6, np.int64)
+        self._have(np.zeros(1, CELL))
+        self.free = np.zeros(0, np.int32)
+        self.counters = np.zeros(7, np.int64)
         self.counters[STEP] = 1
 
     def locate(
@@ -132,11 +136,11 @@ class RowTable:
         keys = np.repeat(experts * width, counts) + neurons
         slots = self.slots[layer * self.width + keys]
         states = self.words[slots] & 3
-        self.words[slots] = self.counters[STEP] * 4 + states
+        self.words[slots] = self._stamp() + states
         self.counters[FINDS] += 1
         self.counters[LAYER] = layer
         if self.rule.marks_use:
-            self.marks[slots] = self.counters[FINDS] + self.counters[BROUGHT]
+            self.marks[slots] = _low(self.counters[FINDS] + self.counters[BROUGHT])
         self._note(layer, keys)
         slots = slots.astype(np.int64)
         return Located(
@@ -164,21 +168,29 @@ class RowTable:
         table[keys] = -1
         if twice:
             raise ValueError("a neuron is to be brought twice")
-        taken = self._take_free(keys.size)
+        taken = self._take_free(keys.size, urgent)
         if taken.size < keys.size:
             taken = np.concatenate([taken, self._evict(keys.size - taken.size, urgent)])
         keys = keys[: taken.size]
         table[keys] = taken
-        finds, step = self.counters[FINDS], self.counters[STEP]
+        mark = self.counters[FINDS]
         self.counters[BROUGHT] += 1
-        self.words[taken] = 4 * step * urgent + FILLING
+        self.words[taken] = self._stamp() * urgent + FILLING
         self.keys[taken] = keys + layer * self.width
-        if self.rule.by_score:
-            turns = (layer - self.counters[LAYER] - 1) % self.layers
-            self.marks[taken] = 0 if urgent else finds + 1 + turns
-        else:
-            self.marks[taken] = finds + self.counters[BROUGHT]
+        self.kept[taken] = self.means.raw[layer][keys]
+        if not self.rule.by_score:
+            mark += self.counters[BROUGHT]
+        elif not urgent:
+            mark += 1 + (layer - self.counters[LAYER] - 1) % self.layers
+        self.marks[taken] = _low(mark)
         return taken
+
+    def spare(self, wanted: int) -> None:
+        """Give up rows now so that so many slots are free for urgent rows: so nobody waits for that later."""
+        free = int(self.counters[FREE_COUNT])
+        if free < wanted:
+            self._put_free(self._evict(wanted - free, urgent=True))
+        self.counters[SPARE] = min(wanted, int(self.counters[FREE_COUNT]))
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
         """These filling rows have arrived, or never will: those are absent now, the slots free.
@@ -208,17 +220,28 @@ class RowTable:
             raise ValueError(f"a pool of {capacity} slots")
         before, kept = self.capacity, min(self.capacity, capacity)
         words = self.words[kept:before]
-        if ((words & 3 == FILLING) | (words == self.counters[STEP] * 4 + READY)).any():
+        if ((words & 3 == FILLING) | (words == self._stamp() + READY)).any():
             raise ValueError("rows in the slots to be given up are filling or in use")
         self._drop(kept + np.flatnonzero(words & 3))
         free = self.free[: self.counters[FREE_COUNT]]
         fresh = np.arange(capacity - 1, before - 1, -1, dtype=np.int32)
-        self.words, self.keys = _resized(self.words, kept, capacity), _resized(self.keys, kept, capacity)
-        self.marks = _resized(self.marks, kept, capacity)
+        self._have(_resized(self.cells, kept, capacity))
         self.free = np.zeros(capacity, np.int32)
-        self.counters[FREE_COUNT] = self.counters[HAND] = 0
+        self.counters[FREE_COUNT] = self.counters[HAND] = self.counters[SPARE] = 0
         self._put_free(np.concatenate([fresh, free[free < capacity]]))
         self.capacity = capacity
+
+    def recall(self) -> None:
+        """The means were changed by others: keep those of the rows in slots anew."""
+        self.kept[:] = self.means.raw.reshape(-1)[self.keys]
+
+    def _have(self, cells: NDArray[np.void]) -> None:
+        self.cells = cells
+        self.words, self.keys, self.marks, self.kept = (cells[name] for name in CELL.names or ())
+
+    def _stamp(self) -> int:
+        """The word of a free slot that this step uses."""
+        return 4 * (int(self.counters[STEP]) & _STEPS)
 
     def _check(self, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int) -> None:
         if width < 1 or self.neurons % width:
@@ -239,11 +262,13 @@ class RowTable:
         for large in np.flatnonzero(growth > self.rule.largest_growth):
             raw.reshape(self.experts, -1)[large] /= np.float32(growth[large])
             growth[large] = 1.0
+        self.kept[self.slots[layer * self.width : (layer + 1) * self.width]] = raw
 
-    def _take_free(self, wanted: int) -> Slots:
-        end = int(self.counters[FREE_COUNT])
-        start = max(0, end - wanted)
+    def _take_free(self, wanted: int, urgent: bool) -> Slots:
+        end, spare = int(self.counters[FREE_COUNT]), int(self.counters[SPARE])
+        start = max(0 if urgent else spare, end - wanted)
         self.counters[FREE_COUNT] = start
+        self.counters[SPARE] = min(spare, start)
         return self.free[start:end][::-1].copy()
 
     def _put_free(self, slots: Slots) -> None:
@@ -261,7 +286,7 @@ class RowTable:
         while left and count < enough:
             end = min(hand + min(target, left), self.capacity)
             words = self.words[hand:end]
-            ready = (words & 3 == READY) & (words != self.counters[STEP] * 4 + READY)
+            ready = (words & 3 == READY) & (words != self._stamp() + READY)
             worth = self._worth(slice(hand, end), urgent)
             np.copyto(worth, np.inf, where=~ready)
             worths.append(worth)
@@ -278,14 +303,14 @@ class RowTable:
 
     def _worth(self, window: slice, urgent: bool) -> NDArray[np.floating[Any]]:
         """What the rows in a window of slots are worth by the rule; infinite if more than a prefetch may take."""
+        counters, means, keys = self.counters, self.means, self.keys[window]
         if not self.rule.by_score:
-            return self.marks[window].astype(np.float64)
-        means, keys = self.means, self.keys[window]
-        away = (np.arange(self.layers) - self.counters[LAYER] - 1) % self.layers
+            return -(_low(counters[FINDS] + counters[BROUGHT]) - self.marks[window]).view(np.uint32).astype(np.float64)
+        away = (np.arange(self.layers) - counters[LAYER] - 1) % self.layers
         turns = 1 - self.rule.turn * away / self.layers
         factors = (means.recent * turns[:, None] / means.growth).astype(np.float32)
-        worth = means.raw.reshape(-1)[keys] * factors.reshape(-1)[keys // self.neurons]
-        promised, least = self.marks[window] > self.counters[FINDS], np.float32(self.rule.prefetch_worth)
+        worth = self.kept[window] * factors.reshape(-1)[keys // self.neurons]
+        promised, least = self.marks[window] - _low(counters[FINDS]) > 0, np.float32(self.rule.prefetch_worth)
         np.maximum(worth, promised * least, out=worth)
         if not urgent:
             np.copyto(worth, np.inf, where=worth >= least)
@@ -299,6 +324,25 @@ class RowTable:
 
     def _per_expert(self, keys: NDArray[np.int32]) -> NDArray[np.int64]:
         return np.bincount(keys // self.neurons, minlength=self.residents.size)
+
+
+def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
+    """The first `kept` (P,) neurons of each call, and the rest.
+
+    Raises:
+        ValueError: more than a call has, or less than none.
+    """
+    starts, ends = part.offsets[:-1], part.offsets[1:]
+    if (kept < 0).any() or (kept > ends - starts).any():
+        raise ValueError("a call cannot keep more neurons than it has")
+    cuts = starts + kept
+    return _pieces(part, starts, cuts), _pieces(part, cuts, ends)
+
+
+def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Part:
+    pieces = [np.zeros(0, np.int64), *(np.arange(*bounds) for bounds in zip(starts, ends, strict=True))]
+    of = np.concatenate(pieces)
+    return Part(np.concatenate(([0], np.cumsum(ends - starts))), part.at[of], part.places[of])
 
 
 def landing(index: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
@@ -319,6 +363,11 @@ def landing(index: NDArray[np.int64], slots: Slots, rows: int, capacity: int) ->
         if (ordered[1:] == ordered[:-1]).any():
             raise ValueError("a slot is written twice")
     return slots.astype(np.int64)
+
+
+def _low(count: int | np.int64) -> np.int32:
+    """The lower 32 bits: of two such, what lies between is exact as long as it is less than 2**31."""
+    return np.int64(count).astype(np.int32)
 
 
 def _part(offsets: NDArray[np.int64], mask: NDArray[np.bool_], places: NDArray[np.int64]) -> Part:

@@ -113,7 +113,12 @@ FLOE_API int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, 
                                int threads, const uint8_t *records);
 
 // The tables of a pool of rows, shapes and words as in `kernels/pool.py`: its Rule, Means and RowTable. One thread's.
-enum { FLOE_POOL_STEP, FLOE_POOL_FINDS, FLOE_POOL_BROUGHT, FLOE_POOL_LAYER, FLOE_POOL_FREE, FLOE_POOL_HAND };
+enum { FLOE_POOL_STEP, FLOE_POOL_FINDS, FLOE_POOL_BROUGHT, FLOE_POOL_LAYER, FLOE_POOL_FREE, FLOE_POOL_HAND, FLOE_POOL_SPARE };
+
+typedef struct {
+    int32_t word, key, mark;
+    float mean;
+} floe_cell;
 
 typedef struct {
     int64_t layers, experts, neurons, capacity;
@@ -124,8 +129,9 @@ typedef struct {
     const double *recent;
     double *growth;
     float *raw;
-    int32_t *slots, *keys, *free_slots;
-    int64_t *residents, *words, *marks, *counters;
+    int32_t *slots, *free_slots;
+    floe_cell *cells;
+    int64_t *residents, *counters;
 } floe_pool;
 
 // Where active neurons are. Fills parts, three times (P + 1) offsets, and lists, six times (N): positions and slots of
@@ -138,8 +144,16 @@ FLOE_API int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t widt
 FLOE_API int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, int urgent,
                                    int32_t *slots);
 
+// Gives up rows until so many slots are free, as far as there are any, and keeps these for urgent rows.
+FLOE_API int floe_pool_spare(const floe_pool *pool, int64_t wanted);
+
 // Filling rows have arrived, or never will. Nothing has changed where it returns an error.
 FLOE_API int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived);
+
+// The first `kept` neurons of each call of a part, and the rest: two times (P + 1) offsets, and to at_out and places_out
+// the one behind the other.
+FLOE_API int floe_cut(int64_t calls, const int64_t *offsets, const int64_t *kept, const int64_t *at,
+                      const int64_t *places, int64_t *offsets_out, int64_t *at_out, int64_t *places_out);
 
 // The slots of a transfer as 64-bit places, if rows and slots are in range and no slot is named twice.
 FLOE_API int floe_landing(int64_t count, const int64_t *index, const int32_t *slots, int64_t rows, int64_t capacity,

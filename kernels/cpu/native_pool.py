@@ -9,13 +9,13 @@ import ctypes
 import logging
 from ctypes import POINTER, Structure, addressof, byref, c_char, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import pool
-from ..pool import Keys, Located, Means, Part, RowTable, Rule, Slots
+from ..pool import CELL, Keys, Located, Means, Part, RowTable, Rule, Slots
 from . import native
 from .native import NativeUnavailableError
 
@@ -30,8 +30,7 @@ class _Pool(Structure):
         *((name, c_int64) for name in ("sample", "smallest_window")),
         *((name, c_double) for name in ("turn", "use_rate", "largest_growth")),
         ("prefetch_worth", c_float),
-        *((name, c_void_p) for name in ("recent", "growth", "raw", "slots", "keys", "free")),
-        *((name, c_void_p) for name in ("residents", "words", "marks", "counters")),
+        *((name, c_void_p) for name in ("recent", "growth", "raw", "slots", "free", "cells", "residents", "counters")),
     )
 
 
@@ -43,7 +42,9 @@ class NativeTable(RowTable):
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> None:
-        self._locate, self._reserve, self._settle, _ = functions()
+        library = functions()
+        self._locate, self._reserve, self._settle = library.locate, library.reserve, library.settle
+        self._spare = library.spare
         super().__init__(layers, experts, neurons, rule, means)
         self._handed_over()
 
@@ -75,6 +76,10 @@ class NativeTable(RowTable):
             return super().reserve(layer, keys, urgent=urgent)
         return slots[:taken]
 
+    def spare(self, wanted: int) -> None:
+        """See `RowTable`."""
+        _check_memory(self._spare(self._pointer, wanted))
+
     def settle(self, slots: Slots, *, arrived: bool) -> None:
         """See `RowTable`."""
         if self._settle(self._pointer, slots.size, _address(slots, np.int32), arrived):
@@ -92,8 +97,8 @@ class NativeTable(RowTable):
             *(self.layers, self.experts, self.neurons, self.capacity, rule.by_score, rule.marks_use, rule.sample),
             *(rule.smallest_window, rule.turn, rule.use_rate, rule.largest_growth, rule.prefetch_worth),
             *(_address(means.recent, np.float64), _address(means.growth, np.float64), _address(means.raw, np.float32)),
-            *(_address(table, np.int32) for table in (self.slots, self.keys, self.free)),
-            *(_address(table) for table in (self.residents, self.words, self.marks, self.counters)),
+            *(_address(self.slots, np.int32), _address(self.free, np.int32), _address(self.cells, CELL)),
+            *(_address(self.residents), _address(self.counters)),
         )
         self._pointer = byref(self._pool)
 
@@ -113,20 +118,46 @@ def make(layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> t
         return RowTable(layers, experts, neurons, rule, means), f"numpy, since {error}"
 
 
+def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
+    """See `pool.cut`, which runs where the library is not there."""
+    calls, total = kept.size, part.at.size
+    try:
+        found = functions().cut
+    except NativeUnavailableError:
+        return pool.cut(part, kept)
+    offsets, lists = np.empty((2, calls + 1), np.int64), np.empty((2, total), np.int64)
+    given = (_address(array) for array in (part.offsets, kept, part.at, part.places, offsets, lists[0], lists[1]))
+    # An offset that ends elsewhere would have the library read beyond the neurons.
+    fits = part.offsets.size == calls + 1 and part.offsets[-1] == total == part.places.size
+    if not fits or found(calls, *given):
+        return pool.cut(part, kept)
+    middle = int(offsets[0, -1])
+    return Part(offsets[0], *lists[:, :middle]), Part(offsets[1], *lists[:, middle:])
+
+
 def landing(index: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
     """See `pool.landing`, which runs where the library is not there."""
     places = np.empty(index.size, np.int64)
     try:
-        check = functions()[3]
+        check = functions().landing
     except NativeUnavailableError:
         return pool.landing(index, slots, rows, capacity)
     given = (index.size, _address(index), _address(slots, np.int32), rows, capacity, _address(places))
     return pool.landing(index, slots, rows, capacity) if check(*given) else places
 
 
+class _Functions(NamedTuple):
+    locate: Any
+    reserve: Any
+    spare: Any
+    settle: Any
+    cut: Any
+    landing: Any
+
+
 @cache
-def functions() -> tuple[Any, Any, Any, Any]:
-    """locate, reserve, settle and landing of the library.
+def functions() -> _Functions:
+    """Those of the library.
 
     Raises:
         NativeUnavailableError: they cannot be used here.
@@ -136,7 +167,9 @@ def functions() -> tuple[Any, Any, Any, Any]:
     arguments = {
         "floe_pool_locate": (c_int, [POINTER(_Pool), *[c_int64] * 3, *[c_void_p] * 5]),
         "floe_pool_reserve": (c_int64, [POINTER(_Pool), c_int64, c_int64, c_void_p, c_int, c_void_p]),
+        "floe_pool_spare": (c_int, [POINTER(_Pool), c_int64]),
         "floe_pool_settle": (c_int, [POINTER(_Pool), c_int64, c_void_p, c_int]),
+        "floe_cut": (c_int, [c_int64, *[c_void_p] * 7]),
         "floe_landing": (c_int, [c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     }
     found: list[Any] = []
@@ -147,7 +180,7 @@ def functions() -> tuple[Any, Any, Any, Any]:
             raise NativeUnavailableError(f"the compiled CPU kernels do not load: {error}") from error
         function.restype, function.argtypes = result, types
         found.append(function)
-    return found[0], found[1], found[2], found[3]
+    return _Functions(*found)
 
 
 def _check_memory(code: int) -> None:

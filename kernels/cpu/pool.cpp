@@ -18,11 +18,16 @@ enum { FREE, FILLING, READY };
 
 int64_t expert_width(const floe_pool &p) { return p.experts * p.neurons; }
 
-// The expert of a flat key. Exact: half a neuron keeps the quotient farther from whole numbers than it is rounded.
+// The expert of a flat key, by a product instead of a division: exact for keys below 2^31 (Granlund and Montgomery 1994,
+// theorem 4.2: the factor exceeds 2^shift / neurons by less than 2^(shift - 31) / neurons).
 struct ExpertOf {
-    double inverse;
-    explicit ExpertOf(const floe_pool &p) : inverse(1.0 / (double)p.neurons) {}
-    int64_t operator()(int64_t key) const { return (int64_t)(((double)key + 0.5) * inverse); }
+    int shift = 31;
+    uint64_t factor;
+    explicit ExpertOf(const floe_pool &p) {
+        while (((int64_t)1 << (shift - 31)) < p.neurons) shift++;
+        factor = (((uint64_t)1 << shift) + (uint64_t)p.neurons - 1) / (uint64_t)p.neurons;
+    }
+    int64_t operator()(int32_t key) const { return (int64_t)(((uint64_t)(uint32_t)key * factor) >> shift); }
 };
 
 bool rise(const int64_t *offsets, int64_t calls) {
@@ -60,6 +65,16 @@ float use_of(const floe_pool &p, int64_t layer, int64_t width, int64_t expert) {
     return (float)(p.use_rate * p.growth[layer * p.experts + expert * width / p.neurons]);
 }
 
+int32_t stamp(const floe_pool &p) { return (int32_t)(4 * (p.counters[FLOE_POOL_STEP] & ((1 << 28) - 1))); }
+
+int32_t low(int64_t count) { return (int32_t)(uint32_t)count; }
+
+// How much later than `before` a mark is, both the lower bits of what was counted.
+int32_t between(int32_t before, int32_t mark) { return (int32_t)((uint32_t)mark - (uint32_t)before); }
+
+// The means of rows in slots are kept there too.
+void keep(const floe_pool &p, int64_t slot, float mean) { p.cells[slot < 0 ? p.capacity : slot].mean = mean; }
+
 // Where an expert is called twice: in two passes, so that a neuron that several tokens name is counted once.
 void note_twice(const floe_pool &p, int64_t layer, int64_t width, int64_t calls, const int64_t *experts,
                 const int64_t *offsets, const int64_t *neurons, float *added) {
@@ -69,14 +84,18 @@ void note_twice(const floe_pool &p, int64_t layer, int64_t width, int64_t calls,
         for (int64_t i = offsets[c]; i < offsets[c + 1]; i++) added[i] = raw[experts[c] * width + neurons[i]] + use;
     }
     for (int64_t c = 0; c < calls; c++)
-        for (int64_t i = offsets[c]; i < offsets[c + 1]; i++) raw[experts[c] * width + neurons[i]] = added[i];
+        for (int64_t i = offsets[c]; i < offsets[c + 1]; i++) {
+            const int64_t key = experts[c] * width + neurons[i];
+            raw[key] = added[i];
+            keep(p, p.slots[layer * expert_width(p) + key], added[i]);
+        }
 }
 
 void shrink(const floe_pool &p, int64_t layer) {
     for (int64_t e = layer * p.experts; e < (layer + 1) * p.experts; e++) {
         if (!(p.growth[e] > p.largest_growth)) continue;
         const float by = (float)p.growth[e];
-        for (int64_t n = e * p.neurons; n < (e + 1) * p.neurons; n++) p.raw[n] /= by;
+        for (int64_t n = e * p.neurons; n < (e + 1) * p.neurons; n++) keep(p, p.slots[n], p.raw[n] /= by);
         p.growth[e] = 1.0;
     }
 }
@@ -90,14 +109,16 @@ void locate_call(const floe_pool &p, int64_t layer, int64_t first, int64_t start
                  float use, Lists &lists) {
     const int32_t *__restrict table = p.slots + layer * expert_width(p) + first;
     float *__restrict raw = p.raw + layer * expert_width(p) + first;
-    int64_t *__restrict words = p.words;
-    const int64_t nobody = p.capacity, stamp = 4 * p.counters[FLOE_POOL_STEP];
+    floe_cell *__restrict cells = p.cells;
+    const int64_t nobody = p.capacity;
+    const int32_t used = stamp(p);
     Lists at = lists;
     for (int64_t i = start; i < end; i++) {
-        const int64_t neuron = neurons[i], slot = table[neuron], place = slot < 0 ? nobody : slot;
-        const int64_t state = words[place] & 3;
-        words[place] = stamp | state;
-        raw[neuron] += use;
+        const int64_t neuron = neurons[i], slot = table[neuron];
+        floe_cell &cell = cells[slot < 0 ? nobody : slot];
+        const int32_t state = cell.word & 3;
+        cell.word = used | state;
+        cell.mean = raw[neuron] += use;
         *at.ready_at = *at.absent_at = i;
         *at.ready = slot;
         *at.absent = first + neuron;
@@ -150,23 +171,24 @@ struct Candidates {
     }
 };
 
+// Numbers that are not negative are in the order of their bits.
 uint32_t ordered(float worth) {
     uint32_t bits;
     memcpy(&bits, &worth, sizeof bits);
-    return bits ^ ((bits >> 31) ? 0xFFFFFFFFu : 0x80000000u);
+    return bits;
 }
 
 // A window of slots; returns how many of them hold rows that nobody uses now.
 int64_t look_by_score(const floe_pool &p, int64_t start, int64_t end, bool urgent, const float *factors,
                       Candidates &found) {
     const ExpertOf expert_of(p);
-    const int64_t in_use = 4 * p.counters[FLOE_POOL_STEP] + READY, finds = p.counters[FLOE_POOL_FINDS];
+    const int32_t in_use = stamp(p) + READY, finds = low(p.counters[FLOE_POOL_FINDS]);
     int64_t ready = 0, count = found.count;
     for (int64_t slot = start; slot < end; slot++) {
-        const int64_t word = p.words[slot], key = p.keys[slot];
-        const bool loose = ((word & 3) == READY) & (word != in_use);
-        float worth = p.raw[key] * factors[expert_of(key)];
-        worth = p.marks[slot] > finds ? std::max(worth, p.prefetch_worth) : worth;
+        const floe_cell cell = p.cells[slot];
+        const bool loose = ((cell.word & 3) == READY) & (cell.word != in_use);
+        float worth = cell.mean * factors[expert_of(cell.key)];
+        worth = between(finds, cell.mark) > 0 ? std::max(worth, p.prefetch_worth) : worth;
         const bool fits = loose & (urgent | (worth < p.prefetch_worth));
         const uint32_t order = ordered(worth);
         found.slots[count] = (int32_t)slot;
@@ -180,13 +202,13 @@ int64_t look_by_score(const floe_pool &p, int64_t start, int64_t end, bool urgen
 }
 
 int64_t look_by_mark(const floe_pool &p, int64_t start, int64_t end, Candidates &found) {
-    const int64_t in_use = 4 * p.counters[FLOE_POOL_STEP] + READY;
-    const int64_t now = p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT];
+    const int32_t in_use = stamp(p) + READY;
+    const int32_t now = low(p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT]);
     const int64_t before = found.count;
     for (int64_t slot = start; slot < end; slot++) {
-        const int64_t word = p.words[slot], age = now - p.marks[slot];
-        if ((word & 3) != READY || word == in_use) continue;
-        const uint32_t order = 0xFFFFFFFFu - (uint32_t)std::min<int64_t>(age, 0xFFFFFFFFu);
+        const floe_cell cell = p.cells[slot];
+        if ((cell.word & 3) != READY || cell.word == in_use) continue;
+        const uint32_t order = ~(uint32_t)between(cell.mark, now);
         found.slots[found.count] = (int32_t)slot;
         found.worths[found.count++] = order;
         found.histogram[order >> Candidates::kShift]++;
@@ -221,12 +243,25 @@ int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, C
     const int64_t taken = found.select(wanted);
     const ExpertOf expert_of(p);
     for (int64_t i = 0; i < taken; i++) {
-        const int32_t slot = slots[i] = found.slots[i], key = p.keys[slot];
+        const int32_t slot = slots[i] = found.slots[i], key = p.cells[slot].key;
         p.slots[key] = -1;
-        p.words[slot] = FREE;
+        p.cells[slot].word = FREE;
         p.residents[expert_of(key)]--;
     }
     return taken;
+}
+
+// Room for `evict`. The place behind the last is written to, but does not count. False if there is no memory.
+bool make_room(const floe_pool &p, Candidates &found, float *&factors) {
+    thread_local Buffer buffer;
+    const int64_t places = p.capacity + 1, experts = p.layers * p.experts;
+    uint8_t *memory = buffer.take(2 * aligned(4 * places) + aligned(8 * places) + aligned(4 * experts));
+    if (memory == nullptr) return false;
+    found.slots = carve<int32_t>(memory, places);
+    found.worths = carve<uint32_t>(memory, places);
+    found.border = carve<Candidates::Worth>(memory, places);
+    factors = carve<float>(memory, experts);
+    return true;
 }
 
 // FLOE_OK if these keys are absent and each is named once; they are marked as wanted (-2) then.
@@ -280,9 +315,9 @@ int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t width, int64_
         locate_call(p, layer, experts[c] * width, offsets[c], offsets[c + 1], neurons, use, at);
     }
     if (p.marks_use) {
-        const int64_t mark = p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT];
-        for (const int64_t *slot = begin.ready; slot != at.ready; slot++) p.marks[*slot] = mark;
-        for (const int64_t *slot = begin.coming; slot != at.coming; slot++) p.marks[*slot] = mark;
+        const int32_t mark = low(p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT]);
+        for (const int64_t *slot = begin.ready; slot != at.ready; slot++) p.cells[*slot].mark = mark;
+        for (const int64_t *slot = begin.coming; slot != at.coming; slot++) p.cells[*slot].mark = mark;
     }
     if (!once) note_twice(p, layer, width, calls, experts, offsets, neurons, (float *)(memory + seen));
     shrink(p, layer);
@@ -295,37 +330,39 @@ int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, c
     if (layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
     if (!within(keys, count, expert_width(p))) return FLOE_BAD_INDEX;
     int32_t *table = p.slots + layer * expert_width(p);
-    int64_t &free_count = p.counters[FLOE_POOL_FREE];
-    int64_t taken = std::min(free_count, count);
-    thread_local Buffer buffer;
+    int64_t &free_count = p.counters[FLOE_POOL_FREE], &spare = p.counters[FLOE_POOL_SPARE];
+    int64_t taken = std::min(urgent ? free_count : free_count - spare, count);
     Candidates found;
     float *factors = nullptr;
-    if (taken < count) {
-        const int64_t places = p.capacity + 1; // the place behind the last is written to, but does not count
-        const int64_t bytes = 2 * aligned(4 * places) + aligned(8 * places) + aligned(4 * p.layers * p.experts);
-        uint8_t *memory = buffer.take(bytes);
-        if (memory == nullptr) return FLOE_NO_MEMORY;
-        found.slots = carve<int32_t>(memory, places);
-        found.worths = carve<uint32_t>(memory, places);
-        found.border = carve<Candidates::Worth>(memory, places);
-        factors = carve<float>(memory, p.layers * p.experts);
-    }
+    if (taken < count && !make_room(p, found, factors)) return FLOE_NO_MEMORY;
     if (const int error = claim(table, count, keys)) return error;
     for (int64_t i = 0; i < taken; i++) slots[i] = p.free_slots[--free_count];
+    spare = std::min(spare, free_count);
     if (taken < count) taken += evict(p, count - taken, urgent != 0, slots + taken, found, factors);
     const int64_t brought = ++p.counters[FLOE_POOL_BROUGHT], finds = p.counters[FLOE_POOL_FINDS];
-    const int64_t word = (urgent ? 4 * p.counters[FLOE_POOL_STEP] : 0) + FILLING;
+    const int32_t word = (urgent ? stamp(p) : 0) + FILLING;
     const int64_t turns = (layer - p.counters[FLOE_POOL_LAYER] - 1 + p.layers) % p.layers;
-    const int64_t mark = !p.by_score ? finds + brought : urgent ? 0 : finds + 1 + turns;
+    const int32_t mark = low(!p.by_score ? finds + brought : urgent ? finds : finds + 1 + turns);
+    const int64_t first = layer * expert_width(p);
     for (int64_t i = 0; i < taken; i++) {
-        const int32_t slot = slots[i];
-        table[keys[i]] = slot;
-        p.keys[slot] = (int32_t)(layer * expert_width(p) + keys[i]);
-        p.words[slot] = word;
-        p.marks[slot] = mark;
+        table[keys[i]] = slots[i];
+        p.cells[slots[i]] = {word, (int32_t)(first + keys[i]), mark, p.raw[first + keys[i]]};
     }
     for (int64_t i = taken; i < count; i++) table[keys[i]] = -1;
     return taken;
+}
+
+int floe_pool_spare(const floe_pool *pool, int64_t wanted) {
+    const floe_pool &p = *pool;
+    int64_t &free_count = p.counters[FLOE_POOL_FREE];
+    if (free_count < wanted) {
+        Candidates found;
+        float *factors = nullptr;
+        if (!make_room(p, found, factors)) return FLOE_NO_MEMORY;
+        free_count += evict(p, wanted - free_count, true, p.free_slots + free_count, found, factors);
+    }
+    p.counters[FLOE_POOL_SPARE] = std::min(wanted, free_count);
+    return FLOE_OK;
 }
 
 int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived) {
@@ -333,23 +370,45 @@ int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots,
     const ExpertOf expert_of(p);
     const int state = arrived ? READY : FREE;
     for (int64_t i = 0; i < count; i++) {
-        const bool fits = slots[i] >= 0 && slots[i] < p.capacity && (p.words[slots[i]] & 3) == FILLING;
+        const bool fits = slots[i] >= 0 && slots[i] < p.capacity && (p.cells[slots[i]].word & 3) == FILLING;
         if (fits) {
-            p.words[slots[i]] += state - FILLING; // one that is named twice is not filling the second time
+            p.cells[slots[i]].word += state - FILLING; // one that is named twice is not filling the second time
             continue;
         }
-        for (int64_t back = 0; back < i; back++) p.words[slots[back]] -= state - FILLING;
+        for (int64_t back = 0; back < i; back++) p.cells[slots[back]].word -= state - FILLING;
         return FLOE_BAD_INDEX;
     }
     for (int64_t i = 0; i < count; i++) {
-        const int32_t slot = slots[i], key = p.keys[slot];
+        const int32_t slot = slots[i], key = p.cells[slot].key;
         if (arrived) {
             p.residents[expert_of(key)]++;
         } else {
-            p.words[slot] = FREE;
+            p.cells[slot].word = FREE;
             p.slots[key] = -1;
             p.free_slots[p.counters[FLOE_POOL_FREE]++] = slot;
         }
+    }
+    return FLOE_OK;
+}
+
+int floe_cut(int64_t calls, const int64_t *offsets, const int64_t *kept, const int64_t *at, const int64_t *places,
+             int64_t *offsets_out, int64_t *at_out, int64_t *places_out) {
+    if (!rise(offsets, calls)) return FLOE_BAD_INDEX;
+    int64_t *firsts = offsets_out, *rests = offsets_out + calls + 1;
+    firsts[0] = rests[0] = 0;
+    for (int64_t c = 0; c < calls; c++) {
+        const int64_t count = offsets[c + 1] - offsets[c];
+        if (kept[c] < 0 || kept[c] > count) return FLOE_BAD_INDEX;
+        firsts[c + 1] = firsts[c] + kept[c];
+        rests[c + 1] = rests[c] + count - kept[c];
+    }
+    for (int64_t c = 0; c < calls; c++) {
+        const int64_t start = offsets[c], middle = start + kept[c], end = offsets[c + 1];
+        const int64_t first = firsts[c], rest = firsts[calls] + rests[c];
+        std::copy(at + start, at + middle, at_out + first);
+        std::copy(at + middle, at + end, at_out + rest);
+        std::copy(places + start, places + middle, places_out + first);
+        std::copy(places + middle, places + end, places_out + rest);
     }
     return FLOE_OK;
 }

@@ -134,7 +134,7 @@ def hit_rate(trace: Trace, shape: Shape, capacity: int, policy: Policy) -> float
     hits = total = 0
     for step, (scores, keys) in enumerate(zip(trace.scores, trace.keys, strict=True)):
         layer = step % shape.layers
-        pool.heard(layer, scores)
+        pool.heard(layer, scores.tolist())
         found = pool.find(layer, keys)
         if step >= FILL_TOKENS * shape.layers:
             hits, total = hits + int(found.ready.sum()), total + keys.size

@@ -120,7 +120,7 @@ class Model:
 
     def heard(self) -> None:
         layer = self.dice.randrange(len(self.pool.slots))
-        self.pool.heard(layer, np.array([self.dice.random() for _ in range(self.pool.slots.shape[1])], np.float32))
+        self.pool.heard(layer, [self.dice.random() for _ in range(self.pool.slots.shape[1])])
 
     def resize(self) -> None:
         capacity = self.dice.choice([0, 1, self.pool.capacity, self.dice.randint(0, self.pool.slots.size + 3)])
@@ -227,7 +227,7 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
     seen = 0
     for turn in range(120):
         layer, after = turn % layers, (turn + 1) % layers
-        pool.heard(layer, rng.dirichlet(np.ones(experts)))
+        pool.heard(layer, rng.dirichlet(np.ones(experts)).tolist())
         keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
         found = pool.find(layer, keys)
         send(layer, keys[found.slots < 0], urgent=True)
@@ -257,7 +257,7 @@ def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity
     count = total = 0
     for keys in asked:
         if scores is not None:
-            pool.heard(0, np.asarray(scores))
+            pool.heard(0, list(scores))
         found = pool.find(0, keys)
         count, total = count + int(found.ready.sum()), total + keys.size
         bring(pool, 0, keys[found.slots < 0])
@@ -301,7 +301,7 @@ def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, 
 def test_by_score_the_rows_of_the_expert_that_the_router_forgot_go_first() -> None:
     pool = NeuronPool(1, 2, 8, 8)
     for turn in range(40):
-        pool.heard(0, np.array([0.9, 0.1] if turn < 20 else [0.1, 0.9]))
+        pool.heard(0, [0.9, 0.1] if turn < 20 else [0.1, 0.9])
         keys = keys_of(0, 1, 2, 3) if turn < 20 else keys_of(8, 9, 10, 11)
         found = pool.find(0, keys)
         bring(pool, 0, keys[found.slots < 0])
@@ -335,7 +335,7 @@ def test_by_score_the_layer_whose_turn_is_next_keeps_its_rows() -> None:
 def test_a_prefetch_leaves_rows_that_are_worth_more_than_a_guess() -> None:
     pool = NeuronPool(1, 2, 8, 4)
     for _ in range(300):
-        pool.heard(0, np.array([1.3, 0.0]))
+        pool.heard(0, [1.3, 0.0])
         keys = np.arange(4)
         bring(pool, 0, keys[pool.find(0, keys).slots < 0])
         pool.release()
@@ -351,11 +351,20 @@ def test_a_prefetch_does_not_displace_another_that_is_still_to_be_asked_for() ->
     assert bring(pool, 1, keys_of(4, 5, 6), urgent=False).size == 3
 
 
+def test_a_small_pool_gives_up_no_row_ahead_and_a_large_one_some() -> None:
+    for capacity, given in ((31, 0), (64, 2)):
+        pool = NeuronPool(1, 1, 100, capacity)
+        bring(pool, 0, np.arange(capacity))
+        pool.release()
+        pool.spare(2)
+        assert pool.used == capacity - given
+
+
 def test_scores_that_are_no_numbers_are_forgotten() -> None:
     pool = NeuronPool(1, 2, 3, 3)
     before = pool.heat().scores
-    pool.heard(0, np.array([np.nan, 0.5]))
-    pool.heard(0, np.array([np.inf, 0.5]))
+    pool.heard(0, [np.nan, 0.5])
+    pool.heard(0, [np.inf, 0.5])
     assert (pool.heat().scores == before).all()
 
 

@@ -9,7 +9,7 @@ import torch
 from floe_chat.engine.selection import (
     Residency,
     halves,
-    halves_there,
+    left_out_there,
     substitute,
     substitute_all,
     substitute_there,
@@ -125,8 +125,12 @@ def test_on_the_device_the_same_experts_stand_in(among: int, normalized: bool, a
 
 
 @pytest.mark.parametrize(("drop", "major"), [(0.0, 0.0), (0.5, 0.5), (0.2, 0.9), (0.9, 0.2), (1.0, 1.0)])
-def test_on_the_device_as_many_halves_are_computed(drop: float, major: float) -> None:
+def test_on_the_device_the_same_is_left_out(drop: float, major: float) -> None:
     weights = torch.rand(200, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
     weights[0] = torch.nan  # stays, and is noticed
     weights[1] = 1 / 3
-    assert halves_there(weights, drop, major).tolist() == halves(weights.tolist(), drop, major)
+    computed = torch.tensor(halves(weights.tolist(), drop, major))
+    limits = torch.tensor([drop, max(drop, major)], dtype=torch.float64)
+    found = left_out_there(weights, limits)
+    assert torch.equal(found, torch.stack([computed <= 0, computed <= 1], -1))
+    assert torch.equal(left_out_there(weights, limits[:1])[..., 0], computed == 0)

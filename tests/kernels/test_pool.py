@@ -32,6 +32,10 @@ FIFO = replace(RULE, by_score=False)
 SHAPE = (3, 4, 30)
 
 
+def keys_of(*keys: int) -> Keys:
+    return np.array(keys, np.int64)
+
+
 def means(seed: int, shape: tuple[int, int, int] = SHAPE) -> Means:
     """As after some use, no two alike."""
     rng, (layers, experts, neurons) = np.random.default_rng(seed), shape
@@ -58,6 +62,9 @@ def assert_equal(one: RowTable, two: RowTable) -> None:
     np.testing.assert_array_equal(one.free[:free], two.free[:free])
     np.testing.assert_array_equal(one.means.growth, two.means.growth)
     np.testing.assert_allclose(one.means.raw, two.means.raw, rtol=1e-6)
+    for table in (one, two):
+        held = np.flatnonzero(table.words[:-1] & 3)
+        np.testing.assert_array_equal(table.kept[held], table.means.raw.reshape(-1)[table.keys[held]])
 
 
 def assert_same_part(one: Part, two: Part) -> None:
@@ -99,6 +106,13 @@ def test_the_compiled_tables_are_those_of_the_definition(rule: Rule, seed: int) 
             if reserved[0].tolist() != reserved[1].tolist():  # in another order: go on from there
                 _agree(two, one)
             moving.append(reserved[0])
+        elif action < 0.75 and rule.by_score:
+            wanted = dice.randint(0, 30)
+            for table in (one, two):
+                table.spare(wanted)
+            free = int(one.counters[FREE_COUNT])
+            assert sorted(one.free[:free]) == sorted(two.free[:free])
+            two.free[:free] = one.free[:free]
         elif action < 0.9 and moving:
             slots, arrived = moving.pop(dice.randrange(len(moving))), dice.random() < 0.8
             for table in (one, two):
@@ -110,7 +124,7 @@ def test_the_compiled_tables_are_those_of_the_definition(rule: Rule, seed: int) 
 
 
 def _agree(table: RowTable, wanted: RowTable) -> None:
-    for name in ("slots", "words", "keys", "marks"):
+    for name in ("slots", "cells"):
         getattr(table, name)[:] = getattr(wanted, name)
 
 
@@ -134,6 +148,32 @@ def test_the_rows_worth_least_go(wanted: int) -> None:
         assert (table.slots[before[gone]] == -1).all() and (table.slots[before[~gone]] >= 0).all()
         worths.append(float(np.sort(worth[gone]).astype(np.float64).sum()))
     assert worths[0] == worths[1]
+
+
+@pytest.mark.parametrize("kind", [RowTable, NativeTable])
+@pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
+def test_slots_that_were_made_free_ahead_are_for_urgent_rows(kind: type[RowTable], rule: Rule) -> None:
+    table = kind(*SHAPE, replace(rule, smallest_window=100), means(4))
+    table.resize(20)
+    for key in range(18):
+        table.settle(table.reserve(0, keys_of(key), urgent=True), arrived=True)
+    table.counters[STEP] += 1
+    table.locate(0, keys_of(0), keys_of(0, 1), keys_of(1), 30)  # in use: stays
+    table.spare(7)
+    assert table.counters[FREE_COUNT] == 7 and table.slots[1] >= 0
+    assert np.count_nonzero(table.slots >= 0) == 13 == table.residents.sum()
+    if not rule.by_score:
+        assert not (table.slots[[0, 2, 3, 4, 5]] >= 0).any() and (table.slots[6:18] >= 0).all()
+    brought = table.reserve(1, np.arange(4), urgent=False)  # takes others' places instead, if it may
+    assert table.counters[FREE_COUNT] == 7
+    table.settle(brought, arrived=True)
+    table.counters[STEP] += 1
+    hand = int(table.counters[HAND])
+    assert table.reserve(2, np.arange(5), urgent=True).size == 5
+    assert (table.counters[FREE_COUNT], table.counters[HAND]) == (2, hand), "nothing else had to go"
+    assert table.reserve(2, np.arange(5, 30), urgent=True).size == 15
+    table.spare(3)
+    assert table.counters[FREE_COUNT] == 0, "all are filling"
 
 
 @pytest.mark.parametrize("kind", [RowTable, NativeTable])
@@ -168,9 +208,57 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[RowTable]) 
     assert (table.counters[FINDS], table.counters[BROUGHT], table.counters[HAND]) == (0, 1, 0)
 
 
+@pytest.mark.parametrize("kind", [RowTable, NativeTable])
+def test_steps_and_marks_are_counted_round(kind: type[RowTable]) -> None:
+    """Of what is counted a slot keeps the lower bits: nothing changes where they begin anew."""
+    for rule, ready in ((RULE, [4, 5]), (LRU, [1, 2])):
+        table = kind(*SHAPE, rule, means(2))
+        table.means.recent[:] = table.means.growth[:] = 1
+        table.means.raw[0, :10] = np.arange(10)
+        table.resize(3)
+        table.counters[STEP], table.counters[FINDS] = (1 << 28) - 2, (1 << 31) - 3
+        for key in (4, 1, 5):
+            table.settle(table.reserve(0, keys_of(key), urgent=True), arrived=True)
+            table.counters[STEP] += 1
+        for key in (1, 2):  # the one used longest ago, or that is worth least, goes
+            table.locate(0, keys_of(0), keys_of(0, 1), keys_of(key), 30)
+            if table.slots[key] < 0:
+                table.settle(table.reserve(0, keys_of(key), urgent=True), arrived=True)
+            table.counters[STEP] += 1
+        table.locate(0, keys_of(0), keys_of(0, 1), keys_of(2), 30)
+        table.counters[STEP] += 1
+        found = np.flatnonzero(table.slots[:30] >= 0).tolist()
+        assert set(ready) < set(found), (rule, found)
+
+
+def test_the_expert_of_any_key_is_found() -> None:
+    """Keys at the edges of experts whose number of neurons is no power of two, and many of them."""
+    for layers, experts, neurons in ((1, 3, 1), (2, 5, 7), (1, 2, 1 << 16), (3, 11, 65_537)):
+        shape = layers, experts, neurons
+        table = NativeTable(*shape, RULE, means(1, shape))
+        table.resize(layers * experts * 2)
+        for layer in range(layers):
+            edges = np.unique([[e * neurons, (e + 1) * neurons - 1] for e in range(experts)])
+            table.settle(table.reserve(layer, edges, urgent=True), arrived=True)
+        assert table.residents.tolist() == [min(neurons, 2)] * (layers * experts)
+
+
 def test_more_neurons_than_a_key_can_name_are_refused() -> None:
     with pytest.raises(ValueError, match="more than a pool can name"):
         RowTable(1 << 10, 1 << 10, 1 << 11, RULE, means(0))
+
+
+@pytest.mark.parametrize("cut", [pool.cut, native_pool.cut])
+def test_a_part_is_cut_call_by_call(cut: Callable[[Part, Keys], tuple[Part, Part]]) -> None:
+    part = Part(np.array([0, 3, 3, 7, 9]), np.arange(20, 29), np.arange(50, 59))
+    first, rest = cut(part, np.array([1, 0, 4, 0]))
+    assert_same_part(first, Part(np.array([0, 1, 1, 5, 5]), keys_of(20, 23, 24, 25, 26), keys_of(50, 53, 54, 55, 56)))
+    assert_same_part(rest, Part(np.array([0, 2, 2, 2, 4]), keys_of(21, 22, 27, 28), keys_of(51, 52, 57, 58)))
+    nothing = Part(np.zeros(1, np.int64), keys_of(), keys_of())
+    assert [each.at.size for each in cut(nothing, keys_of())] == [0, 0]
+    for kept in ([4, 0, 0, 0], [1, -1, 0, 0]):
+        with pytest.raises(ValueError, match="more neurons than it has"):
+            cut(part, keys_of(*kept))
 
 
 @pytest.mark.parametrize("land", [pool.landing, native_pool.landing])
@@ -194,6 +282,8 @@ def test_a_transfer_names_rows_and_slots_that_exist_and_no_slot_twice(
 def test_without_the_library_the_definition_runs_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     table, reason = native_pool.make(*SHAPE, RULE, means(0))
     assert type(table) is RowTable and reason == "numpy, since it was not compiled"
+    halves = native_pool.cut(Part(keys_of(0, 2), keys_of(3, 4), keys_of(5, 6)), keys_of(1))
+    assert [part.places.tolist() for part in halves] == [[5], [6]]
     assert native_pool.landing(np.array([1]), np.array([2], np.int32), 3, 4).tolist() == [2]
     monkeypatch.setenv("FLOE_CPU_ISA", "avx2")
     with pytest.raises(native.NativeUnavailableError):
