@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 from ..engine.events import Sampling
 from ..models.errors import UsageError
+
+_SILENCE = 2.0  # seconds
+_WAITING = f"floe-chat: waiting for the end of what is piped in; with <{os.devnull} nothing is\n"
 
 
 def need_terminal() -> None:
@@ -84,10 +89,16 @@ def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
         except UnicodeDecodeError as error:
             raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error
     if sys.stdin and not sys.stdin.isatty():
+        # A program that starts this one may have left its own input open, and nobody would know what is waited for.
+        telling = threading.Timer(_SILENCE, sys.stderr.write, (_WAITING,))
+        telling.daemon = True
+        telling.start()
         try:
             parts.append(sys.stdin.buffer.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UsageError("What was piped in is not text", "It is not UTF-8.", "Pipe text.") from error
+        finally:
+            telling.cancel()
     text = "\n\n".join(part.strip() for part in parts if part.strip())
     if not text:
         raise UsageError("There is no question", "", 'Ask one: floe-chat ask "What is an expert?"')

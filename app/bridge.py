@@ -169,6 +169,10 @@ class EngineBridge:
         """How many tokens `text` takes; None while the model is not ready."""
         return self._client.count(text)
 
+    def context_of(self, messages: Sequence[ChatMessage]) -> int | None:
+        """As `ChatClient.context_of`."""
+        return self._client.context_of(messages)
+
     def costs(self) -> tuple[Cost, ...]:
         """The presets with their measured costs. Raises FloeError as `ChatClient.costs`."""
         return self._client.costs()

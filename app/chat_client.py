@@ -163,6 +163,20 @@ class ChatClient:
             return None
         return len(self._format.encode_text(text))
 
+    def context_of(self, messages: Sequence[Message]) -> int | None:
+        """How much of the model's window a chat takes before its next question, as far as it fits; for any thread.
+
+        None while the model is not ready, or where its template refuses the chat.
+        """
+        chat = self._format
+        if chat is None or isinstance(chat, FloeError):
+            return None
+        asked = [] if messages and messages[-1].role == "user" else [Message("user", "")]
+        try:
+            return len(self._fit(chat, (*messages, *asked), 1, ())[0])
+        except FloeError:
+            return None
+
     def costs(self) -> tuple[Cost, ...]:
         """The presets of the loaded pack, best first, and what each was measured to cost.
 

@@ -56,6 +56,7 @@ class Acts(Talk):
         elif action in (OLDER, NEWER):
             if self._dialogue.switch(record, -1 if action == OLDER else 1):
                 await self._transcript.change(self._dialogue.ids, follow=False)
+                self._measure_context()
                 self._select_at(record.position)
             else:
                 self._status.remark("There is no other version of this message that way")
@@ -96,6 +97,7 @@ class Acts(Talk):
         mark, self._undo_mark = self._undo_mark, None
         self._dialogue.undo(mark)
         await self._transcript.change(self._dialogue.ids)
+        self._measure_context()
         self._status.remark("It is back")
 
     async def _act_on_last(self, action: str, *roles: str) -> None:
@@ -159,6 +161,7 @@ class Acts(Talk):
         await self._transcript.change(self._dialogue.ids, follow=False)
         if not self._dialogue.ids:
             await self._transcript.show(())
+        self._measure_context()
         self._status.remark("Deleted with what followed; /undo brings it back")
         self._composer.focus()
 

@@ -106,6 +106,7 @@ class EngineView(ChatView):
         self._presets = ()
         self._phase = Phase.LOADING
         self._say("loading", "$warning")
+        self._show_context(None)
         self._bridge.open(pack)
 
     # What the engine does

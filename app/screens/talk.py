@@ -12,6 +12,7 @@ from ...models.errors import FloeError
 from ..bridge import AnswerFinished, AnswerText, EngineBridge, EngineFailed, PromptRead, StatsArrived
 from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State
 from ..widgets.answer import AnswerTurn
+from ..widgets.background import in_background
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.composer import Composer
 from ..widgets.hints import key_of
@@ -208,6 +209,8 @@ class Talk(EngineView):
 
     async def _become_ready(self, words: str) -> None:
         await super()._become_ready(words)
+        if self._context_used is None:
+            self._measure_context()
         if self._phase is Phase.READY and self._queue:
             queued = self._queue.popleft()
             await queued.turn.remove()
@@ -221,6 +224,7 @@ class Talk(EngineView):
         elif text:
             self._dialogue.rewrite(message, text)
             await self._transcript.change(self._dialogue.ids)
+            self._measure_context()
 
     def _stop_editing(self, *, clear: bool = True) -> None:
         self._editing = None
@@ -249,11 +253,25 @@ class Talk(EngineView):
 
     async def _show_dialogue(self) -> None:
         """Show the conversation from its end."""
-        self._show_context(None)
         await self._transcript.show(self._dialogue.ids)
+        self._measure_context()
         self._show_name()
         self._ask_for_its_quality()
         self._composer.focus()
+
+    def _measure_context(self) -> None:
+        """Show how much of the window this branch takes; while the model answers it tells that itself."""
+        ids = self._dialogue.ids
+        if self._phase is not Phase.READY or not ids:
+            self._show_context(None)
+            return
+        turns, _ = self._dialogue.turns(self._window)
+
+        def show(used: int | None) -> None:
+            if self._phase is Phase.READY and self._dialogue.ids == ids:
+                self._show_context(used)
+
+        in_background(self, lambda: self._bridge.context_of(turns), show)
 
     def _show_name(self) -> None:
         """Say on the text field's frame which chat this is."""

@@ -41,9 +41,9 @@ class AnswerTurn(Turn):
         self._fences = FenceSplitter()
         self._news = asyncio.Event()
         self._complete = asyncio.Event()
-        self._markdown = AnswerMarkdown("" if live else record.text)
+        self._markdown = AnswerMarkdown("" if live else record.text, waits=live)
         self._open_fence = Static(markup=False, classes="open-fence")
-        self._footer = Static("…" if live else printable(closing(record)), markup=False, classes="footer")
+        self._footer = Static("" if live else printable(closing(record)), markup=False, classes="footer")
         if live:
             self.feed(record.text)
         else:
@@ -64,7 +64,7 @@ class AnswerTurn(Turn):
     def compose(self) -> ComposeResult:
         yield self._markdown
         if self._live:
-            self._open_fence.display = False
+            self._open_fence.display = self._footer.display = False
             yield self._open_fence
         yield from (self._footer, self._tail)
 
@@ -75,14 +75,12 @@ class AnswerTurn(Turn):
 
     def show_progress(self, words: str) -> None:
         """What happens before the first token."""
-        self._footer.update(words, layout=False)  # as long as nothing is known: one line as before
+        self._markdown.wait(words)
 
     def feed(self, text: str) -> None:
         """Show more of the answer."""
         if not text:
             return
-        if not self._pieces:
-            self._footer.display = False
         self._pieces.append(text)
         self._ready += self._fences.feed(text)
         self._news.set()

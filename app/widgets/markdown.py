@@ -9,12 +9,16 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from textual.app import ComposeResult
+from textual.await_complete import AwaitComplete
+from textual.content import Content
 from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownBlock
 
 from .code import CodeBlock
 from .growing import HEADINGS, ROOM, BulletList, Growing, OrderedList, Paragraph, same
 from .plain import printable
+from .themes import MUTED
 
 
 class AnswerParser(MarkdownIt):
@@ -54,8 +58,25 @@ _BLOCKS: dict[str, type[MarkdownBlock]] = {
 class AnswerMarkdown(Markdown):
     """Markdown of a model: links are copied instead of opened, and so are code blocks."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, waits: bool = False) -> None:
+        """`waits`: for a first text; until then a paragraph stands in its place, as high as its first lines will be."""
         super().__init__(text, parser_factory=the_parser, open_links=False)
+        self._waiting = Paragraph(self, Token("paragraph_open", "p", 1)) if waits else None
+
+    def compose(self) -> ComposeResult:
+        if self._waiting is not None:
+            self._waiting.room = ROOM
+            self.wait("…")
+            yield self._waiting
+
+    def update(self, markdown: str) -> AwaitComplete:
+        """Show another text; nothing, as at the beginning, does not take away what waits for the first one."""
+        return super().update(markdown) if markdown or self._waiting is None else AwaitComplete()
+
+    def wait(self, words: str) -> None:
+        """Say what happens before the first text."""
+        if self._waiting is not None:
+            self._waiting.set_content(Content.styled(words, MUTED))
 
     def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
         return _BLOCKS.get(block_name) or super().get_block_class(block_name)
@@ -65,6 +86,9 @@ class AnswerMarkdown(Markdown):
         with self.app.batch_update():
             if text:
                 await self.append(text)
+            elif self._waiting is not None and not going_on:
+                await self._waiting.remove()
+            self._waiting = None
             last = self.children[-1] if self.children else None
             for block in self.children:
                 if isinstance(block, Growing):

@@ -156,6 +156,9 @@ class ScriptedClient(ChatClient):
     def count(self, text: str) -> int | None:
         return len(text.split())
 
+    def context_of(self, messages: Sequence[Message]) -> int | None:
+        return sum(len(message.text.split()) for message in messages)
+
     def costs(self) -> tuple[Cost, ...]:
         exact, _high, balanced, fast = PRESETS
         return (Cost(exact, None, 6.5e6), Cost(balanced, 0.0121, 1.36e6), Cost(fast, None, None))

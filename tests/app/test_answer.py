@@ -90,30 +90,65 @@ async def test_lines_of_a_list_that_fold_are_copied_unfolded() -> None:
         assert [line.strip() for line in selected[0].split("\n")] == [line.strip() for line in wanted]
 
 
-@pytest.mark.parametrize("begun", ["Some words", "- one\n- some words", "## Some words"])
-async def test_more_words_are_painted_without_a_layout(begun: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts = 0
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for each that there was."""
+    found: list[object] = []
     original = Screen._refresh_layout  # pyright: ignore[reportPrivateUsage]
 
     def counted(*given: Any, **named: Any) -> None:
-        nonlocal layouts
-        layouts += 1
+        found.append(given)
         original(*given, **named)
 
     monkeypatch.setattr(Screen, "_refresh_layout", counted)
+    return found
+
+
+async def test_the_first_words_take_the_place_of_what_was_told_before(layouts: list[object]) -> None:
+    app = Shown(record(""), live=True)
+    async with app.run_test(size=(60, 40)) as pilot:
+        await pilot.pause(0.2)
+        assert seen(app)[0].strip() == "…"
+        before = len(layouts)
+        app.turn.show_progress("reading the prompt, 5 of 9 tokens")
+        await pilot.pause(0.1)
+        assert seen(app)[0].strip() == "reading the prompt, 5 of 9 tokens"
+        app.turn.feed("Some words " * 9)  # two lines
+        await pilot.pause(0.3)
+        assert "".join(seen(app)).count("Some") == 9 and "prompt" not in "".join(seen(app))
+        assert len(layouts) == before
+
+
+@pytest.mark.parametrize("text", ["\n", "# Heading", "- point", "```\ncode\n", "| a |\n|---|\n| b |\n"])
+async def test_what_was_told_before_is_gone_whatever_comes_first(text: str) -> None:
+    app = Shown(record(""), live=True)
+    async with app.run_test(size=(60, 40)) as pilot:
+        app.turn.feed(text)
+        await pilot.pause(0.3)
+        if text.strip():
+            assert "…" not in "".join(seen(app))
+        app.turn.feed("\n\nThe end.")
+        app.turn.finish(record(text + "\n\nThe end."))
+        await app.workers.wait_for_complete()
+        await pilot.pause(0.2)
+        assert "…" not in "".join(seen(app)) and "end." in "".join(seen(app))
+
+
+@pytest.mark.parametrize("begun", ["Some words", "- one\n- some words", "## Some words"])
+async def test_more_words_are_painted_without_a_layout(begun: str, layouts: list[object]) -> None:
     app = Shown(record(""), live=True)
     async with app.run_test(size=(60, 40)) as pilot:
         shown = app.query_one(AnswerMarkdown)
         await shown.grow(begun, going_on=True)
         await pilot.pause(0.3)
-        before = layouts
+        before = len(layouts)
         for number in range(15):  # more than a line of them; there is room for three
             await shown.grow(f" word{number}", going_on=True)
             await pilot.pause(0.05)
-        assert "word14" in "\n".join(seen(app)) and layouts == before
+        assert "word14" in "\n".join(seen(app)) and len(layouts) == before
         await shown.grow(" and more" * 14, going_on=True)
         await pilot.pause(0.3)
-        assert layouts > before
+        assert len(layouts) > before
         await shown.complete(shown.source)
         await pilot.pause(0.3)
         assert seen(app)[-1] == "" != seen(app)[-2]  # the line between blocks, and no room left

@@ -64,6 +64,19 @@ def answers() -> list[Message]:
         history.close()
 
 
+def test_an_input_that_does_not_end_is_told(tiny_pack: Path) -> None:
+    program = "from floe_chat.app.cli import command; command()"
+    command = [sys.executable, "-c", program, "ask", "hi", "-m", str(tiny_pack), "--max-tokens", "2"]
+    piped = subprocess.PIPE
+    with subprocess.Popen(command, stdin=piped, stdout=piped, stderr=piped) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert b"waiting for the end of what is piped in" in process.stderr.readline()
+        process.stdin.close()
+        assert process.stdout.read()
+        assert b"waiting" not in process.stderr.read()
+    assert process.returncode == 0
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no SIGINT to another process on Windows")
 def test_an_interrupt_ends_a_running_answer(long_winded: Path) -> None:
     with start(long_winded) as process:

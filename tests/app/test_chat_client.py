@@ -75,6 +75,18 @@ def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:
     assert answered(client)[0] != rest
 
 
+def test_a_chat_takes_as_much_of_the_window_as_its_next_question_would_without_words(client: ChatClient) -> None:
+    asked = (*HI, Message("assistant", "there"), Message("user", ""))
+    submitted = client.submit(asked, GREEDY, 1)
+    answered(client)
+    assert client.context_of(asked[:-1]) == client.context_of(asked) == submitted.prompt_tokens
+    assert client.context_of(HI) == AROUND + 2
+    long = [Message(role, "word " * 30) for _ in range(40) for role in ("user", "assistant")]
+    most = client.context_of(long)
+    assert most is not None and AROUND < most < client._window  # pyright: ignore[reportPrivateUsage]
+    assert client.context_of((Message("user", "word " * 4000),)) is None
+
+
 def test_presets_with_what_they_cost(client: ChatClient) -> None:
     costs = client.costs()
     assert [cost.preset.name for cost in costs][-2:] == ["Balanced", "Fast"]

@@ -120,7 +120,7 @@ async def test_escape_stops_and_the_chat_goes_on(long_pack: Path) -> None:
         await ask(pilot, "go on")
         await pilot.press("escape")
         await until(pilot, lambda: state(pilot) == "stopped")
-        assert "stopped by you" in text_of(answers(pilot)[0].query(".footer").first())
+        await until(pilot, lambda: "stopped by you" in text_of(answers(pilot)[0].query(".footer").first()))
         kept = answers(pilot)[0].text
         await ask(pilot, "and now")
         await pilot.press("escape")

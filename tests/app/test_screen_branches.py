@@ -58,6 +58,26 @@ async def test_every_version_is_kept() -> None:
         assert [message.text for message in client.asked[4]] == ["one", "first", "two", "other", "three"]
 
 
+async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await exchange(pilot, client, "one", "first answer")
+        await pilot.press("ctrl+t")
+        await answered(pilot, client, 2, "another one of more words")
+        assert "context 62/1000" in screen_text(pilot)  # as the engine told it
+        await pilot.press("ctrl+up", "left")
+        await until(pilot, lambda: "context 3/1000" in screen_text(pilot))
+        await pilot.press("right")
+        await until(pilot, lambda: "context 6/1000" in screen_text(pilot))
+        await pilot.press("escape")
+        await write(pilot, "/new")
+        await pilot.press("enter")
+        await until(pilot, lambda: "context 0/1000" in screen_text(pilot))
+        await write(pilot, "/last")
+        await pilot.press("enter")
+        await until(pilot, lambda: "context 6/1000" in screen_text(pilot))
+
+
 async def test_an_answer_is_edited_and_goes_on() -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:

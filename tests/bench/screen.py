@@ -32,16 +32,15 @@ from floe_chat.app.settings_file import settings_file
 from window import FLOE_CHAT, Window
 
 PROMPT = "List all commands of floe-chat."
-LONGEST = 400  # tokens of an answer
 MESSAGES = 10_000
 PAGES = 30  # some 60 messages, most of which have to be loaded
 KEYS = "äöüßéèñçøåÄÖÜÉÈÑÇØÅþð"  # letters that no answer has
 COLUMNS, ROWS = 120, 36
 
 
-def speed(model: str, runs: int) -> dict[str, Any]:
+def speed(model: str, runs: int, longest: int) -> dict[str, Any]:
     """tokens/s of both, in turns, since the machine's own speed drifts; the ratio is the median of the pairs'."""
-    arguments = ["--model", model, "--temperature", "0", "--max-tokens", str(LONGEST)]
+    arguments = ["--model", model, "--temperature", "0", "--max-tokens", str(longest)]
     asked: list[float] = []
     shown: list[float] = []
     tokens: set[int] = set()
@@ -205,9 +204,10 @@ def main() -> None:
     parser.add_argument("measures", nargs="*", help="speed, echo, start, long; without any, all of them")
     parser.add_argument("--model", action="append", help="a pack; may be given several times")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=400, help="of an answer whose speed is measured, at most")
     given = parser.parse_args()
     known: dict[str, Callable[[str, int], dict[str, Any]]] = {
-        "speed": speed,
+        "speed": lambda model, runs: speed(model, runs, given.tokens),
         "echo": echo,
         "start": start,
         "long": long,

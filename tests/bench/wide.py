@@ -4,21 +4,29 @@ What it says is nonsense; what it costs for each layer and token is what the rea
 experts that a token uses, so that packing takes minutes. Writes a 16-bit checkpoint (0.8 GB for each layer) into
 FOLDER/checkpoint and packs it into FOLDER/packed, which `floe-chat --model` and tests/bench/screen.py take.
 
-Run: .venv/bin/python tests/bench/wide.py FOLDER [--layers 2]
+With --depth the packed layers are there again and again, as many as the real model has, in FOLDER/deep: their files are
+the same (hard links), so that it takes seconds and little of the disk. In memory each layer is by itself.
+
+Run: .venv/bin/python tests/bench/wide.py FOLDER [--layers 2] [--depth 32]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from floe_chat.models.catalog import asset
+from floe_chat.models.manifest import Manifest, file_entry, layer_file
+from floe_chat.models.tensorfile import write_tensors
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -69,16 +77,52 @@ def _random(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0, _WEIGHT)
 
 
+def deepen(packed: Path, target: Path, depth: int) -> None:
+    """The pack with `depth` layers, which are the packed ones in turn."""
+    target.mkdir(parents=True)
+    manifest = Manifest.read(packed)
+    layers = manifest.architecture.layers
+    for number in range(depth):
+        os.link(packed / layer_file(number % layers), target / layer_file(number))
+    for name in manifest.files:
+        if name == "config.json":
+            config = json.loads((packed / name).read_text(encoding="utf-8"))
+            (target / name).write_text(json.dumps(config | {"num_hidden_layers": depth}), encoding="utf-8")
+        elif not name.endswith(".safetensors"):
+            shutil.copy(packed / name, target / name)
+        elif name not in map(layer_file, range(layers)):
+            with safe_open(packed / name, "pt") as file:
+                tensors = {key: file.get_tensor(key) for key in file.keys() if not key.startswith("_pad.")}  # noqa: SIM118
+            write_tensors(target / name, dict(_repeated(tensors, layers, depth)))
+    files = {path.name: file_entry(path) for path in sorted(target.iterdir())}
+    replace(manifest, architecture=replace(manifest.architecture, layers=depth), files=files).write(target)
+
+
+def _repeated(tensors: dict[str, Tensor], layers: int, depth: int) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in tensors.items():
+        if key.startswith("model.layers."):
+            number, _, rest = key.removeprefix("model.layers.").partition(".")
+            yield from ((f"model.layers.{each}.{rest}", tensor) for each in range(int(number), depth, layers))
+        elif key in ("importance", "popularity", "router_score"):  # layer by layer
+            yield key, torch.cat([tensor] * -(-depth // layers))[:depth]
+        elif not key.startswith("lookahead."):  # what follows a layer is another one now
+            yield key, tensor
+
+
 def main() -> None:
     """Write and pack it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2, help="to be made and packed; default 2")
+    parser.add_argument("--depth", type=int, default=0, help="of FOLDER/deep; default: it is not made")
     given = parser.parse_args()
     checkpoint, packed = given.folder / "checkpoint", given.folder / "packed"
-    write(checkpoint, given.layers)
-    command = Path(sys.executable).with_name("floe-chat")
-    subprocess.run([command, "pack", checkpoint, packed, "--name", "wide"], check=True)
+    if not packed.exists():
+        write(checkpoint, given.layers)
+        command = Path(sys.executable).with_name("floe-chat")
+        subprocess.run([command, "pack", checkpoint, packed, "--name", "wide"], check=True)
+    if given.depth:
+        deepen(packed, given.folder / "deep", given.depth)
 
 
 if __name__ == "__main__":
