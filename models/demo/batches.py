@@ -13,7 +13,7 @@ from .vocabulary import BOS, END_USER, EOS, USER, mark_id
 # Row lengths in turn: short rows train well, long ones teach positions up to the model's 1024.
 ROW_LENGTHS = (256, 512, 1024, 512)
 TOKENS_PER_BATCH = 1024
-PLAIN_ROW_SHARE = 0.06
+PLAIN_ROW_SHARE = 0.04
 
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and for each whether the model is to predict it."""
@@ -52,8 +52,12 @@ class Encoder:
         return ids, wanted
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(
+    tokenizer: PreTrainedTokenizerFast, seed: int, plain: float = PLAIN_ROW_SHARE
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless training batches of `TOKENS_PER_BATCH` inputs: ids (B, T + 1) int64 and mask (B, T + 1) bool.
+
+    plain: share of rows without dialogues.
 
     A row holds whole dialogues only, because an answer cut off from its question would teach guessing; what
     remains of the row is filled with plain text, at its start or at its end.
@@ -62,14 +66,16 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[tuple[tor
     maker, encoder = DialogueMaker(rng), Encoder(tokenizer)
     filler = _plain_ids(encoder, rng)
     for length in cycle(ROW_LENGTHS):
-        rows = [_row(length + 1, maker, encoder, filler, rng) for _ in range(TOKENS_PER_BATCH // length)]
+        rows = [_row(length + 1, maker, encoder, filler, rng, plain) for _ in range(TOKENS_PER_BATCH // length)]
         yield torch.tensor([ids for ids, _ in rows]), torch.tensor([wanted for _, wanted in rows])
 
 
-def _row(length: int, maker: DialogueMaker, encoder: Encoder, filler: Iterator[int], rng: random.Random) -> Tokens:
+def _row(
+    length: int, maker: DialogueMaker, encoder: Encoder, filler: Iterator[int], rng: random.Random, plain: float
+) -> Tokens:
     ids: list[int] = []
     wanted: list[bool] = []
-    while rng.random() >= PLAIN_ROW_SHARE or ids:
+    while rng.random() >= plain or ids:
         more_ids, more_wanted = encoder.dialogue(maker.dialogue())
         if len(ids) + len(more_ids) > length:
             break

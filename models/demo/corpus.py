@@ -28,13 +28,13 @@ HELD_OUT_DOCS = (
 SMALL_TALK = "smalltalk"
 NO_SUBJECT = "follow-up without a subject"
 
-SMALL_TALK_SHARE = 0.12
-DECLINED_SHARE = 0.18
-FOLLOW_UP_SHARE = 0.65  # while the subject still has something to tell
+SMALL_TALK_SHARE = 0.10
+DECLINED_SHARE = 0.14
+FOLLOW_UP_SHARE = 0.4  # while the subject still has something to tell
 VAIN_FOLLOW_UP_SHARE = 0.09  # when it has not
 MANUAL_SHARE = 0.15
 SYSTEM_SHARE = 0.15
-TURNS = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4)
+TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4)
 
 
 @dataclass(frozen=True)
