@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from floe_chat.engine import placement
 from floe_chat.engine.placement import Lane, Measured, Rates, prefill, rates_file, share, whole
