@@ -176,9 +176,10 @@ class OffloadedLayer(MoELayer):
         self._guess = keys, experts
 
     def _compare(self, calls: Calls, active: Active) -> None:
-        if self._guess is None or not self.control.counting:
+        guess, self._guess = self._guess, None
+        if guess is None or not self.control.counting:
             return
-        (keys, experts), self._guess = self._guess, None
+        keys, experts = guess
         counts, marks = self.telemetry.layers[self.index], self.shared.marks
         marks[keys] = True
         counts.guessed += keys.size

@@ -178,6 +178,21 @@ def test_tokens_do_not_depend_on_where_rows_are(
         assert shared.device.link.bytes_moved > 0 or cpu == 1e14
 
 
+def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short prompt goes neuron by neuron and guesses for all of its tokens; the next token's guess comes too late."""
+    with offloaded(loaded, SKIPPING, 0.3) as shared:
+        kv = cache()
+        forward(loaded, PROMPT[:5], kv)
+        monkeypatch.setattr(Offload, "look", lambda _self: None)
+        loaded.control.counting = True
+        forward(loaded, [9], kv)
+        loaded.control.counting = False
+        assert shared.predictor is not None
+        assert not any(layer.guessed or layer.experts_guessed for layer in loaded.telemetry.layers)
+
+
 @pytest.mark.parametrize("eviction", ["score", "lru", "fifo"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_nor_on_what_is_evicted_nor_on_threads(

@@ -26,8 +26,9 @@ from .driver import GREEDY, open_model, silent
 from .test_offload import device
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
-# The kernels keep all of float32's precision, since with fewer bits of x the order of sums would show.
-SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
+# Nothing is left out: in so many tokens some neuron lies so near a threshold that the order of sums, which follows what
+# lies in the pool, decides about it. Seen: 9e-7 in x, one neuron of 127 less, a tenth of the expert's output.
+WHOLE = Preset("Whole", 0.0, lossless=True)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def needs(pack: Path) -> Needs:
 
 def talk(loaded: LoadedModel, kv: KVCache, prompt: Sequence[int], tokens: int) -> list[int]:
     """A greedy answer with what `kv` holds already."""
-    loaded.control.preset = SKIPPING
+    loaded.control.preset = WHOLE
     loaded.telemetry.begin(1, len(prompt), loaded.telemetry.clock())
     steps = generate(
         loaded.decoder,
@@ -80,14 +81,8 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
     return needs.dense + needs.up + memory.nbytes() + sum(buffer.nbytes for buffer in shared.buffers)
 
 
-BUSY = "on a busy machine one token of a conversation differs, at any preset and likewise where the CPU has no share"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "conversations"),
-    [pytest.param(DEVICES[0], 50, marks=pytest.mark.xfail(strict=False, reason=BUSY)), (DEVICES[1], 12)],
-)
+@pytest.mark.parametrize(("name", "conversations"), list(zip(DEVICES, (50, 12), strict=True)))
 def test_fifty_conversations_stay_within_the_budget(pack: Path, needs: Needs, name: str, conversations: int) -> None:
     """2,000 tokens, some conversations short, some as long as the window; nothing grows after the first ones."""
     budget = needs.least() + 40 * needs.row
