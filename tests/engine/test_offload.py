@@ -185,7 +185,7 @@ def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
     with offloaded(loaded, SKIPPING, 0.3) as shared:
         kv = cache()
         forward(loaded, PROMPT[:5], kv)
-        monkeypatch.setattr(Offload, "look", lambda _self: None)
+        monkeypatch.setattr(shared, "look", lambda: None)
         loaded.control.counting = True
         forward(loaded, [9], kv)
         loaded.control.counting = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,13 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
     ends = torch.tensor(pieces).cumsum(0) - 1
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
+        exact = deepcopy(model).double()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
         passes = [lean_pass(model), lean_pass(model, compiled=False)]
         again = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, ends]
     for lean in passes:
-        for ours, theirs in zip(feed(lean, KVCache(), ids, pieces), expected, strict=True):
-            assert relative_rms(ours, theirs) <= LIMIT
+        for ours, theirs, true in zip(feed(lean, KVCache(), ids, pieces), expected, exact, strict=True):
+            # Or as near the sum without rounding as the library's own is: ten random layers make noise grow.
+            assert relative_rms(ours, theirs) <= LIMIT or relative_rms(ours, true) <= 2 * relative_rms(theirs, true)
     assert relative_rms(again, expected) <= LIMIT, "joined weights changed the library's pass"
     assert relative_rms(feed(LibraryDecoder(model), KVCache(), ids, pieces), expected) <= LIMIT
 
