@@ -92,5 +92,47 @@ inline void chunk_scales(const floe_vector &v, const Stored &w, int64_t c, __m51
     *zero = _mm512_mul_ps(*scale, *zero);
 }
 
+inline __m512 wide(const uint8_t *p, __mmask16 here, bool bfloat16) {
+    const __m256i raw = _mm256_maskz_loadu_epi16(here, p);
+    if (bfloat16) return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+    return _mm512_cvtph_ps(raw);
+}
+
+inline __m512i bytes16(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+
+// What each code stands for, in 16 lanes: a permutation then does the dequantizing.
+template <int BITS> inline __m512 table(float scale, float zero) {
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 codes = _mm512_cvtepi32_ps(_mm512_and_si512(lanes, _mm512_set1_epi32((1 << (BITS & 7)) - 1)));
+    return _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(zero));
+}
+
+// 64 codes of one chunk as floats, 16 at a time: use(j, w) gets values 16j...
+template <int BITS, class Use> inline void each_quarter(const uint8_t *p, const uint8_t *top, __m512 values, Use use) {
+    if (BITS == 4) {
+        FLOE_UNROLL for (int i = 0; i < 2; i++) {
+            const __m512i q = bytes16(p + 16 * i);
+            use(i, _mm512_permutexvar_ps(q, values)); // looks at four bits
+            use(2 + i, _mm512_permutexvar_ps(_mm512_srli_epi32(q, 4), values));
+        }
+        return;
+    }
+    const __m512i q = bytes16(p);
+    if (BITS == 2) {
+        FLOE_UNROLL for (int k = 0; k < 4; k++) // looks at two bits of each lane
+            use(k, _mm512_permutevar_ps(values, k ? _mm512_srli_epi32(q, 2 * k) : q));
+        return;
+    }
+    const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m128i both = _mm_loadl_epi64((const __m128i *)top);
+    const __m512i upper =
+        _mm512_slli_epi32(_mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(both, both)), shifts), 2);
+    FLOE_UNROLL for (int k = 0; k < 4; k++) { // three-bit tables repeat after eight, so the bits above do not matter
+        const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi32(3), _mm512_srli_epi32(q, 2 * k),
+                                                       _mm512_srli_epi32(upper, 2 * k), 0xca);
+        use(k, _mm512_permutexvar_ps(code, values));
+    }
+}
+
 } // namespace
 } // namespace floe
