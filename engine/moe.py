@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import kernels
-from ..kernels.layouts import ExpertRows, UpWeights
+from ..kernels.layouts import ExpertRows, RowLayout, UpWeights
 from ..kernels.types import Calls
 from ..models.calibration import threshold_at
 from ..models.packed import PackedLayer
@@ -143,24 +143,18 @@ class MoELayer(nn.Module):
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
     def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
-        telemetry = self.telemetry.layers[self.index]
-        telemetry.dropped += 2 * chosen.numel() - self.plan.halves(calls)
-        telemetry.neurons += chosen.numel() * self.packed.rows.data.shape[1]
-        layer = self.plan.layer
-        if layer.narrow is None:
-            self._count_read(layer.up, layer.rows, calls, counts)
-        else:
-            for part in self.plan.by_width(calls):
-                self._count_read(part.up, part.rows, part.calls, counts[part.span])
-        for expert in chosen.flatten().tolist():
-            telemetry.calls[expert] += 1
-
-    def _count_read(self, up: UpWeights, rows: ExpertRows, calls: Calls, counts: Tensor) -> None:
-        telemetry, gate = self.telemetry.layers[self.index], rows.layout.gate.nbytes
-        active, kept = counts.sum(0).tolist()
-        telemetry.active += active
-        telemetry.bytes += calls.experts.numel() * up.bytes_per_expert()
-        telemetry.bytes += active * gate + kept * (rows.layout.nbytes - gate)
+        # By lists: an operation on tensors costs as much as all of this.
+        found, plan, numbers = self.telemetry.layers[self.index], self.plan, counts.tolist()
+        found.dropped += 2 * chosen.numel() - plan.halves(calls)
+        found.neurons += chosen.numel() * self.packed.rows.data.shape[1]
+        usual = plan.usual(calls)
+        for (up, gate, down), mine in zip(plan.costs, (numbers[:usual], numbers[usual:]), strict=False):
+            active, kept = sum(pair[0] for pair in mine), sum(pair[1] for pair in mine)
+            found.active += active
+            found.bytes += len(mine) * up + active * gate + kept * down
+        for token in chosen.tolist():
+            for expert in token:
+                found.calls[expert] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +200,7 @@ class Plan:
     Attributes:
         products: thresholds of what enters down; None where the preset has none.
         slots: how rows lie in slots that are made for the widest, by width.
+        costs: by width the bytes of an expert's up projection, of a neuron's gate, and of its down half.
         numbers: (E, 1) or (E, 2) of whole experts or their halves. drops: see `selection.left_out_there`; None where no
             call is left out.
     """
@@ -220,6 +215,7 @@ class Plan:
         limits = [preset.drop, preset.major][:parts]
         self.drops = torch.tensor(limits, dtype=torch.float64, device=self.thresholds.device) if any(limits) else None
         self.slots = (self.layer.rows.layout,)
+        self.costs = [_costs(up, rows.layout) for up, rows in self.layer.parts]
         self._places: list[int] | None = None
         if self.layer.narrow is not None:
             self._places = self.layer.narrow.places.tolist()
@@ -293,3 +289,7 @@ class Plan:
             for part, (span, first) in zip(self.layer.parts, spans, strict=True)
             if span.stop > span.start
         ]
+
+
+def _costs(up: UpWeights, rows: RowLayout) -> tuple[int, int, int]:
+    return up.bytes_per_expert(), rows.gate.nbytes, rows.nbytes - rows.gate.nbytes

@@ -16,7 +16,7 @@ class Buffer {
 
     // nullptr when there is no memory.
     uint8_t *take(int64_t bytes) {
-        if (bytes > size_) {
+        if (bytes > size_ || raw_ == nullptr) {
             free(raw_);
             size_ = 0;
             raw_ = malloc((size_t)bytes + 64);

@@ -64,6 +64,15 @@ FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vecto
                                 const int64_t *active, const float *values, const float *down_thresholds, int digits,
                                 int threads, float *y, int64_t *kept);
 
+// The one after the other: up projections as in the first, rows as in the second. Fills counts (P, 2): how many neurons of
+// each call were active, and how many of them were not left out.
+FLOE_API int floe_moe_step(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
+                           const uint8_t *scale, const uint8_t *zero, const floe_vector *gate, const floe_vector *down,
+                           const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes,
+                           const int32_t *slots, int64_t slot_count, int64_t calls, const int64_t *call_token,
+                           const int64_t *call_expert, const float *weights, const float *thresholds,
+                           const float *down_thresholds, int digits, int threads, float *y, int64_t *counts);
+
 // y = x · Wᵀ for W of `width` rows: x (tokens, row->n) -> y (tokens, width), written whole.
 FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
                          const uint8_t *zero, int64_t width, int digits, int threads, float *y);

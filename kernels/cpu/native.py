@@ -148,9 +148,26 @@ def moe_step(
     Raises:
         ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
     """
-    active = up_gemv(x, up, calls, thresholds, x_bits)
-    y, kept = sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
-    return y, torch.stack([active.offsets.diff(), kept], dim=1)
+    x32, tokens, experts = _float32(x), _int64(calls.tokens), _int64(calls.experts)
+    weights, limits = _float32(calls.weights), _float32(thresholds)
+    down_limits = None if down_thresholds is None else _float32(down_thresholds)
+    q, scale, zero, data = _bytes(up.q), up.scale.contiguous(), up.zero.contiguous(), _bytes(rows.data)
+    slots = None if isinstance(rows, ExpertRows) else rows.slots.to(torch.int32).contiguous()
+    shape = data.shape[:2] if slots is None else slots.shape
+    gate, down = _row_vectors(rows.layout)
+    y, counts = torch.empty(x32.shape), torch.empty((experts.numel(), 2), dtype=torch.int64)
+    _check(
+        library().floe_moe_step(
+            *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
+            *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
+            *(gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
+            *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
+            *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr(), limits.data_ptr()),
+            *(None if down_limits is None else down_limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
+            *(y.data_ptr(), counts.data_ptr()),
+        )
+    )
+    return _as(y, x.dtype), counts
 
 
 def expert_swiglu(

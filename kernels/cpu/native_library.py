@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 4
+_VERSION = 5
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 OK = 0
 
@@ -53,6 +53,14 @@ _SIGNATURES = {
             *(c_void_p, c_int64),
             *(c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p),
             c_void_p,
+        ),
+    ),
+    "floe_moe_step": (
+        c_int,
+        (
+            *(c_void_p, c_int64, POINTER(Vector), c_void_p, c_void_p, c_void_p),
+            *(POINTER(Vector), POINTER(Vector), c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64),
+            *(c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p, c_void_p),
         ),
     ),
     "floe_linear": (

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -265,6 +266,18 @@ def test_nothing_to_do(isa: str) -> None:
     active = native.up_gemv(make_x(2, 96), up, calls, torch.full((2,), float("inf")))
     assert active.offsets.tolist() == [0, 0, 0]
     assert not native.sparse_swiglu(make_x(2, 96), rows, calls, active)[0].any()
+
+
+def test_a_threads_first_step_may_have_nothing_to_do(isa: str) -> None:
+    vector = VectorLayout(96, 4, 32)
+    up, _ = make_up(2, 5, vector)
+    rows, _, _ = make_rows(2, 5, vector, vector, torch.bfloat16)
+    nobody = Calls(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), torch.empty(0))
+    for calls in (nobody, make_calls(2, 2, 2)):
+        limits = torch.full((calls.experts.numel(),), float("inf"))
+        with ThreadPoolExecutor(1) as fresh:  # its buffers are empty
+            y, counts = fresh.submit(native.moe_step, make_x(2, 96), up, rows, calls, limits).result()
+        assert not y.any() and counts.tolist() == [[0, 0]] * calls.experts.numel()
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-35, 1e30, float("nan"), float("inf")])
