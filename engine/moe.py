@@ -143,16 +143,23 @@ class MoELayer(nn.Module):
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
     def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
-        # By lists: an operation on tensors costs as much as all of this.
-        found, plan, numbers = self.telemetry.layers[self.index], self.plan, counts.tolist()
-        found.dropped += 2 * chosen.numel() - plan.halves(calls)
-        found.neurons += chosen.numel() * self.packed.rows.data.shape[1]
-        usual = plan.usual(calls)
-        for (up, gate, down), mine in zip(plan.costs, (numbers[:usual], numbers[usual:]), strict=False):
+        self._add_counts(chosen.tolist(), counts.tolist(), self.plan.usual(calls))
+
+    def _add_counts(self, chosen: list[list[int]], counts: list[list[int]], usual: int) -> None:
+        """Add to the telemetry, by lists: an operation on tensors costs as much as all of this.
+
+        Args:
+            chosen: (B, K). counts: (P, 2) of what was computed, the first `usual` of experts that are not narrow.
+        """
+        found, plan = self.telemetry.layers[self.index], self.plan
+        among = sum(map(len, chosen))
+        found.dropped += 2 * among - plan.halves(len(counts))
+        found.neurons += among * self.packed.rows.data.shape[1]
+        for (up, gate, down), mine in zip(plan.costs, (counts[:usual], counts[usual:]), strict=False):
             active, kept = sum(pair[0] for pair in mine), sum(pair[1] for pair in mine)
             found.active += active
             found.bytes += len(mine) * up + active * gate + kept * down
-        for token in chosen.tolist():
+        for token in chosen:
             for expert in token:
                 found.calls[expert] += 1
 
@@ -223,9 +230,9 @@ class Plan:
             narrow = replace(self.layer.narrow.rows.layout, least=self.layer.rows.layout.nbytes)
             self.slots = (self.layer.rows.layout, narrow)
 
-    def halves(self, calls: Calls) -> int:
-        """Halves of experts that these calls compute."""
-        return calls.experts.numel() * (1 if self._split else 2)
+    def halves(self, calls: int) -> int:
+        """Halves of experts that so many calls compute."""
+        return calls if self._split else 2 * calls
 
     def limits(self, expert: int) -> tuple[float, float]:
         """Both thresholds of an expert."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from math import isfinite
 
 import numpy as np
@@ -133,8 +134,13 @@ class OffloadedLayer(MoELayer):
 
     def tell(self, late: Untold, counts: Tensor) -> None:
         """Count a step whose `counts` (P, 2) are on the host now; left out if another answer is counted by now."""
-        if self.telemetry.layers[self.index] is late.answer:
-            super()._count(late.chosen, *kept(late, counts))
+        if self.telemetry.layers[self.index] is not late.answer:
+            return
+        found, usual = counts.tolist(), self.plan.usual(late.calls)
+        if late.left_out is not None:
+            mine = [not left_out for left_out in late.left_out.tolist()]
+            found, usual = list(compress(found, mine)), sum(mine[:usual])
+        self._add_counts(late.chosen.tolist(), found, usual)
 
     def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         Prompt(self.shared, self.index, self.plan, self.in_ram(), hidden, out, self.control).run(shares)
@@ -276,12 +282,3 @@ def thresholds(plan: Plan, calls: Calls, left_out: Tensor | None) -> Tensor:
         return limits
     narrow = calls.experts >= len(plan.layer.up.q)
     return torch.cat([limits.masked_fill(narrow, torch.inf), limits.masked_fill(~narrow, torch.inf)])
-
-
-def kept(late: Untold, counts: Tensor) -> tuple[Calls, Tensor]:
-    """The calls that are not left out and their counts, on the host."""
-    calls, left_out = late.calls, late.left_out
-    if left_out is None:
-        return calls, counts
-    mine = ~left_out
-    return Calls(calls.tokens[mine], calls.experts[mine], calls.weights[mine]), counts[mine]

@@ -208,19 +208,23 @@ class Step:
         self._reached = reached if self._reached is None else self._reached + reached
 
     def _count(self) -> None:
-        counts, found, ends = self.layer.telemetry.layers[self.layer.index], self._found, self.active.offsets.numpy()
-        there = _sizes(found.ready.offsets + found.coming.offsets)
-        counts.ready += found.ready.at.size
-        counts.coming += found.coming.at.size
-        counts.copied += self._copied.at.size
-        counts.on_cpu += found.absent.at.size - self._copied.at.size
+        counts, found = self.layer.telemetry.layers[self.layer.index], self._found
+        ready, coming, absent, copied = (
+            part.offsets.tolist() for part in (found.ready, found.coming, found.absent, self._copied)
+        )
+        counts.ready += ready[-1]
+        counts.coming += coming[-1]
+        counts.copied += copied[-1]
+        counts.on_cpu += absent[-1] - copied[-1]
         counts.waited += self._waited
         if self.plan.preset.lenient:  # nothing else is waited for: it counts as on its way
-            counts.coming += found.absent.at.size
-            there += _sizes(found.absent.offsets)
-        wanted = _sizes(ends)
-        counts.looked += int((wanted > 0).sum())
-        counts.hit += int(((2 * there >= wanted) & (wanted > 0)).sum())
+            counts.coming += absent[-1]
+        ends = self.active.offsets.tolist()
+        for call in range(len(ends) - 1):
+            wanted = ends[call + 1] - ends[call]
+            missing = 0 if self.plan.preset.lenient else absent[call + 1] - absent[call]
+            counts.looked += wanted > 0
+            counts.hit += wanted > 0 and 2 * (wanted - missing) >= wanted
 
 
 def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
