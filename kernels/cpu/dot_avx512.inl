@@ -4,10 +4,11 @@ namespace floe {
 namespace {
 
 // 16 chunks from `start` on (fewer unless FULL) of ROWS vectors with TOKENS tokens, added to sums[row][token]. A
-// vector's codes are isolated once for all tokens, and a token's digits loaded once for all vectors.
+// vector's codes are isolated once for all tokens, and a token's digits loaded once for all vectors. `paces`, if there
+// are any, go a step with each register of codes.
 template <int BITS, int DIGITS, int ROWS, int TOKENS, bool FULL>
 inline void add_section(const floe_vector &v, const Stored *w, const Token *const *tokens, int64_t start,
-                        __m512 (&total)[ROWS][TOKENS]) {
+                        __m512 (&total)[ROWS][TOKENS], Pace *paces) {
     using W = Width<BITS>;
     constexpr int kPlanes = W::kPlanes, kStride = DIGITS * kPlanes * kChunk;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -24,6 +25,7 @@ inline void add_section(const floe_vector &v, const Stored *w, const Token *cons
     __m512i which = _mm512_srli_epi32(lanes, BITS == 8 ? 4 : BITS == 4 ? 3 : 2);
     int64_t bytes = start / W::kChunks * W::kBytes, offset = start / W::kChunks * kStride;
     for (int64_t c = 0; c < count; c += W::kChunks, bytes += W::kBytes, offset += kStride) {
+        if (paces != nullptr) FLOE_UNROLL for (int r = 0; r < ROWS; r++) paces[r].step();
         __m512i codes[ROWS][kPlanes];
         FLOE_UNROLL for (int r = 0; r < ROWS; r++) unpack_planes<BITS, FULL>(w[r].codes + bytes, count - c, codes[r]);
         FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
@@ -52,7 +54,7 @@ inline void add_section(const floe_vector &v, const Stored *w, const Token *cons
 }
 
 // Whole vectors with one or two tokens, as they come from memory.
-template <int BITS, int DIGITS, int ROWS, int TOKENS>
+template <int BITS, int DIGITS, int ROWS, int TOKENS, bool FINE = false>
 inline void dot_rows(const floe_vector &v, const Stored *w, const Token *const *tokens, float (*out)[kBatch],
                      Pace *paces) {
     __m512 total[ROWS][TOKENS];
@@ -60,10 +62,10 @@ inline void dot_rows(const floe_vector &v, const Stored *w, const Token *const *
         _mm512_setzero_ps();
     const int64_t chunks = v.n / kChunk, full = chunks / 16 * 16;
     for (int64_t start = 0; start < full; start += 16) {
-        FLOE_UNROLL for (int r = 0; r < ROWS; r++) paces[r].step();
-        add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens, start, total);
+        FLOE_UNROLL for (int r = 0; r < ROWS && !FINE; r++) paces[r].step();
+        add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens, start, total, FINE ? paces : nullptr);
     }
-    if (full < chunks) add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens, full, total);
+    if (full < chunks) add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens, full, total, nullptr);
     FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int t = 0; t < TOKENS; t++) out[r][t] =
         _mm512_reduce_add_ps(total[r][t]);
 }
@@ -75,8 +77,8 @@ inline void add_tokens(const floe_vector &v, const Stored *w, const Token *const
     __m512 total[ROWS][TOKENS];
     FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int t = 0; t < TOKENS; t++) total[r][t] =
         sums[r][first + t];
-    if (start + 16 <= v.n / kChunk) add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens + first, start, total);
-    else add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens + first, start, total);
+    if (start + 16 <= v.n / kChunk) add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens + first, start, total, nullptr);
+    else add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens + first, start, total, nullptr);
     FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[r][first + t] =
         total[r][t];
 }
@@ -145,17 +147,23 @@ void dot_wanted(const floe_vector &v, const Stored *w, int rows, const Token *co
 template <int BITS, int DIGITS>
 void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
-    Pace paces[kBatch];
     int products = 0;
-    for (int r = 0; r < rows; r++) {
-        paces[r] = Pace(ahead[r], v.n / kChunk / 16);
+    for (int r = 0; r < rows; r++)
         for (int t = 0; t < count; t++) products += is_wanted(wanted, r, t);
-    }
+    // Vectors of records, which lie scattered, arrive sooner when several are read side by side, line by line; those of
+    // a matrix, whose scales lie elsewhere, one after the other.
+    const bool scattered = w->codes == w->scale + 4 * (v.n / v.group);
+    const int fine = scattered && BITS == 4 && DIGITS < 3 && count == 1 && wanted == nullptr ? rows / 4 * 4 : 0;
+    const int64_t sections = v.n / kChunk / 16;
+    Pace paces[kBatch];
+    for (int r = 0; r < rows; r++)
+        paces[r] = Pace(ahead[r], r < fine ? sections * 16 / Width<BITS>::kChunks : sections);
     // Two vectors at a time load half as often, which is worth more than leaving out a few products.
     if (wanted != nullptr && 4 * products < 3 * rows * count)
         return dot_wanted<BITS, DIGITS>(v, w, rows, tokens, count, wanted, out, paces);
     if (count > 2) return dot_sections<BITS, DIGITS>(v, w, rows, tokens, count, out, paces);
     int r = 0;
+    for (; r < fine; r += 4) dot_rows<BITS, DIGITS, 4, 1, true>(v, w + r, tokens, out + r, paces + r);
     for (; r + 2 <= rows; r += 2) {
         if (count == 1) dot_rows<BITS, DIGITS, 2, 1>(v, w + r, tokens, out + r, paces + r);
         else dot_rows<BITS, DIGITS, 2, 2>(v, w + r, tokens, out + r, paces + r);
