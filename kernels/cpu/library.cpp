@@ -22,6 +22,41 @@ int64_t plane(int64_t n, int bits) { return n / kChunk * (8 * bits) + (n % kChun
 
 constexpr int64_t kReadBlock = 256 * 1024;
 
+// Rows that are named one by one, some at a time: scattered ones arrive sooner side by side than one after the other.
+struct Batch {
+    const uint8_t *rows[kBatch], *ahead[kBatch]; // ahead: those that come next
+    int count;
+};
+
+struct Listed {
+    const uint8_t *rows;
+    const int64_t *index;
+    int64_t row_bytes, wanted, per_item;
+
+    Listed(const uint8_t *rows, const int64_t *index, int64_t row_bytes, int64_t wanted, int threads)
+        : rows(rows), index(index), row_bytes(row_bytes), wanted(wanted), per_item(1 + kReadBlock / row_bytes) {
+        const int64_t share = threads > 1 ? (wanted + threads - 1) / threads : wanted;
+        if (share < per_item) per_item = share > kBatch ? share : kBatch;
+    }
+
+    int64_t items() const { return (wanted + per_item - 1) / per_item; }
+
+    // use(first, batch) for all of an item.
+    template <class Use> void each_batch(int64_t item, Use use) const {
+        const int64_t end = (item + 1) * per_item < wanted ? (item + 1) * per_item : wanted;
+        for (int64_t first = item * per_item; first < end; first += kBatch) {
+            Batch batch;
+            batch.count = (int)(end - first < kBatch ? end - first : kBatch);
+            for (int r = 0; r < batch.count; r++) {
+                const int64_t next = first + r + kBatch < end ? first + r + kBatch : first + r;
+                batch.rows[r] = rows + index[first + r] * row_bytes;
+                batch.ahead[r] = rows + index[next] * row_bytes;
+            }
+            use(first, batch);
+        }
+    }
+};
+
 } // namespace
 
 const RowOps &row_ops() { return *chosen().ops; }
@@ -119,18 +154,18 @@ int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, cons
     if (row_bytes < 1 || count < 0 || wanted < 0) return FLOE_BAD_SHAPE;
     if (!in_range(index, wanted, count)) return FLOE_BAD_INDEX;
     struct Context {
-        const uint8_t *rows;
-        const int64_t *index;
-        int64_t row_bytes, wanted, per_item;
+        Listed listed;
         uint8_t *out;
-    } context = {rows, index, row_bytes, wanted, 1 + kReadBlock / row_bytes, out};
+    } context = {Listed(rows, index, row_bytes, wanted, threads), out};
     const auto work = [](void *opaque, int64_t item, int) {
         const Context &c = *(const Context *)opaque;
-        const int64_t end = (item + 1) * c.per_item < c.wanted ? (item + 1) * c.per_item : c.wanted;
-        for (int64_t i = item * c.per_item; i < end; i++)
-            row_ops().copy(c.out + i * c.row_bytes, c.rows + c.index[i] * c.row_bytes, c.row_bytes);
+        c.listed.each_batch(item, [&](int64_t first, const Batch &batch) {
+            uint8_t *to[kBatch];
+            for (int r = 0; r < batch.count; r++) to[r] = c.out + (first + r) * c.listed.row_bytes;
+            row_ops().copy(to, batch.rows, batch.ahead, batch.count, c.listed.row_bytes);
+        });
     };
-    parallel_for(threads, (wanted + context.per_item - 1) / context.per_item, work, &context);
+    parallel_for(threads, context.listed.items(), work, &context);
     return FLOE_OK;
 }
 
@@ -147,8 +182,11 @@ int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int
     const auto work = [](void *opaque, int64_t item, int) {
         const Context &c = *(const Context *)opaque;
         const int64_t end = (item + 1) * c.per_item < c.count ? (item + 1) * c.per_item : c.count;
-        for (int64_t i = item * c.per_item; i < end; i++)
-            row_ops().copy(c.pool + c.slot[i] * c.row_bytes, c.records + i * c.row_bytes, c.row_bytes);
+        for (int64_t i = item * c.per_item; i < end; i++) {
+            uint8_t *const to = c.pool + c.slot[i] * c.row_bytes;
+            const uint8_t *const from = c.records + i * c.row_bytes, *const next = from + c.row_bytes;
+            row_ops().copy(&to, &from, &next, 1, c.row_bytes);
+        }
     };
     parallel_for(threads, (count + context.per_item - 1) / context.per_item, work, &context);
     return FLOE_OK;
@@ -180,7 +218,8 @@ int floe_read(const uint8_t *data, int64_t bytes, int threads, uint64_t *checksu
         Context &c = *(Context *)opaque;
         const int64_t start = item * kReadBlock;
         const int64_t count = c.bytes - start < kReadBlock ? c.bytes - start : kReadBlock;
-        c.sum.fetch_xor(row_ops().read(c.data + start, count, c.data + start + 2048));
+        const uint8_t *const from = c.data + start, *const ahead = from + 2048;
+        c.sum.fetch_xor(row_ops().read(&from, &ahead, 1, count));
     };
     parallel_for(threads, (bytes + kReadBlock - 1) / kReadBlock, work, &context);
     *checksum = context.sum;
@@ -192,27 +231,18 @@ int floe_read_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const 
     if (row_bytes < 1 || count < 0 || wanted < 0) return FLOE_BAD_SHAPE;
     if (!in_range(index, wanted, count)) return FLOE_BAD_INDEX;
     struct Context {
-        const uint8_t *rows;
-        const int64_t *index;
-        int64_t row_bytes, wanted, per_item;
+        Listed listed;
         std::atomic<uint64_t> sum{0};
-    } context;
-    context.rows = rows;
-    context.index = index;
-    context.row_bytes = row_bytes;
-    context.wanted = wanted;
-    context.per_item = 1 + kReadBlock / row_bytes;
+    } context = {Listed(rows, index, row_bytes, wanted, threads)};
     const auto work = [](void *opaque, int64_t item, int) {
         Context &c = *(Context *)opaque;
-        const int64_t end = (item + 1) * c.per_item < c.wanted ? (item + 1) * c.per_item : c.wanted;
         uint64_t sum = 0;
-        for (int64_t i = item * c.per_item; i < end; i++) {
-            const int64_t next = i + 1 < end ? i + 1 : i;
-            sum ^= row_ops().read(c.rows + c.index[i] * c.row_bytes, c.row_bytes, c.rows + c.index[next] * c.row_bytes);
-        }
+        c.listed.each_batch(item, [&](int64_t, const Batch &batch) {
+            sum ^= row_ops().read(batch.rows, batch.ahead, batch.count, c.listed.row_bytes);
+        });
         c.sum.fetch_xor(sum);
     };
-    parallel_for(threads, (wanted + context.per_item - 1) / context.per_item, work, &context);
+    parallel_for(threads, context.listed.items(), work, &context);
     *checksum = context.sum;
     return FLOE_OK;
 }

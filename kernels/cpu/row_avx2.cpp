@@ -156,25 +156,34 @@ void add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const ui
             y + t * y_stride + i);
 }
 
-void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {
-    if (((uintptr_t)to | (uintptr_t)bytes) & 31) {
-        memcpy(to, from, (size_t)bytes);
+void copy(uint8_t *const *to, const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes) {
+    uintptr_t low = (uintptr_t)bytes;
+    for (int r = 0; r < count; r++) low |= (uintptr_t)to[r];
+    if (low & 63) {
+        for (int r = 0; r < count; r++) memcpy(to[r], from[r], (size_t)bytes);
         return;
     }
-    for (int64_t i = 0; i < bytes; i += 32) _mm256_stream_si256((__m256i *)(to + i), load(from + i));
+    for (int64_t i = 0; i < bytes; i += 64)
+        for (int r = 0; r < count; r++) {
+            FLOE_PREFETCH(ahead[r] + i);
+            FLOE_UNROLL for (int h = 0; h < 64; h += 32)
+                _mm256_stream_si256((__m256i *)(to[r] + i + h), load(from[r] + i + h));
+        }
     _mm_sfence();
 }
 
-uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
+uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes) {
     __m256i lanes[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
     int64_t i = 0;
-    for (; i + 64 <= bytes; i += 64) {
-        FLOE_PREFETCH(ahead + i);
-        FLOE_UNROLL for (int l = 0; l < 2; l++) lanes[l] = _mm256_xor_si256(lanes[l], load(from + i + 32 * l));
-    }
+    for (; i + 64 <= bytes; i += 64)
+        for (int r = 0; r < count; r++) {
+            FLOE_PREFETCH(ahead[r] + i);
+            FLOE_UNROLL for (int l = 0; l < 2; l++) lanes[l] = _mm256_xor_si256(lanes[l], load(from[r] + i + 32 * l));
+        }
     uint64_t words[4], rest = 0;
     _mm256_storeu_si256((__m256i *)words, _mm256_xor_si256(lanes[0], lanes[1]));
-    for (; i < bytes; i++) rest ^= from[i];
+    for (; i < bytes; i++)
+        for (int r = 0; r < count; r++) rest ^= from[r][i];
     return rest ^ words[0] ^ words[1] ^ words[2] ^ words[3];
 }
 

@@ -147,27 +147,33 @@ void add_active(const float (*h)[kTile], const uint8_t (*which)[kTile], const ui
             h[t], [&](int64_t n) { return which[t][n]; }, counts[t], tile, 0, columns - i, y + t * y_stride + i);
 }
 
-void copy(uint8_t *to, const uint8_t *from, int64_t bytes) {
-    if (((uintptr_t)to | (uintptr_t)bytes) & 63) {
-        memcpy(to, from, (size_t)bytes);
+void copy(uint8_t *const *to, const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes) {
+    uintptr_t low = (uintptr_t)bytes;
+    for (int r = 0; r < count; r++) low |= (uintptr_t)to[r];
+    if (low & 63) {
+        for (int r = 0; r < count; r++) memcpy(to[r], from[r], (size_t)bytes);
         return;
     }
-    for (int64_t i = 0; i < bytes; i += 64) _mm512_stream_si512((__m512i *)(to + i), load(from + i));
+    for (int64_t i = 0; i < bytes; i += 64)
+        for (int r = 0; r < count; r++) {
+            FLOE_PREFETCH(ahead[r] + i);
+            _mm512_stream_si512((__m512i *)(to[r] + i), load(from[r] + i));
+        }
     _mm_sfence();
 }
 
-uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
-    __m512i lanes[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes) {
+    __m512i lanes = _mm512_setzero_si512();
     int64_t i = 0;
-    for (; i + 256 <= bytes; i += 256)
-        for (int l = 0; l < 4; l++) {
-            FLOE_PREFETCH(ahead + i + 64 * l);
-            lanes[l] = _mm512_xor_si512(lanes[l], load(from + i + 64 * l));
+    for (; i + 64 <= bytes; i += 64)
+        for (int r = 0; r < count; r++) {
+            FLOE_PREFETCH(ahead[r] + i);
+            lanes = _mm512_xor_si512(lanes, load(from[r] + i));
         }
     uint64_t rest = 0;
-    for (; i < bytes; i++) rest ^= from[i];
-    const __m512i all = _mm512_xor_si512(_mm512_xor_si512(lanes[0], lanes[1]), _mm512_xor_si512(lanes[2], lanes[3]));
-    return rest ^ (uint64_t)_mm512_reduce_add_epi64(all);
+    for (; i < bytes; i++)
+        for (int r = 0; r < count; r++) rest ^= from[r][i];
+    return rest ^ (uint64_t)_mm512_reduce_add_epi64(lanes);
 }
 
 const RowOps ops = {"avx512", prepare, dot, axpy, finish, expand, add_products, add_active, copy, read};

@@ -87,9 +87,11 @@ struct RowOps {
     void (*add_active)(const float (*h)[kTile], const uint8_t (*which)[kTile], const uint8_t *counts, const float *tile,
                        int64_t columns, int64_t tokens, float *y, int64_t y_stride);
 
-    // Copy past the caches where that pays: the reader is another core or device.
-    void (*copy)(uint8_t *to, const uint8_t *from, int64_t bytes);
-    uint64_t (*read)(const uint8_t *from, int64_t bytes, const uint8_t *ahead);
+    // Copies up to kBatch vectors side by side, past the caches where that pays: the reader is another core or device.
+    // ahead: where as many bytes each are wanted next.
+    void (*copy)(uint8_t *const *to, const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes);
+    // Reads likewise; returns what depends on every byte.
+    uint64_t (*read)(const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes);
 };
 
 const RowOps *portable_ops();

@@ -39,18 +39,22 @@ void dot(const floe_vector &v, const Stored *w, int rows, const Token *const *to
 
 void finish(const floe_vector &, float *, const float *) {}
 
-void copy(uint8_t *to, const uint8_t *from, int64_t bytes) { memcpy(to, from, (size_t)bytes); }
+void copy(uint8_t *const *to, const uint8_t *const *from, const uint8_t *const *, int count, int64_t bytes) {
+    for (int r = 0; r < count; r++) memcpy(to[r], from[r], (size_t)bytes);
+}
 
-uint64_t read(const uint8_t *from, int64_t bytes, const uint8_t *ahead) {
+uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes) {
     uint64_t lanes[8] = {};
     int64_t i = 0;
-    for (; i + 64 <= bytes; i += 64) {
-        FLOE_PREFETCH(ahead + i);
-        uint64_t words[8];
-        memcpy(words, from + i, 64);
-        for (int l = 0; l < 8; l++) lanes[l] ^= words[l];
-    }
-    for (; i < bytes; i++) lanes[0] ^= from[i];
+    for (; i + 64 <= bytes; i += 64)
+        for (int r = 0; r < count; r++) {
+            FLOE_PREFETCH(ahead[r] + i);
+            uint64_t words[8];
+            memcpy(words, from[r] + i, 64);
+            for (int l = 0; l < 8; l++) lanes[l] ^= words[l];
+        }
+    for (; i < bytes; i++)
+        for (int r = 0; r < count; r++) lanes[0] ^= from[r][i];
     for (int l = 1; l < 8; l++) lanes[0] ^= lanes[l];
     return lanes[0];
 }
