@@ -100,18 +100,21 @@ inline void add_sections(const floe_vector &v, const Stored &w, const Token *con
     FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t] = total[t];
 }
 
-// One vector with one token: what a decode step consists of. Like add_section of whole sections with a scale per chunk,
-// but few enough numbers are alive that all of them stay in registers.
+// What one vector and one token have come to: the products of codes, and the share of the zero points.
+struct Sum {
+    __m256 total, shift;
+};
+
+// Whole sections `from`..`to` (in chunks) of one vector with one token: what a decode step consists of. Like add_section
+// with a scale per chunk, but few enough numbers are alive that all of them stay in registers.
 template <int BITS, int DIGITS>
-FLOE_NOINLINE float dot_one(const floe_vector &v, const Stored &w, const Token &token, Ahead ahead) {
+FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, int64_t to, Sum &sum_so_far, Pace &pace) {
     constexpr int64_t kChunks = Width<BITS>::kChunks, kRegister = BITS == 8 ? 1 : Width<BITS>::kPlanes;
     constexpr int kDigits = BITS == 8 ? 1 : DIGITS;
-    const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
-    Pace pace(ahead, chunks / kSection);
-    const uint8_t *p = w.codes, *scales = w.scale, *zeros = w.zero;
-    const int8_t *digits = token.digits;
-    const float *steps = token.scale, *sums = token.sums, *const end = steps + whole;
-    __m256 total = _mm256_setzero_ps(), shift = _mm256_setzero_ps();
+    const uint8_t *p = chunk_at<BITS>(w.codes, from), *scales = w.scale + 2 * from, *zeros = w.zero + 2 * from;
+    const int8_t *digits = token.digits + from / kSection * step_digits<BITS, DIGITS>(kSection);
+    const float *steps = token.scale + from, *sums = token.sums + from, *const end = token.scale + to;
+    __m256 total = sum_so_far.total, shift = sum_so_far.shift;
     while (steps < end) {
         __m256 scale = section_halves<BITS>(scales);
         const __m256 zero = _mm256_mul_ps(scale, section_halves<BITS>(zeros));
@@ -121,8 +124,8 @@ FLOE_NOINLINE float dot_one(const floe_vector &v, const Stored &w, const Token &
         // Addresses of registers of digits, and in their middle: displacements that take one byte, since Zen's cache of
         // decoded instructions has few places for longer ones.
         FLOE_UNROLL for (int64_t c = 0; c < kSection; c += kRegister) {
-            const uint8_t *from = chunk_at<BITS>(p, c);
-            FLOE_ADDRESS(from);
+            const uint8_t *codes_at = chunk_at<BITS>(p, c);
+            FLOE_ADDRESS(codes_at);
             const int8_t *at[kDigits];
             FLOE_UNROLL for (int d = 0; d < kDigits; d++) {
                 at[d] = digits + step_digits<BITS, DIGITS>(c) + d * digit_stride<BITS>() + 128;
@@ -130,7 +133,7 @@ FLOE_NOINLINE float dot_one(const floe_vector &v, const Stored &w, const Token &
             }
             FLOE_UNROLL for (int64_t i = 0; i < kRegister; i += kChunks) {
                 __m256i codes[4];
-                step_codes<BITS, true>(from, i, kSection, codes);
+                step_codes<BITS, true>(codes_at, i, kSection, codes);
                 const __m256 sum = step_sum<BITS, DIGITS>(
                     codes, [&](int d, int k) { return at[d] + k * plane_stride<BITS>() + i / kChunks * 32 - 128; });
                 const int64_t place = kChunks == 1 ? c + i : (c + i) / 2;
@@ -144,20 +147,39 @@ FLOE_NOINLINE float dot_one(const floe_vector &v, const Stored &w, const Token &
         steps += kSection;
         sums += kSection;
     }
-    total = _mm256_sub_ps(total, shift);
+    sum_so_far = {total, shift};
+}
+
+// Up to kBatch vectors with one token, one after the other; those of records, which lie scattered, side by side, section
+// by section: so they arrive sooner.
+template <int BITS, int DIGITS>
+void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token, const uint8_t *wanted,
+             float (*out)[kBatch], const Ahead *ahead) {
+    const int64_t chunks = v.n / kChunk, whole = chunks / kSection * kSection;
+    const bool scattered = w->codes == w->scale + 4 * chunks;
+    const int64_t span = scattered ? kSection : whole;
+    Sum sums[kBatch];
+    Pace paces[kBatch];
+    for (int r = 0; r < rows; r++) sums[r] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (int64_t from = 0; from < whole; from += span)
+        for (int r = 0; r < rows; r++) {
+            if (!is_wanted(wanted, r, 0)) continue;
+            if (from == 0) paces[r] = Pace(ahead[r], chunks / kSection);
+            add_one<BITS, DIGITS>(w[r], token, from, from + span, sums[r], paces[r]);
+        }
     const Token *const tokens = &token;
-    if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w, &tokens, whole, &total);
-    return sum8(total);
+    for (int r = 0; r < rows; r++) {
+        if (!is_wanted(wanted, r, 0)) continue;
+        __m256 total = _mm256_sub_ps(sums[r].total, sums[r].shift);
+        if (whole < chunks) add_section<BITS, DIGITS, 1, false>(v, w[r], &tokens, whole, &total);
+        out[r][0] = sum8(total);
+    }
 }
 
 template <int BITS, int DIGITS>
 void dot_codes(const floe_vector &v, const Stored *w, int rows, const Token *const *tokens, int count,
                const uint8_t *wanted, float (*out)[kBatch], const Ahead *ahead) {
-    if (count == 1 && v.group == kChunk) {
-        for (int r = 0; r < rows; r++)
-            if (is_wanted(wanted, r, 0)) out[r][0] = dot_one<BITS, DIGITS>(v, w[r], *tokens[0], ahead[r]);
-        return;
-    }
+    if (count == 1 && v.group == kChunk) return dot_one<BITS, DIGITS>(v, w, rows, *tokens[0], wanted, out, ahead);
     __m256 sums[kBatch][kBatch];
     const Token *own[kBatch][kBatch]; // each vector meets its own tokens
     int counts[kBatch];
