@@ -51,23 +51,26 @@ template <int BITS, bool FULL> inline void unpack_planes(const uint8_t *p, int64
         const __m512i mask = _mm512_set1_epi8(0x0f);
         codes[0] = _mm512_and_si512(raw, mask);
         codes[1] = _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask);
-    } else {
+    } else if (BITS == 2) {
         const __m512i mask = _mm512_set1_epi8(3);
         codes[0] = _mm512_and_si512(raw, mask);
         FLOE_UNROLL for (int k = 1; k < 4; k++) codes[k] = _mm512_and_si512(_mm512_srli_epi16(raw, 2 * k), mask);
-    }
-    if (BITS == 3) {
+    } else {
         // A chunk's upper bits are 8 bytes: bit 2k of them belongs to the first 8 of a plane's 16 codes, 2k + 1 to the
-        // rest.
+        // rest. So each byte of `upper` has plane k's bit at 2k, and what shifts bring from its neighbours is masked.
         const __m256i top = FULL ? _mm256_loadu_si256((const __m256i *)(p + 64))
                                  : _mm256_maskz_loadu_epi8(~(__mmask32)0 >> (32 - here * 8), p + here * 16);
         const __m512i twice =
             _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), _mm512_castsi256_si512(top));
-        FLOE_UNROLL for (int k = 0; k < 4; k++) {
-            const __m512i bit = _mm512_broadcast_i32x4(
-                _mm_set_epi64x((long long)(0x0202020202020202ull << (2 * k)), 0x0101010101010101ll << (2 * k)));
-            codes[k] = _mm512_mask_add_epi8(codes[k], _mm512_test_epi8_mask(twice, bit), codes[k], _mm512_set1_epi8(4));
-        }
+        const __m512i upper = _mm512_srlv_epi64(twice, _mm512_setr_epi64(0, 1, 0, 1, 0, 1, 0, 1));
+        // Two planes' codes in the halves of each byte: lower bits where the mask is set, else the upper one.
+        const __m512i lower = _mm512_set1_epi8(0x33), three = _mm512_set1_epi8(7);
+        const __m512i even = _mm512_ternarylogic_epi32(lower, raw, _mm512_slli_epi16(upper, 2), 0xca);
+        const __m512i odd = _mm512_ternarylogic_epi32(lower, _mm512_srli_epi16(raw, 2), upper, 0xca);
+        codes[0] = _mm512_and_si512(even, three);
+        codes[1] = _mm512_and_si512(odd, three);
+        codes[2] = _mm512_and_si512(_mm512_srli_epi16(even, 4), three);
+        codes[3] = _mm512_and_si512(_mm512_srli_epi16(odd, 4), three);
     }
 }
 
