@@ -118,8 +118,9 @@ Token *prepare_tokens(const floe_vector &v, const float *x, int64_t count, int d
 void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, const uint8_t *zero, int64_t start,
                  int count, Stored *rows, Ahead *ahead) {
     const int64_t bytes = code_bytes(v), scale_bytes = 2 * groups_of(v);
-    // The latency of a busy memory at 20 GB/s a core, but beyond the two rows that are multiplied at once.
-    const int64_t ahead_bytes = 2 * bytes > 4096 ? 2 * bytes : 4096;
+    // Beyond the two rows that are multiplied at once, and so far that a busy memory has brought it by then: half of it
+    // is late (Zen 4), twice of it reads what another thread works on.
+    const int64_t ahead_bytes = 2 * bytes > 8192 ? 2 * bytes : 8192;
     for (int r = 0; r < count; r++) {
         const int64_t at = start + r;
         rows[r] = {scale + at * scale_bytes, zero + at * scale_bytes, q + at * bytes};
