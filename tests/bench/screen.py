@@ -73,9 +73,11 @@ def echo(model: str, runs: int) -> dict[str, Any]:
         for _ in range(runs):
             found["idle"] += pressed(window, lambda: True)
             window.type(PROMPT + "\r")
-            window.until("● writing")
-            found["streaming"] += pressed(window, lambda: "● writing" in window.text)
+            window.until(lambda text: "● ready" not in text)
+            found["streaming"] += pressed(window, lambda: "● ready" not in window.text)
             window.until("● ready", 300)
+            window.type("\x0e")  # another chat: asked again in the same one, the demo answers briefly
+            time.sleep(0.5)
     return {"model": model, **{name: spread(values) for name, values in found.items()}}
 
 
