@@ -128,7 +128,8 @@ def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLa
 def measure(share: float, tokens: int) -> dict[str, float]:
     """Milliseconds per layer and token: the engine's own, and the share of them that drawing neurons takes."""
     device, asked = _Nothing(0), list[float]()
-    made, _ = layers(device, share, Parts(predictor="none"))
+    made, control = layers(device, share, Parts(predictor="none"))
+    control.counting = True
     x, draw = torch.zeros(1, 64), np.random.default_rng(1)
     took: dict[str, list[float]] = {"clock": [], "cpu": []}
     drawn, drawn_cpu, found_at = 0.0, 0.0, 0.0
