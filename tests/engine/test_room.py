@@ -26,9 +26,11 @@ from .driver import GREEDY, open_model, silent
 from .test_offload import device
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
-# Nothing is left out: in so many tokens some neuron lies so near a threshold that the order of sums, which follows what
-# lies in the pool, decides about it. Seen: 9e-7 in x, one neuron of 127 less, a tenth of the expert's output.
+# Where tokens are compared nothing is left out: of so many neurons some lie so near a threshold that the order of sums,
+# which follows what lies in the pool, decides about them. Seen: 9e-7 in x, one neuron of 127 less, a tenth of the
+# expert's output.
 WHOLE = Preset("Whole", 0.0, lossless=True)
+SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,9 @@ def needs(pack: Path) -> Needs:
     return Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 4)
 
 
-def talk(loaded: LoadedModel, kv: KVCache, prompt: Sequence[int], tokens: int) -> list[int]:
+def talk(loaded: LoadedModel, kv: KVCache, prompt: Sequence[int], tokens: int, preset: Preset = WHOLE) -> list[int]:
     """A greedy answer with what `kv` holds already."""
-    loaded.control.preset = WHOLE
+    loaded.control.preset = preset
     loaded.telemetry.begin(1, len(prompt), loaded.telemetry.clock())
     steps = generate(
         loaded.decoder,
@@ -92,9 +94,11 @@ def test_fifty_conversations_stay_within_the_budget(pack: Path, needs: Needs, na
     process, resident, used = psutil.Process(), list[int](), set[int]()
     for conversation in range(conversations):
         prompt = prompt_of(conversation, (20, 470, 90, 130, 40)[conversation % 5])
-        first = talk(loaded, kv, prompt, 20)
-        second = talk(loaded, kv, [*prompt, *first, 9], 20 if len(prompt) < 400 else 15)
-        if conversation in (1, 2, conversations - 2):
+        compared = conversation in (1, 2, conversations - 2)
+        preset = WHOLE if compared else SKIPPING
+        first = talk(loaded, kv, prompt, 20, preset)
+        second = talk(loaded, kv, [*prompt, *first, 9], 20 if len(prompt) < 400 else 15, preset)
+        if compared:
             assert first == talk(plain, KVCache(), prompt, 20)
             assert second == talk(plain, KVCache(), [*prompt, *first, 9], len(second))
         used.add(in_use(loaded, kv, needs))

@@ -241,8 +241,16 @@ class _Handler(BaseHTTPRequestHandler):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.begin(status, {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers})
         if self.command != "HEAD":
+            self.write(content)
+
+    def write(self, content: bytes) -> None:
+        """Counted first: who asks how much was sent may have read it before this thread goes on."""
+        self.request_seen.sent += len(content)
+        try:
             self.wfile.write(content)
-            self.request_seen.sent += len(content)
+        except OSError:
+            self.request_seen.sent -= len(content)
+            raise
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.request_seen.status = status
@@ -342,8 +350,7 @@ class _Handler(BaseHTTPRequestHandler):
         step = 1 << 16 if fault.rate is None else max(1, int(fault.rate / 50))
         for offset in range(0, min(stop, len(data)), step):
             part = data[offset : min(offset + step, stop)]
-            self.wfile.write(part)
-            self.request_seen.sent += len(part)
+            self.write(part)
             if fault.rate is not None:
                 time.sleep(len(part) / fault.rate)
         if fault.stall_after is not None:
