@@ -243,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.write(content)
 
-    def write(self, content: bytes) -> None:
+    def write(self, content: bytes | bytearray) -> None:
         """Counted first: who asks how much was sent may have read it before this thread goes on."""
         self.request_seen.sent += len(content)
         try:
