@@ -41,6 +41,7 @@ class Setting:
         alpha: how far below the (k+1)-th score a resident expert may stand in for an absent one (importance-driven
             scheduling, algorithm 1).
         narrow, rare: fewer bits for some experts (CORM), and which they are, layer by layer.
+        weighed: whether thresholds rise as the router's weight of a call falls, see `moe.Work`.
     """
 
     up: int = 16
@@ -54,6 +55,7 @@ class Setting:
     alpha: float = 0.0
     narrow: Narrow | None = None
     rare: tuple[tuple[int, ...], ...] = ()
+    weighed: bool = True
 
     def is_narrow(self, layer: int, expert: int) -> bool:
         """Whether it has the fewer bits."""
@@ -203,7 +205,7 @@ class _Experts(nn.Module):
             seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
             expert = _Expert(*self._checkpoint.expert(self._layer, number), seen)
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
-            y, _, _ = expert(Setting(), hidden[token], selection.WHOLE)
+            y, _, _ = expert(Setting(), hidden[token], selection.WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
             for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
                 narrow = setting.is_narrow(self._layer, number)
@@ -212,7 +214,7 @@ class _Experts(nn.Module):
                     token, slot = ((route.index == number) & (route.halves == part)).nonzero(as_tuple=True)
                     if not token.numel():
                         continue
-                    y, active, kept = expert(own, hidden[block][token], part)
+                    y, active, kept = expert(own, hidden[block][token], part, route.eases[token, slot])
                     out[block].index_add_(0, token, y * route.weights[token, slot, None])
                     for taken, counted in ((self.taken, slice(None)), (self.missed, route.absent[token, slot])):
                         work = part * len(token[counted]), int(active[counted].sum()), int(kept[counted].sum())
@@ -224,7 +226,7 @@ class _Experts(nn.Module):
 
 
 class _Route:
-    """Where a setting sends its tokens: index, weights and halves (B, K), and whether the expert was absent (B, K)."""
+    """Where a setting sends its tokens: index, weights, halves and eases (B, K), and whether the expert was absent."""
 
     def __init__(self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor) -> None:
         capacity = max(1, round(RESIDENT_SHARE * probabilities.shape[1]))
@@ -234,6 +236,7 @@ class _Route:
         self.index, self.weights = index, weights
         halves = selection.halves(weights.tolist(), setting.drop, setting.major)
         self.halves = torch.tensor(halves)
+        self.eases = selection.ease_there(weights).to(weights.dtype) if setting.weighed else torch.ones_like(weights)
         resident = selection.Residency(capacity)
         self.absent = torch.tensor(
             [
@@ -254,17 +257,20 @@ class _Expert:
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
         self._made: dict[tuple[str, int, int, int], Tensor] = {}
 
-    def __call__(self, setting: Setting, x: Tensor, part: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x (T, H) -> y (T, H), and how many neurons of each token were active and kept, (T,) each."""
-        s = setting
+    def __call__(self, setting: Setting, x: Tensor, part: int, ease: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, H) -> y (T, H), and how many neurons of each token were active and kept, (T,) each.
+
+        ease: (T,) what multiplies both thresholds of each token, see `selection.ease`.
+        """
+        s, each = setting, ease[:, None]
         v = F.linear(x, self._up_at(s))
-        active = ~(v.abs() < self._v_limit(s)) if s.sparsity else torch.ones_like(v, dtype=torch.bool)
+        active = ~(v.abs() < self._v_limit(s) * each) if s.sparsity else torch.ones_like(v, dtype=torch.bool)
         if part == selection.MAJOR:
             active &= ~self._minor
         h = F.silu(F.linear(x, self._gate_at(s))) * v
         kept = active
         if s.product:
-            kept = active & ~(h.abs() < self._h_limit(s))
+            kept = active & ~(h.abs() < self._h_limit(s) * each)
         return h.masked_fill(~kept, 0) @ self._down_at(s), active.sum(-1), kept.sum(-1)
 
     def _up_at(self, s: Setting) -> Tensor:

@@ -128,10 +128,10 @@ class Device:
         return self._sum(x, rows, one, active, limits, x_bits)
 
     def expert(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, x_bits: int
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
     ) -> Tensor:
         """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
-        return kernels.expert_swiglu(x, up, rows, 0, threshold, product, x_bits=x_bits)[0]
+        return kernels.expert_swiglu(x, up, rows, 0, thresholds, products, x_bits=x_bits)[0]
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
         """Copy rows[slots] to target[places], both in device memory."""
@@ -145,7 +145,7 @@ class Device:
         return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", count, nbytes)
 
     def expert_beside(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[float, float], x_bits: int
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
     ) -> Future[Partial]:
         """Start one expert over many tokens on the CPU; y is not weighted."""
 
@@ -281,13 +281,13 @@ class VirtualDevice(Device):
         return found
 
     def expert(
-        self, x: Tensor, up: UpWeights, rows: ExpertRows, threshold: float, product: float, x_bits: int
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
     ) -> Tensor:
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]
         nbytes = neurons * rows.layout.used + up.bytes_per_expert()
         self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
-        return super().expert(x, up, rows, threshold, product, x_bits)
+        return super().expert(x, up, rows, thresholds, products, x_bits)
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
         """Read once and written once."""

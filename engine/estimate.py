@@ -23,6 +23,9 @@ PROMPT = 512  # tokens of the prompt whose speed is told, and that a decoded tok
 # Share of a model's rows that the pool holds -> share of the wanted rows that are there (BENCHMARKS.md, eviction by
 # score on the demo model's held-out questions).
 HITS = ((0.0, 0.0), (0.05, 0.104), (0.10, 0.208), (0.25, 0.441), (0.50, 0.738), (1.0, 1.0))
+# Share of neurons left out by thresholds that rise as the router's weight falls -> share of all chosen experts' neurons
+# that are active, whichever experts are left out by score besides (BENCHMARKS.md, the frontier, on the demo model).
+WEIGHED = ((0.0, 1.0), (0.4, 0.513), (0.5, 0.437), (0.6, 0.363), (0.7, 0.293), (0.8, 0.222), (1.0, 0.0))
 # The router's score, relative to the mean, below which experts are left out -> share of expert work (BENCHMARKS.md,
 # the frontier and orderings, on the demo model).
 DROPPED = ((0.0, 0.0), (0.2, 0.10), (0.4, 0.18), (0.6, 0.26), (0.8, 0.355), (1.0, 0.5))
@@ -65,9 +68,11 @@ class Work:
         """By a preset's shares. `drops`: whether low scores leave experts out as often as in a trained model."""
         # Below the first score an expert is left out, between the two half of it.
         left_out = (at(DROPPED, preset.drop) + at(DROPPED, max(preset.drop, preset.major))) / 2
-        active = 1 - preset.sparsity
+        calls = 1 - left_out if drops else 1.0
+        active = at(WEIGHED, preset.sparsity) if preset.weighed else 1 - preset.sparsity
         reached = min(1.0, (1 - preset.product) / active) if preset.product and active else 1.0
-        return cls(1 - left_out if drops else 1.0, active, reached)
+        # By weight, experts of a low score, which are left out first, have hardly an active neuron.
+        return cls(calls, min(1.0, active / calls) if preset.weighed else active, reached)
 
     @property
     def read(self) -> float:

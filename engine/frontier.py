@@ -37,14 +37,15 @@ DROPS = (  # both thresholds alike (1T-drop), then apart (2T-drop)
 )
 ALPHAS = (0.2, 0.5, 0.8)
 PROBES = {  # always measured, to compare with
-    Setting(up=2, sparsity=0.8): "FloE 80 %",
-    Setting(up=2, sparsity=0.9): "FloE 90 %",
-    Setting(2, 4, 4, sparsity=0.6): "4-bit rows, 60 %",
+    Setting(up=2, sparsity=0.8, weighed=False): "FloE 80 %",
+    Setting(up=2, sparsity=0.9, weighed=False): "FloE 90 %",
+    Setting(2, 4, 4, sparsity=0.6, weighed=False): "4-bit rows, 60 %",
+    Setting(2, 4, 4, sparsity=0.6): "4-bit rows, 60 %, by the router's weight",
     Setting(4, 4, 4): "4 bit throughout",
     Setting(8, 8, 8): "8 bit throughout",
 }
 LEVELS = {"High": 0.002, "Balanced": 0.01, "Fast": 0.05}  # KL that skipping may add, nats
-_TOGETHER = 24  # combinations to measure at the pack's own widths, and as many at any
+_TOGETHER = 32  # combinations to measure at the pack's own widths, and as many at any
 _MEMORY_SHARE = 0.4  # of what is free, for the settings of one pass
 
 
@@ -227,7 +228,9 @@ class _Guess:
         kl = sum(self._known[dial].kl for dial in dials if dial in self._known)
         skipped, dropped = (self._known[dial].taken for dial in dials[3:5])
         share = dropped.halves / self._whole.halves
-        taken = Taken(dropped.halves, skipped.active * share, skipped.kept * share)
+        # Thresholds weighed by the router leave next to no neurons of the experts that are left out by score.
+        active, kept = min(skipped.active, share * self._whole.active), min(skipped.kept, share * self._whole.kept)
+        taken = Taken(dropped.halves, active, kept)
         if (narrow := self._known[dials[5]].taken.narrow) is not None:
             taken.narrow = taken.times(narrow.halves / self._whole.halves)
         return taken.nbytes(setting, *self._shape), kl

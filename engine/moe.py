@@ -82,49 +82,45 @@ class MoELayer(nn.Module):
         if self.plan.preset is not self.control.preset:
             self.plan = Plan(self.packed, self.control.preset)
         self.chosen, self.scores = self._choose(hidden, top_k_index, top_k_weights)
-        calls = self._calls(self.chosen, self.scores)
+        work = self._work(self.chosen, self.scores)
         if hidden.shape[0] > DECODE_TOKENS:
-            return self._prefill(hidden, calls)
-        y, counts = self._step(hidden, calls)
+            return self._prefill(hidden, work)
+        y, counts = self._step(hidden, work)
         if self.control.counting:
-            self._count(self.chosen, calls, counts)
+            self._count(self.chosen, work.calls, counts)
         return y
 
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The experts (B, K) and weights that are taken instead of the router's choice: here the same."""
         return index, weights
 
-    def _calls(self, chosen: Tensor, scores: Tensor) -> Calls:
+    def _work(self, chosen: Tensor, scores: Tensor) -> Work:
         """What is computed of them."""
-        return self.plan.calls(chosen, scores)
+        return self.plan.work(chosen, scores)
 
-    def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
+    def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
         plan = self.plan
         if plan.layer.narrow is not None:
-            return self._step_by_width(hidden, calls)
+            return self._step_by_width(hidden, work)
         up, rows, x_bits = plan.layer.up, plan.layer.rows, plan.preset.x_bits
-        down_thresholds = None if plan.products is None else plan.products[calls.experts]
-        thresholds = plan.thresholds[calls.experts]
-        return kernels.moe_step(hidden, up, rows, calls, thresholds, down_thresholds, x_bits=x_bits)
+        return kernels.moe_step(hidden, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
-    def _step_by_width(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
+    def _step_by_width(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
         """The same where some experts are narrow: the same kernels, once for each width that was called."""
-        plan, found = self.plan, list[tuple[Tensor, Tensor]]()
-        for part in plan.by_width(calls):
-            experts, x_bits = part.calls.experts, plan.preset.x_bits
-            limits = None if plan.products is None else plan.products[experts]
-            of_width = hidden, part.up, part.rows, part.within(), plan.thresholds[experts], limits
-            found.append(kernels.moe_step(*of_width, x_bits=x_bits))
+        found = list[tuple[Tensor, Tensor]]()
+        for part in self.plan.by_width(work):
+            limits = part.work.thresholds, part.work.products
+            of_width = hidden, part.up, part.rows, part.within(), *limits
+            found.append(kernels.moe_step(*of_width, x_bits=self.plan.preset.x_bits))
         y = found[0][0] + found[1][0] if found[1:] else found[0][0]
         return y, torch.cat([counts for _, counts in found])
 
-    def _prefill(self, hidden: Tensor, calls: Calls) -> Tensor:
-        plan = self.plan
+    def _prefill(self, hidden: Tensor, work: Work) -> Tensor:
+        plan, experts = self.plan, work.calls.experts
         few = FEW_TOKENS_SPARSE if plan.preset.sparsity >= 0.5 else FEW_TOKENS
-        counts = calls.experts.bincount(minlength=len(plan.thresholds))
-        rare = counts[calls.experts] <= few
-        out, _ = self._step(hidden, Calls(calls.tokens[rare], calls.experts[rare], calls.weights[rare]))
-        shares = [Share.of(calls, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
+        counts = experts.bincount(minlength=len(plan.thresholds))
+        out, _ = self._step(hidden, work.part(counts[experts] <= few))
+        shares = [Share.of(work, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
         self._many(hidden, shares, out)
         return out
 
@@ -137,7 +133,7 @@ class MoELayer(nn.Module):
             y, _, _ = kernels.expert_swiglu(
                 hidden[share.tokens],
                 *plan.layer.at(share.expert),
-                *plan.limits(share.expert),
+                *share.limits,
                 x_bits=plan.preset.x_bits,
             )
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
@@ -165,38 +161,67 @@ class MoELayer(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Width:
-    """A layer's experts of one width, and the calls of them.
+class Work:
+    """What is computed of a step: P calls, and what a neuron must reach in each.
+
+    A neuron adds weight · silu(gate · x) · up · x · down to y, so that the router's weight says as much of what it is
+    worth as its own values do. Where a preset weighs them, an expert's thresholds are divided by the call's weight,
+    relative to the mean of the token's (as `selection.halves` takes it): the same loss takes fewer rows then
+    (BENCHMARKS.md, the frontier).
 
     Attributes:
-        first: the place of its first expert. calls: by place. span: which they are of a step's calls.
+        thresholds: (P,) float32 for |up · x|. products: (P,) for |silu(gate · x) up · x|; None where the preset has
+            none.
+    """
+
+    calls: Calls
+    thresholds: Tensor
+    products: Tensor | None
+
+    def part(self, which: Tensor | slice) -> Work:
+        """Some of it: bool (P,) or a slice."""
+        calls = Calls(self.calls.tokens[which], self.calls.experts[which], self.calls.weights[which])
+        return Work(calls, self.thresholds[which], None if self.products is None else self.products[which])
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """A layer's experts of one width, and what is computed of them.
+
+    Attributes:
+        first: the place of its first expert. work: calls by place. span: which they are of a step's calls.
     """
 
     up: UpWeights
     rows: ExpertRows
     first: int
-    calls: Calls
+    work: Work
     span: slice
 
     def within(self) -> Calls:
         """The calls with experts as they are numbered within the width."""
-        if not self.first:
-            return self.calls
-        return Calls(self.calls.tokens, self.calls.experts - self.first, self.calls.weights)
+        calls = self.work.calls
+        return calls if not self.first else Calls(calls.tokens, calls.experts - self.first, calls.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One expert's part of a prompt: tokens (T,) int64 and the router's weights for them (T, 1)."""
+    """One expert's part of a prompt.
+
+    Attributes:
+        tokens: (T,) int64. weights: (T, 1) the router's. limits: both thresholds of each token, (T,); the second None
+            where the preset has none.
+    """
 
     expert: int
     tokens: Tensor
     weights: Tensor
+    limits: tuple[Tensor, Tensor | None]
 
     @classmethod
-    def of(cls, calls: Calls, expert: int) -> Share:
-        mine = calls.experts == expert
-        return cls(expert, calls.tokens[mine], calls.weights[mine, None])
+    def of(cls, work: Work, expert: int) -> Share:
+        mine = work.part(work.calls.experts == expert)
+        return cls(expert, mine.calls.tokens, mine.calls.weights[:, None], (mine.thresholds, mine.products))
 
 
 class Plan:
@@ -205,7 +230,7 @@ class Plan:
     Where some experts are narrow, calls name places instead of experts and ascend, so that each width's are together.
 
     Attributes:
-        products: thresholds of what enters down; None where the preset has none.
+        thresholds: of up · x. products: of what enters down; None where the preset has none. `Work` has those of calls.
         slots: how rows lie in slots that are made for the widest, by width.
         costs: by width the bytes of an expert's up projection, of a neuron's gate, and of its down half.
         numbers: (E, 1) or (E, 2) of whole experts or their halves. drops: see `selection.left_out_there`; None where no
@@ -217,6 +242,7 @@ class Plan:
         self.layer = packed.halved() if self._split else packed
         self.thresholds = threshold_at(self.layer.thresholds, preset.sparsity)
         self.products = threshold_at(self.layer.products, preset.product) if preset.product else None
+        self._listed = self.thresholds.tolist(), None if self.products is None else self.products.tolist()
         parts = 2 if self._split else 1
         self.numbers = torch.arange(len(self.thresholds), device=self.thresholds.device).view(-1, parts)
         limits = [preset.drop, preset.major][:parts]
@@ -234,33 +260,39 @@ class Plan:
         """Halves of experts that so many calls compute."""
         return calls if self._split else 2 * calls
 
-    def limits(self, expert: int) -> tuple[float, float]:
-        """Both thresholds of an expert."""
-        return float(self.thresholds[expert]), 0.0 if self.products is None else float(self.products[expert])
+    def work(self, index: Tensor, weights: Tensor) -> Work:
+        """index and weights (B, K), the router's choice -> what is computed of it.
 
-    def calls(self, index: Tensor, weights: Tensor) -> Calls:
-        """index and weights (B, K), the router's choice -> what is computed of it."""
-        if not self.preset.drop and not self._split:
-            tokens = torch.arange(len(index), device=index.device).repeat_interleave(index.shape[1])
-            calls = Calls(tokens, index.flatten(), weights.flatten())
-            return calls if self._places is None else self.placed(calls)[0]
-        # In plain Python, since a decode step has two of them and each operation on tensors costs as much as them all.
+        In plain Python, since a decode step has two calls, and each operation on tensors costs as much as them all.
+        """
         shares = weights.tolist()
-        computed: list[tuple[int, int, float]] = []
+        computed: list[tuple[int, int, float, float]] = []
         parts = selection.halves(shares, self.preset.drop, self.preset.major)
-        for token, row in enumerate(zip(index.tolist(), shares, parts, strict=True)):
-            for expert, share, part in zip(*row, strict=True):
-                wanted = (2 * expert, 2 * expert + 1)[:part] if self._split else (expert,)[:part]
-                computed += [(token, one, share) for one in wanted]
+        for token, (experts, row, wanted) in enumerate(zip(index.tolist(), shares, parts, strict=True)):
+            mean = sum(row) / len(row)
+            for expert, share, part in zip(experts, row, wanted, strict=True):
+                numbers = (2 * expert, 2 * expert + 1)[:part] if self._split else (expert,)[:part]
+                ease = selection.ease(share, mean) if self.preset.weighed else 1.0
+                computed += [(token, number, share, ease) for number in numbers]
         if self._places is not None:
-            placed = [(token, self._places[expert], share) for token, expert, share in computed]
-            computed = sorted(placed, key=lambda call: call[1])
-        tokens, experts, kept = zip(*computed, strict=True) if computed else ((), (), ())
-        return Calls(
-            torch.tensor(tokens, dtype=torch.int64, device=index.device),
-            torch.tensor(experts, dtype=torch.int64, device=index.device),
-            torch.tensor(kept, dtype=weights.dtype, device=index.device),
+            places = self._places
+            computed = sorted(
+                ((t, places[number], w, ease) for t, number, w, ease in computed), key=lambda call: call[1]
+            )
+        tokens, experts, kept, eases = zip(*computed, strict=True) if computed else ((), (), (), ())
+        device = index.device
+        calls = Calls(
+            torch.tensor(tokens, dtype=torch.int64, device=device),
+            torch.tensor(experts, dtype=torch.int64, device=device),
+            torch.tensor(kept, dtype=weights.dtype, device=device),
         )
+
+        def limits(table: list[float]) -> Tensor:
+            own = [table[expert] * ease for expert, ease in zip(experts, eases, strict=True)]
+            return torch.tensor(own, dtype=torch.float32, device=device)
+
+        thresholds, products = self._listed
+        return Work(calls, limits(thresholds), None if products is None else limits(products))
 
     def placed(self, calls: Calls) -> tuple[Calls, Tensor]:
         """Calls of experts by number -> by place, ascending, and in which order, where some are narrow."""
@@ -284,15 +316,15 @@ class Plan:
         """Up projections by width, and all of the calls for each, see `within`."""
         return [(up, self.within(calls, width)) for width, (up, _) in enumerate(self.layer.parts)]
 
-    def by_width(self, calls: Calls) -> Sequence[Width]:
+    def by_width(self, work: Work) -> Sequence[Width]:
         """The calls by width, as far as there are any; if there are none, none of the usual width."""
-        cut = self.usual(calls)
-        end, first = calls.experts.numel(), len(self.layer.up.q)
+        cut = self.usual(work.calls)
+        end, first = work.calls.experts.numel(), len(self.layer.up.q)
         if self.layer.narrow is None or cut == end:
-            return (Width(self.layer.up, self.layer.rows, 0, calls, slice(None)),)
+            return (Width(self.layer.up, self.layer.rows, 0, work, slice(None)),)
         spans = ((slice(0, cut), 0), (slice(cut, end), first))
         return [
-            Width(*part, first, Calls(calls.tokens[span], calls.experts[span], calls.weights[span]), span)
+            Width(*part, first, work.part(span), span)
             for part, (span, first) in zip(self.layer.parts, spans, strict=True)
             if span.stop > span.start
         ]

@@ -26,7 +26,7 @@ from ..models.packed import PackedLayer
 from . import selection
 from .cache import Keys
 from .fetching import Asked
-from .moe import DECODE_TOKENS, Control, MoELayer, Plan, Share
+from .moe import DECODE_TOKENS, Control, MoELayer, Plan, Share, Work
 from .offload import Offload
 from .offloaded_step import Given, Step
 from .streaming import Prompt
@@ -75,28 +75,29 @@ class OffloadedLayer(MoELayer):
         (resident,) = self.shared.device.sent(torch.from_numpy(shares >= RESIDENT))
         return selection.substitute_there(probabilities, index, weights, resident, preset.alpha)
 
-    def _calls(self, chosen: Tensor, scores: Tensor) -> Calls:
+    def _work(self, chosen: Tensor, scores: Tensor) -> Work:
         """Of a few tokens all calls, also those that are left out by score: `_step` gives these a threshold that no
         neuron reaches. So nobody waits for the router's choice."""
         self._left_out = None
         if len(chosen) > DECODE_TOKENS:
-            return super()._calls(chosen, scores)
-        calls, self._left_out = every(self.plan, chosen, scores)
-        return calls
+            return super()._work(chosen, scores)
+        work, self._left_out = every(self.plan, chosen, scores)
+        return work
 
-    def _step(self, hidden: Tensor, calls: Calls) -> tuple[Tensor, Tensor]:
+    def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
         shared, plan, device = self.shared, self.plan, self.shared.device
         shared.look()
         device.dense(hidden.shape[0])
-        calls = Calls(*device.sent(calls.tokens, calls.experts, calls.weights))
-        there = Given(hidden, calls, None if plan.products is None else plan.products.index_select(0, calls.experts))
+        own, *parts = device.sent(work.thresholds, *Given(hidden, work.calls, work.products).tensors()[1:])
+        there = Given.of([hidden, *parts])
         # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
         left = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(left) :]
+        limits = thresholds(plan, there.calls, own, self._left_out)
         optional = [tensor for tensor in (self._left_out, self._routed) if tensor is not None]
         untold, shared.untold = shared.untold, []
         active, values, here = device.up(
-            *(hidden, plan.wanted(calls), thresholds(plan, calls, self._left_out), plan.preset.x_bits),
+            *(hidden, plan.wanted(there.calls), limits, plan.preset.x_bits),
             (*asked, self.chosen, self.scores, *optional, *(late.counts for late in untold)),
         )
         shared.pool.release()  # the device has done all that came before
@@ -166,8 +167,9 @@ class OffloadedLayer(MoELayer):
         scores = shared.predictor.experts(self.index, hidden, chosen, guess)
         best = scores.topk(self.chosen.shape[1])
         weights = best.values.float().softmax(-1)
-        calls, left_out = every(plan, best.indices, weights)
-        limits, also = thresholds(plan, calls, left_out), (calls.experts, calls.weights, best.indices)
+        work, left_out = every(plan, best.indices, weights)
+        calls, limits = work.calls, thresholds(plan, work.calls, work.thresholds, left_out)
+        also = calls.experts, calls.weights, best.indices
         shared.ahead = Ahead(following, plan, device.ask(guess, plan.wanted(calls), limits, 8, also))
 
     def in_force(self) -> Plan:
@@ -249,21 +251,29 @@ class Untold:
     counts: Tensor
 
 
-def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Calls, Tensor | None]:
+def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Work, Tensor | None]:
     """All calls of the experts index with these weights, (B, K) each, and which of them the preset leaves out (P,).
 
-    As `Plan.calls` gives them, but for those; all of it where the tensors are, and nobody waits for it. None: nothing
+    As `Plan.work` gives them, but for those; all of it where the tensors are, and nobody waits for it. None: nothing
     can be left out.
     """
     (tokens, among), numbers = index.shape, plan.numbers
+    parts = numbers.shape[1]
     experts = numbers.index_select(0, index.flatten()).flatten()
-    weights_each = weights[..., None].expand(tokens, among, numbers.shape[1]).flatten()
-    calls = Calls(_tokens(tokens, among * numbers.shape[1], index.device), experts, weights_each)
+    weights_each = weights[..., None].expand(tokens, among, parts).flatten()
+    calls = Calls(_tokens(tokens, among * parts, index.device), experts, weights_each)
     left_out = None if plan.drops is None else selection.left_out_there(weights, plan.drops).flatten()
-    if plan.layer.narrow is None:
-        return calls, left_out
-    calls, order = plan.placed(calls)
-    return calls, None if left_out is None else left_out.index_select(0, order)
+    order: Tensor | None = None
+    if plan.layer.narrow is not None:
+        calls, order = plan.placed(calls)
+        left_out = None if left_out is None else left_out.index_select(0, order)
+    tables = [plan.thresholds] if plan.products is None else [plan.thresholds, plan.products]
+    limits = [table.index_select(0, calls.experts) for table in tables]
+    if plan.preset.weighed:
+        ease = selection.ease_there(weights)[..., None].expand(tokens, among, parts).flatten()
+        ease = ease if order is None else ease.index_select(0, order)
+        limits = [(limit * ease).float() for limit in limits]
+    return Work(calls, limits[0], limits[1] if limits[1:] else None), left_out
 
 
 @lru_cache
@@ -272,10 +282,9 @@ def _tokens(tokens: int, each: int, device: torch.device) -> Tensor:
     return torch.arange(tokens, device=device).repeat_interleave(each)
 
 
-def thresholds(plan: Plan, calls: Calls, left_out: Tensor | None) -> Tensor:
-    """Of `Plan.wanted`'s calls, (P,) for each width; what no neuron reaches for those that are left out, and in a
-    width's for those of experts of the other."""
-    limits = plan.thresholds.index_select(0, calls.experts)
+def thresholds(plan: Plan, calls: Calls, limits: Tensor, left_out: Tensor | None) -> Tensor:
+    """Those of calls, limits (P,), for `Plan.wanted`'s, (P,) for each width: what no neuron reaches for those that are
+    left out, and in a width's for those of experts of the other."""
     if left_out is not None:
         limits = limits.masked_fill(left_out, torch.inf)
     if plan.layer.narrow is None:

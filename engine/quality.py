@@ -22,6 +22,7 @@ class Preset:
             instead of waited for (CORM).
         lossless: nothing is left out, and the kernels keep all of float32's precision.
         coarse: weights that are codes meet x in 8 bits instead of 15, in the CPU's kernels.
+        weighed: thresholds rise as the router's weight of a call falls, see `moe.Work`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Preset:
     lenient: bool = False
     lossless: bool = False
     coarse: bool = False
+    weighed: bool = False
 
     @property
     def x_bits(self) -> int:
@@ -55,17 +57,19 @@ def of(manifest: Manifest) -> tuple[Preset, ...]:
     Exact is there only where all weights are the source's own 16-bit weights. High, Balanced and Fast are those that
     were measured on this very pack (`floe-chat tune`), or else shares that did well on others.
     """
-    measured = {t.name: tuned(t.name, t.sparsity, t.product, t.drop, t.major) for t in manifest.tuned}
+    measured = {
+        t.name: tuned(t.name, t.sparsity, t.product, t.drop, t.major, weighed=t.weighed) for t in manifest.tuned
+    }
     presets = [measured.get(p.name, p) for p in PRESETS if manifest.lossless or not p.lossless]
     if manifest.architecture.intermediate % 2:  # an odd number of neurons has no halves
         presets = [replace(p, major=p.drop) for p in presets]
     return tuple(presets)
 
 
-def tuned(name: str, sparsity: float, product: float, drop: float, major: float) -> Preset:
+def tuned(name: str, sparsity: float, product: float, drop: float, major: float, *, weighed: bool) -> Preset:
     """The preset `name` with shares that were measured; how x is read goes with the name."""
     known = next((preset for preset in PRESETS if preset.name == name), Preset(name, sparsity))
-    return replace(known, sparsity=sparsity, product=product, drop=drop, major=major)
+    return replace(known, sparsity=sparsity, product=product, drop=drop, major=major, weighed=weighed)
 
 
 CUSTOM = "Custom"
@@ -81,7 +85,8 @@ def custom(
     alpha: float = 0.0,
     lenient: bool = False,
 ) -> Preset:
-    """A preset of one's own. One that skips at least the neurons that Balanced skips reads x as coarsely.
+    """A preset of one's own. One that skips at least the neurons that Balanced skips reads x as coarsely; its
+    thresholds are weighed as Balanced's are.
 
     Raises:
         UsageError: a share that is none, or halves of experts that have an odd number of neurons.
@@ -94,7 +99,7 @@ def custom(
         raise UsageError("This model's experts have no halves", "Their number of neurons is odd.", "Leave out major.")
     balanced = get(DEFAULT, manifest)
     coarse = balanced.coarse and sparsity >= balanced.sparsity
-    return Preset(CUSTOM, sparsity, product, drop, major, alpha, lenient, coarse=coarse)
+    return Preset(CUSTOM, sparsity, product, drop, major, alpha, lenient, coarse=coarse, weighed=balanced.weighed)
 
 
 def available(manifest: Manifest) -> tuple[str, ...]:

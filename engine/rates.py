@@ -177,7 +177,7 @@ def batch_rate(shapes: Shapes, bits: int) -> float:
     limit = float(kernels.up_gemv(x[:1], up, one, torch.tensor([0.0])).values.abs().median())
 
     def work(_turn: int) -> int:
-        kernels.expert_swiglu(x, up, rows, 0, limit, x_bits=_x_bits())
+        kernels.expert_swiglu(x, up, rows, 0, x.new_full(x.shape[:1], limit), x_bits=_x_bits())
         return rows.data.nbytes * len(x)
 
     return _rate(work, turns=3)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 DROPPED, MAJOR, WHOLE = 0, 1, 2  # how many halves of an expert's neurons are computed
+MOST_EASE = 1000.0  # no threshold becomes infinite, which has a meaning of its own
 
 
 def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> list[list[int]]:
@@ -31,6 +32,21 @@ def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> lis
         # Written so that a score that is not a number stays, and is noticed.
         found.append([(not w < drop * mean) + (not w < max(drop, major) * mean) for w in row])
     return found
+
+
+def ease(share: float, mean: float) -> float:
+    """What the thresholds of a call are multiplied by: the lower the router's weight, the less its neurons matter.
+
+    Args:
+        share: the call's weight. mean: of the weights of its token's experts. Not a number if either is not.
+    """
+    return MOST_EASE if share == 0 else min(mean / share, MOST_EASE)
+
+
+def ease_there(weights: Tensor) -> Tensor:
+    """`ease` where the weights (B, K) are: (B, K) float64."""
+    shares = weights.double()
+    return (shares.mean(-1, keepdim=True) / shares).clamp(max=MOST_EASE)
 
 
 def left_out_there(weights: Tensor, limits: Tensor) -> Tensor:

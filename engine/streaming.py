@@ -87,8 +87,8 @@ class Prompt:
             layout = self.plan.slots[share.expert >= len(self.plan.layer.up.q)]
             rows = ExpertRows(layout, self._buffer(place)[None])
             one = UpWeights(up.layout, *(part[index, None] for part in _parts(up)))
-            limits = self.plan.limits(share.expert)
-            self._add(share, device.expert(self.hidden[share.tokens], one, rows, *limits, self.plan.preset.x_bits))
+            x, x_bits = self.hidden[share.tokens], self.plan.preset.x_bits
+            self._add(share, device.expert(x, one, rows, *share.limits, x_bits))
             if len(coming) < len(staged):
                 device.finish()  # this buffer has been read
                 coming.append(self._send(self.index, staged[len(coming)].expert, place + 2))
@@ -150,8 +150,9 @@ class Prompt:
 
     def _beside(self, share: Share) -> Future[Partial]:
         x, where = self.hidden[share.tokens].cpu(), self.ram.layer.at(share.expert)
-        limits, x_bits = self.plan.limits(share.expert), self.plan.preset.x_bits
-        return self.shared.device.expert_beside(x, *where, limits, x_bits)
+        first, second = share.limits
+        limits = first.cpu(), None if second is None else second.cpu()
+        return self.shared.device.expert_beside(x, *where, limits, self.plan.preset.x_bits)
 
     def _add(self, share: Share, y: Tensor) -> None:
         self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))

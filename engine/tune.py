@@ -85,10 +85,10 @@ def run(
     presets: list[Tuned] = []
     for name, point in found.presets().items():
         s = point.setting
-        preset = quality.tuned(name, s.sparsity, s.product, s.drop, s.major)
+        preset = quality.tuned(name, s.sparsity, s.product, s.drop, s.major, weighed=s.weighed)
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
-        presets.append(Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0))
+        presets.append(Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0, s.weighed))
     _keep(pack, found, told)
     dataclasses.replace(manifest, tuned=tuple(presets)).write(pack)
     return Tuning(

@@ -134,23 +134,23 @@ def expert_swiglu(
     up: UpWeights,
     rows: ExpertRows,
     expert: int,
-    threshold: float,
-    down_threshold: float = 0.0,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
     *,
     x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
     """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
 
     Args:
-        x: (B, H). expert: its index in 0..E-1. threshold: neurons with |up_n · x| below it are left out, token
-            by token. down_threshold: likewise those with |silu(gate_n · x) v_n| below it.
+        x: (B, H). expert: its index in 0..E-1. thresholds: (B,) neurons with |up_n · x| below the token's are left
+            out. down_thresholds: (B,) likewise those with |silu(gate_n · x) v_n| below it.
 
     Returns:
         y (B, H), not yet weighted by the router; over all tokens, how many neurons were active, and how many of those
-        reached the second threshold.
+        reached the second threshold (all, if there is none).
 
     Raises:
-        ValueError: shapes that do not fit, no such expert, or a second threshold that is negative or not a number.
+        ValueError: shapes that do not fit, or no such expert.
     """
     _check_x(x, up.layout.vector.n, x_bits)
     _check_x(x, rows.layout.gate.n, x_bits)
@@ -159,9 +159,10 @@ def expert_swiglu(
     if up.q.shape[:2] != rows.data.shape[:2]:
         raise ValueError(f"up of {tuple(up.q.shape[:2])} and rows of {tuple(rows.data.shape[:2])} experts and neurons")
     _check_range("expert", torch.tensor([expert]), rows.data.shape[0])
-    if not down_threshold >= 0:
-        raise ValueError(f"down_threshold must be 0 or more, not {down_threshold}")
-    return choose(x.device.type).expert_swiglu(x, up, rows, expert, threshold, down_threshold, x_bits)
+    for name, limits in (("thresholds", thresholds), ("down_thresholds", down_thresholds)):
+        if limits is not None and limits.shape != x.shape[:1]:
+            raise ValueError(f"{x.shape[0]} tokens but {name} of shape {tuple(limits.shape)}")
+    return choose(x.device.type).expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
 
 
 def linear(x: Tensor, weights: LinearWeights, *, x_bits: int = 22) -> Tensor:

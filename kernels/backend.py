@@ -38,7 +38,7 @@ class Backend:
     moe_step: Callable[
         [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, int], tuple[Tensor, Tensor]
     ]
-    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, float, float, int], tuple[Tensor, int, int]]
+    expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, Tensor, Tensor | None, int], tuple[Tensor, int, int]]
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]

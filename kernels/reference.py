@@ -109,11 +109,11 @@ def expert_swiglu(
     up: UpWeights,
     rows: ExpertRows,
     expert: int,
-    threshold: float,
-    down_threshold: float = 0.0,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
-    """One expert over many tokens (prefill): x (B, H) -> y (B, H).
+    """One expert over many tokens (prefill): x (B, H), thresholds (B,) of each token -> y (B, H).
 
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold.
 
@@ -123,8 +123,8 @@ def expert_swiglu(
     v = F.linear(x, up.dense(expert, x.dtype))
     gate, down = rows.layout.read(rows.data[expert], x.dtype)
     h = F.silu(F.linear(x, gate)) * v
-    active = ~(v.abs() < threshold)
-    kept = active & ~(h.abs() < down_threshold)
+    active = ~(v.abs() < thresholds[:, None])
+    kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
     return h.masked_fill(~kept, 0) @ down, int(active.sum()), int(kept.sum())
 
 

@@ -80,6 +80,7 @@ class Tuned:
         sparsity, product, drop, major: what a token may skip, see engine/quality.py.
         kl: mean KL divergence from the source that this pack was measured to have there, nats.
         bytes_per_token: of experts' weights that it was measured to read.
+        weighed: whether its thresholds rise as the router's weight falls; packs tuned before there was that do not say.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Tuned:
     major: float
     kl: float
     bytes_per_token: float
+    weighed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +325,8 @@ _TYPES = {
 def _typed(kind: type[_Part], fields: dict[str, Any]) -> _Part:
     """A part of the manifest, each of its fields of the very type that it is declared with."""
     for field in dataclasses.fields(kind):
+        if field.name not in fields and field.default is not dataclasses.MISSING:
+            continue
         if type(fields[field.name]) not in _TYPES[str(field.type)]:
             raise TypeError(f"{field.name}")
     return kind(**fields)

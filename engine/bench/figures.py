@@ -205,7 +205,7 @@ def prefill(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
     limit = float(kernels.up_gemv(x, up, first, torch.zeros(1)).values.abs().quantile(_SPARSITIES[0]))
 
     def with_torch(_turn: int) -> int:
-        reference.expert_swiglu(x, up, rows, 0, 0.0)
+        reference.expert_swiglu(x, up, rows, 0, x.new_zeros(x.shape[:1]))
         return 0
 
     figures = [Figure("plain torch", with_torch, tokens=shapes.tokens, once=True)]
@@ -214,7 +214,7 @@ def prefill(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
     for sparsity, threshold, x_bits in ((0.0, 0.0, 22), (_SPARSITIES[0], limit, 22), (_SPARSITIES[0], limit, 8)):
 
         def work(turn: int, threshold: float = threshold, x_bits: int = x_bits) -> int:
-            kernels.expert_swiglu(x, up, rows, turn % experts, threshold, x_bits=x_bits)
+            kernels.expert_swiglu(x, up, rows, turn % experts, x.new_full(x.shape[:1], threshold), x_bits=x_bits)
             return 0
 
         name = f"{_percent(sparsity)} sparse" + (", x in 8 bits" if x_bits == 8 else "")

@@ -105,15 +105,15 @@ FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, cons
                              float *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
                              float *hidden, int64_t *index, float *weights);
 
-// One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= threshold,
-// v = up · x, and |silu(gate_n · x_t) v_nt| >= down_threshold, or NaN; y is (tokens, H), written whole. Pointers are to
-// the expert's own weights. Returns how many (neuron, token) pairs were active, and in kept how many reached
-// down_threshold too.
+// One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= thresholds[t],
+// v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written whole. down_thresholds
+// may be NULL. Pointers are to the expert's own weights. Returns how many (neuron, token) pairs were active, and in kept
+// how many reached the second threshold too.
 FLOE_API int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
                                     const uint8_t *scale, const uint8_t *zero, const floe_vector *gate,
                                     const floe_vector *down, const uint8_t *rows, int64_t neurons, int64_t row_bytes,
-                                    float threshold, float down_threshold, int digits, int threads, float *y,
-                                    int64_t *kept);
+                                    const float *thresholds, const float *down_thresholds, int digits, int threads,
+                                    float *y, int64_t *kept);
 
 // out[i] = rows[index[i]]; pool[slot[i]] = records[i].
 FLOE_API int floe_gather_rows(const uint8_t *rows, int64_t count, int64_t row_bytes, const int64_t *index,

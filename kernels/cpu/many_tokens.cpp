@@ -59,7 +59,7 @@ struct Expert {
     const floe_vector *up, *gate, *down;
     const uint8_t *q, *scale, *zero, *rows;
     int64_t neurons, row_bytes, gate_bytes, count, columns;
-    float threshold, down_threshold;
+    const float *thresholds, *down_thresholds;
     const Token *for_up, *for_gate;
     uint8_t *scratch;
     int64_t scratch_bytes;
@@ -70,10 +70,13 @@ struct Expert {
     std::atomic<int64_t> active{0}, kept{0};
 };
 
+float down_threshold(const Expert &c, int64_t t) { return c.down_thresholds == nullptr ? 0.0f : c.down_thresholds[t]; }
+
 // v of `tokens` tokens from `first` on and the neurons start..end, zero where it is below the threshold; h is (all
-// tokens, kTile). Returns how many are not below it.
+// tokens, kTile). Returns how many are not below it, and adds to *zeros how many of those are zero and reach the second
+// threshold all the same.
 int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t first, int tokens, float *h,
-                       uint8_t *scratch) {
+                       uint8_t *scratch, int64_t *zeros) {
     int64_t active = 0;
     const Token *group[kBatch];
     for (int t = 0; t < tokens; t++) group[t] = c.for_up + first + t;
@@ -87,8 +90,9 @@ int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t firs
         row_ops().dot(*c.up, w, rows, group, tokens, nullptr, v, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
-                const bool reached = !(std::fabs(v[r][t]) < c.threshold); // NaN goes on to the result
+                const bool reached = !(std::fabs(v[r][t]) < c.thresholds[first + t]); // NaN goes on to the result
                 active += reached;
+                *zeros += reached && v[r][t] == 0 && !(down_threshold(c, first + t) > 0);
                 h[(first + t) * kTile + n - start + r] = reached ? v[r][t] : 0;
             }
     }
@@ -120,7 +124,7 @@ int64_t compute_gates(const Expert &c, int64_t start, int64_t end, int64_t first
                 if ((wanted[r] >> t & 1) == 0) continue;
                 float &product = h[(first + t) * kTile + n - start + r];
                 product *= silu(g[r][t]);
-                if (std::fabs(product) < c.down_threshold) product = 0; // NaN goes on to the result
+                if (std::fabs(product) < down_threshold(c, first + t)) product = 0; // NaN goes on to the result
                 else kept++;
             }
     }
@@ -136,10 +140,9 @@ void compute_hidden(void *opaque, int64_t item, int worker) {
     int64_t active = 0, kept = 0;
     for (int64_t first = 0; first < c.count; first += kBatch) {
         const int tokens = (int)(c.count - first < kBatch ? c.count - first : kBatch);
-        active += compute_values(c, start, end, first, tokens, h, scratch);
+        active += compute_values(c, start, end, first, tokens, h, scratch, &kept);
         kept += compute_gates(c, start, end, first, tokens, h, scratch);
     }
-    if (!(c.down_threshold > 0)) kept = active; // those with v = 0 too
     c.active += active;
     c.kept += kept;
     // In dense tiles each weight is loaded once for six tokens; that is worth more until a third of them are left out.
@@ -216,8 +219,8 @@ int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const ui
 
 int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
                            const uint8_t *scale, const uint8_t *zero, const floe_vector *gate, const floe_vector *down,
-                           const uint8_t *rows, int64_t neurons, int64_t row_bytes, float threshold,
-                           float down_threshold, int digits, int threads, float *y, int64_t *kept) {
+                           const uint8_t *rows, int64_t neurons, int64_t row_bytes, const float *thresholds,
+                           const float *down_thresholds, int digits, int threads, float *y, int64_t *kept) {
     thread_local Buffer buffer;
     const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
     if (code_bytes(*up) < 0 || gate_codes < 0 || down_codes < 0 || up->n != gate->n || gate->n != down->n ||
@@ -244,8 +247,8 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     c.row_bytes = row_bytes;
     c.gate_bytes = gate_bytes;
     c.count = tokens;
-    c.threshold = threshold;
-    c.down_threshold = down_threshold;
+    c.thresholds = thresholds;
+    c.down_thresholds = down_thresholds;
     c.for_up = prepare_tokens(*up, x, tokens, digits, threads, memory);
     c.for_gate = prepare_tokens(*gate, x, tokens, digits, threads, memory);
     c.h = carve<float>(memory, tiles * kTile * tokens);

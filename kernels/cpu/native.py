@@ -175,11 +175,11 @@ def expert_swiglu(
     up: UpWeights,
     rows: ExpertRows,
     expert: int,
-    threshold: float,
-    down_threshold: float = 0.0,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
-    """One expert over many tokens: x (B, H) -> y (B, H).
+    """One expert over many tokens: x (B, H), thresholds (B,) of each token -> y (B, H).
 
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold.
 
@@ -189,12 +189,20 @@ def expert_swiglu(
     x32, gate_down = _float32(x), _row_vectors(rows.layout)
     q, data = _bytes(up.q[expert]), _bytes(rows.data[expert])
     scale, zero = up.scale[expert].contiguous(), up.zero[expert].contiguous()
+    limits = _float32(thresholds)
+    down_limits = None if down_thresholds is None else _float32(down_thresholds)
     y, kept = torch.empty(x32.shape), c_int64()
     active = library().floe_expert_swiglu(
         *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
-        *(*gate_down, data.data_ptr(), *data.shape, threshold, down_threshold),
-        *(_digits(x, x_bits), torch.get_num_threads(), y.data_ptr(), byref(kept)),
+        *(*gate_down, data.data_ptr(), *data.shape, limits.data_ptr()),
+        *(
+            None if down_limits is None else down_limits.data_ptr(),
+            _digits(x, x_bits),
+            torch.get_num_threads(),
+            y.data_ptr(),
+            byref(kept),
+        ),
     )
     _check(active)
     return _as(y, x.dtype), active, kept.value

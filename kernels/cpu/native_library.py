@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 5
+_VERSION = 6
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 OK = 0
 
@@ -74,8 +74,8 @@ _SIGNATURES = {
         c_int64,
         (
             *(c_void_p, c_int64, POINTER(Vector), c_void_p, c_void_p, c_void_p),
-            *(POINTER(Vector), POINTER(Vector), c_void_p, c_int64, c_int64, c_float, c_float, c_int, c_int),
-            *(c_void_p, POINTER(c_int64)),
+            *(POINTER(Vector), POINTER(Vector), c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+            *(c_int, c_int, c_void_p, POINTER(c_int64)),
         ),
     ),
     "floe_gather_rows": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_void_p)),

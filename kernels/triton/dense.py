@@ -26,11 +26,11 @@ def expert_swiglu(
     up: UpWeights,
     rows: ExpertRows,
     expert: int,
-    threshold: float,
-    down_threshold: float = 0.0,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, int, int]:
-    """One expert over many tokens (prefill): x (B, H) -> y (B, H).
+    """One expert over many tokens (prefill): x (B, H), thresholds (B,) of each token -> y (B, H).
 
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold. Each third
     of the expert is read in blocks of neurons, from device or pinned host memory; code by code, so over PCIe a copy
@@ -60,8 +60,8 @@ def expert_swiglu(
         v = F.linear(x, unpack(up.q, *scales, vector, first, count, scratch))
         g = F.linear(x, unpack(rows.data, rows.data, rows.data, gate, first, count, scratch))
         h = F.silu(g) * v
-        active = ~(v.abs() < threshold)
-        kept = active & ~(h.abs() < down_threshold)
+        active = ~(v.abs() < thresholds[:, None])
+        kept = active if down_thresholds is None else active & ~(h.abs() < down_thresholds[:, None])
         counts += torch.stack([active.sum(), kept.sum()])
         y += h.masked_fill_(~kept, 0) @ unpack(rows.data, rows.data, rows.data, down, first, count, scratch)
     found = counts.tolist()

@@ -24,6 +24,7 @@ FLOE_CHAT = str(Path(sys.executable).with_name("floe-chat"))
 _MODE = re.compile(rb"\x1b\[\?([\d;]+)([hl])")
 _PAINTED = re.compile(rb"\x1b\[[<=>?]?[\d;]*[$]?[a-zA-Z]")  # all that is no character
 _PAGE = re.compile(rb"(\x1b\[\?1049[hl])")
+_BEFORE_PAGE = re.compile(rb"(?=\x1b\[\?1049[hl])")
 # What pyte does not know it would print: kitty's keyboard protocol, and questions about private modes.
 _UNKNOWN = re.compile(rb"\x1b\[[<>=][\d;]*[a-z]|\x1b\[\?[\d;]*\$p")
 
@@ -103,11 +104,13 @@ class Window:
     def until(self, seen: str | Callable[[str], bool], seconds: float = 60) -> str:
         """Wait until the window shows `seen`, or `seen` says yes to its text, and return that.
 
-        Fails with what it shows if it never does.
+        Each picture since the last look counts, also one that is gone again. Fails with what it shows if none does.
         """
         deadline = time.monotonic() + seconds
         while True:
-            text = self.text
+            with self._changed:
+                self._draw(1)
+                text = "\n".join(line.rstrip() for line in self._screen.display)
             if seen in text if isinstance(seen, str) else seen(text):
                 return text
             assert time.monotonic() < deadline, f"never came: {seen}\n{text}"
@@ -190,13 +193,14 @@ class Window:
                 for numbers, letter in _MODE.findall(found):
                     for number in numbers.split(b";"):
                         self.modes[int(number)] = letter == b"h"
-                self._arrived.append(found)
+                self._arrived += _BEFORE_PAGE.split(found)
                 self._changed.notify_all()
 
-    def _draw(self) -> None:
-        if self._arrived:
-            arrived, self._arrived = b"".join(self._arrived), []
-            self._take(arrived)
+    def _draw(self, most: int | None = None) -> None:
+        """Draw what has arrived, `most` pieces of it."""
+        arrived = self._arrived[:most]
+        del self._arrived[:most]
+        self._take(b"".join(arrived))
 
     def _take(self, found: bytes) -> None:
         found = self._rest + found

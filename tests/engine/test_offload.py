@@ -31,7 +31,7 @@ from .driver import answer as generated
 from .driver import open_model
 
 # The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
-SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
+SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
 PLAIN = Preset("Plain", 0.4, lossless=True)
 EVERYTHING = Preset("Everything", 0.0, lossless=True)
 SHAPES: dict[str, dict[str, Any]] = {

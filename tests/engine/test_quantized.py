@@ -41,7 +41,7 @@ class SkippingExperts(torch.nn.Module):
 
     def __init__(self, loaded: LoadedModel, layer: int, preset: Preset, slack: float) -> None:
         super().__init__()
-        self.drop, self.major = preset.drop * slack, preset.major * slack
+        self.drop, self.major, self.weighed = preset.drop * slack, preset.major * slack, preset.weighed
         stored = loaded.packed.layer(layer)
         self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
@@ -53,11 +53,12 @@ class SkippingExperts(torch.nn.Module):
         for token, chosen in enumerate(top_k_index.tolist()):
             for slot, expert in enumerate(chosen):
                 gate, down = self.rows[expert]
-                v = self.up[expert] @ hidden[token]
-                v = torch.where(v.abs() >= self.thresholds[expert], v, 0.0)
-                h = torch.nn.functional.silu(gate @ hidden[token]) * v
-                h = torch.where(h.abs() >= self.products[expert], h, 0.0)
                 score = top_k_weights[token, slot] / top_k_weights[token].mean()
+                worth = score if self.weighed else 1.0
+                v = self.up[expert] @ hidden[token]
+                v = torch.where(v.abs() >= self.thresholds[expert] / worth, v, 0.0)
+                h = torch.nn.functional.silu(gate @ hidden[token]) * v
+                h = torch.where(h.abs() >= self.products[expert] / worth, h, 0.0)
                 if score < self.drop:
                     continue
                 if score < self.major:
@@ -87,6 +88,8 @@ SKIPPING = {
     "experts": Preset("", 0.0, drop=0.9, major=0.9, lossless=True),
     "halves": Preset("", 0.0, major=0.96, lossless=True),
     "all": Preset("", 0.4, 0.7, 0.8, 0.96, lossless=True),
+    "weighed": Preset("", 0.6, 0.8, lossless=True, weighed=True),
+    "all weighed": Preset("", 0.5, 0.7, 0.8, 0.96, lossless=True, weighed=True),
 }
 
 

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 from floe_chat.engine.selection import (
+    MOST_EASE,
     Residency,
+    ease,
+    ease_there,
     halves,
     left_out_there,
     substitute,
@@ -42,6 +45,23 @@ def test_scores_decide_how_much_of_an_expert_is_computed(drop: float, major: flo
 
 def test_a_score_that_is_not_a_number_is_not_hidden() -> None:
     assert halves([[math.nan, 0.5]], 0.3, 0.4) == [[2, 2]]
+
+
+def test_the_less_a_call_counts_the_higher_its_thresholds() -> None:
+    assert ease(0.5, 0.5) == 1 and ease(0.8, 0.5) == pytest.approx(0.625) and ease(0.2, 0.5) == 2.5
+    assert ease(0.0, 0.5) == ease(1e-9, 0.5) == MOST_EASE
+    assert math.isnan(ease(math.nan, 0.5)) and math.isnan(ease(0.5, math.nan))
+
+
+@pytest.mark.parametrize("among", [1, 2, 8])
+def test_nobody_waits_for_what_eases_thresholds(among: int) -> None:
+    weights = torch.rand(64, among, generator=torch.Generator().manual_seed(among)) ** 4
+    weights[0, 0], weights[1, 0] = 0.0, math.nan
+    wanted = [[ease(share, sum(row) / among) for share in row] for row in weights.tolist()]
+    found = ease_there(weights)
+    assert found.isnan()[1].all() and not found.isnan()[2:].any()
+    first = 0 if among > 1 else 1  # nothing among nothing is no number there
+    assert torch.allclose(found[first:], torch.tensor(wanted, dtype=torch.float64)[first:], equal_nan=True)
 
 
 def test_what_was_used_last_is_resident() -> None:

@@ -19,7 +19,7 @@ from .driver import Engine, answer, asking, open_model
 
 PROMPT = [5, 6, 7]
 EXPERTS, NEURONS = 4, 96
-SKIPPING = Preset("all at once", 0.5, 0.8, drop=0.4, major=0.9, lossless=True)
+SKIPPING = Preset("all at once", 0.5, 0.8, drop=0.4, major=0.9, lossless=True, weighed=True)
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ class Recount:
                 gate, _ = layer.rows.layout.read(layer.rows.data[expert], torch.float64)
                 v = (layer.up.dense(expert, torch.float64) @ x)[:neurons]
                 h = torch.nn.functional.silu(gate @ x)[:neurons] * v
-                loud = v.abs() >= limit("threshold", expert, SKIPPING.sparsity)
+                loud = v.abs() * score >= limit("threshold", expert, SKIPPING.sparsity)
                 active = int(loud.sum())
-                kept = int((loud & (h.abs() >= limit("product", expert, SKIPPING.product))).sum())
+                kept = int((loud & (h.abs() * score >= limit("product", expert, SKIPPING.product))).sum())
                 gate_bytes = layer.rows.layout.gate.nbytes
                 self.active[index] += active
                 self.bytes[index] += up_bytes * neurons // NEURONS + active * gate_bytes

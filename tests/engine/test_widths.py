@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {"hidden": 100, "intermediate": 50, "experts": 7, "top_k
 SPEC = PackSpec(up=4, gate=8, down=4, dense=8, narrow=Narrow(0.4, up=2, gate=3, down=2))
 PRESETS = {
     "nothing": Preset("", 0.0, lossless=True),
-    "all": Preset("", 0.5, 0.7, drop=0.6, major=0.9, lossless=True),
+    "all": Preset("", 0.5, 0.7, drop=0.6, major=0.9, lossless=True, weighed=True),
     "lone": Preset("", 0.3, drop=0.95, major=0.95, lossless=True),
 }
 POOLS = {"1%": 0.01, "10%": 0.1, "all": 2.0}  # shares of the rows of experts that are not narrow
@@ -81,11 +81,12 @@ class RoundedExperts(torch.nn.Module):
         for token, chosen in enumerate(top_k_index.tolist()):
             for slot, expert in enumerate(chosen):
                 up, gate, down, limit, product = self.experts[expert]
-                v = up @ hidden[token]
-                v = torch.where(v.abs() >= limit, v, 0.0)
-                h = torch.nn.functional.silu(gate @ hidden[token]) * v
-                h = torch.where(h.abs() >= product, h, 0.0)
                 score = top_k_weights[token, slot] / top_k_weights[token].mean()
+                v = up @ hidden[token]
+                worth = score if self.preset.weighed else 1.0
+                v = torch.where(v.abs() >= limit / worth, v, 0.0)
+                h = torch.nn.functional.silu(gate @ hidden[token]) * v
+                h = torch.where(h.abs() >= product / worth, h, 0.0)
                 if score < self.preset.drop:
                     continue
                 if score < self.preset.major:

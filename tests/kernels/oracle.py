@@ -51,6 +51,11 @@ def make_layer(size: tuple[int, int, int, int], widths: tuple[int, int, int], *,
     )
 
 
+def each(x: Tensor, limit: float) -> Tensor:
+    """A threshold (B,) that all tokens of x (B, H) have."""
+    return torch.full(x.shape[:1], limit, device=x.device)
+
+
 @dataclass(frozen=True)
 class _Part:
     stored: tuple[Tensor, Tensor, Tensor]

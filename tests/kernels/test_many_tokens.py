@@ -9,7 +9,7 @@ from floe_chat.kernels.layouts import LinearWeights
 from torch import Tensor
 
 from ..helpers import relative_rms
-from .oracle import Layer, make_layer, make_x, threshold_between
+from .oracle import Layer, each, make_layer, make_x, threshold_between
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -92,7 +92,7 @@ def test_expert_is_the_formula(
     threshold = quiet_threshold(layer, expert, x, sparsity)
     truth, kept = swiglu(layer, expert, x, threshold)
     torch.full(x.shape, float("nan"))  # freed memory that the output may get
-    y, *counts = native.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
+    y, *counts = native.expert_swiglu(x, layer.stored_up, layer.rows, expert, each(x, threshold))
     assert counts == [kept, kept]
     assert relative_rms(y, truth) <= 1e-5
 
@@ -106,15 +106,16 @@ def test_a_second_threshold_leaves_out_small_products(
     size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, keep: float
 ) -> None:
     layer, x, expert = make_layer(size, widths), make_x(tokens, size[2], torch.float32), size[0] - 1
-    threshold = quiet_threshold(layer, expert, x, 0.3)
     v, g = (x.double() @ part[expert].T for part in (layer.up, layer.gate))
-    active = v.abs() >= threshold
+    # Each token has both of its own.
+    thresholds = torch.tensor([threshold_between(own, 0.5 + 0.4 * t / tokens) for t, own in enumerate(v)])
+    active = v.abs() >= thresholds[:, None]
     products = torch.where(active, g / (1 + torch.exp(-g)) * v, 0.0)
     largest = float(products.abs().max())  # with wide codes some gates close so far that float32 has only 0 for them
-    limit = max(threshold_between(products[active], keep), 1e-6 * largest)
-    truth = torch.where(products.abs() >= limit, products, 0.0)
+    limits = torch.tensor([threshold_between(own[own != 0], keep) for own in products]).clamp_min(1e-6 * largest)
+    truth = torch.where(products.abs() >= limits[:, None], products, 0.0)
     torch.full(x.shape, float("nan"))  # freed memory that the output may get
-    y, *counts = native.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold, limit)
+    y, *counts = native.expert_swiglu(x, layer.stored_up, layer.rows, expert, thresholds, limits)
     assert counts == [int(active.sum()), int(truth.count_nonzero())]
     assert relative_rms(y, truth @ layer.down[expert]) <= 1e-5
 
@@ -123,7 +124,7 @@ def test_a_second_threshold_leaves_out_small_products(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_expert_of_16_bit_x(dtype: torch.dtype) -> None:
     layer, x = make_layer((1, 130, 320, 64), (2, 4, 4)), make_x(11, 320, dtype)
-    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0)
+    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0))
     assert y.dtype == dtype
     assert relative_rms(y, swiglu(layer, 0, x, 0.0)[0]) <= TOLERANCE[dtype]
 
@@ -131,7 +132,7 @@ def test_expert_of_16_bit_x(dtype: torch.dtype) -> None:
 @every_isa
 def test_fewer_bits_of_x_cost_little() -> None:
     layer, x = make_layer((1, 130, 320, 64), (2, 4, 4)), make_x(11, 320, torch.float32)
-    y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0, x_bits=15)
+    y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0), x_bits=15)
     assert active == 11 * 130
     assert relative_rms(y, swiglu(layer, 0, x, 0.0)[0]) <= 2e-4
 
@@ -144,7 +145,7 @@ def test_the_number_of_threads_changes_nothing(sparsity: float) -> None:
     results: list[tuple[Tensor, Tensor, int]] = []
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, threshold)
+        y, active, _ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, threshold))
         results.append((native.linear(x, linear_of(layer, 0)), y, active))
     for linear, y, active in results[1:]:
         assert torch.equal(linear, results[0][0]) and torch.equal(y, results[0][1]) and active == results[0][2]
@@ -154,9 +155,9 @@ def test_the_number_of_threads_changes_nothing(sparsity: float) -> None:
 @pytest.mark.parametrize("hidden", [40, 320])
 def test_nan_and_infinity_reach_their_own_token_alone(hidden: int) -> None:
     layer, x = make_layer((1, 37, hidden, hidden // 5), (2, 4, 4)), make_x(5, hidden, torch.float32)
-    clean, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.5)
+    clean, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.5))
     x[1, 3], x[3, 7] = float("nan"), float("inf")
-    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.5)
+    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.5))
     assert y[1].isnan().all() and not y[3].isfinite().any()
     assert torch.equal(y[[0, 2, 4]], clean[[0, 2, 4]])
     linear = native.linear(x, linear_of(layer, 0))
@@ -166,8 +167,10 @@ def test_nan_and_infinity_reach_their_own_token_alone(hidden: int) -> None:
 @every_isa
 def test_no_tokens_and_no_neurons() -> None:
     layer = make_layer((1, 7, 40, 20), (2, 4, 4))
-    y, *counts = native.expert_swiglu(torch.empty(0, 40), layer.stored_up, layer.rows, 0, 0.0)
+    y, *counts = native.expert_swiglu(torch.empty(0, 40), layer.stored_up, layer.rows, 0, torch.empty(0))
     assert y.shape == (0, 40) and counts == [0, 0]
     assert native.linear(torch.empty(0, 40), linear_of(layer, 0)).shape == (0, 7)
-    unreachable, *counts = native.expert_swiglu(torch.ones(3, 40), layer.stored_up, layer.rows, 0, 1e30)
+    unreachable, *counts = native.expert_swiglu(
+        torch.ones(3, 40), layer.stored_up, layer.rows, 0, torch.full((3,), 1e30)
+    )
     assert counts == [0, 0] and not unreachable.any()

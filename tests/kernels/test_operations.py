@@ -16,6 +16,7 @@ from .oracle import (
     TOLERANCE,
     WIDTHS,
     as_active,
+    each,
     make_calls,
     make_layer,
     make_x,
@@ -113,8 +114,8 @@ def test_rows_in_slots_made_for_longer_ones_give_the_same(widths: Widths) -> Non
     assert (longer.layout.used, longer.layout.nbytes) == (nbytes, nbytes + 192)
     y, _ = kernels.sparse_swiglu(x, longer, calls, active)
     assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active)[0])
-    whole, *_ = kernels.expert_swiglu(x, layer.stored_up, longer, 0, 0.0)
-    assert torch.equal(whole, kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0)[0])
+    whole, *_ = kernels.expert_swiglu(x, layer.stored_up, longer, 0, each(x, 0.0))
+    assert torch.equal(whole, kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0))[0])
 
 
 @every_width
@@ -190,7 +191,7 @@ def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
     if dtype == torch.bfloat16:
         v = v.bfloat16().double()
     truth, _ = dense_expert(x.double(), gate, up, down, threshold)
-    y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold)
+    y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, each(x, threshold))
     assert kept == active
     unsure = int(((v.abs() - threshold).abs() <= TOLERANCE[dtype] * v.abs().max()).sum())
     assert abs(active - int((v.abs() >= threshold).sum())) <= (unsure if dtype == torch.bfloat16 else 0)
@@ -206,13 +207,12 @@ def test_expert_swiglu_equals_the_sparse_operations(size: Size, widths: Widths, 
     layer, x, expert = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), size[0] // 2
     every_token = kernels.Calls(torch.arange(TOKENS), torch.full((TOKENS,), expert), torch.ones(TOKENS))
     v = torch.cat(up_values(layer, x, every_token))
-    threshold = threshold_between(v, 0.6)
+    thresholds = torch.linspace(0.5, 1.5, TOKENS) * threshold_between(v, 0.6)
     g = x.double() @ layer.gate[expert].T
-    products = (g / (1 + torch.exp(-g))).flatten() * torch.where(v.abs() >= threshold, v, 0.0)
-    limit = threshold_between(products, 0.6 * keep) if keep < 1 else 0.0
-    limits = torch.full((TOKENS,), threshold), torch.full((TOKENS,), limit)
-    one_by_one, counts = kernels.moe_step(x, layer.stored_up, layer.rows, every_token, *limits)
-    together, *count = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, threshold, limit)
+    products = (g / (1 + torch.exp(-g))) * v.view(TOKENS, -1)
+    limits = torch.tensor([threshold_between(own, 0.6 * keep) for own in products]) if keep < 1 else None
+    one_by_one, counts = kernels.moe_step(x, layer.stored_up, layer.rows, every_token, thresholds, limits)
+    together, *count = kernels.expert_swiglu(x, layer.stored_up, layer.rows, expert, thresholds, limits)
     assert count == counts.sum(0).tolist()
     assert relative_rms(together, one_by_one) <= TOLERANCE[torch.float32]
 
@@ -254,7 +254,7 @@ def test_nan_reaches_the_result() -> None:
         y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, torch.full((2,), 0.5), seconds)
         assert y[0].isfinite().all() and y[1].isnan().all() and counts[1].tolist() == [7, 7]
     for second in (0.0, 0.5, torch.inf):
-        y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.5, second)
+        y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.5), each(x, second))
         assert y[0].isfinite().all() and y[1].isnan().all() and active >= kept >= 7
     assert kept == 7
 
@@ -265,7 +265,7 @@ def test_operations_leave_their_arguments_alone() -> None:
     active = kernels.up_gemv(x, layer.stored_up, calls, torch.zeros(4))
     values = active.values.clone()
     kernels.sparse_swiglu(x, layer.rows, calls, active)
-    kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.1)
+    kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.1))
     now = x, layer.rows.data, layer.stored_up.q
     assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
     assert torch.equal(active.values, values)

@@ -13,7 +13,7 @@ from floe_chat.kernels.backend import choose
 from floe_chat.kernels.layouts import LinearWeights, PoolRows
 from torch import Tensor
 
-from .oracle import make_layer
+from .oracle import each, make_layer
 
 pytestmark = pytest.mark.usefixtures("on_backend")
 
@@ -124,24 +124,25 @@ def test_sparse_swiglu_refuses_records_that_do_not_fit_their_layout(layer: Any) 
 @pytest.mark.parametrize("expert", [-1, 3, 1 << 40])
 def test_expert_swiglu_refuses_experts(expert: int) -> None:
     with pytest.raises(ValueError):
-        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, expert, 0.0)
+        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, expert, each(X, 0.0))
 
 
-@pytest.mark.parametrize("limit", [-1.0, float("nan")])
-def test_expert_swiglu_refuses_second_thresholds(limit: float) -> None:
-    with pytest.raises(ValueError, match="down_threshold"):
-        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, 0, 0.0, limit)
+def test_expert_swiglu_refuses_thresholds_of_other_tokens() -> None:
+    with pytest.raises(ValueError, match=" thresholds of shape"):
+        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, 0, each(X[1:], 0.0))
+    with pytest.raises(ValueError, match="down_thresholds of shape"):
+        kernels.expert_swiglu(X, LAYER.stored_up, LAYER.rows, 0, each(X, 0.0), each(X[1:], 0.0))
 
 
 @pytest.mark.parametrize("x", BAD_X[:-1])
 def test_expert_swiglu_refuses_x(x: Tensor) -> None:
     with pytest.raises(ValueError):
-        kernels.expert_swiglu(x, LAYER.stored_up, LAYER.rows, 0, 0.0)
+        kernels.expert_swiglu(x, LAYER.stored_up, LAYER.rows, 0, each(x, 0.0))
 
 
 def test_expert_swiglu_refuses_up_and_rows_of_different_neuron_counts() -> None:
     with pytest.raises(ValueError):
-        kernels.expert_swiglu(X, OTHER.stored_up, LAYER.rows, 0, 0.0)
+        kernels.expert_swiglu(X, OTHER.stored_up, LAYER.rows, 0, each(X, 0.0))
 
 
 @pytest.mark.parametrize(

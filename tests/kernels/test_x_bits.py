@@ -12,7 +12,7 @@ from floe_chat.kernels.types import Active
 from torch import Tensor
 
 from ..helpers import relative_rms
-from .oracle import Layer, make_calls, make_layer, make_x
+from .oracle import Layer, each, make_calls, make_layer, make_x
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -110,7 +110,7 @@ def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tup
 def test_expert_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, bits, 4)), make_x(tokens, size[2], torch.float32)
     torch.full(x.shape, float("nan"))
-    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, 0.0, 0.0, 8)
+    y, *_ = native.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0), None, 8)
     rough = seen(x, size[3])
     h = silu(rough @ layer.gate[0].T) * (rough @ layer.up[0].T)
     assert relative_rms(y, h @ layer.down[0]) <= 2e-5

@@ -9,7 +9,7 @@ from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.layouts import LinearWeights, VectorLayout, pack_codes
 from floe_chat.kernels.triton import dense
 
-from ..oracle import make_x, swiglu, threshold_between, up_values
+from ..oracle import each, make_x, swiglu, threshold_between, up_values
 from .layers import FAST_SIZES, TOLERANCE, Size, Widths, calls_on, layer_on, relative_rms, size_id
 
 SIZES: list[Size] = [(1, 1, 1, 1), (2, 70, 40, 20), (2, 7, 130, 26), *FAST_SIZES]
@@ -27,7 +27,9 @@ def test_expert_swiglu_is_the_formula(
     # What is multiplied are weights in the type of x.
     truth = up_values(layer, x, calls)
     threshold = threshold_between(torch.cat(truth), 0.4)
-    y, active, reached = kernels.expert_swiglu(x.to(device), layer.stored_up, layer.rows, expert, threshold)
+    y, active, reached = kernels.expert_swiglu(
+        x.to(device), layer.stored_up, layer.rows, expert, each(x.to(device), threshold)
+    )
     assert reached == active
     assert y.dtype == dtype and y.shape == x.shape
     kept = [(v.abs() >= threshold).nonzero().squeeze(1) for v in truth]
@@ -46,21 +48,26 @@ def test_expert_swiglu_is_the_formula(
 def test_expert_swiglu_equals_the_sparse_operations(device: torch.device) -> None:
     layer, x = layer_on(device, (3, 37, 192, 64), (2, 4, 4)), make_x(3, 192, torch.float32).to(device)
     calls = calls_on(device, Calls(torch.arange(3), torch.full((3,), 1), torch.ones(3)))
-    for limit in (0.0, 2.0):
-        y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 1, 4.0, limit)
-        limits = torch.full((3,), 4.0), torch.full((3,), limit)
-        step, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, *limits)
-        assert counts.sum(0).tolist() == [active, kept] and 0 < active < 3 * 37 and (kept < active) == (limit > 0)
+    thresholds = torch.tensor([3.0, 4.0, 5.0], device=device)
+    for limits in (None, thresholds / 2):
+        y, active, kept = kernels.expert_swiglu(x, layer.stored_up, layer.rows, 1, thresholds, limits)
+        step, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, thresholds, limits)
+        assert counts.sum(0).tolist() == [active, kept] and 0 < active < 3 * 37
+        assert (kept < active) == (limits is not None)
         assert relative_rms(step, y.cpu()) <= 2e-6
 
 
 def test_no_tokens_and_not_a_number(device: torch.device) -> None:
     layer = layer_on(device, (2, 7, 40, 20), (2, 4, 4))
-    y, *counts = kernels.expert_swiglu(torch.zeros(0, 40, device=device), layer.stored_up, layer.rows, 0, 0.0)
+    y, *counts = kernels.expert_swiglu(
+        torch.zeros(0, 40, device=device), layer.stored_up, layer.rows, 0, torch.zeros(0, device=device)
+    )
     assert y.shape == (0, 40) and counts == [0, 0]
     x = make_x(2, 40, torch.float32)
     x[0, 3] = float("nan")
-    y, active, kept = kernels.expert_swiglu(x.to(device), layer.stored_up, layer.rows, 0, 1.0, torch.inf)
+    y, active, kept = kernels.expert_swiglu(
+        x.to(device), layer.stored_up, layer.rows, 0, each(x.to(device), 1.0), each(x.to(device), torch.inf)
+    )
     assert y[0].isnan().all() and not y[1].any() and active >= kept == 7
 
 
