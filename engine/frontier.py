@@ -40,7 +40,7 @@ PROBES = {  # always measured, to compare with
     Setting(up=2, sparsity=0.8, weighed=False): "FloE 80 %",
     Setting(up=2, sparsity=0.9, weighed=False): "FloE 90 %",
     Setting(2, 4, 4, sparsity=0.6, weighed=False): "4-bit rows, 60 %",
-    Setting(2, 4, 4, sparsity=0.6): "4-bit rows, 60 %, by the router's weight",
+    Setting(2, 4, 4, sparsity=0.6): "60 %, weighed",
     Setting(4, 4, 4): "4 bit throughout",
     Setting(8, 8, 8): "8 bit throughout",
 }

@@ -1,6 +1,7 @@
 """One forward pass with little Python in it: the dense part's operations, written out for the families known here.
 
-A single token on the CPU takes one compiled operation per layer (`kernels/step.py`). Prompts, GPUs and what that
+A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
+(`token_pass.py`). Prompts, GPUs and what that
 operation does not know take torch's operations, on any device. The state of a pass is (T, H): T tokens of one sequence,
 without a batch dimension.
 """
@@ -22,6 +23,7 @@ from ..kernels.step import Stepped
 from .dense import PackedLinear
 from .kv import BorrowingStore, GrowingStore, KVCache, Room
 from .layers import Layer, Rope, Unsupported, read_layers
+from .token_pass import TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
 Step = Callable[[int, Tensor, Tensor | None], Stepped]
@@ -59,6 +61,7 @@ class LeanDecoder:
         self._step: Step | None = None  # of the pass that runs
         self.room: Room | None = None
         self.steps: list[NativeStep] = []
+        self._whole: TokenPass | None = None
         self.reason = "one lean pass for the dense layers"
         try:
             self.steps = self._native_steps()
@@ -66,7 +69,7 @@ class LeanDecoder:
             self.reason += f" by torch's operations, since {declined}"
             _log.info("no compiled step: %s", declined)
         else:
-            self.reason += ", a compiled step per layer and token"
+            self.reason += f", {self._compiled()}"
             if beside := {layer.beside for layer in self._layers if layer.beside}:
                 self.reason += f", {' and '.join(sorted(beside))} by torch's operations"
 
@@ -79,6 +82,15 @@ class LeanDecoder:
             return [NativeStep(layer.dense()) for layer in self._layers]
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
+
+    def _compiled(self) -> str:
+        """What is compiled for a token, in words."""
+        try:
+            self._whole = TokenPass(self.steps, self._layers)
+        except Unsupported as declined:
+            _log.info("a call per layer: %s", declined)
+            return "a compiled step per layer and token"
+        return "one compiled call per token"
 
     def _store(self) -> GrowingStore:
         heads = self._layers[0].heads
@@ -108,12 +120,16 @@ class LeanDecoder:
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
         rope = self._rope.tables(start, end)
+        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        if len(ids) == 1 and self._whole is not None and not self._whole.watched:
+            last = self._whole.run(x, rope[0], store.layers()[: self._config.num_hidden_layers], start)
+            store.length = end
+            return self._head(_norm(last, self._norm, self._eps))
         if len(ids) == 1 and self.steps:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
             step = _TorchPass(self._layers, store, rope, start).step
         self._step = step
-        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
         added: Tensor | None = None
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
             x, hidden, routed = step(index, x, added)

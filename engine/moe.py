@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from ctypes import c_int32
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..kernels.layouts import ExpertRows, RowLayout, UpWeights
+from ..kernels.step import ExpertLayer
 from ..kernels.types import Calls
 from ..models.calibration import threshold_at
 from ..models.packed import PackedLayer
@@ -34,6 +36,22 @@ class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
     """The answer was stopped; raised at the next layer."""
 
 
+class Flag(threading.Event):
+    """An event that compiled code can look at too. `seen_there`: not 0 once it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen_there = c_int32(0)
+
+    def set(self) -> None:
+        self.seen_there.value = 1
+        super().set()
+
+    def clear(self) -> None:
+        super().clear()
+        self.seen_there.value = 0
+
+
 class Control:
     """What a running answer can be told from another thread.
 
@@ -47,7 +65,7 @@ class Control:
 
     def __init__(self, preset: Preset) -> None:
         self.preset = preset
-        self.cancelled = threading.Event()
+        self.cancelled = Flag()
         self.counting = False
         self.chunk = PREFILL_CHUNK
         self.make_room: Callable[[], bool] | None = None
@@ -79,8 +97,7 @@ class MoELayer(nn.Module):
         """
         if self.control.cancelled.is_set():
             raise Cancelled
-        if self.plan.preset is not self.control.preset:
-            self.plan = Plan(self.packed, self.control.preset)
+        self.in_force()
         self.chosen, self.scores = self._choose(hidden, top_k_index, top_k_weights)
         work = self._work(self.chosen, self.scores)
         if hidden.shape[0] > DECODE_TOKENS:
@@ -89,6 +106,12 @@ class MoELayer(nn.Module):
         if self.control.counting:
             self._count(self.chosen, work.calls, counts)
         return y
+
+    def in_force(self) -> Plan:
+        """What the preset in force makes of this layer."""
+        if self.plan.preset is not self.control.preset:
+            self.plan = Plan(self.packed, self.control.preset)
+        return self.plan
 
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The experts (B, K) and weights that are taken instead of the router's choice: here the same."""
@@ -139,9 +162,9 @@ class MoELayer(nn.Module):
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
     def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
-        self._add_counts(chosen.tolist(), counts.tolist(), self.plan.usual(calls))
+        self.add_counts(chosen.tolist(), counts.tolist(), self.plan.usual(calls))
 
-    def _add_counts(self, chosen: list[list[int]], counts: list[list[int]], usual: int) -> None:
+    def add_counts(self, chosen: list[list[int]], counts: list[list[int]], usual: int) -> None:
         """Add to the telemetry, by lists: an operation on tensors costs as much as all of this.
 
         Args:
@@ -255,6 +278,12 @@ class Plan:
             self._places_there = self.layer.narrow.places.to(self.thresholds.device)
             narrow = replace(self.layer.narrow.rows.layout, least=self.layer.rows.layout.nbytes)
             self.slots = (self.layer.rows.layout, narrow)
+
+    def as_one(self) -> ExpertLayer:
+        """For an operation that does the work itself; only where no expert is narrow."""
+        preset, parts = self.preset, self.numbers.shape[1]
+        limits = self.thresholds, self.products, preset.drop, preset.major
+        return ExpertLayer(self.layer.up, self.layer.rows, *limits, parts, preset.weighed)
 
     def halves(self, calls: int) -> int:
         """Halves of experts that so many calls compute."""

@@ -141,7 +141,7 @@ class OffloadedLayer(MoELayer):
         if late.left_out is not None:
             mine = [not left_out for left_out in late.left_out.tolist()]
             found, usual = list(compress(found, mine)), sum(mine[:usual])
-        self._add_counts(late.chosen.tolist(), found, usual)
+        self.add_counts(late.chosen.tolist(), found, usual)
 
     def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         Prompt(self.shared, self.index, self.plan, self.in_ram(), hidden, out, self.control).run(shares)
@@ -171,12 +171,6 @@ class OffloadedLayer(MoELayer):
         calls, limits = work.calls, thresholds(plan, work.calls, work.thresholds, left_out)
         also = calls.experts, calls.weights, best.indices
         shared.ahead = Ahead(following, plan, device.ask(guess, plan.wanted(calls), limits, 8, also))
-
-    def in_force(self) -> Plan:
-        """What the preset in force makes of this layer."""
-        if self.plan.preset is not self.control.preset:
-            self.plan = Plan(self.packed, self.control.preset)
-        return self.plan
 
     def guess(self, keys: Keys, experts: Tensor) -> None:
         """Note the neurons that this layer will need by the predictor, each once or once per token, and the experts

@@ -1,7 +1,8 @@
-"""What comes before a layer's experts, for one token, as one operation: norm, attention, norm, router.
+"""One token's way through a layer. What comes before its experts is one operation: norm, attention, norm, router.
 
-`dense_step` defines it in plain torch; `cpu/native_step.py` is the compiled one. Shapes: H hidden size, D width of a
-head, K experts per token, C tokens that a store of keys and values has room for.
+`dense_step` defines that in plain torch; `cpu/native_step.py` is the compiled one, and `cpu/native_token.py` goes
+through all layers, experts included, in one call. Shapes: H hidden size, D width of a head, K experts per token, C
+tokens that a store of keys and values has room for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layouts import LinearWeights
+from .layouts import ExpertRows, LinearWeights, UpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,26 @@ class DenseLayer:
     qkv: Projection
     out: Projection
     router: Router | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """A layer's experts, and what a token may skip of them (`engine/moe.py`: Plan).
+
+    Attributes:
+        up, rows: of E experts; where parts is 2, of their halves. thresholds: of |up · x|, as many. products: of
+            |silu(gate · x) up · x|, as many, or None. drop, major: relative weights below which both parts, or the
+            second, are left out. weighed: whether thresholds rise as the weight of a call falls.
+    """
+
+    up: UpWeights
+    rows: ExpertRows
+    thresholds: Tensor
+    products: Tensor | None
+    drop: float
+    major: float
+    parts: int
+    weighed: bool
 
 
 class Stepped(NamedTuple):

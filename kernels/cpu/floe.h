@@ -27,6 +27,7 @@ enum {
     FLOE_REPEATED = -3,  // a neuron twice in one call
     FLOE_NO_MEMORY = -4,
     FLOE_UNSUPPORTED = -5, // this processor or system cannot do it
+    FLOE_STOPPED = -6,     // somebody asked for it
 };
 
 // One stored vector of `n` values: layouts.VectorLayout. `bfloat16` says what 16-bit values are.
@@ -104,6 +105,27 @@ typedef struct {
 FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope,
                              float *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
                              float *hidden, int64_t *index, float *weights);
+
+// A layer's experts and what a token may skip of them (engine/moe.py: Plan). experts: halves of them where parts is 2.
+// thresholds, down_thresholds: (experts); the latter NULL for none. weighed: whether they rise as a call's weight falls.
+typedef struct {
+    floe_vector up, gate, down;
+    const uint8_t *q, *scale, *zero, *rows;
+    int64_t experts, neurons, row_bytes;
+    const float *thresholds, *down_thresholds;
+    double drop, major;
+    int32_t parts, weighed;
+} floe_expert_layer;
+
+// One token through all layers: floe_dense_step, then floe_moe_step of what is left of the router's choice. x (H): its
+// embedding, in the end the residual stream with what the last layer added. kv: of each layer. stop: looked at before
+// each layer's experts; where it is not 0, FLOE_STOPPED is returned and x is of no use. Fills index and weights
+// (layers, top_k), and counts (layers, top_k, 2, 2): of an expert's halves, or of the whole in the first place, how many
+// neurons were active and how many not left out; -1 for what was left out whole.
+FLOE_API int floe_token_step(int64_t layers, const floe_dense_layer *const *dense, const floe_expert_layer *experts,
+                             float *x, const float *rope, float *const *kv, int64_t capacity, int64_t position,
+                             int dense_digits, int expert_digits, int threads, const int32_t *stop, int64_t *index,
+                             float *weights, int64_t *counts);
 
 // One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= thresholds[t],
 // v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written whole. down_thresholds

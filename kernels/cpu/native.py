@@ -11,24 +11,25 @@ FLOE_CPU_LIBRARY names another build of the library.
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_uint64
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from ..layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpWeights, VectorLayout
+from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
 from ..types import Active, Calls
 from .native_library import (
     ISAS,
     OK,
     Isa,
     NativeUnavailableError,
-    Vector,
+    check,
     isa,
     isa_is_forced,
     library,
     library_path,
+    row_vectors,
     select_isa,
+    vector,
 )
 
 __all__ = [
@@ -52,11 +53,6 @@ __all__ = [
 ]
 
 _DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
-_ERRORS = {
-    -1: "sizes that no layout has",
-    -2: "an index out of range, or offsets that do not rise",
-    -3: "a neuron is listed twice in one call",
-}
 
 
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
@@ -70,16 +66,16 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     limits, offsets = _float32(thresholds), torch.empty(calls.experts.numel() + 1, dtype=torch.int64)
     q, scale, zero = _bytes(up.q), up.scale.contiguous(), up.zero.contiguous()
     total = loaded.floe_up_gemv(
-        *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
+        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0], q.shape[1]),
         *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), limits.data_ptr()),
         *(_digits(x, x_bits), torch.get_num_threads(), offsets.data_ptr()),
     )
-    _check(total)
+    check(total)
     # They wait in the library, in this thread, until there are tensors of the right size for them.
     neurons = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
-    _check(loaded.floe_up_take(total, neurons.data_ptr(), values.data_ptr()))
+    check(loaded.floe_up_take(total, neurons.data_ptr(), values.data_ptr()))
     return Active(offsets, neurons, _as(values, x.dtype))
 
 
@@ -117,9 +113,9 @@ def sparse_swiglu(
     shape = data.shape[:2] if slots is None else slots.shape
     if int(offsets[-1]) != neurons.numel() or neurons.numel() != values.numel():
         raise ValueError("offsets must end at the number of neurons, with one value each")
-    gate, down = _row_vectors(rows.layout)
+    gate, down = row_vectors(rows.layout)
     y, kept = torch.empty(x32.shape), torch.empty(experts.numel(), dtype=torch.int64)
-    _check(
+    check(
         loaded.floe_sparse_swiglu(
             *(x32.data_ptr(), x32.shape[0], gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
             *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
@@ -154,11 +150,11 @@ def moe_step(
     q, scale, zero, data = _bytes(up.q), up.scale.contiguous(), up.zero.contiguous(), _bytes(rows.data)
     slots = None if isinstance(rows, ExpertRows) else rows.slots.to(torch.int32).contiguous()
     shape = data.shape[:2] if slots is None else slots.shape
-    gate, down = _row_vectors(rows.layout)
+    gate, down = row_vectors(rows.layout)
     y, counts = torch.empty(x32.shape), torch.empty((experts.numel(), 2), dtype=torch.int64)
-    _check(
+    check(
         library().floe_moe_step(
-            *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
+            *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
             *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
             *(gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
             *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
@@ -186,14 +182,14 @@ def expert_swiglu(
     Raises:
         ValueError: sizes that do not fit.
     """
-    x32, gate_down = _float32(x), _row_vectors(rows.layout)
+    x32, gate_down = _float32(x), row_vectors(rows.layout)
     q, data = _bytes(up.q[expert]), _bytes(rows.data[expert])
     scale, zero = up.scale[expert].contiguous(), up.zero[expert].contiguous()
     limits = _float32(thresholds)
     down_limits = None if down_thresholds is None else _float32(down_thresholds)
     y, kept = torch.empty(x32.shape), c_int64()
     active = library().floe_expert_swiglu(
-        *(x32.data_ptr(), x32.shape[0], _vector(up.layout.vector, up.layout.float16)),
+        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
         *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
         *(*gate_down, data.data_ptr(), *data.shape, limits.data_ptr()),
         *(
@@ -204,7 +200,7 @@ def expert_swiglu(
             byref(kept),
         ),
     )
-    _check(active)
+    check(active)
     return _as(y, x.dtype), active, kept.value
 
 
@@ -217,9 +213,9 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     x32, q = _float32(x), _bytes(weights.q)
     scale, zero = weights.scale.contiguous(), weights.zero.contiguous()
     y = torch.empty(x32.shape[0], q.shape[0])
-    _check(
+    check(
         library().floe_linear(
-            *(x32.data_ptr(), x32.shape[0], _vector(weights.vector, torch.float16)),
+            *(x32.data_ptr(), x32.shape[0], vector(weights.vector, torch.float16)),
             *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0]),
             *(_digits(x, x_bits), torch.get_num_threads(), y.data_ptr()),
         )
@@ -236,7 +232,7 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
     data, index = rows.data[expert], _int64(neurons)
     source = _bytes(data)
     _writable(out)
-    _check(
+    check(
         library().floe_gather_rows(
             *(source.data_ptr(), *source.shape, index.data_ptr(), index.numel()),
             *(torch.get_num_threads(), out.data_ptr()),
@@ -252,7 +248,7 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     """
     index, source = _int64(slots), _bytes(records)
     _writable(pool)
-    _check(
+    check(
         library().floe_pool_scatter(
             *(pool.data_ptr(), *pool.shape, index.data_ptr(), index.numel()),
             *(torch.get_num_threads(), source.data_ptr()),
@@ -268,30 +264,20 @@ def advise_hugepages(tensor: Tensor) -> bool:
 def read(tensor: Tensor) -> int:
     """Read a contiguous tensor as fast as plain loads go, for a benchmark's floor; returns a checksum."""
     checksum = c_uint64()
-    _check(library().floe_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads(), byref(checksum)))
+    check(library().floe_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads(), byref(checksum)))
     return checksum.value
 
 
 def read_rows(rows: Tensor, index: Tensor) -> int:
     """Read the rows `index` of (N, nbytes) uint8 likewise."""
     checksum = c_uint64()
-    _check(
+    check(
         library().floe_read_rows(
             *(rows.data_ptr(), *rows.shape, index.data_ptr(), index.numel()),
             *(torch.get_num_threads(), byref(checksum)),
         )
     )
     return checksum.value
-
-
-@cache
-def _vector(layout: VectorLayout, float16: torch.dtype) -> Vector:
-    return Vector(layout.n, layout.group, layout.bits, int(float16 == torch.bfloat16))
-
-
-@cache
-def _row_vectors(layout: RowLayout) -> tuple[Vector, Vector]:
-    return _vector(layout.gate, layout.float16), _vector(layout.down, layout.float16)
 
 
 def _digits(x: Tensor, x_bits: int) -> int:
@@ -321,11 +307,3 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _writable(tensor: Tensor) -> None:
     if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
         raise ValueError("the destination must be contiguous uint8")
-
-
-def _check(code: int) -> None:
-    if code >= 0:
-        return
-    if code in _ERRORS:
-        raise ValueError(_ERRORS[code])
-    raise MemoryError("the CPU kernels got no memory")

@@ -9,10 +9,19 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from ..layouts import RowLayout, VectorLayout
+
 ISAS = ("avx512", "avx2", "portable")
 _VERSION = 6
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 OK = 0
+_ERRORS = {
+    -1: "sizes that no layout has",
+    -2: "an index out of range, or offsets that do not rise",
+    -3: "a neuron is listed twice in one call",
+}
 
 
 class NativeUnavailableError(RuntimeError):
@@ -84,6 +93,31 @@ _SIGNATURES = {
     "floe_read": (c_int, (c_void_p, c_int64, c_int, POINTER(c_uint64))),
     "floe_read_rows": (c_int, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, POINTER(c_uint64))),
 }
+
+
+@cache
+def vector(layout: VectorLayout, float16: torch.dtype) -> Vector:
+    """A stored vector as the library is told of it."""
+    return Vector(layout.n, layout.group, layout.bits, int(float16 == torch.bfloat16))
+
+
+@cache
+def row_vectors(layout: RowLayout) -> tuple[Vector, Vector]:
+    """The gate and the down part of a record."""
+    return vector(layout.gate, layout.float16), vector(layout.down, layout.float16)
+
+
+def check(code: int) -> None:
+    """What an operation returned.
+
+    Raises:
+        ValueError: sizes or indices that do not fit. MemoryError: there was none left.
+    """
+    if code >= 0:
+        return
+    if code in _ERRORS:
+        raise ValueError(_ERRORS[code])
+    raise MemoryError("the CPU kernels got no memory")
 
 
 def library_path() -> Path:

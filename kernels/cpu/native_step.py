@@ -27,7 +27,9 @@ class _Matrix(Structure):
     )
 
 
-class _Layer(Structure):
+class Layer(Structure):
+    """`floe_dense_layer`."""
+
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "window", "experts", "top_k")),
         *((name, c_int32) for name in ("each_head", "shares")),
@@ -52,7 +54,7 @@ class NativeStep:
         each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.dim
         normed = [heads.dim, heads.dim] if each_head else [heads.queries * heads.dim, heads.keys * heads.dim]
         experts = 0 if router is None else router.weight.shape[0]
-        self._layer = _Layer(
+        self._layer = Layer(
             *(hidden, heads.queries, heads.keys, heads.dim, heads.window or 0),
             *(experts, 0 if router is None else router.top_k, each_head, router is not None and router.shares),
             *(layer.eps, heads.scale, inf if heads.clip is None else heads.clip),
@@ -66,6 +68,11 @@ class NativeStep:
         self._stored = 2 * heads.keys * heads.dim  # of a token
         if self._function(self._pointer, *[None] * 4, 0, 0, 2, 1, *[None] * 4) == -1:  # no position: nothing is touched
             raise ValueError(_ERRORS[-1])
+
+    @property
+    def layer(self) -> Layer:
+        """For an operation on several."""
+        return self._layer
 
     def __call__(
         self, x: Tensor, added: Tensor | None, rope: Tensor, kv: Tensor, position: int, x_bits: int = 22
@@ -99,7 +106,7 @@ def _function() -> Any:
         raise native.NativeUnavailableError(f"the compiled CPU kernels are older than this: {error}") from error
     function.restype = c_int
     function.argtypes = [
-        *(POINTER(_Layer), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
+        *(POINTER(Layer), c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int),
         *(c_void_p, c_void_p, c_void_p, c_void_p),
     ]
     return function

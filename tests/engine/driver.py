@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from floe_chat.engine.events import Command, Event, Failed, Finished, Generate, Load, Loaded, Sampling, Shutdown, Tokens
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.session import Session
+from floe_chat.engine.token_pass import TokenPass
 
 DEADLINE_S = 120.0  # a machine busy with something else may take its time; nothing is asserted about speed
 GREEDY = Sampling(temperature=0)
 E = TypeVar("E")
+
+
+def layer_by_layer(patch: pytest.MonkeyPatch) -> None:
+    """Let each token, too, go through `MoELayer.forward`, which a test is going to replace."""
+    patch.setattr(TokenPass, "watched", True)
 
 
 def silent(_step: str, _share: float) -> None:

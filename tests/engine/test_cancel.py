@@ -10,7 +10,7 @@ from floe_chat.engine.events import Cancel, Finished, PrefillProgress, Tokens
 from floe_chat.engine.moe import PREFILL_CHUNK, MoELayer
 from torch import Tensor
 
-from .driver import Engine, asking
+from .driver import Engine, asking, layer_by_layer
 
 PROMPT = [5, 6, 7, 8]
 LAYERS = 2
@@ -41,6 +41,7 @@ class Watch:
             return out
 
         monkeypatch.setattr(MoELayer, "forward", forward)
+        layer_by_layer(monkeypatch)
 
 
 @pytest.fixture

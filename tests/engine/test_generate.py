@@ -20,7 +20,7 @@ from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LibraryDecoder
 from floe_chat.models.errors import UsageError
 
-from .driver import GREEDY, answer, open_model
+from .driver import GREEDY, answer, layer_by_layer, open_model
 
 WINDOW = 512
 
@@ -207,6 +207,7 @@ def test_a_cancel_between_two_layers_leaves_whole_tokens(
 
     with monkeypatch.context() as patch:
         patch.setattr(MoELayer, "forward", forward)
+        layer_by_layer(patch)
         with pytest.raises(Cancelled):
             talk.run(text, talk.kv)
     talk.loaded.control.cancelled.clear()
@@ -226,6 +227,7 @@ def test_a_fault_leaves_whole_tokens_too(talk: Talk, monkeypatch: pytest.MonkeyP
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a fault"):
         patch.setattr(talk.loaded.model.model.layers[1].mlp.experts, "forward", broken)
+        layer_by_layer(patch)
         talk.run(text + answer + [3, 4], talk.kv)
     talk.turn(text + answer + [3, 4], 61)
 

@@ -32,7 +32,7 @@ from floe_chat.engine.moe import MoELayer
 from floe_chat.engine.session import Session
 from torch import Tensor
 
-from .driver import DEADLINE_S, Engine, answer, asking, open_model
+from .driver import DEADLINE_S, Engine, answer, asking, layer_by_layer, open_model
 
 PROMPT = [5, 6, 7, 8]
 
@@ -132,6 +132,7 @@ def test_the_engine_survives_a_fault_in_a_layer(engine: Engine, monkeypatch: pyt
     engine.end_of(1)
     with monkeypatch.context() as patch:
         patch.setattr(MoELayer, "forward", broken)
+        layer_by_layer(patch)
         engine.send(asking(2, PROMPT))
         failed = explained(engine.end_of(2))
     assert failed.request == 2 and "a fault in a layer" in failed.cause
@@ -165,6 +166,7 @@ def watch_calls(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None])
         return out
 
     monkeypatch.setattr(MoELayer, "forward", forward)
+    layer_by_layer(monkeypatch)
 
 
 def send_at(monkeypatch: pytest.MonkeyPatch, engine: Engine, call: int, command: Command) -> None:

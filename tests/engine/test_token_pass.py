@@ -1,0 +1,177 @@
+"""A token through all layers in one call is a token through layer after layer: to the last bit, and as counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from ctypes import c_int32
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.kv import KVCache
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.moe import Cancelled, Flag, MoELayer
+from floe_chat.engine.quality import Preset
+from floe_chat.engine.step import LeanDecoder
+from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu.native_token import NativeToken
+from floe_chat.models.pack import PackSpec
+from floe_chat.models.widths import Narrow
+from torch import Tensor
+
+from ..helpers import make_checkpoint, make_pack
+from .driver import answer, layer_by_layer, open_model
+
+MODELS: dict[str, tuple[dict[str, Any], PackSpec]] = {
+    "mixtral": ({}, PackSpec(up=3)),
+    "odd": ({"hidden": 36, "intermediate": 50, "experts": 7}, PackSpec(up=2, dense=8)),
+    "16-bit": ({"family": "olmoe", "top_k": 3, "experts": 5}, PackSpec(up=16, gate=16, down=16, dense=16)),
+    "olmoe": ({"family": "olmoe", "top_k": 3, "experts": 7}, PackSpec(up=4, dense=4)),
+    "one layer": ({"layers": 1, "experts": 2, "top_k": 1}, PackSpec(up=8, dense=16)),
+}
+PRESETS = {
+    "nothing": Preset("", 0.0, lossless=True),
+    "neurons": Preset("", 0.5, 0.8),
+    "halves": Preset("", 0.4, 0.7, drop=0.7, major=0.97, coarse=True),
+    "experts": Preset("", 0.3, drop=0.95, major=0.95),
+    "weighed": Preset("", 0.6, 0.8, drop=0.5, major=0.9, coarse=True, weighed=True),
+    "all left out": Preset("", 0.3, drop=1.0, major=1.0),
+}
+IDS = [1, 5, 9, 200, 17, 17, 3, 42]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape, spec = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("token")
+    make_pack(make_checkpoint(folder / "source", **shape), folder / "pack", spec)
+    return folder / "pack"
+
+
+def read(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, list[Any]]:
+    """Logits after each of `ids`, and what was counted."""
+    kv = KVCache()
+    loaded.telemetry.begin(0, 0, 0.0)
+    loaded.control.counting = True
+    logits: list[Tensor] = []
+    for one in ids:
+        logits.append(loaded.decoder.forward([one], kv))
+        kv.computed([one], loaded.control.preset)
+    loaded.control.counting = False
+    return torch.cat(logits), [dataclasses.asdict(layer) for layer in loaded.telemetry.layers]
+
+
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
+def test_it_is_layer_after_layer(pack: Path, preset: Preset, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        native.select_isa(isa)
+    except native.NativeUnavailableError as why:
+        pytest.skip(str(why))
+    try:
+        loaded = open_model(pack)
+        assert "one compiled call per token" in loaded.decoder.reason
+        loaded.control.preset = preset
+        found, counted = read(loaded)
+        with monkeypatch.context() as patch:
+            layer_by_layer(patch)
+            wanted, as_counted = read(loaded)
+    finally:
+        native.select_isa(None)
+    assert torch.equal(found, wanted) and found.isfinite().all()
+    assert counted == as_counted and sum(counted[0]["calls"]) > 0
+
+
+def test_another_preset_holds_from_the_next_token(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(loaded: LoadedModel) -> Tensor:
+        kv, logits = KVCache(), list[Tensor]()
+        for preset in (PRESETS["nothing"], PRESETS["weighed"], PRESETS["nothing"]):
+            loaded.control.preset = preset
+            logits.append(loaded.decoder.forward([7], kv))
+            kv.computed([7], preset)
+        return torch.cat(logits)
+
+    loaded = open_model(pack)
+    found = both(loaded)
+    layer_by_layer(monkeypatch)
+    assert torch.equal(found, both(loaded))
+
+
+def test_a_layer_that_somebody_watches_is_called(tiny_pack: Path) -> None:
+    loaded, seen = open_model(tiny_pack), list[int]()
+
+    def note(layer: MoELayer, _given: Any) -> None:
+        seen.append(layer.index)
+
+    for layer in loaded.model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(note)
+    answer(loaded, IDS, max_new_tokens=3)
+    assert seen == [0, 1] * 3  # the prompt, and a token for each but the last
+
+
+def test_a_stop_is_seen_in_the_layer_and_leaves_whole_tokens(tiny_pack: Path) -> None:
+    loaded, kv = open_model(tiny_pack), KVCache()
+    control = loaded.control
+    expected, _ = read(loaded, [4, 5])
+    loaded.decoder.forward([4], kv)
+    kv.computed([4], control.preset)
+    control.cancelled.set()
+    with pytest.raises(Cancelled):
+        loaded.decoder.forward([5], kv)
+    assert kv.length == 1
+    control.cancelled.clear()
+    assert torch.equal(loaded.decoder.forward([5], kv), expected[1:])
+
+
+def test_a_flag_is_seen_on_both_sides() -> None:
+    flag = Flag()
+    assert (flag.is_set(), flag.seen_there.value) == (False, 0)
+    flag.set()
+    assert (flag.is_set(), flag.seen_there.value) == (True, 1)
+    flag.clear()
+    assert (flag.is_set(), flag.seen_there.value) == (False, 0)
+
+
+def test_experts_of_two_widths_go_layer_by_layer(tmp_path: Path) -> None:
+    make_pack(make_checkpoint(tmp_path / "source", experts=6), tmp_path / "pack", PackSpec(narrow=Narrow(0.5, 2, 3, 3)))
+    loaded = open_model(tmp_path / "pack")
+    assert "a compiled step per layer and token" in loaded.decoder.reason
+    assert answer(loaded, IDS, max_new_tokens=3).tokens
+
+
+def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
+    loaded = open_model(tiny_pack)
+    decoder = loaded.decoder
+    assert isinstance(decoder, LeanDecoder)
+    layers: list[Any] = [layer.mlp.experts for layer in loaded.model.model.layers]
+    token = NativeToken(decoder.steps, [layer.plan.as_one() for layer in layers])
+    heads = decoder.steps[0].layer
+    x, rope = torch.zeros(1, heads.hidden), torch.zeros(2, heads.dim)
+    kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim) for _ in layers]
+    assert token(x, rope, kv, 2, (22, 22), c_int32(0)) is not None
+    assert token(x, rope, kv, 2, (22, 22), c_int32(1)) is None
+    for wrong in (
+        (x[:, 1:], rope, kv, 2),
+        (x.double(), rope, kv, 2),
+        (x, rope, kv, 3),
+        (x, rope, kv, -1),
+        (x, rope, [*kv, kv[0]], 2),
+        (x, rope, [], 2),
+        (x, rope[:, 1:], kv, 2),
+        (x, rope, [part[:, 1:].contiguous() for part in kv], 2),
+        (x, rope, [kv[0], kv[1][:2]], 0),
+        (x, rope, [part.half() for part in kv], 2),
+    ):
+        with pytest.raises(ValueError):
+            token(*wrong, (22, 22), c_int32(0))
+    one = layers[0].plan.as_one()
+    for broken in (
+        dataclasses.replace(one, thresholds=one.thresholds.double()),
+        dataclasses.replace(one, up=layers[0].packed.up),
+        dataclasses.replace(one, thresholds=one.thresholds[1:]),
+        dataclasses.replace(one, products=one.thresholds[1:]),
+        dataclasses.replace(one, parts=3),
+    ):
+        with pytest.raises(ValueError):
+            NativeToken(decoder.steps, [broken, one])(x, rope, kv, 2, (22, 22), c_int32(0))
