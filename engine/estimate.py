@@ -64,11 +64,11 @@ class Work:
     reached: float = 1.0
 
     @classmethod
-    def of(cls, preset: Preset, *, drops: bool = True) -> Work:
-        """By a preset's shares. `drops`: whether low scores leave experts out as often as in a trained model."""
+    def of(cls, preset: Preset) -> Work:
+        """By a preset's shares."""
         # Below the first score an expert is left out, between the two half of it.
         left_out = (at(DROPPED, preset.drop) + at(DROPPED, max(preset.drop, preset.major))) / 2
-        calls = 1 - left_out if drops else 1.0
+        calls = 1 - left_out
         active = at(WEIGHED, preset.sparsity) if preset.weighed else 1 - preset.sparsity
         reached = min(1.0, (1 - preset.product) / active) if preset.product and active else 1.0
         # By weight, experts of a low score, which are left out first, have hardly an active neuron.
@@ -99,7 +99,7 @@ class Speeds:
     gpu: float = 0.0
     gpu_flops: float = 2e13
     launch: float = 5e-6
-    host: float = 4.6e-4
+    host: float = 5e-5
     host_pool: float = 1.2e-3
 
     def of_cpu(self, what: str, bits: int) -> float:

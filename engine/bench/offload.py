@@ -114,7 +114,7 @@ def steps() -> list[Step]:
     """FloE as in the paper, then this engine, a part more with each: name, widths, what is skipped, parts, whether it
     looks ahead, whether rows are read in place."""
     floe, own = Width(up=2, rows=16, dense=16), Width()
-    sparse, weighed = Preset("60 %", 0.6), Preset("60 %", 0.6, weighed=True)
+    sparse, weighed = Preset("60 %", 0.6), Preset("weighed", 0.6, 0.8, drop=0.4, major=0.4, weighed=True)
     presets = {preset.name: preset for preset in PRESETS}
     balanced, fast = presets["Balanced"], presets["Fast"]
     return [
@@ -124,9 +124,9 @@ def steps() -> list[Step]:
         ("+ looking ahead", own, sparse, _FLOE, True, False),
         ("+ eviction by score", own, sparse, Parts(cpu=False), True, False),
         ("+ the CPU's share", own, sparse, Parts(), True, False),
-        ("+ thresholds by the router's weight", own, weighed, Parts(), True, False),
         ("+ Balanced instead of 60 %", own, balanced, Parts(), True, False),
         ("+ rows read in place", own, balanced, Parts(), True, True),
         ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), True, True),
         ("Fast likewise", own, fast, Parts(), True, True),
+        ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), True, True),
     ]

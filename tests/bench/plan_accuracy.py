@@ -67,7 +67,8 @@ def measured_layers() -> dict[str, Any]:
     for preset in presets:
         took = median(seconds for seconds, _ in found[preset.name])
         active = median(share for _, share in found[preset.name])
-        work = dataclasses.replace(Work.of(preset, drops=False), active=active)
+        work = Work.of(preset)
+        work = dataclasses.replace(work, active=min(1.0, active / work.calls))  # measured: of all chosen experts
         guess = _one_layer(PackSpec(spec.up, spec.rows, spec.rows, spec.dense), work, speeds)
         print(f"{preset.name:<10} {1e3 * took:6.2f} ms measured, {1e3 * guess:6.2f} estimated: {guess / took:.2f}")
         result[preset.name] = {"ms": 1e3 * took, "estimated_ms": 1e3 * guess, "ratio": guess / took, "active": active}
