@@ -42,18 +42,22 @@ inline float wide16(uint16_t u, int32_t bfloat16) {
 // widths they are a visible part of the loop.
 struct Pace {
     const uint8_t *at;
-    int64_t lines; // at each step
+    int64_t lines, more; // at each step, and of the first steps one more each: many at once would wait for each other
 
-    Pace(const Ahead &ahead, int64_t steps) : at(ahead.at), lines(steps > 0 ? ahead.lines / steps : 0) {
-        for (int64_t rest = ahead.lines - lines * steps; rest > 0; rest--, at += 64) FLOE_PREFETCH(at);
+    Pace(const Ahead &ahead, int64_t steps)
+        : at(ahead.at), lines(steps > 0 ? ahead.lines / steps : ahead.lines), more(ahead.lines - lines * steps) {
+        if (steps > 0) return;
+        more = 0;
+        step();
+        lines = 0;
     }
-    Pace() : at(nullptr), lines(0) {}
+    Pace() : at(nullptr), lines(0), more(0) {}
 
     void step() {
-        if (lines == 1) {
+        if (more > 0) {
+            more--;
             FLOE_PREFETCH(at);
             at += 64;
-            return;
         }
         for (int64_t i = 0; i < lines; i++, at += 64) FLOE_PREFETCH(at);
     }
