@@ -31,6 +31,7 @@ _LEGEND = (
     "widths       bits per weight of up/gate/down; rank: of a compensator for the rounding of up",
     "             *: fewer for this pack's narrow experts",
     "sparse       share of neurons left out by |up · x|",
+    "             in an expert of mean score; more in those of a lower one (but in FloE's rows)",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
     "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
     "KL           mean divergence of the next-token distribution from the source's, nats",
