@@ -41,7 +41,7 @@ class Setting:
         alpha: how far below the (k+1)-th score a resident expert may stand in for an absent one (importance-driven
             scheduling, algorithm 1).
         narrow, rare: fewer bits for some experts (CORM), and which they are, layer by layer.
-        weighed: whether thresholds rise as the router's weight of a call falls, see `moe.Work`.
+        weighed: whether thresholds rise as the router's weight of a call falls, see `work.Work`.
     """
 
     up: int = 16

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import compress
 from math import isfinite
 
@@ -26,11 +25,12 @@ from ..models.packed import PackedLayer
 from . import selection
 from .cache import Keys
 from .fetching import Asked
-from .moe import DECODE_TOKENS, Control, MoELayer, Plan, Share, Work
+from .moe import DECODE_TOKENS, Control, MoELayer
 from .offload import Offload
 from .offloaded_step import Given, Step
 from .streaming import Prompt
 from .telemetry import LayerCounts, Telemetry
+from .work import Plan, Share, Work
 
 RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
 
@@ -81,7 +81,7 @@ class OffloadedLayer(MoELayer):
         self._left_out = None
         if len(chosen) > DECODE_TOKENS:
             return super()._work(chosen, scores)
-        work, self._left_out = every(self.plan, chosen, scores)
+        work, self._left_out = self.plan.every(chosen, scores)
         return work
 
     def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class OffloadedLayer(MoELayer):
         scores = shared.predictor.experts(self.index, hidden, chosen, guess)
         best = scores.topk(self.chosen.shape[1])
         weights = best.values.float().softmax(-1)
-        work, left_out = every(plan, best.indices, weights)
+        work, left_out = plan.every(best.indices, weights)
         calls, limits = work.calls, thresholds(plan, work.calls, work.thresholds, left_out)
         also = calls.experts, calls.weights, best.indices
         shared.ahead = Ahead(following, plan, device.ask(guess, plan.wanted(calls), limits, 8, also))
@@ -243,37 +243,6 @@ class Untold:
     calls: Calls
     left_out: Tensor | None
     counts: Tensor
-
-
-def every(plan: Plan, index: Tensor, weights: Tensor) -> tuple[Work, Tensor | None]:
-    """All calls of the experts index with these weights, (B, K) each, and which of them the preset leaves out (P,).
-
-    As `Plan.work` gives them, but for those; all of it where the tensors are, and nobody waits for it. None: nothing
-    can be left out.
-    """
-    (tokens, among), numbers = index.shape, plan.numbers
-    parts = numbers.shape[1]
-    experts = numbers.index_select(0, index.flatten()).flatten()
-    weights_each = weights[..., None].expand(tokens, among, parts).flatten()
-    calls = Calls(_tokens(tokens, among * parts, index.device), experts, weights_each)
-    left_out = None if plan.drops is None else selection.left_out_there(weights, plan.drops).flatten()
-    order: Tensor | None = None
-    if plan.layer.narrow is not None:
-        calls, order = plan.placed(calls)
-        left_out = None if left_out is None else left_out.index_select(0, order)
-    tables = [plan.thresholds] if plan.products is None else [plan.thresholds, plan.products]
-    limits = [table.index_select(0, calls.experts) for table in tables]
-    if plan.preset.weighed:
-        ease = selection.ease_there(weights)[..., None].expand(tokens, among, parts).flatten()
-        ease = ease if order is None else ease.index_select(0, order)
-        limits = [(limit * ease).float() for limit in limits]
-    return Work(calls, limits[0], limits[1] if limits[1:] else None), left_out
-
-
-@lru_cache
-def _tokens(tokens: int, each: int, device: torch.device) -> Tensor:
-    """Of which token each call is."""
-    return torch.arange(tokens, device=device).repeat_interleave(each)
 
 
 def thresholds(plan: Plan, calls: Calls, limits: Tensor, left_out: Tensor | None) -> Tensor:

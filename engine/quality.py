@@ -22,7 +22,7 @@ class Preset:
             instead of waited for (CORM).
         lossless: nothing is left out, and the kernels keep all of float32's precision.
         coarse: weights that are codes meet x in 8 bits instead of 15, in the CPU's kernels.
-        weighed: thresholds rise as the router's weight of a call falls, see `moe.Work`.
+        weighed: thresholds rise as the router's weight of a call falls, see `work.Work`.
     """
 
     name: str

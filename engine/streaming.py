@@ -18,10 +18,11 @@ from torch import Tensor
 from ..kernels.layouts import ExpertRows, UpWeights
 from . import placement
 from .devices import Partial
-from .moe import Cancelled, Control, Plan, Share
+from .moe import Cancelled, Control
 from .offload import Offload
 from .placement import Lane
 from .transfer import Transfer
+from .work import Plan, Share
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer's experts, and what a token may skip of them (`engine/moe.py`: Plan).
+    """A layer's experts, and what a token may skip of them (`engine/work.py`: Plan).
 
     Attributes:
         up, rows: of E experts; where parts is 2, of their halves. thresholds: of |up · x|, as many. products: of

@@ -106,7 +106,7 @@ FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, cons
                              float *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
                              float *hidden, int64_t *index, float *weights);
 
-// A layer's experts and what a token may skip of them (engine/moe.py: Plan). experts: halves of them where parts is 2.
+// A layer's experts and what a token may skip of them (engine/work.py: Plan). experts: halves of them where parts is 2.
 // thresholds, down_thresholds: (experts); the latter NULL for none. weighed: whether they rise as a call's weight falls.
 typedef struct {
     floe_vector up, gate, down;

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kMostChosen = 256;
 constexpr double kMostEase = 1000.0; // engine/selection.py
 
-// What is computed of a router's choice, as engine/moe.py's Plan has it.
+// What is computed of a router's choice, as engine/work.py's Plan has it.
 struct Work {
     int64_t token[2 * kMostChosen], expert[2 * kMostChosen], place[2 * kMostChosen], calls = 0;
     float weight[2 * kMostChosen], threshold[2 * kMostChosen], down_threshold[2 * kMostChosen];

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine.moe import Plan, Work
-from floe_chat.engine.offloaded import every
 from floe_chat.engine.quality import Preset
+from floe_chat.engine.work import Plan, Work
 from torch import Tensor
 
 from .driver import open_model
@@ -41,7 +40,7 @@ def routed(plan: Plan, tokens: int = 40) -> tuple[Tensor, Tensor]:
 def test_nobody_waits_for_the_same_work(plan: Plan) -> None:
     index, weights = routed(plan)
     work = plan.work(index, weights)
-    there, left_out = every(plan, index, weights)
+    there, left_out = plan.every(index, weights)
     if left_out is not None:
         assert bool(left_out.any())
         there = there.part(~left_out)
