@@ -12,7 +12,14 @@ import pytest
 from floe_chat.kernels.cpu import build, native
 
 HERE = Path(__file__).parent
-WATCHED = ("test_cpu_native.py", "test_many_tokens.py", "test_x_bits.py", "test_dense_step.py", "test_pool.py")
+WATCHED = (
+    "test_cpu_native.py",
+    "test_many_tokens.py",
+    "test_x_bits.py",
+    "test_dense_step.py",
+    "test_token_step.py",
+    "test_pool.py",
+)
 
 
 def sanitizer_runtime() -> str:
