@@ -151,15 +151,19 @@ class EngineBridge:
         self.by_hand = None
         self._client.open(pack)
 
-    def submit(
+    def prepare(
         self, messages: Sequence[ChatMessage], sampling: Sampling, max_new_tokens: int, answer: str = ""
     ) -> Submitted:
-        """Ask for an answer, or for more of `answer`.
+        """Make a prompt for an answer, or for more of `answer`, which `begin` asks for.
 
         Raises:
-            FloeError: as `ChatClient.submit`.
+            FloeError: as `ChatClient.prepare`.
         """
-        return self._client.submit(messages, sampling, max_new_tokens, answer)
+        return self._client.prepare(messages, sampling, max_new_tokens, answer)
+
+    def begin(self) -> None:
+        """Let the engine write the answer that was prepared."""
+        self._client.begin()
 
     def record(self, request: int, answer: Answer) -> None:
         """Write the text of the answer to `request` into the history as it comes."""

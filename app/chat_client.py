@@ -92,6 +92,7 @@ class ChatClient:
         self._window = 0
         self._last_request = 0
         self._running: tuple[int, Detokenizer] | None = None
+        self._prepared: Generate | None = None
 
     def start(self) -> None:
         """Begin loading in the background; returns at once."""
@@ -138,7 +139,17 @@ class ChatClient:
     def submit(
         self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
     ) -> Submitted:
-        """Ask for an answer to `messages` (the last one is the user's), which goes on where `answer` ends.
+        """Ask for an answer to `messages`: `prepare` and `begin` in one."""
+        submitted = self.prepare(messages, sampling, max_new_tokens, answer)
+        self.begin()
+        return submitted
+
+    def prepare(
+        self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
+        """Make a prompt of `messages` (the last one is the user's) for an answer that goes on where `answer` ends.
+
+        From then on the model counts as answering, though nothing is computed before `begin`.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
@@ -154,8 +165,15 @@ class ChatClient:
         decoder = self._format.decoder()
         decoder.push(begun[-_PRIMING:])  # a decoder drops the space before its very first word
         self._running = (self._last_request, decoder)
-        self._session.send(Generate(self._last_request, tuple(prompt), sampling, max_new_tokens, self._format.stop_ids))
+        stop_ids = self._format.stop_ids
+        self._prepared = Generate(self._last_request, tuple(prompt), sampling, max_new_tokens, stop_ids)
         return Submitted(self._last_request, len(prompt), dropped)
+
+    def begin(self) -> None:
+        """Let the engine compute the answer that was prepared."""
+        if self._prepared is not None:
+            self._session.send(self._prepared)
+            self._prepared = None
 
     def count(self, text: str) -> int | None:
         """How many tokens `text` takes by itself; None while the model is not ready."""

@@ -1,4 +1,4 @@
-"""Prompt ids in, answer ids out: prefill in chunks, then one decode step per token. A plain generator."""
+"""Prompt ids in, answer ids out: prefill in chunks, then decode steps of a token or some. A plain generator."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def generate(
     if not 0 < len(prompt) < window:
         raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
     decoder = LibraryDecoder(model) if isinstance(model, nn.Module) else model
-    sampler = Sampler(sampling)
-    stop = frozenset(stop_ids)
+    sampler = Sampler(sampling, prompt)
     if kept := kv.keep(prompt, control.preset):
         telemetry.reused(kept)
         yield Step(None, kept)
@@ -70,22 +69,41 @@ def generate(
         yield Step(None, kv.length)
     telemetry.prefill_done(telemetry.clock() - started)
     control.counting = True
-    ids = torch.tensor([list(prompt)], dtype=torch.long)
-    for step in range(max_new_tokens):
-        began = telemetry.clock()
-        if step:
-            logits = _forward(decoder, kv, ids[0, -1:].tolist(), control)
-        token = sampler.draw(ids, logits)
-        if step:
-            telemetry.decoded(telemetry.clock() - began)
-        if token in stop:
+    most = min(max_new_tokens, window - len(prompt))
+    for token, at in _drawn(decoder, kv, logits, sampler, most, stop_ids, control, telemetry):
+        if token in stop_ids:
             return "stop"
-        telemetry.token()
-        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+        telemetry.token(at)
         yield Step(token, len(prompt))
-        if ids.shape[1] >= window:
-            return "context"
-    return "length"
+    return "length" if len(prompt) + most < window else "context"
+
+
+def _drawn(
+    decoder: Decoder,
+    kv: KVCache,
+    logits: Tensor,
+    sampler: Sampler,
+    most: int,
+    stop_ids: Sequence[int],
+    control: Control,
+    telemetry: Telemetry,
+) -> Generator[tuple[int, float]]:
+    """At most so many tokens, and when each was drawn; the first from the prompt's logits."""
+    if not most:
+        return
+    token = sampler.draw(logits)
+    yield token, telemetry.clock()
+    while most := most - 1:
+        began, preset = telemetry.clock(), control.preset
+        several = decoder.several(token, kv, sampler, most, stop_ids)
+        if several is None:
+            several = [sampler.draw(_forward(decoder, kv, [token], control))], [telemetry.clock() - began]
+        else:
+            kv.computed([token, *several[0][:-1]], preset)
+        telemetry.decoded(telemetry.clock() - began, len(several[0]))
+        for token, after in zip(*several, strict=True):
+            yield token, began + after
+        most -= len(several[0]) - 1
 
 
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:

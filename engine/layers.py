@@ -67,7 +67,7 @@ class Layer:
         Raises:
             Unsupported: projections of an unknown kind.
         """
-        qkv, out = _projection(self.qkv), _projection(self.out)
+        qkv, out = projection(self.qkv), projection(self.out)
         return DenseLayer(self.before, self.after, self.eps, self.heads, qkv, out, self.router)
 
 
@@ -139,7 +139,12 @@ def _joined(attention: Any) -> nn.Module:
         raise Unsupported(f"the query, key and value projections cannot be joined: {error}") from error
 
 
-def _projection(module: nn.Module) -> Projection:
+def projection(module: nn.Module) -> Projection:
+    """As one operation takes it.
+
+    Raises:
+        Unsupported: a module of an unknown kind.
+    """
     if isinstance(module, PackedLinear):
         return Projection(module.weights, module.bias)
     if type(module) is nn.Linear:

@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.cpu.native import NativeUnavailableError
+from ..kernels.cpu.native_ends import NativeEnds
 from ..kernels.cpu.native_step import NativeStep
-from ..kernels.step import Stepped
+from ..kernels.step import Ends, Stepped
 from .dense import PackedLinear
 from .kv import BorrowingStore, GrowingStore, KVCache, Room
-from .layers import Layer, Rope, Unsupported, read_layers
-from .token_pass import TokenPass
+from .layers import Layer, Rope, Unsupported, projection, read_layers
+from .sampling import Sampler
+from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
 Step = Callable[[int, Tensor, Tensor | None], Stepped]
@@ -42,8 +44,9 @@ class LeanDecoder:
     """The forward pass of one model, made once from its modules.
 
     Attributes:
-        reason: in words, what computes the dense part and why. steps: each layer's, for one token; without them torch's
-            operations compute it. room: device memory that keys and values may borrow; None for their own.
+        reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and what lies
+            around them all; without them torch's operations compute it. room: device memory that keys and values may
+            borrow; None for their own.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -61,10 +64,11 @@ class LeanDecoder:
         self._step: Step | None = None  # of the pass that runs
         self.room: Room | None = None
         self.steps: list[NativeStep] = []
+        self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
         self.reason = "one lean pass for the dense layers"
         try:
-            self.steps = self._native_steps()
+            self.steps, self.ends = self._native_steps()
         except Unsupported as declined:
             self.reason += f" by torch's operations, since {declined}"
             _log.info("no compiled step: %s", declined)
@@ -73,20 +77,22 @@ class LeanDecoder:
             if beside := {layer.beside for layer in self._layers if layer.beside}:
                 self.reason += f", {' and '.join(sorted(beside))} by torch's operations"
 
-    def _native_steps(self) -> list[NativeStep]:
+    def _native_steps(self) -> tuple[list[NativeStep], NativeEnds]:
         if self.device.type != "cpu":
             raise Unsupported(f"the compiled step runs on the CPU and the dense layers lie on {self.device}")
         if self._embedding.dtype != torch.float32:
             raise Unsupported(f"the compiled step computes float32, not {self._embedding.dtype}")
         try:
-            return [NativeStep(layer.dense()) for layer in self._layers]
+            ends = Ends(self._embedding, self._norm, self._eps, projection(self._head))
+            return [NativeStep(layer.dense()) for layer in self._layers], NativeEnds(ends)
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
 
     def _compiled(self) -> str:
         """What is compiled for a token, in words."""
+        assert self.ends is not None
         try:
-            self._whole = TokenPass(self.steps, self._layers)
+            self._whole = TokenPass(self.steps, self._layers, self.ends)
         except Unsupported as declined:
             _log.info("a call per layer: %s", declined)
             return "a compiled step per layer and token"
@@ -124,7 +130,7 @@ class LeanDecoder:
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
             last = self._whole.run(x, rope[0], store.layers()[: self._config.num_hidden_layers], start)
             store.length = end
-            return self._head(_norm(last, self._norm, self._eps))
+            return self._logits(last)
         if len(ids) == 1 and self.steps:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
@@ -137,7 +143,30 @@ class LeanDecoder:
             added = layer.block(hidden, *routed)
         store.length = end
         last = x[-1:] if added is None else x[-1:] + added[-1:]
-        return self._head(_norm(last, self._norm, self._eps))
+        return self._logits(last)
+
+    def _logits(self, last: Tensor) -> Tensor:
+        """(1, H) behind the last layer -> (1, V)."""
+        if self.ends is None:
+            return self._head(_norm(last, self._norm, self._eps))
+        return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
+
+    @torch.inference_mode()
+    def several(
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
+    ) -> tuple[list[int], list[float]] | None:
+        """See `Decoder`."""
+        whole = self._whole
+        if whole is None or whole.watched or len(self._layers) > self._config.num_hidden_layers:
+            return None
+        store = kv.store_of(GrowingStore, self._store)
+        start, most = kv.length, min(most, MOST)
+        store.crop(start)
+        store.reserve(start + most)
+        rope = self._rope.tables(start, start + most)
+        tokens, at = whole.decode(token, rope, store.layers(), start, sampler, last)
+        store.length = start + len(tokens)
+        return tokens, at
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
         """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.

@@ -1,20 +1,19 @@
-"""Drawing the next token from a model's logits, which warpers.py changes first."""
+"""Drawing the next token from a model's logits."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..kernels import sampling as reference
+from ..kernels.cpu import native, native_ends
+from ..kernels.sampling import Filters
 from ..models.errors import UsageError
 from .events import Sampling
-from .warpers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+
+_AT_ONCE = 64  # numbers from the generator: asked for one by one they would cost more than they do
 
 
 def check(sampling: Sampling) -> None:
@@ -37,32 +36,60 @@ def check(sampling: Sampling) -> None:
 
 
 class Sampler:
-    """Draws tokens for one answer; the same seed, prompt and model draw the same tokens."""
+    """Draws tokens for one answer; the same seed, prompt and model draw the same tokens.
 
-    def __init__(self, sampling: Sampling) -> None:
+    Attributes:
+        filters: how; the same for each token.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         check(sampling)
-        # Colder than this, float32 logits overflow and the likeliest token has all of the probability anyway.
-        self._greedy = sampling.temperature < 1e-6
-        self._processors = LogitsProcessorList()
-        if sampling.repetition_penalty != 1:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if not self._greedy:
-            self._processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
-            if sampling.top_k:
-                self._processors.append(TopKLogitsWarper(sampling.top_k))
-            if sampling.top_p < 1:
-                self._processors.append(TopPLogitsWarper(sampling.top_p))
-            if sampling.min_p > 0:
-                self._processors.append(MinPLogitsWarper(sampling.min_p))
+        greedy = sampling.temperature < 1e-6  # colder, the likeliest token has all of the probability anyway
+        self.filters = Filters(
+            0.0 if greedy else float(sampling.temperature),
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+        )
+        self._ids = list(prompt)
+        self._ahead: list[float] = []
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(sampling.seed)
+        try:
+            native.isa()
+        except native.NativeUnavailableError:
+            self._draw = reference.draw
+        else:
+            self._draw = native_ends.draw
 
-    def draw(self, ids: Tensor, logits: Tensor) -> int:
-        """The next token. ids: (1, T) int64 so far, the prompt included. logits: (1, V)."""
-        scores = self._processors(ids, logits.float().cpu())
-        if self._greedy:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+    def draw(self, logits: Tensor) -> int:
+        """The next token. logits: (1, V).
+
+        Raises:
+            ValueError: logits that nothing can be drawn from.
+        """
+        row = logits[0].float().cpu().contiguous()
+        token = self._draw(row, self.filters, self.uniforms(1)[0], self.seen(len(row)))
+        self.took([token])
+        return token
+
+    def uniforms(self, count: int) -> list[float]:
+        """The numbers from [0, 1) that the next so many tokens are drawn by."""
+        while len(self._ahead) < count:
+            self._ahead += torch.rand(_AT_ONCE, dtype=torch.float64, generator=self._generator).tolist()
+        return self._ahead[:count]
+
+    def seen(self, vocabulary: int) -> Tensor | None:
+        """(V,) uint8, 1 for each token that is there already; None where that does not matter."""
+        if self.filters.penalty == 1:
+            return None
+        return torch.zeros(vocabulary, dtype=torch.uint8).index_fill_(0, torch.tensor(self._ids), 1)
+
+    def took(self, tokens: Sequence[int]) -> None:
+        """These were drawn, by this or by somebody else who was given its numbers."""
+        del self._ahead[: len(tokens)]
+        self._ids += tokens

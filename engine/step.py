@@ -16,6 +16,7 @@ from torch import Tensor
 from .kv import KVCache, LibraryStore
 from .layers import Unsupported
 from .lean import LeanDecoder
+from .sampling import Sampler
 
 _log = logging.getLogger("floe_chat.engine")
 
@@ -39,6 +40,21 @@ class Decoder(Protocol):
         """
         ...
 
+    def several(
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
+    ) -> tuple[list[int], list[float]] | None:
+        """Compute `token` and draw what follows it, and again with that: 1 to `most` tokens, or up to one of `last`.
+
+        `kv.computed` is the caller's to call, for `token` and for all that were drawn but the last.
+
+        Returns:
+            the tokens, and when each was drawn, in seconds since the call. None where there is `forward` alone.
+
+        Raises:
+            Cancelled: the answer was stopped before the first.
+        """
+        ...
+
 
 class LibraryDecoder:
     """transformers' own forward pass."""
@@ -53,6 +69,9 @@ class LibraryDecoder:
         cache = kv.store_of(LibraryStore, LibraryStore).cache
         inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
         return self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
+        """See `Decoder`: the library does not draw."""
 
 
 def choose(model: Any, window: int) -> LeanDecoder | LibraryDecoder:

@@ -112,18 +112,17 @@ class Telemetry:
         if self.memory is not None:
             self._moved_before = self.memory.moved()
 
-    def decoded(self, seconds: float) -> None:
-        """A decode step ended, whatever it drew; it took `seconds`."""
+    def decoded(self, seconds: float, tokens: int = 1) -> None:
+        """Decode steps of so many tokens ended, whatever they drew; they took `seconds`."""
         self._decode_s += seconds
-        self._decoded += 1
+        self._decoded += tokens
 
-    def token(self) -> None:
-        """A token of the answer was drawn."""
-        now = self.clock()
+    def token(self, at: float) -> None:
+        """A token of the answer was drawn when the clock said `at`."""
         self._new_tokens += 1
-        self._recent.append(now)
+        self._recent.append(at)
         if self._first_token_s is None:
-            self._first_token_s = now - self._asked_at
+            self._first_token_s = at - self._asked_at
 
     def stats(self, *, kv_bytes: int, vram_bytes: int | None, context_used: int, context_window: int) -> Stats:
         """The counters as they stand. What was not measured yet is None."""

@@ -1,7 +1,8 @@
 """One token through all layers as one compiled call, where all experts lie in RAM and are the CPU's.
 
 Layer by layer the interpreter takes some time more for each, and its lock, which the screen needs too. What it computes
-is the same to the last bit: the kernels are, and what `Plan` decides in Python is decided in C++ likewise.
+is the same to the last bit: the kernels are, and what `Plan` decides in Python is decided in C++ likewise. Small models
+draw several tokens in a call: beside a busy screen, a lock that is wanted for each would halve their speed.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..kernels.cpu.native import NativeUnavailableError
+from ..kernels.cpu.native_ends import NativeEnds
 from ..kernels.cpu.native_step import NativeStep
-from ..kernels.cpu.native_token import NativeToken
+from ..kernels.cpu.native_token import Draw, NativeToken
 from .dense import PackedLinear
 from .layers import Layer, Unsupported
 from .moe import Cancelled, MoELayer
 from .quality import Preset
+from .sampling import Sampler
+
+MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, another preset and the text wait for its end
 
 
 class TokenPass:
@@ -26,7 +31,7 @@ class TokenPass:
         Unsupported: a layer that has more than experts, or whose experts are not all of one width in RAM.
     """
 
-    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[Layer]) -> None:
+    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[Layer], ends: NativeEnds) -> None:
         self._experts: list[MoELayer] = []
         for layer in layers:
             block: object = layer.block
@@ -34,7 +39,7 @@ class TokenPass:
             if not isinstance(block, MoELayer) or not whole:
                 raise Unsupported("a layer has more than experts of one width in RAM")
             self._experts.append(block)
-        self._steps, self._control = steps, self._experts[0].control
+        self._steps, self._ends, self._control = steps, ends, self._experts[0].control
         self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))
         self._preset: Preset | None = None
         self._token = self._made(self._control.preset)
@@ -57,16 +62,44 @@ class TokenPass:
         Raises:
             Cancelled: the answer was stopped.
         """
-        control = self._control
-        if (preset := control.preset) is not self._preset:
-            self._token = self._made(preset)
-        bits = preset.x_bits if self._coded else 22, preset.x_bits
-        through = self._token(x, rope, kv, position, bits, control.cancelled.seen_there)
+        token, bits = self._in_force()
+        through = token(x, rope, kv, position, bits, self._control.cancelled.seen_there)
         if through is None:
             raise Cancelled
-        if control.counting:
-            found = zip(self._experts, through.chosen.tolist(), through.counts.tolist(), strict=False)
-            for layer, chosen, counts in found:
-                computed = [part for expert in counts for part in expert if part[0] >= 0]
-                layer.add_counts([chosen], computed, len(computed))
+        self._count(through.chosen[None], through.counts[None])
         return through.stream
+
+    def decode(
+        self, token: int, rope: Tensor, kv: Sequence[Tensor], position: int, sampler: Sampler, last: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The next tokens behind `token` at `position`, and when each was there; see `Decoder.several`.
+
+        Args:
+            rope: (N, 2, D) from that position on, N >= 1: how many tokens there may be. kv: of all layers.
+
+        Raises:
+            Cancelled: the answer was stopped before the first.
+        """
+        native, bits = self._in_force()
+        how = Draw(sampler.filters, sampler.uniforms(len(rope)), sampler.seen(self._ends.vocabulary), last)
+        stop = self._control.cancelled.seen_there
+        drawn = native.decode(self._ends, token, rope, kv, position, bits, stop, how, _SECONDS)
+        if drawn is None:
+            raise Cancelled
+        sampler.took(drawn.tokens)
+        self._count(drawn.chosen, drawn.counts)
+        return drawn.tokens, drawn.at
+
+    def _in_force(self) -> tuple[NativeToken, tuple[int, int]]:
+        """What the preset in force makes of the layers, and how much of x's precision it keeps."""
+        if (preset := self._control.preset) is not self._preset:
+            self._token = self._made(preset)
+        return self._token, (preset.x_bits if self._coded else 22, preset.x_bits)
+
+    def _count(self, chosen: Tensor, counts: Tensor) -> None:
+        """Count tokens; (N, L, K) and (N, L, K, 2, 2), see `native_token.Drawn`."""
+        if not self._control.counting:
+            return
+        for index, layer in enumerate(self._experts[: chosen.shape[1]]):
+            computed = [part for part in counts[:, index].reshape(-1, 2).tolist() if part[0] >= 0]
+            layer.add_counts(chosen[:, index].tolist(), computed, len(computed))

@@ -1,8 +1,8 @@
 """One token's way through a layer. What comes before its experts is one operation: norm, attention, norm, router.
 
 `dense_step` defines that in plain torch; `cpu/native_step.py` is the compiled one, and `cpu/native_token.py` goes
-through all layers, experts included, in one call. Shapes: H hidden size, D width of a head, K experts per token, C
-tokens that a store of keys and values has room for.
+through all layers, experts included, in one call, and on to the next tokens. Shapes: H hidden size, D width of a head,
+K experts per token, V tokens of the vocabulary, C tokens that a store of keys and values has room for.
 """
 
 from __future__ import annotations
@@ -112,6 +112,24 @@ class ExpertLayer:
     major: float
     parts: int
     weighed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What lies before the first layer and behind the last.
+
+    Attributes:
+        embedding: (V, H). norm: (H,) of the RMS norm behind the layers. eps: of that. head: to V logits.
+    """
+
+    embedding: Tensor
+    norm: Tensor
+    eps: float
+    head: Projection
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (T, H), the residual stream behind the last layer -> (T, V)."""
+        return self.head(F.rms_norm(x, self.norm.shape, self.norm, self.eps))
 
 
 class Stepped(NamedTuple):

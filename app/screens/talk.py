@@ -167,7 +167,7 @@ class Talk(EngineView):
         turns, seen = self._dialogue.turns(self._window, instead or more_of)
         try:
             begun = "" if more_of is None else more_of.text
-            submitted = self._bridge.submit(turns, self._dialogue.setup.sampling, self._max_new_tokens, begun)
+            submitted = self._bridge.prepare(turns, self._dialogue.setup.sampling, self._max_new_tokens, begun)
         except FloeError as error:
             await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
             return False
@@ -185,6 +185,7 @@ class Talk(EngineView):
         self._transcript.mark_horizon(seen[submitted.dropped] if submitted.dropped else None)
         self._show_context(submitted.prompt_tokens)
         self._say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
+        self.call_after_refresh(self._bridge.begin)
         return True
 
     async def _end_answer(self, state: State, stats: AnswerStats | None) -> None:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 COMMON = (
     *("library.cpp", "cpu_features.cpp", "thread_pool.cpp"),
     *("up_gemv.cpp", "sparse_swiglu.cpp", "moe_step.cpp", "many_tokens.cpp", "row_portable.cpp"),
-    *("dense_step.cpp", "token_step.cpp", "dense_portable.cpp"),
+    *("dense_step.cpp", "token_step.cpp", "decode.cpp", "dense_portable.cpp"),
     "pool.cpp",
 )
 _AVX2 = {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]}

@@ -1,4 +1,4 @@
-// What comes before a layer's experts, for one token and in float32: norm, attention, norm, router.
+// What comes before a layer's experts, for one token and in float32: norm, attention, norm, router. And the logits.
 //
 // Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
 // tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
@@ -206,4 +206,15 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     multiply_floats(l.router, hidden, l.experts, l.hidden, threads, probabilities);
     route(l, probabilities, index, weights);
     return FLOE_OK;
+}
+
+int floe_head(const floe_ends *ends, const float *x, int digits, int threads, float *logits) {
+    thread_local Buffer buffer;
+    const floe_ends &e = *ends;
+    if (e.hidden < 1 || !is_shape(e.head, e.vocabulary, e.hidden)) return FLOE_BAD_SHAPE;
+    uint8_t *memory = buffer.take(aligned(4 * e.hidden));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    float *normed = carve<float>(memory, e.hidden);
+    normalize(x, e.norm, e.hidden, e.eps, normed);
+    return multiply(e.head, normed, digits, threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads, logits);
 }

@@ -28,6 +28,7 @@ enum {
     FLOE_NO_MEMORY = -4,
     FLOE_UNSUPPORTED = -5, // this processor or system cannot do it
     FLOE_STOPPED = -6,     // somebody asked for it
+    FLOE_NOT_A_NUMBER = -7, // logits that nothing can be drawn from
 };
 
 // One stored vector of `n` values: layouts.VectorLayout. `bfloat16` says what 16-bit values are.
@@ -126,6 +127,47 @@ FLOE_API int floe_token_step(int64_t layers, const floe_dense_layer *const *dens
                              float *x, const float *rope, float *const *kv, int64_t capacity, int64_t position,
                              int dense_digits, int expert_digits, int threads, const int32_t *stop, int64_t *index,
                              float *weights, int64_t *counts);
+
+// What lies before the first layer and behind the last: embedding (vocabulary, H), weights of the norm (H), and head,
+// which gives the logits.
+typedef struct {
+    int64_t hidden, vocabulary;
+    float eps;
+    const float *embedding, *norm;
+    floe_matrix head;
+} floe_ends;
+
+// logits (vocabulary) of x (H), the residual stream behind the last layer.
+FLOE_API int floe_head(const floe_ends *ends, const float *x, int digits, int threads, float *logits);
+
+// How a token is drawn (engine/events.py: Sampling); temperature 0 takes the likeliest.
+typedef struct {
+    double temperature, top_p, min_p, penalty;
+    int64_t top_k;
+} floe_sampling;
+
+// A token by a number from [0, 1). seen (count) or NULL: not 0 for tokens that are there already, to which the penalty
+// applies.
+FLOE_API int64_t floe_draw(const floe_sampling *sampling, const float *logits, int64_t count, const uint8_t *seen,
+                           double uniform);
+
+typedef struct {
+    int64_t layers;
+    const floe_dense_layer *const *dense;
+    const floe_expert_layer *experts;
+    floe_ends ends;
+} floe_model;
+
+// An answer goes on behind `token`: floe_token_step, floe_head and floe_draw, again with the token drawn, until there are
+// `most`, or so many seconds have passed, or one of `last` was drawn, or stop is not 0. rope: of positions from `position`
+// on. uniforms: `most` numbers from [0, 1). Returns how many tokens were drawn, and fills for each of them tokens, at (when,
+// in seconds since the call), index, weights and counts as floe_token_step; seen, if not NULL, is kept up to date.
+// FLOE_STOPPED if that was before the first.
+FLOE_API int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope,
+                             float *const *kv, int64_t capacity, int64_t position, int dense_digits, int expert_digits,
+                             int threads, const int32_t *stop, int64_t token, int64_t most, double seconds,
+                             const int64_t *last, int64_t last_count, uint8_t *seen, const double *uniforms,
+                             int64_t *tokens, double *at, int64_t *index, float *weights, int64_t *counts);
 
 // One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= thresholds[t],
 // v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written whole. down_thresholds

@@ -14,13 +14,14 @@ import torch
 from ..layouts import RowLayout, VectorLayout
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 6
+_VERSION = 7
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 OK = 0
 _ERRORS = {
     -1: "sizes that no layout has",
     -2: "an index out of range, or offsets that do not rise",
     -3: "a neuron is listed twice in one call",
+    -7: "the logits are not numbers that a token could be drawn from",
 }
 
 

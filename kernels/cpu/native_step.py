@@ -20,7 +20,9 @@ from . import native
 _ERRORS = {-1: "sizes that do not fit each other", -2: "a position beyond what the store has room for"}
 
 
-class _Matrix(Structure):
+class Matrix(Structure):
+    """`floe_matrix`."""
+
     _fields_ = (
         *(("n", c_int64), ("group", c_int64), ("bits", c_int32), ("bfloat16", c_int32)),
         *(("rows", c_int64), ("q", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("bias", c_void_p)),
@@ -35,7 +37,7 @@ class Layer(Structure):
         *((name, c_int32) for name in ("each_head", "shares")),
         *((name, c_float) for name in ("eps", "scale", "clip")),
         *((name, c_void_p) for name in ("before", "after", "q_norm", "k_norm", "router")),
-        *(("qkv", _Matrix), ("out", _Matrix)),
+        *(("qkv", Matrix), ("out", Matrix)),
     )
 
 
@@ -58,10 +60,10 @@ class NativeStep:
             *(hidden, heads.queries, heads.keys, heads.dim, heads.window or 0),
             *(experts, 0 if router is None else router.top_k, each_head, router is not None and router.shares),
             *(layer.eps, heads.scale, inf if heads.clip is None else heads.clip),
-            *(_address(layer.before, hidden), _address(layer.after, hidden)),
+            *(address(layer.before, hidden), address(layer.after, hidden)),
             *(_optional(norm, size) for norm, size in zip((heads.q_norm, heads.k_norm), normed, strict=True)),
             _optional(None if router is None else router.weight, experts * hidden),
-            *(_matrix(layer.qkv), _matrix(layer.out)),
+            *(matrix(layer.qkv), matrix(layer.out)),
         )
         self._pointer = byref(self._layer)
         self._hidden, self._top_k, self._rope = hidden, self._layer.top_k, 2 * heads.dim
@@ -89,8 +91,8 @@ class NativeStep:
             routed = (torch.empty(1, self._top_k, dtype=torch.int64), torch.empty(1, self._top_k))
             places = (routed[0].data_ptr(), routed[1].data_ptr())
         code = self._function(
-            *(self._pointer, _address(x, self._hidden), _optional(added, self._hidden), _address(rope, self._rope)),
-            *(_address(kv, kv.numel()), kv.numel() // self._stored, position, -(-x_bits // 8)),
+            *(self._pointer, address(x, self._hidden), _optional(added, self._hidden), address(rope, self._rope)),
+            *(address(kv, kv.numel()), kv.numel() // self._stored, position, -(-x_bits // 8)),
             *(torch.get_num_threads(), stream.data_ptr(), hidden.data_ptr(), *places),
         )
         if code:
@@ -112,24 +114,34 @@ def _function() -> Any:
     return function
 
 
-def _matrix(projection: Projection) -> _Matrix:
+def matrix(projection: Projection) -> Matrix:
+    """A projection as the library is told of it.
+
+    Raises:
+        ValueError: see `address`.
+    """
     weight, bias = projection.weight, projection.bias
     if isinstance(weight, LinearWeights):
         vector, rows = weight.vector, weight.q.shape[0]
         parts = (
-            _address(weight.q, rows * packed_bytes(vector.n, vector.bits), torch.uint8),
-            *(_address(part, rows * vector.groups, torch.float16) for part in (weight.scale, weight.zero)),
+            address(weight.q, rows * packed_bytes(vector.n, vector.bits), torch.uint8),
+            *(address(part, rows * vector.groups, torch.float16) for part in (weight.scale, weight.zero)),
         )
-        return _Matrix(vector.n, vector.group, vector.bits, 0, rows, *parts, _optional(bias, rows))
+        return Matrix(vector.n, vector.group, vector.bits, 0, rows, *parts, _optional(bias, rows))
     rows, columns = weight.shape
-    return _Matrix(columns, columns, 32, 0, rows, _address(weight, rows * columns), None, None, _optional(bias, rows))
+    return Matrix(columns, columns, 32, 0, rows, address(weight, rows * columns), None, None, _optional(bias, rows))
 
 
 def _optional(tensor: Tensor | None, count: int) -> int | None:
-    return None if tensor is None else _address(tensor, count)
+    return None if tensor is None else address(tensor, count)
 
 
-def _address(tensor: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
+def address(tensor: Tensor, count: int, dtype: torch.dtype = torch.float32) -> int:
+    """Where the values lie.
+
+    Raises:
+        ValueError: not so many, of another type, or not on the CPU in one piece.
+    """
     if tensor.dtype != dtype or tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
         raise ValueError(
             f"{count} values of {dtype} in one piece on the CPU are wanted, not {tuple(tensor.shape)} of {tensor.dtype}"

@@ -1,4 +1,4 @@
-"""A token's way through all layers as one call of the compiled library (token_step.cpp).
+"""A token's way through all layers as one call of the compiled library (token_step.cpp), or several (decode.cpp).
 
 The interpreter and its lock are not needed meanwhile: a layer costs what its kernels cost, and whatever else the
 program does, such as drawing a screen, goes on beside it.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_int, c_int32, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..sampling import Filters
 from ..step import ExpertLayer
+from .native_ends import EndsStruct, NativeEnds, Sampling
 from .native_library import Vector, check, isa, library_path, row_vectors, vector
-from .native_step import Layer, NativeStep
+from .native_step import Layer, NativeStep, address
 
 _STOPPED = -6
 
@@ -28,6 +30,13 @@ class _Experts(Structure):
         *((name, c_int64) for name in ("experts", "neurons", "row_bytes")),
         *((name, c_void_p) for name in ("thresholds", "down_thresholds")),
         *(("drop", c_double), ("major", c_double), ("parts", c_int32), ("weighed", c_int32)),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        *(("layers", c_int64), ("dense", POINTER(POINTER(Layer))), ("experts", POINTER(_Experts))),
+        ("ends", EndsStruct),
     )
 
 
@@ -46,6 +55,34 @@ class Through(NamedTuple):
     counts: Tensor
 
 
+class Draw(NamedTuple):
+    """How tokens are drawn.
+
+    Attributes:
+        uniforms: a number from [0, 1) for each token that may be drawn. seen: as `sampling.draw` takes it, kept up to
+            date. last: tokens that end it.
+    """
+
+    filters: Filters
+    uniforms: Sequence[float]
+    seen: Tensor | None
+    last: Sequence[int]
+
+
+class Drawn(NamedTuple):
+    """N tokens.
+
+    Attributes:
+        at: when each was drawn, in seconds since the call. chosen: (N, L, K), counts: (N, L, K, 2, 2) as in `Through`,
+            of the tokens before them, whose keys and values are there now.
+    """
+
+    tokens: list[int]
+    at: list[float]
+    chosen: Tensor
+    counts: Tensor
+
+
 class NativeToken:
     """The layers of a model, handed over once for a preset.
 
@@ -55,7 +92,7 @@ class NativeToken:
     """
 
     def __init__(self, dense: Sequence[NativeStep], experts: Sequence[ExpertLayer]) -> None:
-        self._function = _function()
+        self._function, self._decode = _functions()
         self._kept = dense, experts  # they must outlive the addresses
         self._dense = (POINTER(Layer) * len(dense))(*(ctypes.pointer(step.layer) for step in dense))
         self._experts = (_Experts * len(experts))(*map(_experts, experts))
@@ -78,13 +115,70 @@ class NativeToken:
         """
         layers = len(kv)
         stream = x.clone(memory_format=torch.contiguous_format)
-        chosen = torch.empty(layers, self._top_k, dtype=torch.int64)
-        weights = torch.empty(layers, self._top_k)
-        counts = torch.empty(layers, self._top_k, 2, 2, dtype=torch.int64)
-        if stream.shape != (1, self._hidden) or stream.dtype != torch.float32 or not 0 < layers <= len(self._dense):
-            raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}, and keys and values of {layers} layers")
+        chosen, weights, counts = self._room(layers)
+        if stream.shape != (1, self._hidden) or stream.dtype != torch.float32:
+            raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}")
+        code = self._function(
+            *(layers, self._dense, self._experts, stream.data_ptr(), *self._where(rope, 1, kv, position)),
+            *self._how(bits, stop),
+            *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
+        )
+        if code == _STOPPED:
+            return None
+        check(code)
+        return Through(stream, chosen, weights, counts)
+
+    def decode(
+        self,
+        ends: NativeEnds,
+        token: int,
+        rope: Tensor,
+        kv: Sequence[Tensor],
+        position: int,
+        bits: tuple[int, int],
+        stop: c_int32,
+        how: Draw,
+        seconds: float,
+    ) -> Drawn | None:
+        """As many tokens behind `token`, at `position`, as there are numbers to draw them by, but at least one.
+
+        Fewer if `seconds` have passed before, if one of `how.last` was drawn or if `stop`, looked at in each layer, is
+        not 0. None if that was before the first.
+
+        Args:
+            rope: (N, 2, D) from that position on. kv: of all layers. bits: for the head the experts' hold.
+
+        Raises:
+            ValueError: as the call of one token; logits that nothing can be drawn from.
+        """
+        most, layers = len(how.uniforms), len(self._dense)
+        chosen, weights, counts = self._room(most, layers)
+        if len(kv) != layers or ends.hidden != self._hidden:
+            raise ValueError(f"keys and values of {len(kv)} of {layers} layers, ends of {ends.hidden} values")
+        tokens, at = (c_int64 * most)(), (c_double * most)()
+        found = self._decode(
+            *(byref(_Model(layers, self._dense, self._experts, ends.struct)), byref(Sampling.of(how.filters))),
+            *(*self._where(rope, most, kv, position), *self._how(bits, stop)),
+            *(token, most, seconds, (c_int64 * len(how.last))(*how.last), len(how.last)),
+            None if how.seen is None else address(how.seen, ends.vocabulary, torch.uint8),
+            *((c_double * most)(*how.uniforms), tokens, at),
+            *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
+        )
+        if found == _STOPPED:
+            return None
+        check(found)
+        return Drawn(tokens[:found], at[:found], chosen[:found], counts[:found])
+
+    def _room(self, *sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What is filled for each layer: its experts, their weights, and counts."""
+        shape = *sizes, self._top_k
+        return torch.empty(shape, dtype=torch.int64), torch.empty(shape), torch.empty(*shape, 2, 2, dtype=torch.int64)
+
+    def _where(self, rope: Tensor, tokens: int, kv: Sequence[Tensor], position: int) -> tuple[Any, ...]:
+        if not 0 < len(kv) <= len(self._dense):
+            raise ValueError(f"keys and values of {len(kv)} layers")
         first = kv[0]
-        if first[:1].numel() != self._stored or rope.numel() != self._rope:
+        if first[:1].numel() != self._stored or rope.numel() != tokens * self._rope:
             raise ValueError(f"keys and values of {tuple(first.shape)}, rope of {tuple(rope.shape)}")
         for part in (rope, *kv):
             if (
@@ -93,27 +187,28 @@ class NativeToken:
                 or (part is not rope and part.shape != first.shape)
             ):
                 raise ValueError("rope, keys and values are not float32 of one size in one piece each")
-        code = self._function(
-            *(layers, self._dense, self._experts, stream.data_ptr(), rope.data_ptr()),
-            *((c_void_p * layers)(*(part.data_ptr() for part in kv)), len(first), position),
-            *(*(-(-each // 8) for each in bits), torch.get_num_threads(), ctypes.byref(stop)),
-            *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
-        )
-        if code == _STOPPED:
-            return None
-        check(code)
-        return Through(stream, chosen, weights, counts)
+        return rope.data_ptr(), (c_void_p * len(kv))(*(part.data_ptr() for part in kv)), len(first), position
+
+    def _how(self, bits: tuple[int, int], stop: c_int32) -> tuple[Any, ...]:
+        return *(-(-each // 8) for each in bits), torch.get_num_threads(), byref(stop)
 
 
-def _function() -> Any:
+_WHERE = c_void_p, POINTER(c_void_p), c_int64, c_int64  # rope, kv, capacity, position
+_HOW = c_int, c_int, c_int, POINTER(c_int32)
+
+
+def _functions() -> tuple[Any, Any]:
     isa()  # the library is there, of this version, and runs the instruction set that was asked for
-    function = ctypes.CDLL(str(library_path())).floe_token_step
-    function.restype = c_int
-    function.argtypes = [
-        *(c_int64, POINTER(POINTER(Layer)), POINTER(_Experts), c_void_p, c_void_p, POINTER(c_void_p)),
-        *(c_int64, c_int64, c_int, c_int, c_int, POINTER(c_int32), c_void_p, c_void_p, c_void_p),
+    library = ctypes.CDLL(str(library_path()))
+    step, decode = library.floe_token_step, library.floe_decode
+    step.restype, decode.restype = c_int, c_int64
+    filled = c_void_p, c_void_p, c_void_p
+    step.argtypes = [c_int64, POINTER(POINTER(Layer)), POINTER(_Experts), c_void_p, *_WHERE, *_HOW, *filled]
+    decode.argtypes = [
+        *(POINTER(_Model), POINTER(Sampling), *_WHERE, *_HOW, c_int64, c_int64, c_double, POINTER(c_int64), c_int64),
+        *(c_void_p, POINTER(c_double), POINTER(c_int64), POINTER(c_double), *filled),
     ]
-    return function
+    return step, decode
 
 
 def _experts(layer: ExpertLayer) -> _Experts:

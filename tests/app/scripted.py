@@ -133,7 +133,7 @@ class ScriptedClient(ChatClient):
         updates, self._updates = self._updates, []
         return updates
 
-    def submit(
+    def prepare(
         self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
     ) -> Submitted:
         if self.refuse is not None:
@@ -143,6 +143,9 @@ class ScriptedClient(ChatClient):
         self.samplings.append(sampling)
         self.begun.append(answer)
         return Submitted(len(self.asked), 20, self.dropped)
+
+    def begin(self) -> None:
+        pass
 
     def cancel(self) -> None:
         self.cancelled += 1

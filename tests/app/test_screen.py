@@ -56,13 +56,13 @@ class HeldClient(ChatClient):
         """Load now."""
         super().start()
 
-    def submit(
+    def prepare(
         self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
     ) -> Submitted:
         self.asked.append(list(messages))
         if self._endless and isinstance(self._format, ChatFormat):
             self._format.stop_ids = ()
-        return super().submit(messages, sampling, max_new_tokens, answer)
+        return super().prepare(messages, sampling, max_new_tokens, answer)
 
 
 @asynccontextmanager

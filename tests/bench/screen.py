@@ -53,8 +53,9 @@ def speed(model: str, runs: int, longest: int) -> dict[str, Any]:
             fields = json.loads(done.stdout)
             asked.append(fields["decode_tokens_per_s"])
             tokens.add(fields["new_tokens"])
-            window.type("\x0e")  # another chat
-            time.sleep(0.5)
+            # Another chat, and at once: `ask` has just computed when it answers, and a processor that idled is slower.
+            window.type("\x0e")
+            window.until("Try: What is an expert?")
             window.type(PROMPT + "\r")
             found = kept(2 * (number + 1))  # `ask` keeps a chat too
             shown.append(found.tokens_per_s or 0.0)

@@ -50,12 +50,13 @@ def answer(
     sampling: Sampling = GREEDY,
     max_new_tokens: int = 16,
     stop_ids: Sequence[int] = (),
+    kv: KVCache | None = None,
 ) -> Answer:
-    """Run `generate` to its end, counting as the engine does."""
+    """Run `generate` to its end, counting as the engine does, on an empty cache if none is given."""
     loaded.telemetry.begin(1, len(prompt), time.perf_counter())
     steps = generate(
         loaded.decoder,
-        KVCache(),
+        KVCache() if kv is None else kv,
         prompt,
         sampling,
         max_new_tokens=max_new_tokens,

@@ -6,12 +6,15 @@ switch between prefill's and decode's way to compute experts, and the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from floe_chat.engine.kv import KVCache
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import DECODE_TOKENS, PREFILL_CHUNK
 from floe_chat.models.catalog import asset
@@ -66,17 +69,17 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def our_logits(pair: Pair, prompt: list[int], new_tokens: int) -> tuple[list[int], Tensor]:
-    """A greedy answer, and the logits that each of its tokens was drawn from."""
-    seen: list[Tensor] = []
+    """A greedy answer token by token, and the logits that each was drawn from."""
+    seen, decoder = list[Tensor](), pair.ours.decoder
 
-    def note(_head: Any, _arguments: Any, logits: Tensor) -> None:
-        seen.append(logits.flatten(0, -2)[-1].clone())
+    def note(ids: Sequence[int], kv: KVCache) -> Tensor:
+        seen.append(type(decoder).forward(decoder, ids, kv)[0])  # pyright: ignore[reportArgumentType]
+        return seen[-1][None]
 
-    hook = pair.ours.model.lm_head.register_forward_hook(note)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "forward", note)
+        patch.setattr(decoder, "several", Mock(return_value=None))
         tokens = answer(pair.ours, prompt, max_new_tokens=new_tokens).tokens
-    finally:
-        hook.remove()
     return tokens, torch.stack(seen[-new_tokens:])
 
 

@@ -13,7 +13,7 @@ from floe_chat.engine.sampling import Sampler, check
 from floe_chat.models.errors import UsageError
 
 VOCABULARY = 50
-IDS = torch.tensor([[3, 4, 5]])
+IDS = [3, 4, 5]
 PLAIN = Sampling(temperature=1.0, min_p=0.0, seed=1)
 
 
@@ -25,8 +25,8 @@ FLAT = 0.1 * some_logits()
 
 
 def draws(sampling: Sampling, count: int, logits: torch.Tensor | None = None) -> list[int]:
-    sampler = Sampler(sampling)
-    return [sampler.draw(IDS, some_logits() if logits is None else logits) for _ in range(count)]
+    sampler = Sampler(sampling, IDS)
+    return [sampler.draw(some_logits() if logits is None else logits) for _ in range(count)]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -133,7 +133,7 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, Any]) -> None
         check(Sampling(**values))
     assert next(iter(values)) in caught.value.title and caught.value.hint
     with pytest.raises(UsageError):
-        Sampler(Sampling(**values))
+        Sampler(Sampling(**values), IDS)
 
 
 def test_logits_of_half_precision_are_drawn_from() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.kv import KVCache
+from floe_chat.engine import token_pass
+from floe_chat.engine.events import Sampling
+from floe_chat.engine.kv import GrowingStore, KVCache
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import Cancelled, Flag, MoELayer
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import LeanDecoder
+from floe_chat.engine.token_pass import TokenPass
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_token import NativeToken
 from floe_chat.models.pack import PackSpec
@@ -21,7 +24,7 @@ from floe_chat.models.widths import Narrow
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack
-from .driver import answer, layer_by_layer, open_model
+from .driver import GREEDY, Answer, answer, layer_by_layer, open_model
 
 MODELS: dict[str, tuple[dict[str, Any], PackSpec]] = {
     "mixtral": ({}, PackSpec(up=3)),
@@ -81,6 +84,47 @@ def test_it_is_layer_after_layer(pack: Path, preset: Preset, isa: str, monkeypat
         native.select_isa(None)
     assert torch.equal(found, wanted) and found.isfinite().all()
     assert counted == as_counted and sum(counted[0]["calls"]) > 0
+
+
+WARM = Sampling(temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+@pytest.mark.parametrize("preset", ["nothing", "weighed"])
+def test_several_tokens_of_a_call_are_those_of_a_call_each(
+    pack: Path, preset: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, calls = open_model(pack), list[int]()
+    loaded.control.preset = PRESETS[preset]
+    decode = TokenPass.decode
+
+    def noted(self: TokenPass, *given: Any) -> tuple[list[int], list[float]]:
+        drawn = decode(self, *given)
+        calls.append(len(drawn[0]))
+        return drawn
+
+    def answered() -> tuple[Answer, list[Any], KVCache]:
+        kv = KVCache()
+        found = answer(loaded, IDS, sampling=sampling, max_new_tokens=101, kv=kv)
+        return found, [dataclasses.asdict(layer) for layer in loaded.telemetry.layers], kv
+
+    monkeypatch.setattr(TokenPass, "decode", noted)
+    found = dict[str, tuple[Answer, list[Any], KVCache]]()
+    for name, seconds, wanted in (("some", 1e9, [64, 36]), ("one", 0.0, [1] * 100)):
+        monkeypatch.setattr(token_pass, "_SECONDS", seconds)
+        found[name] = answered()
+        assert calls == wanted
+        calls.clear()
+    layer_by_layer(monkeypatch)
+    found["layers"] = answered()
+    assert not calls
+    answers, counts, caches = zip(*found.values(), strict=True)
+    assert answers[0] == answers[1] == answers[2] and len(answers[0].tokens) == 101
+    assert counts[0] == counts[1] == counts[2] and sum(counts[0][0]["calls"]) > 0
+    stores = [kv.store_of(GrowingStore, pytest.fail) for kv in caches]
+    assert [kv.length for kv in caches] == [len(IDS) + 100] * 3 == [store.length for store in stores]
+    for some, layers in zip(stores[0].layers(), stores[2].layers(), strict=True):
+        assert torch.equal(some[: len(IDS) + 100], layers[: len(IDS) + 100])
 
 
 def test_another_preset_holds_from_the_next_token(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:

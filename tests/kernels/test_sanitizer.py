@@ -18,6 +18,7 @@ WATCHED = (
     "test_x_bits.py",
     "test_dense_step.py",
     "test_token_step.py",
+    "test_draw.py",
     "test_pool.py",
 )
 

@@ -1,19 +1,26 @@
-"""All layers in one call against layer after layer: dense step, selection written down plainly, experts."""
+"""All layers in one call against layer after layer: dense step, selection written down plainly, experts.
+
+And tokens drawn in one call against one call after the other.
+"""
 
 from __future__ import annotations
 
 from ctypes import c_int32
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.cpu.native_step import NativeStep
-from floe_chat.kernels.cpu.native_token import NativeToken
-from floe_chat.kernels.step import ExpertLayer
+from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
+from floe_chat.kernels.layouts import LinearWeights, VectorLayout, group_size, pack_codes
+from floe_chat.kernels.sampling import Filters
+from floe_chat.kernels.step import Ends, ExpertLayer, Projection
 from floe_chat.kernels.types import Calls
 from torch import Tensor
 
+from ..helpers import relative_rms
 from .oracle import make_layer as make_experts
 from .test_dense_step import Sizes, make_input, make_layer
 
@@ -97,3 +104,145 @@ def test_what_is_not_a_number_reaches_the_result() -> None:
     found = NativeToken(dense, [layer])(x, rope, [kv.nan_to_num(0.1)], 2, (22, 22), c_int32(0))
     assert found is not None and found.stream.isnan().all()
     assert found.counts[0, :, 0].tolist() == [[7, 7], [7, 7]]
+
+
+VOCABULARY = 30
+GREEDY, WARM = Filters(0.0), Filters(1.5, 9, 0.9, 0.01, 1.3)
+
+
+def make_ends(hidden: int, bits: int = 32) -> Ends:
+    drawn = torch.Generator().manual_seed(bits + hidden)
+    embedding = torch.randn(VOCABULARY, hidden, generator=drawn)
+    weight: Tensor | LinearWeights = torch.randn(VOCABULARY, hidden, generator=drawn)
+    if bits < 32:
+        codes = torch.randint(1 << bits, (VOCABULARY, hidden), generator=drawn, dtype=torch.uint8)
+        layout = VectorLayout(hidden, bits, group_size(hidden))
+        spread = torch.rand(2, VOCABULARY, layout.groups, generator=drawn).half()
+        weight = LinearWeights(layout, pack_codes(codes, bits), 0.1 * spread[0], 2**bits * spread[1])
+    bias = torch.randn(VOCABULARY, generator=drawn)
+    return Ends(embedding, torch.rand(hidden, generator=drawn), 1e-5, Projection(weight, bias))
+
+
+@dataclass
+class Model:
+    """Two small layers, their ends, and room for keys and values with a beginning in it."""
+
+    token: NativeToken
+    ends: NativeEnds
+    embedding: Tensor
+    rope: Tensor
+    kv: list[Tensor]
+
+    def several(
+        self, most: int, filters: Filters, seen: Tensor | None = None, last: tuple[int, ...] = (), **how: float
+    ):
+        uniforms = torch.rand(most, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).tolist()
+        stop = c_int32(int(how.get("stop", 0)))
+        return self.token.decode(
+            *(self.ends, 7, self.rope[:most], self.kv, POSITION, (22, 15), stop),
+            *(Draw(filters, uniforms, seen, last), how.get("seconds", 1e9)),
+        )
+
+
+POSITION = 4
+
+
+def make_model() -> Model:
+    sizes, shape, widths = SHAPES["small"]
+    dense = [NativeStep(replace(make_layer(sizes), eps=1e-5 * (1 + i))) for i in range(2)]
+    stored = [make_experts((2 * shape[0], *shape[1:]), widths, seed=i) for i in range(2)]
+    limits = torch.full((2 * shape[0],), 0.1)
+    experts = [ExpertLayer(one.stored_up, one.rows, limits, limits, 0.6, 0.97, 2, weighed=True) for one in stored]
+    _, _, _, store = make_input(sizes, POSITION)
+    rope = torch.stack([make_input(sizes, POSITION + i)[2] for i in range(20)])
+    ends = make_ends(shape[2])
+    kv = [store.nan_to_num(0.1 * i).contiguous() for i in range(2)]
+    return Model(NativeToken(dense, experts), NativeEnds(ends), ends.embedding, rope, kv)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("bits", [32, 8, 3])
+def test_ends_are_norm_and_head(bits: int) -> None:
+    ends = make_ends(128, bits)
+    x = torch.randn(1, 128, generator=torch.Generator().manual_seed(0))
+    native_ends = NativeEnds(ends)
+    wanted = ends.logits(x)
+    assert relative_rms(native_ends.logits(x), wanted) < 1e-5
+    assert 0 < relative_rms(native_ends.logits(x, 8), native_ends.logits(x)) < 0.05 or bits == 32
+    for wrong in (x[:, 1:], x.double(), torch.randn(128, 2)[:, 0]):
+        with pytest.raises(ValueError):
+            native_ends.logits(wrong)
+    for broken in (
+        replace(ends, norm=ends.norm[1:]),
+        replace(ends, embedding=ends.embedding[1:]),
+        replace(ends, embedding=ends.embedding.bfloat16()),
+        replace(ends, embedding=ends.embedding[:, :64].contiguous()),
+    ):
+        with pytest.raises(ValueError):
+            NativeEnds(broken)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("filters", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_tokens_of_one_call_are_those_of_several(filters: Filters) -> None:
+    most, seen = 12, torch.zeros(VOCABULARY, dtype=torch.uint8)
+    seen[[7, 9]] = 1
+    model, other = make_model(), make_model()
+    there = seen.clone()
+    found = model.several(most, filters, there)
+    assert isinstance(found, Drawn) and len(found.tokens) == most
+    uniforms = torch.rand(most, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).tolist()
+    token = 7
+    for i, uniform in enumerate(uniforms):
+        place = POSITION + i
+        through = other.token(other.embedding[token, None], other.rope[i], other.kv, place, (22, 15), c_int32(0))
+        assert through is not None
+        assert torch.equal(found.chosen[i], through.chosen) and torch.equal(found.counts[i], through.counts)
+        token = draw(other.ends.logits(through.stream, 15)[0], filters, uniform, seen)
+        assert found.tokens[i] == token
+        seen[token] = 1
+    for mine, theirs in zip(model.kv, other.kv, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(there, seen)
+    assert found.at[0] > 0 and found.at == sorted(found.at)
+
+
+def tokens_of(drawn: Drawn | None) -> list[int]:
+    assert drawn is not None
+    return drawn.tokens
+
+
+def test_a_call_ends_where_it_is_told_to() -> None:
+    free = tokens_of(make_model().several(12, WARM))
+    last = next(token for token in free[2:] if token not in free[:2])
+    until = tokens_of(make_model().several(12, WARM, None, (99, last)))
+    assert until == free[: free.index(last) + 1]
+    assert tokens_of(make_model().several(12, WARM, seconds=0)) == free[:1]
+    assert tokens_of(make_model().several(3, WARM)) == free[:3]
+    assert make_model().several(12, WARM, stop=1) is None
+
+
+def test_several_tokens_that_do_not_fit_are_refused() -> None:
+    model = make_model()
+    how = Draw(GREEDY, [0.5] * 3, None, ())
+
+    def decode(token: int = 7, rope: Tensor = model.rope[:3], place: int = POSITION, how: Draw = how, **with_: object):
+        kv, ends = with_.get("kv", model.kv), with_.get("ends", model.ends)
+        return model.token.decode(ends, token, rope, kv, place, (22, 22), c_int32(0), how, 1.0)  # pyright: ignore[reportArgumentType]
+
+    assert len(tokens_of(decode())) == 3
+    capacity = len(model.kv[0])
+    assert len(tokens_of(decode(place=capacity - 3))) == 3
+    for wrong in (
+        {"token": VOCABULARY},
+        {"token": -1},
+        {"rope": model.rope[:2]},
+        {"place": capacity - 2},
+        {"place": -1},
+        {"kv": model.kv[:1]},
+        {"ends": NativeEnds(make_ends(64))},
+        {"how": how._replace(uniforms=[])},
+        {"how": how._replace(seen=torch.zeros(3, dtype=torch.uint8))},
+    ):
+        with pytest.raises(ValueError):
+            decode(**wrong)  # pyright: ignore[reportArgumentType]

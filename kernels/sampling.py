@@ -1,0 +1,132 @@
+"""Drawing a token from a model's logits. `draw` defines it; `cpu/native_ends.py` has the compiled one.
+
+What changes the distribution before are transformers' logits processors of the same names. Each takes ids (1, T) int64
+so far, the prompt included, and scores (1, V) floating point, and gives the new scores; a token that may not be drawn
+has the score -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Warper = Callable[[Tensor, Tensor], Tensor]
+
+
+class LogitsProcessorList(list[Warper]):
+    """One after the other."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        for warper in self:
+            scores = warper(ids, scores)
+        return scores
+
+
+class RepetitionPenaltyLogitsProcessor:
+    """Scores of tokens that are there already are divided by `penalty`, or multiplied where negative (CTRL)."""
+
+    def __init__(self, penalty: float) -> None:
+        self._penalty = penalty
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        there = scores.gather(1, ids)
+        return scores.scatter(1, ids, torch.where(there < 0, there * self._penalty, there / self._penalty))
+
+
+class TemperatureLogitsWarper:
+    """Scores divided by `temperature`: below 1 the likely become likelier."""
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        return scores / self._temperature
+
+
+class TopKLogitsWarper:
+    """The `top_k` likeliest stay, and what is as likely as the last of them."""
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        least = scores.topk(min(self._top_k, scores.shape[-1])).values[..., -1:]
+        return scores.masked_fill(scores < least, -torch.inf)
+
+
+class TopPLogitsWarper:
+    """The likeliest stay that together reach `top_p`; at least one. Of equal ones those that are named last."""
+
+    def __init__(self, top_p: float) -> None:
+        self._top_p = top_p
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        rising, order = scores.sort(stable=True)
+        gone = rising.softmax(-1).cumsum(-1) <= 1 - self._top_p
+        gone[..., -1] = False
+        return scores.masked_fill(gone.scatter(1, order, gone), -torch.inf)
+
+
+class MinPLogitsWarper:
+    """Those stay that are at least `min_p` times as likely as the likeliest."""
+
+    def __init__(self, min_p: float) -> None:
+        self._min_p = min_p
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        shares = scores.softmax(-1)
+        return scores.masked_fill(shares < self._min_p * shares.amax(-1, keepdim=True), -torch.inf)
+
+
+class Filters(NamedTuple):
+    """How a token is drawn, see `engine.events.Sampling`; the values of the fields but the first leave all as it is.
+
+    Attributes:
+        temperature: 0 takes the likeliest token. penalty: of tokens that are there already.
+    """
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalty: float = 1.0
+
+    def warpers(self) -> LogitsProcessorList:
+        """One after the other what they ask for."""
+        found = LogitsProcessorList()
+        if self.penalty != 1:
+            found.append(RepetitionPenaltyLogitsProcessor(self.penalty))
+        if self.temperature == 0:
+            return found
+        found.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k:
+            found.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            found.append(TopPLogitsWarper(self.top_p))
+        if self.min_p > 0:
+            found.append(MinPLogitsWarper(self.min_p))
+        return found
+
+
+def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None = None) -> int:
+    """A token by a number from [0, 1): the first at which the probabilities before it and its own exceed that.
+
+    Args:
+        logits: (V,) floating point; computed in float64. seen: (V,) uint8, not 0 for tokens that are there already.
+
+    Raises:
+        ValueError: logits that nothing can be drawn from.
+    """
+    ids = torch.empty(1, 0, dtype=torch.int64) if seen is None else seen.nonzero().T
+    scores = filters.warpers()(ids, logits[None].double())
+    if filters.temperature == 0:
+        return int(scores.argmax())
+    if not scores.max().isfinite():
+        raise ValueError("the logits are not numbers that a token could be drawn from")
+    shares = scores[0].softmax(-1)
+    reached = shares.cumsum(-1)
+    first = int(torch.searchsorted(reached, reached[-1] * uniform, right=True))
+    return min(first, int(shares.nonzero()[-1]))  # rounding may take the number beyond them all
