@@ -149,7 +149,7 @@ class ChatClient:
     ) -> Submitted:
         """Make a prompt of `messages` (the last one is the user's) for an answer that goes on where `answer` ends.
 
-        From then on the model counts as answering, though nothing is computed before `begin`.
+        From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's

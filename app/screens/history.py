@@ -17,6 +17,7 @@ from textual.widgets.option_list import Option
 from ...models.errors import FloeError
 from ..history import History, Hit, Summary
 from ..widgets.background import in_background
+from ..widgets.hanging import Hanging
 from ..widgets.hints import Page, hints
 from ..widgets.plain import printable
 from ..widgets.themes import MUTED
@@ -181,7 +182,7 @@ def _id(line: Line) -> int:
     return line.id if isinstance(line, Summary) else line.conversation
 
 
-def _line(line: Line, *, here: bool) -> Content:
+def _line(line: Line, *, here: bool) -> Hanging:
     """A chat's name, and under it what is known of it or what was found."""
     name = Content.styled(printable(line.name), "bold")
     mark = Content.styled("● " if here else "  ", "$primary")
@@ -195,7 +196,7 @@ def _line(line: Line, *, here: bool) -> Content:
             under = under.stylize("bold $accent", start, end)
         if not line.shown:
             under = Content.assemble(under, (" · on another branch", f"italic {MUTED}"))
-    return Content.assemble(mark, name, "\n  ", under)
+    return Hanging(mark, name, under)
 
 
 def when(then: float, now: float) -> str:

@@ -185,6 +185,7 @@ class Talk(EngineView):
         self._transcript.mark_horizon(seen[submitted.dropped] if submitted.dropped else None)
         self._show_context(submitted.prompt_tokens)
         self._say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
+        # Not before all of this is painted: the one would slow the other down, and a small model has answered by then.
         self.call_after_refresh(self._bridge.begin)
         return True
 

@@ -114,6 +114,7 @@ class ScriptedClient(ChatClient):
         self.asked: list[tuple[Message, ...]] = []
         self.samplings: list[Sampling] = []
         self.begun: list[str] = []
+        self.began = 0
         self.wanted: list[str] = []
         self.dialled: list[SetQuality] = []
         self.cancelled = 0
@@ -145,7 +146,7 @@ class ScriptedClient(ChatClient):
         return Submitted(len(self.asked), 20, self.dropped)
 
     def begin(self) -> None:
-        pass
+        self.began += 1
 
     def cancel(self) -> None:
         self.cancelled += 1

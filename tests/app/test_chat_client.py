@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from floe_chat.app.chat_client import ChatClient, Message, TextDelta, Update
-from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling, SetQuality
+from floe_chat.app.chat_client import ChatClient, Message, Submitted, TextDelta, Update
+from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling, SetQuality, Stats
 from floe_chat.models.errors import TryAgainError, UsageError
 
 from ..helpers import reseal
@@ -61,6 +61,23 @@ def test_questions_are_answered_one_after_the_other(client: ChatClient) -> None:
         assert finished.request == number and finished.stats.prompt_tokens == AROUND + 2
         texts.append(text)
     assert texts[0] == texts[1] != ""
+
+
+def test_what_was_prepared_is_computed_when_it_is_begun(client: ChatClient) -> None:
+    submitted = client.prepare(HI, GREEDY, 8)
+    assert submitted == Submitted(1, AROUND + 2, 0)
+    assert not [update for update in client.poll(timeout=0.3) if not isinstance(update, Stats)]
+    with pytest.raises(TryAgainError, match="still"):
+        client.prepare(HI, GREEDY, 8)
+    client.begin()
+    text, finished = answered(client)
+    assert (finished.request, finished.reason) == (1, "length") and text
+    client.begin()  # nothing is left to begin
+    client.prepare(HI, GREEDY, 8)
+    client.cancel()
+    client.begin()
+    text, finished = answered(client)
+    assert (finished.request, finished.reason, text) == (2, "cancelled", "")
 
 
 def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:

@@ -91,6 +91,32 @@ async def ask(pilot: Pilot[int], text: str) -> None:
     await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[-1].text != "")
 
 
+async def test_the_engine_begins_when_the_question_is_painted(
+    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, seen = HeldClient(tiny_pack), list[str]()
+    async with running(client, max_new_tokens=20) as pilot:
+        painted = pilot.app.screen._compositor_refresh  # pyright: ignore[reportPrivateUsage]
+        begin = client.begin
+
+        def paint() -> None:
+            if pilot.app.screen.is_current and pilot.app.query(UserTurn):
+                seen.append("painted")
+            painted()
+
+        def begun() -> None:
+            seen.append("begun")
+            assert "question" in screen_text(pilot)
+            begin()
+
+        await until(pilot, lambda: state(pilot) == "ready")
+        monkeypatch.setattr(pilot.app.screen, "_compositor_refresh", paint)
+        monkeypatch.setattr(client, "begin", begun)
+        await ask(pilot, "question")
+        assert seen.count("begun") == 1 and seen.index("painted") < seen.index("begun")
+        await until(pilot, lambda: state(pilot) == "ready")
+
+
 async def test_answer_streams_and_is_summed_up(tiny_pack: Path) -> None:
     client = HeldClient(tiny_pack)
     async with running(client, max_new_tokens=60) as pilot:

@@ -52,6 +52,19 @@ async def test_keys_of_the_composer() -> None:
         assert composer(pilot).text == "a\nb\nc"
 
 
+async def test_a_question_that_waited_begins_also_behind_another_page() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        await write(pilot, "next")
+        await pilot.press("enter", "f1")
+        await until(pilot, lambda: len(pilot.app.screen_stack) > 1)
+        assert (len(client.asked), client.began) == (1, 1)
+        client.say(TextDelta(request, "done"), Finished(request, "stop", stats(request)))
+        await until(pilot, lambda: client.began == 2)
+        assert len(client.asked) == 2 and len(pilot.app.screen_stack) > 1
+
+
 async def test_what_is_written_is_shown_literally() -> None:
     client = ScriptedClient()
     text = "[red]no[/red] <b>tag</b> **stars** [link](x)"
