@@ -13,52 +13,45 @@
 namespace floe {
 namespace {
 
-// What is left out has no weight from then on; the others' are exp(score - most).
-struct Weights {
-    const double *scores;
-    double *weights;
-    int64_t count;
+// The least of the `wanted` largest, which moves them about.
+double least_of(double *scores, int64_t count, int64_t wanted) {
+    std::nth_element(scores, scores + wanted - 1, scores + count, std::greater<double>());
+    return scores[wanted - 1];
+}
 
-    double total() const {
-        double sum = 0;
-        for (int64_t i = 0; i < count; i++) sum += weights[i];
-        return sum;
-    }
+double sum(const double *weights, int64_t count) {
+    double total = 0;
+    for (int64_t i = 0; i < count; i++) total += weights[i];
+    return total;
+}
 
-    // All but the `wanted` likeliest, and what is as likely as the last of them.
-    void keep_first(int64_t wanted, double *room) {
-        std::copy(scores, scores + count, room);
-        std::nth_element(room, room + wanted - 1, room + count, std::greater<double>());
-        for (int64_t i = 0; i < count; i++)
-            if (scores[i] < room[wanted - 1]) weights[i] = 0;
-    }
-
-    // All but the likeliest that together reach `share`; of equal ones the last stays.
-    void keep_share(double share, int64_t *order) {
-        int64_t kept = 0;
-        for (int64_t i = 0; i < count; i++)
-            if (weights[i] > 0) order[kept++] = i;
-        std::stable_sort(order, order + kept, [this](int64_t a, int64_t b) { return scores[a] < scores[b]; });
-        const double all = total();
-        double reached = 0;
-        for (int64_t i = 0; i + 1 < kept; i++) {
-            reached += weights[order[i]] / all;
-            if (!(reached <= 1 - share)) return;
-            weights[order[i]] = 0;
+// Takes the weight of all but the likeliest that together reach `share`; of equal ones the last stays.
+void keep_share(const double *scores, double *weights, int64_t count, double share, int64_t *order) {
+    const double all = sum(weights, count), too_light = all * (1 - share) / (2.0 * (double)count);
+    double reached = 0;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (weights[i] == 0) continue;
+        if (weights[i] > too_light) {
+            order[kept++] = i;
+        } else { // together not half of what is left out: they need not be sorted
+            reached += weights[i] / all;
+            weights[i] = 0;
         }
     }
-
-    void keep_likely(double least) { // the likeliest weighs 1
-        for (int64_t i = 0; i < count; i++)
-            if (weights[i] < least) weights[i] = 0;
+    std::stable_sort(order, order + kept, [scores](int64_t a, int64_t b) { return scores[a] < scores[b]; });
+    for (int64_t i = 0; i + 1 < kept; i++) {
+        reached += weights[order[i]] / all;
+        if (!(reached <= 1 - share)) return;
+        weights[order[i]] = 0;
     }
-};
+}
 
 // The first of the largest; NaN is larger than any number, as in torch.
 int64_t largest(const double *scores, int64_t count) {
     int64_t best = 0;
-    for (int64_t i = 1; i < count && !std::isnan(scores[best]); i++)
-        if (scores[i] > scores[best] || std::isnan(scores[i])) best = i;
+    for (int64_t i = 1; i < count; i++)
+        if (!(scores[i] <= scores[best]) && !std::isnan(scores[best])) best = i;
     return best;
 }
 
@@ -85,12 +78,17 @@ int64_t floe_draw(const floe_sampling *sampling, const float *logits, int64_t co
     if (s.temperature == 0) return best;
     if (!std::isfinite(scores[best])) return FLOE_NOT_A_NUMBER;
     for (int64_t i = 0; i < count; i++) scores[i] /= s.temperature;
-    for (int64_t i = 0; i < count; i++) weights[i] = std::exp(scores[i] - scores[best]);
-    Weights left = {scores, weights, count};
-    if (s.top_k > 0 && s.top_k < count) left.keep_first(s.top_k, room);
-    if (s.top_p < 1) left.keep_share(s.top_p, order);
-    if (s.min_p > 0) left.keep_likely(s.min_p);
-    const double target = uniform * left.total();
+    double least = -INFINITY;
+    if (s.top_k > 0 && s.top_k < count) least = least_of(std::copy_n(scores, count, room) - count, count, s.top_k);
+    if (s.top_p == 1 && s.min_p > 0) { // these would weigh too little below; exponentials take time
+        const double light = scores[best] + std::log(s.min_p) - 1e-6;
+        if (light > least) least = light;
+    }
+    for (int64_t i = 0; i < count; i++) weights[i] = scores[i] < least ? 0 : std::exp(scores[i] - scores[best]);
+    if (s.top_p < 1) keep_share(scores, weights, count, s.top_p, order);
+    for (int64_t i = 0; i < count; i++)
+        if (weights[i] < s.min_p) weights[i] = 0; // the likeliest weighs 1
+    const double target = uniform * sum(weights, count);
     double reached = 0;
     int64_t last = best;
     for (int64_t i = 0; i < count; i++) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,6 +80,7 @@ def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None =
     return token
 
 
+@cache
 def _function(name: str, result: Any, *arguments: Any) -> Any:
     isa()  # the library is there, of this version, and runs the instruction set that was asked for
     function = ctypes.CDLL(str(library_path()))[name]
