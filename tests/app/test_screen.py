@@ -91,9 +91,7 @@ async def ask(pilot: Pilot[int], text: str) -> None:
     await until(pilot, lambda: bool(answers(pilot)) and answers(pilot)[-1].text != "")
 
 
-async def test_the_engine_begins_when_the_question_is_painted(
-    tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_engine_begins_when_the_question_is_painted(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, seen = HeldClient(tiny_pack), list[str]()
     async with running(client, max_new_tokens=20) as pilot:
         painted = pilot.app.screen._compositor_refresh  # pyright: ignore[reportPrivateUsage]
