@@ -226,6 +226,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_everything_on_it_kept(
     hub: FakeHub, published: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with Download(resolve(REPO), SHARDS[:1], small_disk, tuning=FAST).start() as download:
+        download.wait_all()
     error = failure(small_disk)
     gc.collect()
     assert caplog.text == "", "connections that failed beside the first one are heard of"
