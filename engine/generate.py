@@ -21,10 +21,16 @@ _log = logging.getLogger("floe_chat.engine")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One advance: `token` is None while the prompt is read; `done` prompt tokens are in the KV cache."""
+    """One advance.
+
+    Attributes:
+        token: None while the prompt is read. done: so many of the prompt's tokens are in the KV cache. at: when the
+            token was drawn, by the telemetry's clock: several may come of one call, and are told one after the other.
+    """
 
     token: int | None
     done: int
+    at: float | None = None
 
 
 def generate(
@@ -74,7 +80,7 @@ def generate(
         if token in stop_ids:
             return "stop"
         telemetry.token(at)
-        yield Step(token, len(prompt))
+        yield Step(token, len(prompt), at)
     return "length" if len(prompt) + most < window else "context"
 
 

@@ -128,7 +128,7 @@ class LeanDecoder:
         rope = self._rope.tables(start, end)
         x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
-            last = self._whole.run(x, rope[0], store.layers()[: self._config.num_hidden_layers], start)
+            last = self._whole.run(x, rope[0], self._kept(store), start)
             store.length = end
             return self._logits(last)
         if len(ids) == 1 and self.steps:
@@ -145,6 +145,10 @@ class LeanDecoder:
         last = x[-1:] if added is None else x[-1:] + added[-1:]
         return self._logits(last)
 
+    def _kept(self, store: GrowingStore) -> list[Tensor]:
+        """Keys and values of the layers that a token goes through: a benchmark has it leave out the last."""
+        return store.layers()[: self._config.num_hidden_layers]
+
     def _logits(self, last: Tensor) -> Tensor:
         """(1, H) behind the last layer -> (1, V)."""
         if self.ends is None:
@@ -157,14 +161,14 @@ class LeanDecoder:
     ) -> tuple[list[int], list[float]] | None:
         """See `Decoder`."""
         whole = self._whole
-        if whole is None or whole.watched or len(self._layers) > self._config.num_hidden_layers:
+        if whole is None or whole.watched:
             return None
         store = kv.store_of(GrowingStore, self._store)
         start, most = kv.length, min(most, MOST)
         store.crop(start)
         store.reserve(start + most)
         rope = self._rope.tables(start, start + most)
-        tokens, at = whole.decode(token, rope, store.layers(), start, sampler, last)
+        tokens, at = whole.decode(token, rope, self._kept(store), start, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
 

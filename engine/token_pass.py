@@ -75,7 +75,7 @@ class TokenPass:
         """The next tokens behind `token` at `position`, and when each was there; see `Decoder.several`.
 
         Args:
-            rope: (N, 2, D) from that position on, N >= 1: how many tokens there may be. kv: of all layers.
+            rope: (N, 2, D) from that position on, N >= 1: how many tokens there may be. kv: as in `run`.
 
         Raises:
             Cancelled: the answer was stopped before the first.

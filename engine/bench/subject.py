@@ -125,7 +125,7 @@ class Subject:
         for step in steps:
             if self.device != "cpu":
                 torch.cuda.synchronize(self.device)  # a prompt's step ends before the device does
-            now = time.perf_counter()
+            now = step.at or time.perf_counter()
             if step.token is None:
                 prefill = now - began
             elif not first:

@@ -146,15 +146,15 @@ class NativeToken:
         not 0. None if that was before the first.
 
         Args:
-            rope: (N, 2, D) from that position on. kv: of all layers. bits: for the head the experts' hold.
+            rope: (N, 2, D) from that position on. kv: as in the call of one token. bits: the head has the experts'.
 
         Raises:
             ValueError: as the call of one token; logits that nothing can be drawn from.
         """
-        most, layers = len(how.uniforms), len(self._dense)
+        most, layers = len(how.uniforms), len(kv)
         chosen, weights, counts = self._room(most, layers)
-        if len(kv) != layers or ends.hidden != self._hidden:
-            raise ValueError(f"keys and values of {len(kv)} of {layers} layers, ends of {ends.hidden} values")
+        if ends.hidden != self._hidden:
+            raise ValueError(f"ends of {ends.hidden} values for layers of {self._hidden}")
         tokens, at = (c_int64 * most)(), (c_double * most)()
         found = self._decode(
             *(byref(_Model(layers, self._dense, self._experts, ends.struct)), byref(Sampling.of(how.filters))),
