@@ -16,7 +16,6 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
-from textual.widget import Widget
 
 from ..engine.events import Sampling
 from ..models.catalog import find
@@ -24,6 +23,7 @@ from ..models.errors import FloeError
 from .bridge import EngineBridge, EngineFailed, EngineNotice
 from .chat_client import ChatClient
 from .history import History, Setup, history_file
+from .painting import lighten
 from .screens.chat import ChatScreen
 from .screens.chat_view import ChatView
 from .screens.commands import Command
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 _SWITCH_INTERVAL = 0.0005
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
 
-# Textual lays the whole screen out a second time after each change of any size, in case scrollbars come or go. Those
-# ask for a layout themselves, and each one takes some 10 ms that the engine and the person's keys wait for.
-vars(Widget)["virtual_size"]._layout = False
+lighten()
 
 
 class FloeChatApp(App[int]):

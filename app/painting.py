@@ -1,0 +1,29 @@
+"""What Textual does more than it has to: each layout and each repaint is time that the engine and the keys wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from textual._compositor import Compositor
+from textual.geometry import Region
+from textual.strip import Strip
+from textual.widget import Widget
+
+
+def lighten() -> None:
+    """Let Textual do less of it, for all applications of this process."""
+    # It lays the whole screen out a second time after each change of any size, in case scrollbars come or go. Those ask
+    # for a layout themselves, and each takes some 10 ms.
+    vars(Widget)["virtual_size"]._layout = False
+    Compositor._get_renders = _touched  # pyright: ignore[reportPrivateUsage]
+
+
+def _touched(self: Compositor, crop: Region | None = None) -> Iterable[tuple[Region, Region, list[Strip]]]:
+    """Where widgets are, where they are cut off, and their lines, of those alone that `crop` touches.
+
+    Textual's own takes the lines of all that could be painted there, had they another place: all on the screen.
+    """
+    for widget, (region, clip) in self.visible_widgets.items():
+        shown = region.intersection(clip)
+        if shown and (crop is None or crop.overlaps(shown)):
+            yield region, clip, widget.render_lines(shown.translate(-region.offset))

@@ -1,0 +1,57 @@
+"""Repaints take the lines of what they touch, and paint what Textual's own would."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec, module_from_spec
+
+import pytest
+from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.painting import _touched  # pyright: ignore[reportPrivateUsage]
+from floe_chat.app.widgets.status_line import StatusLine
+from textual._compositor import Compositor
+from textual.geometry import Region
+from textual.widget import Widget
+
+from .scripted import ScriptedClient, ask, finish, ready, screen_text, until
+
+
+async def test_what_is_painted_is_what_textual_would_paint() -> None:
+    spec = find_spec("textual._compositor")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(unchanged := module_from_spec(spec))
+    assert Compositor._get_renders is _touched  # pyright: ignore[reportPrivateUsage]
+    client = ScriptedClient()
+    async with ready(client, size=(120, 24)) as pilot:
+        for number in range(3):
+            request = await ask(pilot, client, f"question {number}")
+            client.say(TextDelta(request, "- a list\n- of two\n\n" * 4))
+            await finish(pilot, client, request)
+        compositor = pilot.app.screen._compositor  # pyright: ignore[reportPrivateUsage]
+        whole = compositor.size.region
+        for crop in (None, whole, Region(0, 23, 120, 1), Region(2, 3, 40, 2), Region(90, 5, 3, 9), Region(5, 5, 0, 0)):
+            found = list(_touched(compositor, crop))
+            theirs = list(unchanged.Compositor._get_renders(compositor, crop))
+            where = whole if crop is None else crop
+            seen = [part[0].intersection(part[1]) for part in theirs]
+            assert found == [part for part, at in zip(theirs, seen, strict=True) if at and where.overlaps(at)]
+            assert len(found) < len(theirs) or where == whole or not where
+
+
+async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, rendered = ScriptedClient(), list[str]()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "one"))
+        await until(pilot, lambda: "one" in screen_text(pilot))
+        render_lines = Widget.render_lines
+
+        def noted(self: Widget, crop: Region) -> object:
+            rendered.append(type(self).__name__)
+            return render_lines(self, crop)
+
+        await pilot.pause(1.2)  # figures are painted once a second
+        monkeypatch.setattr(Widget, "render_lines", noted)
+        client.say(TextDelta(request, " two"))
+        await until(pilot, lambda: "Paragraph" in rendered)
+        monkeypatch.undo()
+    assert StatusLine.__name__ not in rendered and "Composer" not in rendered, rendered
