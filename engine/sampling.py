@@ -13,7 +13,7 @@ from ..kernels.sampling import Filters
 from ..models.errors import UsageError
 from .events import Sampling
 
-_AT_ONCE = 64  # numbers from the generator: asked for one by one they would cost more than they do
+_AT_ONCE = 64  # numbers that the generator is asked for: a call for one takes as long
 
 
 def check(sampling: Sampling) -> None:
