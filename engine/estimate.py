@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from . import placement
 from .devices import DENSE_LAUNCHES
-from .footprint import Footprint
+from .footprint import Footprint, kv_element
 from .placement import Lane, Rates
 from .quality import Preset
 
@@ -190,7 +190,7 @@ def decode(
     """What one token takes after `context` others."""
     if held.gpu:
         return _on_gpu(takes, work, speeds, held, curve, 2 * takes.kv * context)
-    return _on_cpu(takes, work, speeds, held, 4 * takes.kv * context)
+    return _on_cpu(takes, work, speeds, held, kv_element(takes.spec.dense) * takes.kv * context)
 
 
 def _on_cpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, kv_bytes: int) -> Token:

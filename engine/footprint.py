@@ -40,7 +40,7 @@ class Footprint:
     Attributes:
         attention: the four projections. head: of the whole model. kept: embedding, routers and norms of the whole
             model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record.
-        kv: keys and values of one token in all layers, per byte of an activation.
+        kv: keys and values of one token in all layers, per byte of one (see `kv_element`).
         narrow: how many of a layer's experts are narrow; narrow_up, narrow_row: theirs, up and row the others'.
         narrow_calls: the share of expert calls that is theirs.
     """
@@ -149,6 +149,11 @@ class Footprint:
             width = foresight.width(layer, sizes.layers, sizes.hidden, sizes.experts)
             predictors += 2 * (inputs * (sizes.experts + width) + sizes.experts * width)
         return self.dense + self.ups + self.rows + 4 * len(MEASURES) * self.row_count + predictors
+
+
+def kv_element(dense: int) -> int:
+    """Bytes of a number among the keys and values on the CPU, where the dense part has so many bits (see `layers`)."""
+    return 4 if dense == 16 else 2
 
 
 def _expert(sizes: Sizes, group: int, bits: PackSpec | Narrow) -> tuple[int, int]:

@@ -80,10 +80,21 @@ def read_layers(model: Any) -> list[Layer]:
     family = _FAMILIES.get(model.config.model_type)
     if family is None:
         raise Unsupported(f"the lean pass does not know the family {model.config.model_type}")
-    return [_read(layer, family, model.config) for layer in model.model.layers]
+    kept = _kept(model)
+    return [_read(layer, family, model.config, kept) for layer in model.model.layers]
 
 
-def _read(layer: Any, family: _Family, config: Any) -> Layer:
+def _kept(model: Any) -> torch.dtype:
+    """In which form keys and values are stored: as all is computed, but beside codes float16 instead of float32.
+
+    That halves what each token of a long conversation has to read, and its error is far below that of the codes.
+    """
+    computed: torch.dtype = model.model.embed_tokens.weight.dtype
+    coded = all(isinstance(layer.self_attn.k_proj, PackedLinear) for layer in model.model.layers)
+    return torch.float16 if coded and computed == torch.float32 else computed
+
+
+def _read(layer: Any, family: _Family, config: Any, kept: torch.dtype) -> Layer:
     attention = layer.self_attn
     heads = Heads(
         queries=config.num_attention_heads,
@@ -94,6 +105,7 @@ def _read(layer: Any, family: _Family, config: Any) -> Layer:
         clip=getattr(config, "clip_qkv", None),
         q_norm=attention.q_norm.weight if family.norms else None,
         k_norm=attention.k_norm.weight if family.norms else None,
+        kept=kept,
     )
     return Layer(
         layer.input_layernorm.weight,

@@ -100,7 +100,7 @@ class LeanDecoder:
 
     def _store(self) -> GrowingStore:
         heads = self._layers[0].heads
-        given = (len(self._layers), heads.keys, heads.dim, self._window, self._embedding.dtype, self.device)
+        given = (len(self._layers), heads.keys, heads.dim, self._window, heads.kept, self.device)
         if self.room is not None and self.room.vacant():
             return BorrowingStore(*given, self.room)
         return GrowingStore(*given)
@@ -234,7 +234,8 @@ class _TorchPass:
         self._places[index].copy_(both)
         view = self._views[heads.window]
         attend = self._attend_one if self._tokens == 1 else self._attend_any
-        return layer.out.forward(attend(layer, queries, view.keys[index], view.values[index], view.mask))
+        keys, values = view.keys[index].to(x.dtype), view.values[index].to(x.dtype)
+        return layer.out.forward(attend(layer, queries, keys, values, view.mask))
 
     def _prepare(self, qkv: Tensor, layer: Layer) -> None:
         """What some families do before rope: norms of queries and keys, limits; in place, (T, all heads, D)."""

@@ -21,6 +21,7 @@ from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
 from . import context, hardware, pinning, virtual
 from .devices import Device, VirtualDevice
+from .footprint import kv_element
 from .links import CudaLink, ThrottledLink
 from .offload import Offload, Parts
 from .pinning import Pinned
@@ -68,7 +69,7 @@ class Needs:
 
     @classmethod
     def of(cls, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, element: int) -> Needs:
-        """`element`: bytes of one activation on the device."""
+        """`element`: bytes of a key's or a value's number on the device."""
         a = manifest.architecture
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -161,7 +162,7 @@ def choose(
     """
     window = context.window(config)
     if wanted.startswith((virtual.PREFIX, THROTTLED)):
-        needs = Needs.of(manifest, layers, config, 4)
+        needs = Needs.of(manifest, layers, config, kv_element(manifest.widths.dense))
         if wanted.startswith(virtual.PREFIX):
             return _virtual(wanted, needs, window, vram)
         return _throttled(wanted, needs, window, layers, vram)

@@ -15,7 +15,7 @@ from ..models.pack import PackSpec
 from ..models.published import SHARD_BYTES
 from . import estimate, quality
 from .estimate import HITS, Held, Speeds, Token, Work
-from .footprint import Footprint
+from .footprint import Footprint, kv_element
 from .machine import Machine
 from .opening import KEPT_FREE, Needs
 
@@ -199,9 +199,9 @@ def _ram(
     ram = {"program": OWN}
     mapped = 0
     if place == "cpu":
-        # What a pack keeps at 16 bits is computed in 32, keys and values too.
+        # What a pack keeps at 16 bits is computed in 32.
         ram["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
-        ram["context"] = 4 * takes.kv * context
+        ram["context"] = kv_element(takes.spec.dense) * takes.kv * context
         mapped = takes.ups + takes.rows
     elif place == "pool":
         mapped = round(takes.rows * (1 - pool))

@@ -41,7 +41,7 @@ class Heads:
         queries: heads of queries. keys: heads of keys, and of values; each serves queries / keys query heads.
         dim: D, even. scale: of the products of queries and keys. window: how many tokens a query sees, itself included.
         clip: limit of all three. q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,)
-            of all heads together.
+            of all heads together. kept: in which form keys and values are stored.
     """
 
     queries: int
@@ -52,6 +52,7 @@ class Heads:
     clip: float | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    kept: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,8 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     Args:
         x: (1, H) the residual stream after the attention before. added: (1, H) what the block since then gave, or None.
         rope: (2, D) cosines and sines of the position, the first half of the sines negated.
-        kv: (C, 2 * key heads, D) keys, then values, of the tokens before; the token's own are written to its place.
+        kv: (C, 2 * key heads, D) keys, then values, of the tokens before; the token's own are written to its place. In
+            the form that `heads.kept` says.
         position: of the token.
     """
     heads, width = layer.heads, x.shape[-1]
@@ -165,9 +167,9 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     if heads.clip is not None:
         queries, keys, values = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, values))
     queries, keys = (part * rope[0] + part.roll(heads.dim // 2, -1) * rope[1] for part in (queries, keys))
-    kv[position] = torch.cat([keys, values])
+    kv[position] = torch.cat([keys, values]).to(kv.dtype)
     first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-    keys, values = kv[first : position + 1].repeat_interleave(heads.queries // heads.keys, 1).chunk(2, 1)
+    keys, values = kv[first : position + 1].to(x.dtype).repeat_interleave(heads.queries // heads.keys, 1).chunk(2, 1)
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
     out = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
     stream = stream + layer.out(out.view(1, -1))

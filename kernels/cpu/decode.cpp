@@ -99,7 +99,7 @@ int64_t floe_draw(const floe_sampling *sampling, const float *logits, int64_t co
     return last;
 }
 
-int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope, float *const *kv,
+int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope, void *const *kv,
                     int64_t capacity, int64_t position, int dense_digits, int expert_digits, int threads,
                     const int32_t *stop, int64_t token, int64_t most, double seconds, const int64_t *last,
                     int64_t last_count, uint8_t *seen, const double *uniforms, int64_t *tokens, double *at,

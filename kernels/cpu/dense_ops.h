@@ -8,12 +8,14 @@ namespace floe {
 
 constexpr int64_t kSpan = 64; // stored tokens that one call of `attend` takes at most: their values stay in a cache
 
-// One token's heads. Of each stored token the keys of all key heads lie before their values.
+// One token's heads. Of each stored token the keys of all key heads lie before their values, all in float16 or float32.
 struct Heads {
     int64_t heads, kv_heads, dim;
+    bool half;
 
     int64_t group() const { return heads / kv_heads; } // query heads that share a key head
     int64_t stride() const { return 2 * kv_heads * dim; }
+    int64_t bytes() const { return stride() * (half ? 2 : 4); }
 };
 
 // A head's attention to some of the tokens: sum of exp(score - most) · value lies beside it.
@@ -29,8 +31,11 @@ struct DenseOps {
 
     // Attention of queries (heads, D), which are scaled already, to `tokens` stored tokens from kv on: shares (heads)
     // and sums (heads, D), not yet divided by the total. scores: heads · kSpan floats of scratch.
-    void (*attend)(const Heads &h, const float *queries, const float *kv, int64_t tokens, float *scores, Share *shares,
+    void (*attend)(const Heads &h, const float *queries, const void *kv, int64_t tokens, float *scores, Share *shares,
                    float *sums);
+
+    // Store a token's keys and values.
+    void (*keep)(const Heads &h, const float *values, void *kv);
 
     // x[i] = exp(x[i] - most); returns their sum. NaN stays NaN.
     float (*exponentials)(float *x, int64_t n, float most);

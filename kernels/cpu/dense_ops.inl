@@ -1,12 +1,17 @@
 // Float32 operations of a decode step's dense part in plain C++; included by every dense_*.cpp (see dense_ops.h).
 
-#include <string.h>
-
-#include "dense_ops.h"
-
+// Before all that is to be inlined here: functions of other options are not.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-trapping-math") // else a comparison that NaN might reach keeps loops from becoming vectors
 #endif
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#include <string.h>
+
+#include "dense_ops.h"
+#include "numbers.inl"
 
 #if defined(__GNUC__)
 #define FLOE_FETCH(p) __builtin_prefetch((p), 0, 2)
@@ -43,12 +48,40 @@ inline Lanes operator*(float a, const Lanes &b) {
 #endif
 
 constexpr int kShared = 4; // query heads, or rows, that meet the same numbers at once
+// Stored tokens whose keys do, and registers of their values: as many as leave no register in memory.
+constexpr int kTokens = kLanes == 16 ? 4 : 2, kColumns = kTokens;
 
 inline Lanes load(const float *p) {
     Lanes lanes;
     memcpy(&lanes, p, sizeof lanes);
     return lanes;
 }
+
+// kLanes float16 values as float32, and back.
+inline Lanes load(const uint16_t *p) {
+    float wide[kLanes];
+#if defined(__AVX512F__)
+    _mm512_storeu_ps(wide, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)));
+#elif defined(__AVX2__)
+    _mm256_storeu_ps(wide, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)));
+#else
+    for (int64_t l = 0; l < kLanes; l++) wide[l] = half_to_float(p[l]);
+#endif
+    return load(wide);
+}
+
+inline void narrow(const float *p, uint16_t *out) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)out, _mm512_cvtps_ph(_mm512_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+    _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph(_mm256_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int64_t l = 0; l < kLanes; l++) out[l] = float_to_half(p[l]);
+#endif
+}
+
+inline float one(const float *p) { return *p; }
+inline float one(const uint16_t *p) { return half_to_float(*p); }
 
 inline void store(float *p, const Lanes &lanes) { memcpy(p, &lanes, sizeof lanes); }
 
@@ -60,8 +93,52 @@ inline float sum_lanes(const Lanes &lanes) {
     return sums[0];
 }
 
+// The sums of kShared registers.
+inline void sum_each(const Lanes *lanes, float *out) {
+#if defined(__AVX512F__)
+    __m512 a, b, c, d;
+    memcpy(&a, lanes, 64), memcpy(&b, lanes + 1, 64), memcpy(&c, lanes + 2, 64), memcpy(&d, lanes + 3, 64);
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); // a b a b in each quarter
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)); // a b c d
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif defined(__AVX2__)
+    __m256 a, b, c, d;
+    memcpy(&a, lanes, 32), memcpy(&b, lanes + 1, 32), memcpy(&c, lanes + 2, 32), memcpy(&d, lanes + 3, 32);
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)); // a b c d in each half
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+#else
+    for (int c = 0; c < kShared; c++) out[c] = sum_lanes(lanes[c]);
+#endif
+}
+
+// The products of TOKENS keys with kShared queries: scores[c * kSpan + t].
+template <int TOKENS, typename Stored>
+inline void score(const Stored *keys, int64_t stride, const float *queries, int64_t dim, float *scores) {
+    Lanes sums[TOKENS][kShared] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= dim; i += kLanes) {
+        Lanes key[TOKENS];
+        FLOE_UNROLL for (int t = 0; t < TOKENS; t++) key[t] = load(keys + t * stride + i);
+        FLOE_UNROLL for (int c = 0; c < kShared; c++) {
+            const Lanes query = load(queries + c * dim + i);
+            FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[t][c] += key[t] * query;
+        }
+    }
+    FLOE_UNROLL for (int t = 0; t < TOKENS; t++) {
+        float found[kShared];
+        sum_each(sums[t], found);
+        for (int c = 0; c < kShared; c++) {
+            for (int64_t rest = i; rest < dim; rest++) found[c] += one(keys + t * stride + rest) * queries[c * dim + rest];
+            scores[c * kSpan + t] = found[c];
+        }
+    }
+}
+
 // out[c] = w · x_c for COUNT vectors x_c, which lie `stride` apart.
-template <int COUNT> inline void dot(const float *w, const float *x, int64_t stride, int64_t n, float *out) {
+template <int COUNT, typename Stored>
+inline void dot(const Stored *w, const float *x, int64_t stride, int64_t n, float *out) {
     Lanes even[COUNT] = {}, odd[COUNT] = {};
     int64_t i = 0;
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
@@ -71,10 +148,15 @@ template <int COUNT> inline void dot(const float *w, const float *x, int64_t str
             odd[c] += second * load(x + c * stride + i + kLanes);
         }
     }
+    if (i + kLanes <= n) {
+        const Lanes last = load(w + i);
+        FLOE_UNROLL for (int c = 0; c < COUNT; c++) even[c] += last * load(x + c * stride + i);
+        i += kLanes;
+    }
     FLOE_UNROLL for (int c = 0; c < COUNT; c++) {
         even[c] += odd[c];
         out[c] = sum_lanes(even[c]);
-        for (int64_t rest = i; rest < n; rest++) out[c] += w[rest] * x[c * stride + rest];
+        for (int64_t rest = i; rest < n; rest++) out[c] += one(w + rest) * x[c * stride + rest];
     }
 }
 
@@ -105,6 +187,18 @@ inline float exponential(float x) {
     return p * power;
 }
 
+// NaN is smaller than any number, but as the first of all the largest.
+float largest(const float *x, int64_t n) {
+    float most[kLanes];
+    for (int64_t l = 0; l < kLanes; l++) most[l] = x[l < n ? l : 0];
+    int64_t i = kLanes;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int64_t l = 0; l < kLanes; l++) most[l] = x[i + l] > most[l] ? x[i + l] : most[l];
+    for (; i < n; i++) most[0] = x[i] > most[0] ? x[i] : most[0];
+    for (int64_t l = 1; l < kLanes; l++) most[0] = most[l] > most[0] ? most[l] : most[0];
+    return most[0];
+}
+
 float exponentials(float *x, int64_t n, float most) {
     for (int64_t i = 0; i < n; i++) x[i] = exponential(x[i] - most);
     Lanes lanes = {};
@@ -115,64 +209,87 @@ float exponentials(float *x, int64_t n, float most) {
     return total + sum_lanes(lanes);
 }
 
-// What COUNT heads' scores (kSpan apart) add up of one key head's values: two registers' columns from v on.
-template <int COUNT>
-inline void add_values(const float *scores, const float *v, int64_t stride, int64_t tokens, float *sums, int64_t dim) {
-    Lanes left[COUNT] = {}, right[COUNT] = {};
-    for (int64_t t = 0; t < tokens; t++, v += stride) {
-        const Lanes first = load(v), second = load(v + kLanes);
-        FLOE_UNROLL for (int c = 0; c < COUNT; c++) {
-            left[c] += scores[c * kSpan + t] * first;
-            right[c] += scores[c * kSpan + t] * second;
+// What COUNT heads' scores (kSpan apart) add up of one key head's values: WIDTH registers' columns from v on.
+template <int COUNT, int WIDTH, typename Stored>
+inline void add_values(const float *scores, const Stored *v, int64_t stride, int64_t tokens, float *sums, int64_t dim) {
+    Lanes total[COUNT][WIDTH] = {};
+    for (int64_t t = 0; t < tokens; t++, v += stride)
+        FLOE_UNROLL for (int w = 0; w < WIDTH; w++) {
+            const Lanes value = load(v + w * kLanes);
+            FLOE_UNROLL for (int c = 0; c < COUNT; c++) total[c][w] += scores[c * kSpan + t] * value;
         }
-    }
-    FLOE_UNROLL for (int c = 0; c < COUNT; c++) {
-        store(sums + c * dim, left[c]);
-        store(sums + c * dim + kLanes, right[c]);
-    }
+    FLOE_UNROLL for (int c = 0; c < COUNT; c++)
+        FLOE_UNROLL for (int w = 0; w < WIDTH; w++) store(sums + c * dim + w * kLanes, total[c][w]);
 }
 
-template <int COUNT>
-void add_all_values(const Heads &h, const float *scores, const float *v, int64_t tokens, float *sums) {
+template <int COUNT, typename Stored>
+void add_all_values(const Heads &h, const float *scores, const Stored *v, int64_t tokens, float *sums) {
     int64_t d = 0;
-    for (; d + 2 * kLanes <= h.dim; d += 2 * kLanes)
-        add_values<COUNT>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
+    for (; d + kColumns * kLanes <= h.dim; d += kColumns * kLanes)
+        add_values<COUNT, kColumns>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
+    for (; d + kLanes <= h.dim; d += kLanes)
+        add_values<COUNT, 1>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
     for (; d < h.dim; d++)
         for (int c = 0; c < COUNT; c++) {
             float sum = 0;
-            for (int64_t t = 0; t < tokens; t++) sum += scores[c * kSpan + t] * v[t * h.stride() + d];
+            for (int64_t t = 0; t < tokens; t++) sum += scores[c * kSpan + t] * one(v + t * h.stride() + d);
             sums[c * h.dim + d] = sum;
         }
 }
 
-void attend(const Heads &h, const float *queries, const float *kv, int64_t tokens, float *scores, Share *shares,
-            float *sums) {
+template <typename Stored>
+void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t tokens, float *scores, Share *shares,
+               float *sums) {
     const int64_t group = h.group(), stride = h.stride(), dim = h.dim;
-    for (int64_t t = 0; t < tokens; t++) { // all keys of a token, in the order in which they lie
-        const float *keys = kv + t * stride, *values = keys + h.kv_heads * dim;
-        for (int64_t i = 0; i < h.kv_heads * dim; i += 16) FLOE_FETCH(values + i);
+    for (int64_t t = 0; t < tokens;) { // all keys of a token, in the order in which they lie
+        const int64_t taken = t + kTokens <= tokens ? kTokens : 1;
+        const Stored *keys = kv + t * stride;
+        for (int64_t next = 0; next < taken; next++)
+            for (int64_t i = 0; i < h.kv_heads * dim; i += 64 / (int64_t)sizeof(Stored))
+                FLOE_FETCH(keys + next * stride + h.kv_heads * dim + i); // the values
         for (int64_t g = 0; g < h.kv_heads; g++, keys += dim) {
             int64_t q = g * group;
-            float found[kShared];
-            for (; q + kShared <= (g + 1) * group; q += kShared) {
-                dot<kShared>(keys, queries + q * dim, dim, dim, found);
-                for (int c = 0; c < kShared; c++) scores[(q + c) * kSpan + t] = found[c];
-            }
-            for (; q < (g + 1) * group; q++) dot<1>(keys, queries + q * dim, dim, dim, scores + q * kSpan + t);
+            for (; q + kShared <= (g + 1) * group; q += kShared)
+                if (taken == kTokens)
+                    score<kTokens>(keys, stride, queries + q * dim, dim, scores + q * kSpan + t);
+                else
+                    score<1>(keys, stride, queries + q * dim, dim, scores + q * kSpan + t);
+            for (; q < (g + 1) * group; q++)
+                for (int64_t next = 0; next < taken; next++)
+                    dot<1>(keys + next * stride, queries + q * dim, dim, dim, scores + q * kSpan + t + next);
         }
+        t += taken;
     }
     for (int64_t q = 0; q < h.heads; q++) {
-        float most = scores[q * kSpan];
-        for (int64_t t = 1; t < tokens; t++) most = scores[q * kSpan + t] > most ? scores[q * kSpan + t] : most;
+        const float most = largest(scores + q * kSpan, tokens);
         shares[q] = {most, exponentials(scores + q * kSpan, tokens, most)};
     }
-    const float *values = kv + h.kv_heads * dim;
+    const Stored *values = kv + h.kv_heads * dim;
     for (int64_t g = 0; g < h.kv_heads; g++, values += dim) {
         int64_t q = g * group;
         for (; q + kShared <= (g + 1) * group; q += kShared)
             add_all_values<kShared>(h, scores + q * kSpan, values, tokens, sums + q * dim);
         for (; q < (g + 1) * group; q++) add_all_values<1>(h, scores + q * kSpan, values, tokens, sums + q * dim);
     }
+}
+
+void attend(const Heads &h, const float *queries, const void *kv, int64_t tokens, float *scores, Share *shares,
+            float *sums) {
+    if (h.half)
+        attend_to(h, queries, (const uint16_t *)kv, tokens, scores, shares, sums);
+    else
+        attend_to(h, queries, (const float *)kv, tokens, scores, shares, sums);
+}
+
+void keep(const Heads &h, const float *values, void *kv) {
+    if (!h.half) {
+        memcpy(kv, values, (size_t)h.bytes());
+        return;
+    }
+    uint16_t *out = (uint16_t *)kv;
+    int64_t i = 0;
+    for (; i + kLanes <= h.stride(); i += kLanes) narrow(values + i, out + i);
+    for (; i < h.stride(); i++) out[i] = float_to_half(values[i]);
 }
 
 } // namespace

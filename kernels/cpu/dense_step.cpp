@@ -103,7 +103,8 @@ void turn(float *head, const float *rope, int64_t dim) {
 
 struct Attention {
     Heads h;
-    const float *queries, *kv;
+    const float *queries;
+    const uint8_t *kv;
     int64_t tokens;
     float *scores; // of each thread
     Share *shares; // (spans, heads)
@@ -113,7 +114,7 @@ struct Attention {
 void attend_span(void *opaque, int64_t span, int worker) {
     const Attention &a = *(const Attention *)opaque;
     const int64_t first = span * kSpan, count = a.tokens - first < kSpan ? a.tokens - first : kSpan;
-    dense_ops().attend(a.h, a.queries, a.kv + first * a.h.stride(), count, a.scores + worker * a.h.heads * kSpan,
+    dense_ops().attend(a.h, a.queries, a.kv + first * a.h.bytes(), count, a.scores + worker * a.h.heads * kSpan,
                        a.shares + span * a.h.heads, a.sums + span * a.h.heads * a.h.dim);
 }
 
@@ -162,7 +163,7 @@ void route(const floe_dense_layer &l, float *logits, int64_t *index, float *weig
 
 using namespace floe;
 
-int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope, float *kv,
+int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope, void *kv,
                     int64_t capacity, int64_t position, int digits, int threads, float *stream, float *hidden,
                     int64_t *index, float *weights) {
     thread_local Buffer buffer;
@@ -171,10 +172,10 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     if (position < 0 || position >= capacity) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
-    Attention a = {{l.heads, l.kv_heads, l.dim}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
+    Attention a = {{l.heads, l.kv_heads, l.dim, l.half != 0}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
     const int64_t first = l.window > 0 && l.window <= position ? position + 1 - l.window : 0;
     a.tokens = position + 1 - first;
-    a.kv = kv + first * a.h.stride();
+    a.kv = (const uint8_t *)kv + first * a.h.bytes();
     const int64_t spans = (a.tokens + kSpan - 1) / kSpan, queries = l.heads * l.dim;
     const int64_t scores = threads * l.heads * kSpan, logits = l.router != nullptr ? l.experts : 0;
     uint8_t *memory = buffer.take(aligned(4 * l.qkv.rows) + aligned(4 * scores) + aligned(4 * spans * queries) +
@@ -194,9 +195,9 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     prepare_heads(l, qkv);
     for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, rope, l.dim);
     for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
-    memcpy(kv + position * a.h.stride(), qkv + queries, (size_t)a.h.stride() * sizeof(float));
+    dense_ops().keep(a.h, qkv + queries, (uint8_t *)kv + position * a.h.bytes());
 
-    parallel_for(4 * a.tokens * a.h.stride() < kSmall ? 1 : threads, spans, attend_span, &a);
+    parallel_for(a.tokens * a.h.bytes() < kSmall ? 1 : threads, spans, attend_span, &a);
     join_spans(a, spans, a.sums);
     code = multiply(l.out, a.sums, digits, threads, hidden);
     if (code != FLOE_OK) return code;

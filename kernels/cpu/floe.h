@@ -90,10 +90,11 @@ typedef struct {
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
 // qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
 // NULL, or (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none.
-// router: (experts, H), or NULL. shares: whether the weights of the chosen experts are made to sum to 1.
+// router: (experts, H), or NULL. shares: whether the weights of the chosen experts are made to sum to 1. half: whether
+// keys and values are kept in float16, not float32.
 typedef struct {
     int64_t hidden, heads, kv_heads, dim, window, experts, top_k;
-    int32_t each_head, shares;
+    int32_t each_head, shares, half;
     float eps, scale, clip;
     const float *before, *after, *q_norm, *k_norm, *router;
     floe_matrix qkv, out;
@@ -104,7 +105,7 @@ typedef struct {
 // keys and values of the tokens before; the token's own are written at `position`. Fills stream (H), the residual after
 // attention; hidden (H), what the block is given; and with a router the top_k experts in index and their weights.
 FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope,
-                             float *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
+                             void *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
                              float *hidden, int64_t *index, float *weights);
 
 // A layer's experts and what a token may skip of them (engine/work.py: Plan). experts: halves of them where parts is 2.
@@ -124,7 +125,7 @@ typedef struct {
 // (layers, top_k), and counts (layers, top_k, 2, 2): of an expert's halves, or of the whole in the first place, how many
 // neurons were active and how many not left out; -1 for what was left out whole.
 FLOE_API int floe_token_step(int64_t layers, const floe_dense_layer *const *dense, const floe_expert_layer *experts,
-                             float *x, const float *rope, float *const *kv, int64_t capacity, int64_t position,
+                             float *x, const float *rope, void *const *kv, int64_t capacity, int64_t position,
                              int dense_digits, int expert_digits, int threads, const int32_t *stop, int64_t *index,
                              float *weights, int64_t *counts);
 
@@ -164,7 +165,7 @@ typedef struct {
 // in seconds since the call), index, weights and counts as floe_token_step; seen, if not NULL, is kept up to date.
 // FLOE_STOPPED if that was before the first.
 FLOE_API int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope,
-                             float *const *kv, int64_t capacity, int64_t position, int dense_digits, int expert_digits,
+                             void *const *kv, int64_t capacity, int64_t position, int dense_digits, int expert_digits,
                              int threads, const int32_t *stop, int64_t token, int64_t most, double seconds,
                              const int64_t *last, int64_t last_count, uint8_t *seen, const double *uniforms,
                              int64_t *tokens, double *at, int64_t *index, float *weights, int64_t *counts);

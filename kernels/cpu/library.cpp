@@ -137,7 +137,7 @@ void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, c
 
 using namespace floe;
 
-int floe_version(void) { return 7; }
+int floe_version(void) { return 8; }
 
 const char *floe_isa(void) { return chosen().ops->name; }
 

@@ -14,7 +14,7 @@ import torch
 from ..layouts import RowLayout, VectorLayout
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 7
+_VERSION = 8
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 OK = 0
 _ERRORS = {

@@ -34,7 +34,7 @@ class Layer(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "window", "experts", "top_k")),
-        *((name, c_int32) for name in ("each_head", "shares")),
+        *((name, c_int32) for name in ("each_head", "shares", "half")),
         *((name, c_float) for name in ("eps", "scale", "clip")),
         *((name, c_void_p) for name in ("before", "after", "q_norm", "k_norm", "router")),
         *(("qkv", Matrix), ("out", Matrix)),
@@ -44,13 +44,19 @@ class Layer(Structure):
 class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
+    Attributes:
+        kept: the form of keys and values, float32 or float16.
+
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
-        ValueError: weights that do not fit each other, are not float32, or do not lie on the CPU in one piece.
+        ValueError: weights that do not fit each other, are not float32, or do not lie on the CPU in one piece; keys and
+            values of another form.
     """
 
     def __init__(self, layer: DenseLayer) -> None:
         self._function = _function()
+        if layer.heads.kept not in (torch.float32, torch.float16):
+            raise ValueError(f"keys and values in {layer.heads.kept}")
         self._weights = layer  # they must outlive the addresses
         heads, router, hidden = layer.heads, layer.router, layer.before.numel()
         each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.dim
@@ -58,7 +64,8 @@ class NativeStep:
         experts = 0 if router is None else router.weight.shape[0]
         self._layer = Layer(
             *(hidden, heads.queries, heads.keys, heads.dim, heads.window or 0),
-            *(experts, 0 if router is None else router.top_k, each_head, router is not None and router.shares),
+            *(experts, 0 if router is None else router.top_k),
+            *(each_head, router is not None and router.shares, heads.kept == torch.float16),
             *(layer.eps, heads.scale, inf if heads.clip is None else heads.clip),
             *(address(layer.before, hidden), address(layer.after, hidden)),
             *(_optional(norm, size) for norm, size in zip((heads.q_norm, heads.k_norm), normed, strict=True)),
@@ -68,6 +75,7 @@ class NativeStep:
         self._pointer = byref(self._layer)
         self._hidden, self._top_k, self._rope = hidden, self._layer.top_k, 2 * heads.dim
         self._stored = 2 * heads.keys * heads.dim  # of a token
+        self.kept = heads.kept
         if self._function(self._pointer, *[None] * 4, 0, 0, 2, 1, *[None] * 4) == -1:  # no position: nothing is touched
             raise ValueError(_ERRORS[-1])
 
@@ -82,7 +90,7 @@ class NativeStep:
         """As `step.dense_step`; x_bits as for the other operations.
 
         Raises:
-            ValueError: tensors of other sizes, not float32 or not in one piece, or a position that kv has no room for.
+            ValueError: tensors of other sizes or forms or not in one piece, or a position that kv has no room for.
         """
         stream, hidden = torch.empty(1, self._hidden), torch.empty(1, self._hidden)
         routed: tuple[Tensor, ...] = ()
@@ -92,7 +100,7 @@ class NativeStep:
             places = (routed[0].data_ptr(), routed[1].data_ptr())
         code = self._function(
             *(self._pointer, address(x, self._hidden), _optional(added, self._hidden), address(rope, self._rope)),
-            *(address(kv, kv.numel()), kv.numel() // self._stored, position, -(-x_bits // 8)),
+            *(address(kv, kv.numel(), self.kept), kv.numel() // self._stored, position, -(-x_bits // 8)),
             *(torch.get_num_threads(), stream.data_ptr(), hidden.data_ptr(), *places),
         )
         if code:

@@ -98,7 +98,9 @@ class NativeToken:
         self._experts = (_Experts * len(experts))(*map(_experts, experts))
         one = dense[0].layer
         self._hidden, self._top_k, self._rope = one.hidden, one.top_k, 2 * one.dim
-        self._stored = 2 * one.kv_heads * one.dim  # of a token
+        self._stored, self._form = 2 * one.kv_heads * one.dim, dense[0].kept  # of a token
+        if any(step.kept != self._form for step in dense):
+            raise ValueError("layers keep keys and values in several forms")
 
     def __call__(
         self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int, bits: tuple[int, int], stop: c_int32
@@ -180,13 +182,10 @@ class NativeToken:
         first = kv[0]
         if first[:1].numel() != self._stored or rope.numel() != tokens * self._rope:
             raise ValueError(f"keys and values of {tuple(first.shape)}, rope of {tuple(rope.shape)}")
-        for part in (rope, *kv):
-            if (
-                part.dtype != torch.float32
-                or not part.is_contiguous()
-                or (part is not rope and part.shape != first.shape)
-            ):
-                raise ValueError("rope, keys and values are not float32 of one size in one piece each")
+        if rope.dtype != torch.float32 or not rope.is_contiguous():
+            raise ValueError("rope is not float32 in one piece")
+        if any(part.dtype != self._form or not part.is_contiguous() or part.shape != first.shape for part in kv):
+            raise ValueError(f"keys and values are not {self._form} of one size in one piece each")
         return rope.data_ptr(), (c_void_p * len(kv))(*(part.data_ptr() for part in kv)), len(first), position
 
     def _how(self, bits: tuple[int, int], stop: c_int32) -> tuple[Any, ...]:

@@ -3,36 +3,11 @@
 
 #include <string.h>
 
+#include "numbers.inl"
 #include "row_ops.h"
 
 namespace floe {
 namespace {
-
-inline float bits_to_float(uint32_t u) {
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-inline uint32_t float_to_bits(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return u;
-}
-
-inline uint16_t load16(const uint8_t *p) {
-    uint16_t u;
-    memcpy(&u, p, 2);
-    return u;
-}
-
-inline float half_to_float(uint16_t h) {
-    const uint32_t magnitude = h & 0x7fffu;
-    // Shifted into float32's fields the exponent is short by 112; multiplying restores it, subnormals included.
-    const float small = bits_to_float(magnitude << 13) * bits_to_float(0x77800000u); // 2^112
-    const uint32_t value = magnitude >= 0x7c00u ? (magnitude << 13) | 0x7f800000u : float_to_bits(small);
-    return bits_to_float(value | (uint32_t)(h & 0x8000u) << 16);
-}
 
 inline float wide16(uint16_t u, int32_t bfloat16) {
     return bfloat16 ? bits_to_float((uint32_t)u << 16) : half_to_float(u);

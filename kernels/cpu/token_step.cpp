@@ -44,7 +44,7 @@ void plan(const floe_expert_layer &l, int64_t top_k, const int64_t *index, const
 } // namespace
 
 int floe_token_step(int64_t layers, const floe_dense_layer *const *dense, const floe_expert_layer *experts, float *x,
-                    const float *rope, float *const *kv, int64_t capacity, int64_t position, int dense_digits,
+                    const float *rope, void *const *kv, int64_t capacity, int64_t position, int dense_digits,
                     int expert_digits, int threads, const int32_t *stop, int64_t *index, float *weights,
                     int64_t *counts) {
     thread_local Buffer buffer;

@@ -38,7 +38,7 @@ def choose(tiny_pack: Path) -> Choose:
 @pytest.fixture
 def needs(tiny_pack: Path) -> Needs:
     packed = PackedModel.open(tiny_pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 4)
+    return Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 2)
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
@@ -58,7 +58,7 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
     assert needs.dense == (tiny_pack / "dense.safetensors").stat().st_size
     assert needs.up == 2 * (layer.up.q.nbytes + layer.up.scale.nbytes + layer.up.zero.nbytes)
     assert needs.row == layer.rows.data.shape[2]
-    assert needs.kv == 2 * 2 * 64 * 4  # two layers, keys and values of 4 heads of 16, float32
+    assert needs.kv == 2 * 2 * 64 * 2  # two layers, keys and values of 4 heads of 16, float16
     working = needs.top_k * needs.neurons * needs.row
     assert needs.least() - working == needs.dense + needs.up + 2 * needs.neurons * needs.row + 512 * needs.kv
 
@@ -88,7 +88,7 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     a_gpu(monkeypatch, 1 << 30)
     whole = choose("auto")
     assert whole.place == "cuda:0" and whole.rows is None and "whole pack fits" in whole.why
-    least = Needs(**{name: getattr(needs, name) for name in needs.__slots__} | {"kv": needs.kv // 2}).least()
+    least = needs.least()
     part = choose("cuda", least + 5 * needs.row)
     assert part.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
     assert part.budget == least + 5 * needs.row and whole.budget == int((1 << 30) * (1 - opening.KEPT_FREE))

@@ -45,7 +45,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def needs(pack: Path) -> Needs:
     packed = PackedModel.open(pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 4)
+    return Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 2)
 
 
 def talk(loaded: LoadedModel, kv: KVCache, prompt: Sequence[int], tokens: int, preset: Preset = WHOLE) -> list[int]:

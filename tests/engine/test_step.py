@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.kv import KVCache
+from floe_chat.engine import layers
+from floe_chat.engine.footprint import kv_element
+from floe_chat.engine.kv import BLOCK, KVCache
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
@@ -261,15 +263,29 @@ def test_16_bit_is_no_worse_than_the_librarys(name: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "bits"), [("mixtral", 4), ("olmoe", 8), ("mixtral", 16)])
-def test_packed_layers_are_joined_and_compute_the_same(family: str, bits: int, tmp_path: Path) -> None:
+def test_packed_layers_are_joined_and_compute_the_same(
+    family: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_checkpoint(tmp_path / "source", family=family, seed=4)
     make_pack(source, tmp_path / "packed", PackSpec(dense=bits))
     loaded = open_model(tmp_path / "packed")
     loaded.control.preset = PRESET
     ids, pieces = ids_of(60), [40, *[1] * 20]
     expected = feed(LibraryDecoder(loaded.model), KVCache(), ids, pieces)
-    ours = feed(choose(loaded.model, loaded.window), KVCache(), ids, pieces)
-    assert relative_rms(ours, expected) <= LIMIT
+    kv = KVCache()
+    ours = feed(choose(loaded.model, loaded.window), kv, ids, pieces)
+    assert kv.nbytes() == kv_element(bits) * 2 * 2 * 64 * BLOCK  # two layers, keys and values of 4 heads of 16
+    if bits == 16:
+        assert relative_rms(ours, expected) <= LIMIT
+    else:  # float16 keys and values, and nothing else
+        assert LIMIT < relative_rms(ours, expected) <= 2e-3
+
+        def computed(_model: Any) -> torch.dtype:
+            return torch.float32
+
+        monkeypatch.setattr(layers, "_kept", computed)
+        ours = feed(choose(loaded.model, loaded.window), KVCache(), ids, pieces)
+        assert relative_rms(ours, expected) <= LIMIT
 
 
 def test_joined_weights_are_there_once(tiny_pack: Path) -> None:

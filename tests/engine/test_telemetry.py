@@ -136,8 +136,8 @@ def test_an_answers_counters(engine: Engine) -> None:
     assert stats.decode_tps_mean and stats.decode_tps_mean > 0
     assert stats.ram_bytes > 50_000_000
     # The last token was drawn but not read: 3 + 8 are in the cache. Memory for keys and values grows by blocks; there
-    # are 2 layers of both, hidden 64, float32.
-    assert stats.context_used == 11 and stats.kv_bytes == BLOCK * 2 * 2 * 64 * 4
+    # are 2 layers of both, hidden 64, float16.
+    assert stats.context_used == 11 and stats.kv_bytes == BLOCK * 2 * 2 * 64 * 2
     assert stats.vram_bytes is None
 
 

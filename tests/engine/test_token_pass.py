@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     token = NativeToken(decoder.steps, [layer.plan.as_one() for layer in layers])
     heads = decoder.steps[0].layer
     x, rope = torch.zeros(1, heads.hidden), torch.zeros(2, heads.dim)
-    kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim) for _ in layers]
+    kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim).half() for _ in layers]
     assert token(x, rope, kv, 2, (22, 22), c_int32(0)) is not None
     assert token(x, rope, kv, 2, (22, 22), c_int32(1)) is None
     for wrong in (
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
         (x, rope[:, 1:], kv, 2),
         (x, rope, [part[:, 1:].contiguous() for part in kv], 2),
         (x, rope, [kv[0], kv[1][:2]], 0),
-        (x, rope, [part.half() for part in kv], 2),
+        (x, rope, [part.float() for part in kv], 2),
     ):
         with pytest.raises(ValueError):
             token(*wrong, (22, 22), c_int32(0))

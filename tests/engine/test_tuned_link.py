@@ -315,7 +315,7 @@ def test_what_speaks_against_reading_in_place(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def opened(tiny_pack: Path) -> Callable[..., Any]:
     packed = PackedModel.open(tiny_pack)
-    needs = Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 4)
+    needs = Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 2)
 
     def opening(device: str, transfer: Wanted) -> Any:
         return load(tiny_pack, None, device, silent, vram=needs.least(), parts=Parts(transfer=transfer))

@@ -246,7 +246,7 @@ def test_experts_that_stand_in_are_told_by_number(loaded: LoadedModel) -> None:
 
 def needed(pack: Path) -> Needs:
     packed = PackedModel.open(pack)
-    return Needs.of(packed.manifest, [packed.layer(index) for index in range(SHAPE["layers"])], read_config(pack), 4)
+    return Needs.of(packed.manifest, [packed.layer(index) for index in range(SHAPE["layers"])], read_config(pack), 2)
 
 
 @pytest.mark.parametrize("device", ["throttled:8gb", "sim:rtx3060-12gb"])

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from ..helpers import relative_rms
 
-LIMIT = 1e-5
+LIMIT, LIMIT_OF_HALVES = 1e-5, 1e-4  # a number near the middle of two float16 values may become the other one
 CAPACITY = 300
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over."""
+    """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. half: whether
+    keys and values are kept in float16."""
 
     hidden: int = 48
     queries: int = 4
@@ -36,6 +37,7 @@ class Sizes:
     clip: float | None = None
     window: int | None = None
     shares: bool = True
+    half: bool = False
 
 
 SIZES = {
@@ -53,6 +55,12 @@ SIZES = {
     "8-bit": Sizes(192, 6, 2, 32, bits=8, bias=True, normed="head"),
     "3-bit-odd": Sizes(50, 5, 1, 14, bits=3),
     "2-bit-wide": Sizes(640, 4, 2, 64, bits=2),
+    "half": Sizes(half=True),
+    "half-odd": Sizes(35, 6, 3, 14, 7, 7, half=True),
+    "half-five-of-one": Sizes(50, 5, 1, 66, 3, 1, half=True),
+    "half-wide": Sizes(260, 16, 2, 64, 128, 8, normed="head", half=True),
+    "half-window": Sizes(64, 8, 2, 16, window=150, half=True),
+    "half-4-bit": Sizes(128, 4, 2, 48, bits=4, half=True),
 }
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
@@ -82,7 +90,8 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     s, width = sizes, sizes.queries * sizes.dim
     over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
-    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm)
+    kept = torch.float16 if s.half else torch.float32
+    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, kept)
     return DenseLayer(
         before=1 + 0.3 * torch.randn(s.hidden),
         after=1 + 0.3 * torch.randn(s.hidden),
@@ -119,7 +128,7 @@ def make_input(sizes: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor, Ten
     kv = torch.full((CAPACITY, 2 * sizes.keys, sizes.dim), NAN)
     first = 0 if sizes.window is None else max(0, position + 1 - sizes.window)
     kv[first:position] = torch.randn(position - first, *kv.shape[1:])
-    return x, added, rope, kv
+    return x, added, rope, kv.half() if sizes.half else kv
 
 
 def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = True) -> Stepped:
@@ -127,16 +136,16 @@ def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = Tru
     x, more, rope, kv = make_input(sizes, position)
     before, given = kv.clone(), more if added else None
     ours = NativeStep(layer)(x, given, rope, kv, position)
-    wide = before.double()
+    wide, limit = (before.clone(), LIMIT_OF_HALVES) if sizes.half else (before.double(), LIMIT)
     truth = dense_step(widened(layer), x.double(), more.double() if added else None, rope.double(), wide, position)
-    assert relative_rms(ours.stream, truth.stream) <= LIMIT and relative_rms(ours.hidden, truth.hidden) <= LIMIT
-    assert relative_rms(kv[position], wide[position]) <= LIMIT
+    assert relative_rms(ours.stream, truth.stream) <= limit and relative_rms(ours.hidden, truth.hidden) <= limit
+    assert relative_rms(kv[position], wide[position]) <= limit
     before[position] = kv[position]
     assert torch.equal(kv.nan_to_num(99), before.nan_to_num(99)), "more was written than this token's place"
     assert len(ours.routed) == len(truth.routed)
     if truth.routed:
         assert torch.equal(ours.routed[0], truth.routed[0]) and ours.routed[1].dtype == torch.float32
-        assert relative_rms(ours.routed[1], truth.routed[1]) <= LIMIT
+        assert relative_rms(ours.routed[1], truth.routed[1]) <= limit
     return ours
 
 
@@ -147,6 +156,22 @@ def test_it_is_the_definition(sizes: Sizes) -> None:
     for position in (0, 1, 63, 64, 200, CAPACITY - 1):
         compare(layer, sizes, position)
     compare(layer, sizes, 5, added=False)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dim", [2, 6, 16, 24, 46])
+def test_halves_are_the_nearest(dim: int) -> None:
+    spread = torch.cat([torch.logspace(-9, 5.5, 400), torch.tensor([65519.0, 65520.0, 2**-25, 2**-25 * 1.0001])])
+    spread = torch.cat([spread, -spread, 2048 + torch.arange(0, 4, 0.25), torch.tensor([0.0, NAN, INF, -INF])])
+    spread = spread[: len(spread) // dim * dim].view(-1, dim)
+    weight = Projection(torch.zeros(3 * dim, 4), torch.zeros(3 * dim))
+    heads = Heads(1, 1, dim, 1.0, kept=torch.float16)
+    layer = DenseLayer(torch.ones(4), torch.ones(4), 1e-5, heads, weight, Projection(torch.zeros(4, dim)), None)
+    for values in spread:
+        weight.bias[2 * dim :] = values  # pyright: ignore[reportOptionalSubscript]
+        kv = torch.full((1, 2, dim), 7.0).half()
+        NativeStep(layer)(torch.ones(1, 4), None, torch.stack([torch.ones(dim), torch.zeros(dim)]), kv, 0)
+        assert torch.equal(kv[0, 1].view(torch.int16), values.half().view(torch.int16)), values
 
 
 def test_threads_change_no_bit(two_threads: None) -> None:
@@ -232,6 +257,7 @@ def a_router(*shape: int, top_k: int) -> Router:
         pytest.param(replace(LAYER, router=a_router(5, 47, top_k=2)), id="narrow-router"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=6)), id="more-than-all-experts"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=0)), id="no-expert"),
+        pytest.param(changed_heads(kept=torch.bfloat16), id="store-of-bfloat16"),
         pytest.param(changed_codes(vector=VectorLayout(128, 8, 64)), id="codes-of-another-width"),
         pytest.param(changed_codes(scale=torch.ones(256, 1).half()), id="fewer-scales"),
         pytest.param(changed_codes(zero=torch.zeros(256, 2)), id="zeros-of-32-bit"),
@@ -251,7 +277,8 @@ def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
         pytest.param({"added": torch.ones(2, 48)}, id="added-to-two-tokens"),
         pytest.param({"rope": torch.ones(2, 11)}, id="narrow-rope"),
         pytest.param({"kv": torch.zeros(CAPACITY, 12, 4).transpose(1, 2)}, id="store-in-pieces"),
-        pytest.param({"kv": torch.zeros(CAPACITY, 4, 12).bfloat16()}, id="store-of-16-bit"),
+        pytest.param({"kv": torch.zeros(CAPACITY, 4, 12).bfloat16()}, id="store-of-bfloat16"),
+        pytest.param({"kv": torch.zeros(CAPACITY, 4, 12).half()}, id="store-of-16-bit"),
         pytest.param({"kv": torch.zeros(0, 4, 12), "position": 0}, id="no-store"),
         pytest.param({"position": -1}, id="position-negative"),
         pytest.param({"position": CAPACITY}, id="position-too-large"),
