@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from textual._compositor import Compositor
-from textual.geometry import Region
+from textual.geometry import Region, Size
+from textual.reactive import Reactive
+from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -13,8 +15,12 @@ from textual.widget import Widget
 def lighten() -> None:
     """Let Textual do less of it, for all applications of this process."""
     # It lays the whole screen out a second time after each change of any size, in case scrollbars come or go. Those ask
-    # for a layout themselves, and each takes some 10 ms.
+    # for a layout themselves, and each takes some 10 ms. But where a widget says itself how large its content is, a
+    # text field for one, that is how it grows and shrinks.
     vars(Widget)["virtual_size"]._layout = False
+    own = Reactive(Size(0, 0), layout=True)
+    own.__set_name__(ScrollView, "virtual_size")
+    ScrollView.virtual_size = own
     Compositor._get_renders = _touched  # pyright: ignore[reportPrivateUsage]
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec, module_from_spec
 import pytest
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.painting import _touched  # pyright: ignore[reportPrivateUsage]
+from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.status_line import StatusLine
 from textual._compositor import Compositor
 from textual.geometry import Region
@@ -55,3 +56,18 @@ async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pyt
         await until(pilot, lambda: "Paragraph" in rendered)
         monkeypatch.undo()
     assert StatusLine.__name__ not in rendered and "Composer" not in rendered, rendered
+
+
+async def test_the_text_field_is_as_high_as_its_text() -> None:
+    async with ready(ScriptedClient()) as pilot:
+        composer = pilot.app.screen.query_one(Composer)
+        least, heights = composer.size.height, list[int]()
+        for _ in range(6):
+            await pilot.press("a", "ctrl+j")
+            await pilot.pause()
+            heights.append(composer.size.height)
+        assert heights == list(range(least + 1, least + 7))
+        for _ in range(12):
+            await pilot.press("backspace")
+        await pilot.pause()
+        assert composer.size.height == least and not composer.text
