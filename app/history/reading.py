@@ -37,7 +37,7 @@ _MESSAGE = """SELECT m.id, m.conversation, m.parent, m.depth, m.role, m.text, m.
     FROM message m WHERE m.id IN ({})"""
 
 # UNION, not UNION ALL: a ring of parents in a damaged file ends there.
-_PATH = """WITH RECURSIVE path (id, parent) AS (
+PATH = """WITH RECURSIVE path (id, parent) AS (
         SELECT id, parent FROM message WHERE id = ?
         UNION SELECT m.id, m.parent FROM path JOIN message m ON m.id = path.parent)
     SELECT id FROM path"""
@@ -97,7 +97,7 @@ class Reader:
 
         It touches one row per message, and none of the texts.
         """
-        return () if head is None else tuple(row[0] for row in self._rows(_PATH, [head]))[::-1]
+        return () if head is None else tuple(row[0] for row in self._rows(PATH, [head]))[::-1]
 
     def newest_leaf(self, message: int) -> int:
         """Where the branch through `message` that was written to last ends: the head to switch to."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from ...models.errors import UsageError
-from .reading import SUBTREE, Reader
+from .reading import PATH, SUBTREE, Reader
 from .records import AnswerStats, Attachment, Setup, State, Tree, Unsent, new_id, now, time_of
 
 KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
@@ -228,7 +228,13 @@ class Store(Reader):
         return len(marks)
 
     def _show(self, conversation: int, message: int) -> None:
-        self._change("head = ?, updated = ?", conversation, message, now())
+        """Show the branch that ends in `message`. What of it was deleted, by another floe-chat, is back: somebody goes on
+        with it."""
+        sql = """SELECT 1 FROM message WHERE deleted IS NOT NULL
+            AND (id = ?1 OR id = (SELECT parent FROM message WHERE id = ?1))"""
+        if self._connection.execute(sql, (message,)).fetchone():
+            self._connection.execute(f"UPDATE message SET deleted = NULL WHERE id IN ({PATH})", (message,))
+        self._change("head = ?, updated = ?, deleted = NULL", conversation, message, now())
 
     def _change(self, what: str, conversation: int, *values: object) -> None:
         done = self._connection.execute(f"UPDATE conversation SET {what} WHERE id = ?", (*values, conversation))

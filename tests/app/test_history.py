@@ -204,6 +204,25 @@ def test_a_deleted_message_takes_what_follows_with_it_and_undo_brings_all_back(h
     assert settled(history).conversation(chat).head == third
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_another_floe_chat_deleted_is_back_when_somebody_goes_on_with_it(tmp_path: Path, whole: bool) -> None:
+    history, other = History(tmp_path / "history.db"), History(tmp_path / "history.db")
+    chat = history.begin(SETUP)
+    first = history.ask(chat, None, "one")
+    rejected, second = answered(history, first, "otherwise"), answered(history, first, "two")
+    settled(history)
+    mark = other.delete(chat) if whole else other.delete_message(first)
+    settled(other)
+    assert other.conversations() == [] if whole else history.messages([first, second.id]) == []
+    third = history.ask(chat, second.id, "three")
+    assert texts(history, third) == ["one", "two", "three"] and settled(history).conversation(chat).head == third
+    assert bool(history.messages([rejected.id])) == whole  # nobody goes on with this one
+    other.undo(mark)
+    assert settled(other).messages([rejected.id]) and len(other.conversations()) == 1
+    history.close()
+    other.close()
+
+
 def test_a_fork_lives_by_itself(history: History) -> None:
     chat = history.begin(SETUP)
     first = history.ask(chat, None, "one", [Attachment("a.txt", "text")])
