@@ -20,7 +20,7 @@ def lighten() -> None:
     vars(Widget)["virtual_size"]._layout = False
     own = Reactive(Size(0, 0), layout=True)
     own.__set_name__(ScrollView, "virtual_size")
-    ScrollView.virtual_size = own
+    ScrollView.virtual_size = own  # pyright: ignore[reportAttributeAccessIssue]
     Compositor._get_renders = _touched  # pyright: ignore[reportPrivateUsage]
 
 

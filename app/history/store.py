@@ -228,8 +228,7 @@ class Store(Reader):
         return len(marks)
 
     def _show(self, conversation: int, message: int) -> None:
-        """Show the branch that ends in `message`. What of it was deleted, by another floe-chat, is back: somebody goes on
-        with it."""
+        """Show the branch that ends in `message`. What another floe-chat deleted of it is back: here it goes on."""
         sql = """SELECT 1 FROM message WHERE deleted IS NOT NULL
             AND (id = ?1 OR id = (SELECT parent FROM message WHERE id = ?1))"""
         if self._connection.execute(sql, (message,)).fetchone():

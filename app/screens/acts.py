@@ -5,7 +5,8 @@ from __future__ import annotations
 from textual import on
 
 from ...models.errors import FloeError
-from ..history import Message
+from ..bridge import EngineBridge
+from ..history import History, Message, Setup
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock
 from ..widgets.hints import key_of
@@ -17,8 +18,11 @@ from .talk import Talk
 class Acts(Talk):
     """A talk whose messages can be changed; nothing that was written is lost by it."""
 
-    _undo_mark: int | None = None
     _code = (0, -1)  # the answer whose code was copied last, and which of its blocks
+
+    def __init__(self, bridge: EngineBridge, history: History, setup: Setup, max_new_tokens: int) -> None:
+        super().__init__(bridge, history, setup, max_new_tokens)
+        self._deletions: list[tuple[int, int]] = []  # marks and chats of what was deleted here, newest last
 
     @on(Turn.Act)
     async def _act(self, event: Turn.Act) -> None:
@@ -89,17 +93,6 @@ class Acts(Talk):
         """Begin another chat with all of this one."""
         await self._act_on_last(FORK, "assistant", "user")
 
-    async def undo(self, _argument: str = "") -> None:
-        """Take the last deletion back."""
-        if self._undo_mark is None:
-            self._status.remark("Nothing was deleted here that could be brought back")
-            return
-        mark, self._undo_mark = self._undo_mark, None
-        self._dialogue.undo(mark)
-        await self._transcript.change(self._dialogue.ids)
-        self._measure_context()
-        self._status.remark("It is back")
-
     async def _act_on_last(self, action: str, *roles: str) -> None:
         for message in reversed(self._dialogue.messages(self._dialogue.ids[-2:])):
             if message.role in roles and (turn := self._transcript.turn(message.id)) is not None:
@@ -157,7 +150,7 @@ class Acts(Talk):
         self._status.remark("A copy of the chat up to there; the first one is as it was")
 
     async def _delete(self, record: Message) -> None:
-        self._undo_mark = self._dialogue.delete(record)
+        self._deletions.append((self._dialogue.delete(record), record.conversation))
         await self._transcript.change(self._dialogue.ids, follow=False)
         if not self._dialogue.ids:
             await self._transcript.show(())

@@ -21,7 +21,6 @@ _RECALLED = 100  # messages of an opened chat whose questions Up brings back
 class Chats(Acts):
     """A talk that can be left for another one."""
 
-    _undo_chat: tuple[int, int] | None = None
     _unsent: tuple[Unsent, ...] | None = None  # as the history knows it; None before that is open
 
     def on_mount(self) -> None:
@@ -59,19 +58,23 @@ class Chats(Acts):
 
     def deleted(self, conversation: int) -> None:
         """Delete a chat; `undo` brings it back."""
-        mark = self._history.delete(conversation)
-        self._undo_chat = (mark, conversation)
+        self._deletions.append((self._history.delete(conversation), conversation))
         self._status.remark("Deleted; /undo brings it back")
 
-    async def undo(self, argument: str = "") -> None:
-        """Take the last deletion back, of a chat or of messages in it."""
-        if self._undo_chat is None or (self._undo_mark is not None and self._undo_mark > self._undo_chat[0]):
-            await super().undo(argument)
+    async def undo(self, _argument: str = "") -> None:
+        """Take the last deletion back, of a chat or of messages in one, and show it; again, the one before."""
+        if not self._deletions:
+            self._status.remark("Nothing was deleted here that could be brought back")
             return
-        (mark, conversation), self._undo_chat = self._undo_chat, None
-        self._history.undo(mark)
-        self._history.settle()
-        await self.open(conversation)
+        mark, conversation = self._deletions.pop()
+        if conversation == self._dialogue.id:
+            self._dialogue.undo(mark)
+            await self._transcript.change(self._dialogue.ids)
+            self._measure_context()
+        else:
+            self._history.undo(mark)
+            self._history.settle()
+            await self.open(conversation)
         self._status.remark("It is back")
 
     async def open_last(self, _argument: str = "") -> None:

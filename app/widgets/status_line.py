@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from textual.content import Content
 from textual.reactive import reactive
+from textual.timer import Timer
 from textual.widget import Widget
 
 from .figures import between
@@ -15,6 +17,7 @@ from .units import share
 
 _SEPARATOR = (" · ", MUTED)
 _REMARK_SECONDS = 5.0
+_TOGETHER_SECONDS = 1.0  # what is said just before the state changes is about the new one
 _APART = 3  # cells between what is said and the hints
 _ACTIONS = {
     "stop": ("escape", "stop", "screen.stop"),
@@ -32,7 +35,7 @@ class StatusLine(Widget):
 
     A click on a hint does it, one on the model or the preset opens their page. `keys` are those that the person gave to
     actions. `state` is a few words and `tone` a style for the dot before them; `background` says what goes on beside.
-    For some seconds a remark covers the rest.
+    For some seconds a remark covers the rest; one that is longer than the row appears above it.
     """
 
     model: reactive[str] = reactive("")
@@ -45,10 +48,18 @@ class StatusLine(Widget):
     keys: reactive[Mapping[str, str]] = reactive[Mapping[str, str]](dict[str, str])
     _remark: reactive[str] = reactive("")
 
+    _said = 0.0
+    _end: Timer | None = None
+
     def remark(self, text: str) -> None:
         """Say something to the person for a few seconds."""
-        self._remark = text
-        self.set_timer(_REMARK_SECONDS, lambda: self._end_remark(text))
+        if Content(text).cell_length > self.size.width:
+            self.notify(text, severity="warning", timeout=2 * _REMARK_SECONDS, markup=False)
+            return
+        self._remark, self._said = text, time.monotonic()
+        if self._end is not None:
+            self._end.stop()
+        self._end = self.set_timer(_REMARK_SECONDS, self._end_remark)
 
     def render(self) -> Content:
         width = self.size.width
@@ -77,15 +88,15 @@ class StatusLine(Widget):
 
     def watch_state(self) -> None:
         """What was said about the last state may be wrong now."""
-        self._remark = ""
+        if time.monotonic() - self._said > _TOGETHER_SECONDS:
+            self._remark = ""
 
     def _hint(self, name: str) -> Content:
         key, word, action = _ACTIONS[name]
         return Content.styled(f"{key_name(self.keys.get(name, key))} {word}", link(action)).stylize_before(MUTED)
 
-    def _end_remark(self, text: str) -> None:
-        if self._remark == text:
-            self._remark = ""
+    def _end_remark(self) -> None:
+        self._remark = ""
 
     def _line(self, model: str, state: Content, details: int) -> Content:
         """0: nothing of the context, 1: how much is used, 2: its percentage and what goes on beside the chat too."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from floe_chat.app.chat_client import Message, TextDelta
+from floe_chat.app.widgets import status_line
 from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.blocks import ErrorBlock, Horizon, Welcome
 from floe_chat.app.widgets.transcript import Transcript
@@ -230,3 +232,26 @@ async def test_transcript_follows_its_end_unless_scrolled_away() -> None:
         assert transcript.scroll_y == place
         await pilot.press(*["pagedown"] * 6)
         await until(pilot, lambda: transcript.is_vertical_scroll_end)
+
+
+async def test_a_remark_stays_its_time_and_is_told_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_line, "_REMARK_SECONDS", 0.6)
+    monkeypatch.setattr(status_line, "_TOGETHER_SECONDS", 0.2)
+    async with ready(ScriptedClient()) as pilot:
+        line = status(pilot)
+        line.remark("once")
+        await pilot.pause(0.4)
+        line.remark("once")
+        await pilot.pause(0.4)  # the first one's time is over
+        assert "once" in text_of(line)
+        await until(pilot, lambda: "once" not in text_of(line))
+        line.remark("about the new state")
+        line.state = "stopped"
+        assert "about the new state" in text_of(line)
+        await pilot.pause(0.3)
+        line.state = "ready"
+        assert "about" not in text_of(line)
+        long = f"latin1.txt cannot be attached: {'it is not text, ' * 6}and what comes last"
+        line.remark(long)
+        await until(pilot, lambda: "comes last" in screen_text(pilot))
+        assert "latin1" not in text_of(line)
