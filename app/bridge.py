@@ -173,9 +173,9 @@ class EngineBridge:
         """How many tokens `text` takes; None while the model is not ready."""
         return self._client.count(text)
 
-    def context_of(self, messages: Sequence[ChatMessage]) -> int | None:
+    def context_of(self, messages: Sequence[ChatMessage], max_new_tokens: int) -> tuple[int, int] | None:
         """As `ChatClient.context_of`."""
-        return self._client.context_of(messages)
+        return self._client.context_of(messages, max_new_tokens)
 
     def costs(self) -> tuple[Cost, ...]:
         """The presets with their measured costs. Raises FloeError as `ChatClient.costs`."""

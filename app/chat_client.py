@@ -181,8 +181,9 @@ class ChatClient:
             return None
         return len(self._format.encode_text(text))
 
-    def context_of(self, messages: Sequence[Message]) -> int | None:
-        """How much of the model's window a chat takes before its next question, as far as it fits; for any thread.
+    def context_of(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[int, int] | None:
+        """How many tokens a chat takes before its next question, and how many of its oldest messages leave for that to
+        fit with its answer; for any thread.
 
         None while the model is not ready, or where its template refuses the chat.
         """
@@ -191,9 +192,10 @@ class ChatClient:
             return None
         asked = [] if messages and messages[-1].role == "user" else [Message("user", "")]
         try:
-            return len(self._fit(chat, (*messages, *asked), 1, ())[0])
+            prompt, dropped = self._fit(chat, (*messages, *asked), max_new_tokens, ())
         except FloeError:
             return None
+        return len(prompt), dropped
 
     def costs(self) -> tuple[Cost, ...]:
         """The presets of the loaded pack, best first, and what each was measured to cost.

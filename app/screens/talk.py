@@ -16,6 +16,7 @@ from ..widgets.background import in_background
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.composer import Composer
 from ..widgets.hints import key_of
+from ..widgets.transcript import NONE_SEEN
 from ..widgets.turns import UserTurn
 from .engine_view import EngineView, Phase
 
@@ -182,7 +183,7 @@ class Talk(EngineView):
         self._phase = Phase.ANSWERING
         self._transcript.live = message.id
         await self._transcript.change(self._dialogue.ids)
-        self._transcript.mark_horizon(seen[submitted.dropped] if submitted.dropped else None)
+        self._mark_horizon(seen, submitted.dropped)
         self._show_context(submitted.prompt_tokens)
         self._say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
         # Not before all of this is painted: the one would slow the other down, and a small model has answered by then.
@@ -262,18 +263,24 @@ class Talk(EngineView):
         self._composer.focus()
 
     def _measure_context(self) -> None:
-        """Show how much of the window this branch takes; while the model answers it tells that itself."""
+        """Show how much of the window this branch takes and what no longer fits; while the model answers it tells that."""
         ids = self._dialogue.ids
         if self._phase is not Phase.READY or not ids:
             self._show_context(None)
             return
-        turns, _ = self._dialogue.turns(self._window)
+        turns, seen = self._dialogue.turns(self._window)
 
-        def show(used: int | None) -> None:
+        def show(found: tuple[int, int] | None) -> None:
             if self._phase is Phase.READY and self._dialogue.ids == ids:
+                used, dropped = found or (None, 0)
                 self._show_context(used)
+                self._mark_horizon(seen, dropped)
 
-        in_background(self, lambda: self._bridge.context_of(turns), show)
+        in_background(self, lambda: self._bridge.context_of(turns, self._max_new_tokens), show)
+
+    def _mark_horizon(self, seen: list[int], dropped: int) -> None:
+        """Mark what the model does not see: the first `dropped` of what it could see, and all before."""
+        self._transcript.mark_horizon(None if not dropped else seen[dropped] if dropped < len(seen) else NONE_SEEN)
 
     def _show_name(self) -> None:
         """Say on the text field's frame which chat this is."""

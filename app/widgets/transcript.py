@@ -18,6 +18,7 @@ from .blocks import Horizon, Welcome
 from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, KEYS, MORE, NEWER, OLDER, Turn, UserTurn
 
 PAGE = 6  # messages that are loaded at once: each costs Textual some 20 ms, and keys wait for that
+NONE_SEEN = -1  # in the place of the oldest message that the model sees
 _MOST = 24  # messages that stay mounted while one scrolls, as far as they are out of sight
 
 Read = Callable[[Sequence[int]], list[Record]]
@@ -127,6 +128,8 @@ class Transcript(VerticalScroll):
         self.query(Horizon).remove()
         if message is not None and (turn := self._turns.get(message)) is not None:
             self.mount(Horizon(), before=turn)
+        elif message == NONE_SEEN and self._to == len(self._ids):
+            self.mount(Horizon())
 
     def scroll_pages(self, pages: int) -> None:
         """Scroll up (-1) or down (1) by a page."""

@@ -160,8 +160,8 @@ class ScriptedClient(ChatClient):
     def count(self, text: str) -> int | None:
         return len(text.split())
 
-    def context_of(self, messages: Sequence[Message]) -> int | None:
-        return sum(len(message.text.split()) for message in messages)
+    def context_of(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[int, int] | None:
+        return sum(len(message.text.split()) for message in messages), self.dropped
 
     def costs(self) -> tuple[Cost, ...]:
         exact, _high, balanced, fast = PRESETS

@@ -96,12 +96,19 @@ def test_a_chat_takes_as_much_of_the_window_as_its_next_question_would_without_w
     asked = (*HI, Message("assistant", "there"), Message("user", ""))
     submitted = client.submit(asked, GREEDY, 1)
     answered(client)
-    assert client.context_of(asked[:-1]) == client.context_of(asked) == submitted.prompt_tokens
-    assert client.context_of(HI) == AROUND + 2
+    assert client.context_of(asked[:-1], 1) == client.context_of(asked, 1) == (submitted.prompt_tokens, 0)
+    assert client.context_of(HI, 1) == (AROUND + 2, 0)
     long = [Message(role, "word " * 30) for _ in range(40) for role in ("user", "assistant")]
-    most = client.context_of(long)
-    assert most is not None and AROUND < most < client._window  # pyright: ignore[reportPrivateUsage]
-    assert client.context_of((Message("user", "word " * 4000),)) is None
+    submitted = client.submit((*long, Message("user", "")), GREEDY, 60)
+    answered(client)
+    assert client.context_of(long, 60) == (submitted.prompt_tokens, submitted.dropped)
+    fewer = client.context_of(long, 4000)
+    assert fewer is not None and fewer[0] < submitted.prompt_tokens and fewer[1] > submitted.dropped > 0
+    much = Message("user", "word " * 4000)
+    assert client.context_of((much, Message("assistant", "well")), 60) == (client.context_of((), 60) or (0, 0))[:1] + (
+        2,
+    )
+    assert client.context_of((much,), 60) is None
 
 
 def test_presets_with_what_they_cost(client: ChatClient) -> None:

@@ -179,6 +179,15 @@ async def test_what_the_model_no_longer_sees_is_marked() -> None:
         turns = list(pilot.app.query_one(Transcript).children)
         assert [type(block) for block in turns[:4]] == [UserTurn, AnswerTurn, Horizon, UserTurn]
         assert "the model no longer sees what is above" in screen_text(pilot)
+        for dropped in (4, 6):  # nothing at all fits beside the next question
+            await pilot.press("ctrl+n")
+            await until(pilot, lambda: bool(pilot.app.query(Welcome)))
+            client.dropped = dropped
+            await write(pilot, "/last")
+            await pilot.press("enter")
+            await until(pilot, lambda: bool(pilot.app.query(Horizon)))
+            kinds = [type(block) for block in pilot.app.query_one(Transcript).children]
+            assert kinds.index(Horizon) == dropped and len(kinds) == 7
 
 
 async def test_new_chat_ignores_the_old_answer() -> None:
