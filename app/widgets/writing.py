@@ -6,12 +6,12 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from textual import on
-from textual.app import ComposeResult, SuspendNotSupported
+from textual.app import App, ComposeResult, SuspendNotSupported
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import OptionList
@@ -120,24 +120,49 @@ class Writing(Vertical):
 
         `meanwhile` is called a few times per second: an answer goes on, and its text is kept.
         """
-        command = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
-        descriptor, name = tempfile.mkstemp(prefix="floe-chat-", suffix=".md")  # mode 0600
+        written = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.composer.text)
-            with self.app.suspend():
-                process = subprocess.Popen([*command, name])
-                while process.poll() is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        process.wait(_LOOK_SECONDS)
-                    meanwhile()
-            if process.returncode == 0:
-                self.composer.put(Path(name).read_text(encoding="utf-8", errors="replace").rstrip("\n"))
-                return ""
-            return f"{command[0]} ended with code {process.returncode}; your text is as it was"
+            command = shlex.split(written)
+        except ValueError as error:
+            return f"{printable(written)} cannot be started ({error}): set VISUAL or EDITOR"
+        if not command:
+            return "No editor can be started: VISUAL or EDITOR is blank"
+        try:
+            with tempfile.TemporaryDirectory(prefix="floe-chat-") as folder:  # mode 0700
+                file = Path(folder) / "question.md"
+                file.write_text(self.composer.text, encoding="utf-8")
+                with _lent_terminal(self.app):
+                    code = _run([*command, str(file)], meanwhile)
+                if code == 0:
+                    self.composer.put(file.read_text(encoding="utf-8", errors="replace").rstrip("\n"))
+                    return ""
+                return f"{printable(command[0])} ended with code {code}; your text is as it was"
         except SuspendNotSupported:
             return "This terminal cannot be lent to an editor"
         except (OSError, ValueError) as error:
-            return f"{command[0] if command else 'The editor'} cannot be started: {error}"
-        finally:
-            Path(name).unlink(missing_ok=True)
+            reason = error.strerror if isinstance(error, OSError) else error
+            return printable(f"{command[0]} cannot be started ({reason}): set VISUAL or EDITOR")
+
+
+@contextmanager
+def _lent_terminal(app: App[object]) -> Generator[None]:
+    """Leaves the terminal to another program. What is raised meanwhile is raised when the terminal is back: Textual
+    would not take it again."""
+    raised: BaseException | None = None
+    with app.suspend():
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised below
+            raised = error
+    if raised is not None:
+        raise raised
+
+
+def _run(command: Sequence[str], meanwhile: Callable[[], None]) -> int:
+    """Run it to its end; returns its exit code."""
+    process = subprocess.Popen(command)
+    while process.poll() is None:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LOOK_SECONDS)
+        meanwhile()
+    return process.returncode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.widgets.chips import Chip
 from floe_chat.app.widgets.completion import Completion
 from textual import events
+from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
@@ -80,5 +82,32 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         assert composer(pilot).text == ""
         monkeypatch.setenv("VISUAL", "no-such-editor")
         await pilot.press("ctrl+g")
-        await until(pilot, lambda: "cannot be" in screen_text(pilot))
+        await until(pilot, lambda: "cannot be lent" in screen_text(pilot))
         await ask(pilot, client, "three")
+
+
+async def test_an_editor_that_cannot_be_started_leaves_the_screen_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
+    monkeypatch.setattr(HeadlessDriver, "suspend_application_mode", lambda _driver: begun.append("lent"))
+    monkeypatch.setattr(HeadlessDriver, "resume_application_mode", lambda _driver: begun.append("back"))
+    async with ready(ScriptedClient()) as pilot:
+        composer(pilot).put("half a thought")
+        for editor, reason in (
+            ("no-such-editor", "no-such-editor cannot be started (No such file or directory)"),
+            ("vim 'x", "vim 'x cannot be started (No closing quotation)"),
+            (" ", "No editor can be started"),
+            (f"{sys.executable} {tmp_path}/none.py", "ended with code 2; your text is as it was"),
+        ):
+            monkeypatch.setenv("VISUAL", editor)
+            await pilot.press("ctrl+g")
+            await until(pilot, lambda reason=reason: reason in screen_text(pilot))
+            assert composer(pilot).text == "half a thought"
+        assert begun == ["lent", "back"] * 2
+        script = tmp_path / "editor.py"
+        script.write_text("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('a whole thought')")
+        monkeypatch.setenv("VISUAL", f"{sys.executable} {script}")
+        await pilot.press("ctrl+g")
+        await until(pilot, lambda: composer(pilot).text == "a whole thought")
