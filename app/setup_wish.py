@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..models import catalog
 from ..models.errors import FloeError, UsageError
+from ..models.home import expanded
 from .disk_use import files
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Wish:
     @property
     def local(self) -> Path | None:
         """The folder of the checkpoint, if it is one."""
-        path = Path(self.model).expanduser()
+        path = expanded(self.model)
         return path if path.is_dir() else None
 
     def spec(self) -> PackSpec:
@@ -85,7 +86,7 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
     """
     entry = catalog.published(model)
     source = entry.repo if entry and entry.repo else model
-    local = Path(source).expanduser()
+    local = expanded(source)
     if local.is_dir():
         source = str(local.resolve())
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):

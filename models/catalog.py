@@ -17,6 +17,7 @@ from typing import Any
 import platformdirs
 
 from .errors import CheckpointError, FloeError, UsageError
+from .home import expanded
 from .published import APACHE, PUBLISHED, Entry, Sizes
 
 DEMO = "demo"
@@ -49,7 +50,7 @@ def models_folder() -> Path:
 def use_models_folder(folder: Path | None) -> None:
     """Look for models in `folder` from now on, in all of this process; None: in the user's own data folder."""
     global _chosen_folder
-    _chosen_folder = folder.expanduser() if folder else None
+    _chosen_folder = expanded(folder) if folder else None
 
 
 def find(name: str) -> Path:

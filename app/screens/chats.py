@@ -11,6 +11,7 @@ from ...models.errors import FloeError, UsageError
 from ..bridge import HistoryTold
 from ..history import Changed, Ready, Recovered, Trouble, Unsent, as_json, as_markdown, file_name
 from ..widgets.blocks import ErrorBlock, Note
+from ..widgets.files import meant
 from .acts import Acts
 from .history import Choice, HistoryScreen
 
@@ -106,7 +107,7 @@ class Chats(Acts):
             raise UsageError("There is nothing to export yet", "", "Ask something first.")
         self._history.settle()
         tree = self._history.tree(conversation)
-        file = Path(name or file_name(tree.conversation.number, self._dialogue.name, ".md")).expanduser()
+        file = meant(name) if name else Path(file_name(tree.conversation.number, self._dialogue.name, ".md"))
         text = as_json([tree]) if file.suffix == ".json" else as_markdown(tree)
         try:
             with open(file, "x", encoding="utf-8", opener=_private) as out:
@@ -118,7 +119,7 @@ class Chats(Acts):
 
     def attach(self, path: str) -> None:
         """Send a file along with the next question."""
-        self._writing.chips.attach(Path(path).expanduser())
+        self._writing.chips.attach(meant(path))
 
     def keep_unsent(self) -> None:
         """Let the history know what is written here and not sent, for the next start."""

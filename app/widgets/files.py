@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+from ...models.home import expanded
 
 _MOST = 20_000
 _SKIPPED = {"node_modules", "__pycache__", "venv", "build", "dist", "target"}
@@ -23,12 +27,20 @@ def listing(folder: Path) -> list[str]:
 def outside(query: str) -> list[str]:
     """The files and folders that the path `query`, which names a place by itself, may go on with."""
     head, _slash, _start = query.rpartition("/")
-    folder = Path(head + "/").expanduser()
+    folder = expanded(head + "/")
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         return [f"{head}/{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries[:_MOST]]
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, ValueError):
         return []
+
+
+def meant(written: str) -> Path:
+    """The path that a person wrote; as in a shell, quotes or backslashes may guard its spaces, but need not."""
+    with suppress(ValueError):  # an apostrophe is no quote
+        words = shlex.split(written)
+        return expanded(words[0] if len(words) == 1 else written)
+    return expanded(written)
 
 
 def is_outside(query: str) -> bool:

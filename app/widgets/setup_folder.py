@@ -13,6 +13,7 @@ from textual.message import Message
 from textual.widgets import Input, Static
 
 from ...models.errors import FloeError
+from ...models.home import expanded
 from . import units
 from .background import in_background
 from .plain import printable
@@ -102,10 +103,7 @@ class FolderStep(Step):
         self._trouble.show(error)
 
     def _folder(self) -> Path:
-        try:
-            return Path(self._field.value.strip()).expanduser().absolute()
-        except RuntimeError:  # the home of nobody
-            return Path(self._field.value.strip()).absolute()
+        return expanded(self._field.value.strip()).absolute()
 
     @on(Input.Changed)
     def _later(self) -> None:

@@ -16,6 +16,7 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import OptionList
 
+from ...models.home import expanded
 from .background import in_background
 from .chips import Chips, Count
 from .completion import Choice, Completion, Wanted, wanted
@@ -113,7 +114,8 @@ class Writing(Vertical):
             self.composer.replace_before_cursor(written - 1, choice.value)
         else:
             self.composer.replace_before_cursor(written, "")
-            self.chips.attach(Path(choice.value).expanduser())
+            # Below the working folder ~ is a letter like any other.
+            self.chips.attach(expanded(choice.value) if is_outside(found.query) else Path(choice.value))
 
     def edit_outside(self, meanwhile: Callable[[], None]) -> str:
         """Let the person write in $VISUAL or $EDITOR; returns why that was not possible, or "".

@@ -33,7 +33,12 @@ async def test_files_and_long_texts_go_along(tmp_path: Path, monkeypatch: pytest
         await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
         await pilot.press("enter")
         await until(pilot, lambda: len(chips(pilot)) == 2 and composer(pilot).text == "see ")
-        for name, reason in (("picture.png", "binary"), ("huge.txt", "takes 2,000 tokens"), ("none", "No such file")):
+        for name, reason in (
+            ("picture.png", "binary"),
+            ("huge.txt", "takes 2,000 tokens"),
+            ("none", "No such file"),
+            ("~nobody-of-that-name/x", "~nobody-of-that-name/x cannot be attached: No such file"),
+        ):
             composer(pilot).put(f"/file {name}")
             await pilot.press("enter")
             await until(pilot, lambda reason=reason: reason in screen_text(pilot))
@@ -50,6 +55,16 @@ async def test_files_and_long_texts_go_along(tmp_path: Path, monkeypatch: pytest
         await until(pilot, lambda: composer(pilot).text == "this" and len(chips(pilot)) == 2)
         await pilot.press("escape", "backspace")
         assert chips(pilot) == []
+
+
+async def test_a_tilde_in_the_working_folder_is_a_letter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "~tilde.txt").write_text("in the working folder")
+    async with ready(ScriptedClient()) as pilot:
+        await write(pilot, "@tilde")
+        await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
+        await pilot.press("enter")
+        await until(pilot, lambda: chips(pilot) == ["▤ ~tilde.txt  4 tokens  ×"])
 
 
 async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

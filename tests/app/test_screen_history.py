@@ -86,6 +86,9 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         assert (tmp_path / "chat.md").stat().st_mode & 0o077 == 0 and "it rises too" in (
             tmp_path / "chat.md"
         ).read_text()
+        composer(pilot).put("/export ~nobody-of-that-name/chat.md")
+        await pilot.press("enter")
+        await until(pilot, lambda: "~nobody-of-that-name/chat.md cannot be written" in screen_text(pilot))
         composer(pilot).put("/delete")
         await pilot.press("enter")
         await until(pilot, lambda: shown(pilot) == [] and bool(pilot.app.query(Welcome)))

@@ -14,7 +14,7 @@ from floe_chat.app.widgets import units
 from floe_chat.app.widgets.clipboard import local_tool
 from floe_chat.app.widgets.completion import Wanted, wanted
 from floe_chat.app.widgets.fences import FenceSplitter
-from floe_chat.app.widgets.files import listing, matching, outside
+from floe_chat.app.widgets.files import listing, matching, meant, outside
 from floe_chat.app.widgets.heat import bars, condense, stretch
 from floe_chat.app.widgets.markdown import AnswerParser
 from floe_chat.app.widgets.plain import printable
@@ -68,6 +68,21 @@ def test_files_are_found_by_their_letters(tmp_path: Path) -> None:
     assert matching("SRC/D", paths, 9) == ["src/domain.txt"] and matching("", paths, 2) == ["main.py", "x/y/other"]
     assert {f"{tmp_path}/main.py", f"{tmp_path}/src/"} < set(outside(f"{tmp_path}/s"))
     assert outside(f"{tmp_path}/none/") == []
+
+
+def test_paths_are_taken_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for written, path in (
+        ("~/notes.md", "/home/me/notes.md"),
+        ("~nobody-of-that-name/x", "~nobody-of-that-name/x"),
+        ("~\0/x", "~\0/x"),
+        ("my dir/a file.txt", "my dir/a file.txt"),
+        ('"my dir/a file.txt"', "my dir/a file.txt"),
+        ("'~/my dir/it'", "/home/me/my dir/it"),
+        (r"my\ dir/a\ file.txt", "my dir/a file.txt"),
+        ("it's.txt", "it's.txt"),
+    ):
+        assert meant(written) == Path(path)
 
 
 def test_the_desktops_clipboard_is_used_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,14 @@ def test_terms_have_to_be_accepted_first(published: Path, tmp_path: Path, monkey
 def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     for model, name, words in (
         ("no such model", None, "no model 'no such model' to set up"),
+        ("~nobody-of-that-name/x", None, "no model '~nobody-of-that-name/x' to set up"),
         (REPO, "../escape", "cannot be called"),
         (REPO, "demo", "cannot be called"),
         (REPO, "x.download", "cannot be called"),
     ):
         with pytest.raises(UsageError, match=words):
             wish(model, name)
+    assert Wish("~nobody-of-that-name/x", "x").local is None
     with Setup(Wish("floe/absent", "absent")) as running:
         ended(running.start())
     assert running.error is not None and "floe/absent" in str(running.error)
