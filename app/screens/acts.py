@@ -6,7 +6,7 @@ from textual import on
 
 from ...models.errors import FloeError
 from ..bridge import EngineBridge
-from ..history import History, Message, Setup
+from ..history import History, Message, Setup, Unsent
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock
 from ..widgets.hints import key_of
@@ -114,9 +114,11 @@ class Acts(Talk):
         self._copy(codes[at], which)
 
     def _edit(self, record: Message) -> None:
+        if self._editing is not None:
+            self._stop_editing(keep=True)
         self._editing = record
+        self._aside = Unsent(self._composer.text, self._writing.chips.take_all())
         self._composer.put(record.text)
-        self._writing.chips.take_all()
         self._writing.chips.give_back(record.attachments)
         what = "question" if record.role == "user" else "answer"
         self._writing.title(f"Editing the {what}", f"Enter keeps both versions · {key_of(self, 'stop')} leaves it")

@@ -125,9 +125,7 @@ class Chats(Acts):
         """Let the history know what is written here and not sent, for the next start."""
         if self._unsent is None:
             return
-        draft = Unsent(self._composer.text, self._writing.chips.files)
-        waiting = [Unsent(queued.text, queued.files) for queued in self._queue]
-        unsent = (*waiting, *([draft] if draft.text.strip() or draft.files else []))
+        unsent = (*(Unsent(queued.text, queued.files) for queued in self._queue), *self._drafts)
         if unsent != self._unsent:
             self._history.keep_unsent(unsent)
             self._unsent = unsent

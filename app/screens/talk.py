@@ -10,12 +10,13 @@ from textual import on
 from ...engine.events import Stats
 from ...models.errors import FloeError
 from ..bridge import AnswerFinished, AnswerText, EngineBridge, EngineFailed, PromptRead, StatsArrived
-from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State
+from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State, Unsent
 from ..widgets.answer import AnswerTurn
 from ..widgets.background import in_background
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.composer import Composer
 from ..widgets.hints import key_of
+from ..widgets.plain import printable
 from ..widgets.transcript import NONE_SEEN
 from ..widgets.turns import UserTurn
 from .engine_view import EngineView, Phase
@@ -56,6 +57,7 @@ class Talk(EngineView):
         self._live: Running | None = None
         self._queue: deque[Queued] = deque()
         self._editing: Message | None = None
+        self._aside = Unsent("")  # what was in the field before that message
 
     # What the person does
 
@@ -221,7 +223,7 @@ class Talk(EngineView):
 
     async def _send_edited(self, message: Message, text: str, files: tuple[Attachment, ...]) -> None:
         """Put `text` in the place of an earlier message, on a branch of its own."""
-        self._stop_editing(clear=False)
+        self._end_editing(self._aside)
         if message.role == "user":
             await self._ask(text, files, message)
         elif text:
@@ -229,12 +231,27 @@ class Talk(EngineView):
             await self._transcript.change(self._dialogue.ids)
             self._measure_context()
 
-    def _stop_editing(self, *, clear: bool = True) -> None:
-        self._editing = None
-        if clear:
-            self._composer.clear()
-            self._writing.chips.take_all()
+    def _stop_editing(self, *, keep: bool = False) -> None:
+        """Put back what was in the field before; with `keep`, what was changed stays there too."""
+        kept = self._drafts if keep else (self._aside,)
+        self._composer.clear()
+        self._writing.chips.take_all()
+        self._end_editing(*kept)
+
+    def _end_editing(self, *drafts: Unsent) -> None:
+        self._editing, self._aside = None, Unsent("")
+        for draft in reversed(drafts):
+            self._composer.take_back(draft.text, draft.files)
         self._show_name()
+
+    @property
+    def _drafts(self) -> tuple[Unsent, ...]:
+        """What was written and is not on its way; a message that is being edited only if it was changed."""
+        text, files = self._composer.text, self._writing.chips.files
+        edited = self._editing
+        if edited is not None and text == printable(edited.text) and set(files) <= set(edited.attachments):
+            text, files = "", ()
+        return tuple(draft for draft in (Unsent(text, files), self._aside) if draft.text.strip() or draft.files)
 
     async def _take_back(self, queued: Queued) -> None:
         await queued.turn.remove()
@@ -252,7 +269,7 @@ class Talk(EngineView):
         while self._queue:
             await self._take_back(self._queue.pop())
         if self._editing is not None:
-            self._stop_editing()
+            self._stop_editing(keep=True)
 
     async def _show_dialogue(self) -> None:
         """Show the conversation from its end."""

@@ -88,7 +88,8 @@ class Composer(TextArea):
 
     def take_back(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Put `text` before whatever was written meanwhile."""
-        self.load_text(f"{text}\n{self.text}" if self.text and text else text or self.text)
+        if text:
+            self.insert(f"{text}\n" if self.text else text, (0, 0))
         self.move_cursor(self.document.end)
         self._chips.give_back(files)
 

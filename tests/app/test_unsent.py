@@ -62,6 +62,39 @@ async def test_the_next_start_puts_it_back_into_the_field_and_sends_nothing(tmp_
     history.close()
 
 
+async def test_a_draft_waits_while_a_message_is_edited(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    client, history = ScriptedClient(), History(file)
+    notes = Attachment("notes.md", "its text")
+    async with ready(client, history=history) as pilot:
+        await finish(pilot, client, await ask(pilot, client, "first"))
+        composer(pilot).take_back("half a thought", (notes,))
+        await until(pilot, lambda: noted(file) == [Unsent("half a thought", (notes,))])
+        await pilot.press("ctrl+up", "up", "e")
+        await until(pilot, lambda: composer(pilot).text == "first" and "notes.md" not in screen_text(pilot))
+        await write(pilot, "ly")
+        await until(pilot, lambda: noted(file) == [Unsent("firstly"), Unsent("half a thought", (notes,))])
+        await pilot.press("escape")
+        await until(pilot, lambda: "notes.md" in screen_text(pilot))
+        assert composer(pilot).text == "half a thought"
+        await pilot.press("ctrl+up", "up", "e")
+        await until(pilot, lambda: composer(pilot).text == "first" and "notes.md" not in screen_text(pilot))
+        await write(pilot, "ly")
+        await pilot.press("enter")
+        await until(pilot, lambda: len(client.asked) == 2)
+        assert client.asked[1][0].text == "firstly"
+        await until(pilot, lambda: composer(pilot).text == "half a thought" and "notes.md" in screen_text(pilot))
+        await finish(pilot, client, 2)
+        for changed, kept in (("", "half a thought"), ("!", "firstly!\nhalf a thought")):
+            await pilot.press("ctrl+up", "up", "e")
+            await until(pilot, lambda: composer(pilot).text == "firstly")
+            await write(pilot, changed)
+            await pilot.press("ctrl+n")
+            await until(pilot, lambda kept=kept: composer(pilot).text == kept and "notes.md" in screen_text(pilot))
+            await pilot.app._chat.open_last()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    history.close()
+
+
 def test_what_another_one_that_runs_has_not_sent_is_left_alone(tmp_path: Path) -> None:
     first, second = History(tmp_path / "history.db"), History(tmp_path / "history.db")
     first.keep_unsent([Unsent("mine")])
