@@ -59,7 +59,8 @@ class ChatScreen(Chats):
 
     def on_mount(self) -> None:
         super().on_mount()
-        self._writing.know({command.name: command.does for command in self.commands})
+        careful = {command.name for command in self.commands if command.careful}
+        self._writing.know({command.name: command.does for command in self.commands}, careful)
 
     def know(self, commands: Iterable[Command]) -> None:
         """These commands are understood too; they are the program's, not the chat's."""
@@ -76,7 +77,7 @@ class ChatScreen(Chats):
             Command("code", "Copy code", "Copy the last answer's code", lambda _text: self.copy_last(CODE)),
             Command("fork", "Fork", "Go on in a copy of this chat", self.fork_here),
             Command("rename", "Rename", "Give this chat a title", self.rename, "TITLE"),
-            Command("delete", "Delete", "Delete this chat", self.delete_chat),
+            Command("delete", "Delete", "Delete this chat", self.delete_chat, careful=True),
             Command("undo", "Undo", "Bring back what was deleted last", self.undo),
             Command("history", "History", "Earlier chats, and the search in them", self.open_history, "[WORDS]"),
             Command("last", "Last chat", "Open the chat that was written to last", self.open_last),

@@ -14,6 +14,7 @@ class Command:
         name: after the slash. title: in the palette. does: one short sentence.
         run: gets what was written after the name, or "".
         argument: what it wants to be told, such as "TITLE"; in brackets if it can do without; "" if it takes nothing.
+        careful: it is not run by its first letters.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Command:
     does: str
     run: Callable[[str], Awaitable[None] | None]
     argument: str = ""
+    careful: bool = False
 
     @property
     def needs_argument(self) -> bool:

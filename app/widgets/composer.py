@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
+from textual.widgets.text_area import Edit, EditResult
 
 from ..history import Attachment
 from .chips import Chips
@@ -62,20 +63,18 @@ class Composer(TextArea):
             super().__init__()
             self.reason = reason
 
-    class Chosen(Message):
-        """The person chose a completion; `enter` says whether with Enter."""
-
-        def __init__(self, enter: bool) -> None:
-            super().__init__()
-            self.enter = enter
-
-    def __init__(self, chips: Chips, completion: Completion) -> None:
+    def __init__(
+        self, chips: Chips, completion: Completion, look: Callable[[], None], take: Callable[[bool], bool]
+    ) -> None:
+        """`look` tells the completion what is written; `take` puts in what was chosen there, by Enter or not, and says
+        whether that is to be sent at once."""
         super().__init__(placeholder="Ask something", highlight_cursor_line=False, tab_behavior="focus")
         self._chips = chips
         self._completion = completion
+        self._look = look
+        self._take = take
         self._sent: list[str] = []
         self._recalled: int | None = None  # which of them is in the field
-        self._draft = ""
         self._pasted = 0
         self.commands: frozenset[str] = frozenset()
         self.newline_keys: frozenset[str] = frozenset({"ctrl+j", "shift+enter"})
@@ -95,6 +94,7 @@ class Composer(TextArea):
 
     def put(self, text: str) -> None:
         """Replace what is written."""
+        self._recalled = None
         self.load_text(printable(text))
         self.move_cursor(self.document.end)
 
@@ -107,6 +107,11 @@ class Composer(TextArea):
         """Put `text` in the place of the last `count` characters before the cursor."""
         row, column = self.cursor_location
         self.replace(text, (row, column - count), (row, column))
+
+    def edit(self, edit: Edit) -> EditResult:
+        """As ever; a question that was brought back is a text of its own from here on."""
+        self._recalled = None
+        return super().edit(edit)
 
     def action_newline(self) -> None:
         """Begin a new line."""
@@ -128,7 +133,6 @@ class Composer(TextArea):
             self.clear()
             if text.strip() and self._sent[-1:] != [text]:
                 self._sent.append(text)
-            self._recalled = None
             self.post_message(self.Sent(text if text.strip() else "", self._chips.take_all()))
 
     def action_cursor_up(self, select: bool = False) -> None:
@@ -138,7 +142,7 @@ class Composer(TextArea):
             super().action_cursor_up(select)
             return
         if self._recalled is None:
-            self._draft, self._recalled = self.text, len(self._sent)
+            self._recalled = len(self._sent)
         if self._recalled > 0:
             self._recall(self._recalled - 1)
 
@@ -151,17 +155,18 @@ class Composer(TextArea):
 
     def _recall(self, at: int) -> None:
         if at >= len(self._sent):
-            self._recalled = None
-            self.put(self._draft)
+            self.put("")
         else:
-            self._recalled = at
             self.put(self._sent[at])
+            self._recalled = at
             if at:
                 self.move_cursor((0, len(self.document.get_line(0))))
 
     async def _on_key(self, event: events.Key) -> None:
         # Not as bindings: those run only after the key went up to the screen, and the letters typed right
         # after it would overtake it.
+        if event.key in _COMPLETION_KEYS:
+            self._look()  # Textual tells of the last letters after the keys that are waiting already
         if self._completion.is_open and event.key in _COMPLETION_KEYS:
             self._complete(event.key)
         elif event.key == "enter":
@@ -171,8 +176,6 @@ class Composer(TextArea):
         elif event.key == "backspace" and not self.text:
             self._chips.remove_last()
         else:
-            if event.is_printable:
-                self._recalled = None
             return
         event.stop()
         event.prevent_default()
@@ -182,8 +185,8 @@ class Composer(TextArea):
             self._completion.close()
         elif key in ("up", "down"):
             self._completion.move(1 if key == "down" else -1)
-        else:
-            self.post_message(self.Chosen(key == "enter"))
+        elif self._take(key == "enter"):
+            self.action_send()
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.prevent_default()

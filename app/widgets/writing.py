@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,16 +35,18 @@ class Writing(Vertical):
         super().__init__()
         self.chips = Chips(tokens_of, room)
         self.completion = Completion()
-        self.composer = Composer(self.chips, self.completion)
+        self.composer = Composer(self.chips, self.completion, self._look, self._take)
         self._commands: Mapping[str, str] = {}
+        self._careful: Container[str] = ()
+        self._found: Wanted | None = None  # at the last look
         self._listing: list[str] | None = None
 
     def compose(self) -> ComposeResult:
         yield from (self.completion, self.chips, self.composer)
 
-    def know(self, commands: Mapping[str, str]) -> None:
-        """These commands there are, each with what it does."""
-        self._commands = commands
+    def know(self, commands: Mapping[str, str], careful: Container[str]) -> None:
+        """These commands there are, each with what it does; those that are `careful` have to be written whole."""
+        self._commands, self._careful = commands, careful
         self.composer.commands = frozenset(commands)
 
     def title(self, name: str, remark: str = "") -> None:
@@ -58,10 +60,13 @@ class Writing(Vertical):
     def _look(self) -> None:
         first = self.composer.cursor_location[0] == 0
         found = wanted(self.composer.before_cursor, first_line=first) if self.composer.has_focus else None
+        if found == self._found:
+            return
+        self._found = found
         if found is None:
             self._listing = None
             self.completion.close()
-        elif found != self.completion.wanted:
+        else:
             self._offer(found)
 
     def _offer(self, found: Wanted) -> None:
@@ -94,28 +99,27 @@ class Writing(Vertical):
         self._take(enter=False)
         self.composer.focus()
 
-    @on(Composer.Chosen)
-    def _chosen(self, event: Composer.Chosen) -> None:
-        self._take(enter=event.enter)
-
-    def _take(self, *, enter: bool) -> None:
-        """Put the highlighted completion in the place of its first letters."""
+    def _take(self, enter: bool) -> bool:
+        """Put the highlighted completion in the place of its first letters; whether that is a command to be run now."""
         found, choice = self.completion.wanted, self.completion.chosen
         if found is None or choice is None:
-            return
+            return False
         written = len(found.query) + 1
         self.completion.close()
         if found.kind == "command":
+            name = choice.value[1:]
             self.composer.replace_before_cursor(written, choice.value + ("" if enter else " "))
-            if enter:
-                # From its own turn: what a widget posts in its parent's turn does not go further up.
-                self.composer.call_later(self.composer.action_send)
-        elif choice.value.endswith("/"):
+            if enter and name in self._careful and name != found.query:
+                self.post_message(Composer.Refused(f"Enter once more: {self._commands[name]}"))
+                return False
+            return enter
+        if choice.value.endswith("/"):
             self.composer.replace_before_cursor(written - 1, choice.value)
         else:
             self.composer.replace_before_cursor(written, "")
             # Below the working folder ~ is a letter like any other.
             self.chips.attach(expanded(choice.value) if is_outside(found.query) else Path(choice.value))
+        return False
 
     def edit_outside(self, meanwhile: Callable[[], None]) -> str:
         """Let the person write in $VISUAL or $EDITOR; returns why that was not possible, or "".

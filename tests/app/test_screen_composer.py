@@ -101,6 +101,46 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         await ask(pilot, client, "three")
 
 
+async def test_no_enter_is_lost_and_none_runs_a_careful_command_by_its_first_letters() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await finish(pilot, client, await ask(pilot, client, "keep me"))
+        await write(pilot, "/rena")
+        await until(pilot, lambda: pilot.app.screen.query_one(Completion).is_open)
+        for key in (*"me", "space", "a", "enter", "b"):  # all of them before the completion hears of any
+            composer(pilot).post_message(events.Key(key, " " if key == "space" else key if len(key) == 1 else None))
+        await until(pilot, lambda: composer(pilot).border_title == "a" and composer(pilot).text == "b")
+        composer(pilot).put("")
+        await write(pilot, "/d")
+        await pilot.press("enter")
+        await until(pilot, lambda: "Enter once more: Delete this chat" in screen_text(pilot))
+        assert composer(pilot).text == "/delete" and "keep me" in screen_text(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: "keep me" not in screen_text(pilot))
+        await write(pilot, "/und")
+        await pilot.press("enter")
+        await until(pilot, lambda: "keep me" in screen_text(pilot))
+        await write(pilot, "/delet")
+        await pilot.press("escape", "enter")
+        await until(pilot, lambda: "There is no command /delet" in screen_text(pilot))
+
+
+async def test_a_question_that_came_back_and_was_changed_stays() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        for text in ("one", "two words"):
+            await finish(pilot, client, await ask(pilot, client, text))
+        for keys, text in ((("backspace",) * 3, "two wo"), (("ctrl+w",), "two "), (("home", "delete"), "wo words")):
+            composer(pilot).put("")
+            await pilot.press("up", *keys, "up", "up", "down", "down", "down")
+            assert composer(pilot).text == text
+        composer(pilot).put("")
+        await pilot.press("up")
+        composer(pilot).post_message(events.Paste("!"))
+        await pilot.press("down", "down")
+        assert composer(pilot).text == "two words!"
+
+
 async def test_an_editor_that_cannot_be_started_leaves_the_screen_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
