@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from textual import events
+from textual import events, on
 from textual.containers import Horizontal
 from textual.content import Content
 from textual.message import Message
@@ -25,6 +25,13 @@ _BYTES_PER_TOKEN = 4  # about, while no tokenizer is there yet
 class Chip(Static):
     """One file: its name and size. A click takes it away."""
 
+    class Clicked(Message):
+        """The person wants it away."""
+
+        def __init__(self, chip: Chip) -> None:
+            super().__init__()
+            self.chip = chip
+
     def __init__(self, file: Attachment, tokens: int | None) -> None:
         size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
         super().__init__(
@@ -34,7 +41,7 @@ class Chip(Static):
 
     def on_click(self, event: events.Click) -> None:
         event.stop()
-        self.remove()
+        self.post_message(self.Clicked(self))
 
 
 class Chips(Horizontal):
@@ -53,6 +60,7 @@ class Chips(Horizontal):
         self._tokens_of = tokens_of
         self._room = room
         self._reading = 0
+        self._removed: list[Attachment] = []
 
     @property
     def files(self) -> tuple[Attachment, ...]:
@@ -86,14 +94,29 @@ class Chips(Horizontal):
         """Hand the files over, and show none any more."""
         files = self.files
         self.remove_children()
+        self._removed.clear()
         return files
 
-    def remove_last(self) -> bool:
-        """Take the last one away; False if there is none."""
-        chips = self.query(Chip)
-        if chips:
-            chips.last().remove()
-        return bool(chips)
+    def remove_last(self) -> None:
+        """Take the last one away, if there is one."""
+        if chips := self.query(Chip):
+            self._remove(chips.last())
+
+    def bring_back(self) -> bool:
+        """Show the one again that was taken away last; False if there is none."""
+        if self._removed:
+            self.attach(self._removed.pop())
+            return True
+        return False
+
+    @on(Chip.Clicked)
+    def _clicked(self, event: Chip.Clicked) -> None:
+        self._remove(event.chip)
+
+    def _remove(self, chip: Chip) -> None:
+        self._removed.append(chip.file)
+        chip.remove()
+        self.post_message(self.Refused(f"{chip.file.name} does not go along; Ctrl+Z brings it back"))
 
     def _take(self, found: tuple[Attachment, int | None] | str) -> None:
         self._reading -= 1

@@ -19,6 +19,7 @@ from .plain import printable
 _LONG_LINES = 12
 _LONG_CHARACTERS = 1_500
 _REMEMBERED = 200
+_HELD_SECONDS = 0.3  # more than lies between two repeats of a key that is held down
 _COMPLETION_KEYS = ("up", "down", "tab", "enter", "escape")
 
 
@@ -34,6 +35,7 @@ class Composer(TextArea):
         Binding("up", "cursor_up", "in the first line: the questions before", show=False),
         Binding("down", "cursor_down", "in the last line: the questions after", show=False),
         Binding("ctrl+up,shift+tab", "screen.select_messages", "to the messages, to copy, edit, branch", show=False),
+        Binding("ctrl+z", "undo", "undo; a file that was taken away comes back", show=False),
         Binding("tab", "screen.focus_next", "to the panel, which explains its words", show=False),
         Binding("pageup", "screen.scroll_transcript(-1)", "scroll up", show=False),
         Binding("pagedown", "screen.scroll_transcript(1)", "scroll down", show=False),
@@ -76,6 +78,7 @@ class Composer(TextArea):
         self._sent: list[str] = []
         self._recalled: int | None = None  # which of them is in the field
         self._pasted = 0
+        self._erased = 0.0  # when Backspace was pressed last
         self.commands: frozenset[str] = frozenset()
         self.newline_keys: frozenset[str] = frozenset({"ctrl+j", "shift+enter"})
 
@@ -135,6 +138,11 @@ class Composer(TextArea):
                 self._sent.append(text)
             self.post_message(self.Sent(text if text.strip() else "", self._chips.take_all()))
 
+    def action_undo(self) -> None:
+        """Bring back the file that was taken away last; if there is none, what the text was."""
+        if not self._chips.bring_back():
+            super().action_undo()
+
     def action_cursor_up(self, select: bool = False) -> None:
         """Move up; in the first line, bring an earlier question back."""
         own = self._recalled is None and bool(self.text)
@@ -173,8 +181,13 @@ class Composer(TextArea):
             self.action_send()
         elif event.key in self.newline_keys:
             self.action_newline()
-        elif event.key == "backspace" and not self.text:
-            self._chips.remove_last()
+        elif event.key == "backspace":
+            held = event.time - self._erased < _HELD_SECONDS
+            self._erased = event.time
+            if self.text:
+                return
+            if not held:  # which was meant for the text alone
+                self._chips.remove_last()
         else:
             return
         event.stop()

@@ -125,6 +125,28 @@ async def test_no_enter_is_lost_and_none_runs_a_careful_command_by_its_first_let
         await until(pilot, lambda: "There is no command /delet" in screen_text(pilot))
 
 
+async def test_files_that_were_taken_away_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ready(ScriptedClient()) as pilot:
+        for number in (1, 2):
+            composer(pilot).post_message(events.Paste("line\n" * 30))
+            await until(pilot, lambda number=number: len(chips(pilot)) == number)
+        both = chips(pilot)
+        await write(pilot, "text")
+        monkeypatch.setattr("floe_chat.app.widgets.composer._HELD_SECONDS", 60)
+        await pilot.press(*["backspace"] * 9)
+        assert composer(pilot).text == "" and chips(pilot) == both
+        monkeypatch.setattr("floe_chat.app.widgets.composer._HELD_SECONDS", 0)
+        await pilot.press("backspace")
+        await until(pilot, lambda: "pasted 2 does not go along; Ctrl+Z brings it back" in screen_text(pilot))
+        assert await pilot.click(Chip) and chips(pilot) == []
+        await write(pilot, "text")
+        await pilot.press("ctrl+z", "ctrl+z")
+        await until(pilot, lambda: chips(pilot) == both)
+        assert composer(pilot).text == "text"
+        await pilot.press("ctrl+z")
+        assert composer(pilot).text != "text"
+
+
 async def test_a_question_that_came_back_and_was_changed_stays() -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:
