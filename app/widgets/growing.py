@@ -49,6 +49,10 @@ class Growing(_Block):
         self._content = content
         show(self, content, self.room)
 
+    def says_same(self, other: MarkdownBlock) -> bool:
+        """Whether `other`, a block of the same kind, has the same words."""
+        return self._content.is_same(other._content)
+
     async def _update_from_block(self, block: MarkdownBlock) -> None:
         if type(block) is type(self):
             self.set_content(block._content)
@@ -126,6 +130,10 @@ class _GrowingList(Growing, _List):
     def _symbols(self, items: Sequence[MarkdownListItem]) -> list[str]:
         return [item.bullet for item in items]
 
+    def says_same(self, other: MarkdownBlock) -> bool:
+        points, others = self.points(), other.points() if isinstance(other, _GrowingList) else None
+        return points is not None and others is not None and _are_same(points, others)
+
     async def _update_from_block(self, block: MarkdownBlock) -> None:
         points = block.points() if isinstance(block, type(self)) else None
         if points is None or self._points is None:
@@ -192,9 +200,8 @@ def same(shown: Sequence[Widget], wanted: Sequence[Widget]) -> bool:
 def _is_same(old: Widget, new: Widget) -> bool:
     if type(old) is not type(new):
         return False
-    if isinstance(old, _GrowingList) and isinstance(new, _GrowingList):
-        one, other = old.points(), new.points()
-        return one is not None and other is not None and _are_same(one, other)
+    if isinstance(old, Growing) and isinstance(new, Growing):
+        return old.says_same(new)
     if isinstance(old, MarkdownFence) and isinstance(new, MarkdownFence):
         return (old.code, old.lexer) == (new.code, new.lexer)
     if isinstance(old, MarkdownBlock) and isinstance(new, MarkdownBlock):

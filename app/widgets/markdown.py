@@ -18,6 +18,7 @@ from textual.widgets.markdown import MarkdownBlock
 from .code import CodeBlock
 from .growing import HEADINGS, ROOM, BulletList, Growing, OrderedList, Paragraph, same
 from .plain import printable
+from .table import Table
 from .themes import MUTED
 
 
@@ -50,6 +51,7 @@ _BLOCKS: dict[str, type[MarkdownBlock]] = {
     "paragraph_open": Paragraph,
     "bullet_list_open": BulletList,
     "ordered_list_open": OrderedList,
+    "table_open": Table,
     "fence": CodeBlock,
     "code_block": CodeBlock,
 }

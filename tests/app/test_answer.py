@@ -10,6 +10,7 @@ from floe_chat.app.history import AnswerStats, Message
 from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.growing import BulletList
 from floe_chat.app.widgets.markdown import AnswerMarkdown
+from floe_chat.app.widgets.table import Table
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.screen import Screen
@@ -24,6 +25,8 @@ TEXTS = {
     "quotes": "> quoted\n> more\n\ntext\n\n> - a\n> - b\n\n> last",
     "code": "Look:\n\n```python\ndef f(x):\n    return x\n```\n\nand\n\n    indented\n\n```\nnever closed\n",
     "table": "Before.\n\n| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | `4` |\n\nAfter.",
+    "wide table": "| a | b |\n|:-:|--:|\n" + "| some words | 7 |\n" * 3 + f"| {'more words ' * 9}| 1234 |\n",
+    "many columns": "| name " * 12 + "|\n" + "|---" * 12 + "|\n" + "| `value` " * 12 + "|\n\nAfter.",
     "references": "See [here] and [there][x].\n\n- item\n\n[here]: https://a.example\n[x]: https://b.example\n",
     "tags": "<b>no</b> tag\n\n<div>\nblock\n</div>\n\n& &amp; \\* done",
 }
@@ -88,6 +91,43 @@ async def test_lines_of_a_list_that_fold_are_copied_unfolded() -> None:
         assert selected is not None
         wanted = [item.replace("- ", "• ") for item in items]
         assert [line.strip() for line in selected[0].split("\n")] == [line.strip() for line in wanted]
+
+
+def table(*rows: str) -> str:
+    return "\n".join((rows[0], "|---" * (rows[0].count("|") - 1) + "|", *rows[1:]))
+
+
+@pytest.mark.parametrize("width", [40, 76, 116])
+@pytest.mark.parametrize("columns", [1, 3, 8, 30])
+async def test_no_word_of_a_table_is_hidden(columns: int, width: int) -> None:
+    words = [[f"head{at}", f"value{at} and", f"日本{at}", f"{at}long" + "x" * (at % 9)] for at in range(columns)]
+    text = table(*("|" + "|".join(row) + "|" for row in zip(*words, strict=True)))
+    app = Shown(record(text), live=False)
+    async with app.run_test(size=(width, 200)) as pilot:
+        await pilot.pause(0.1)
+        shown = seen(app)
+        assert all(any(word in line for line in shown) for cells in words for cell in cells for word in cell.split())
+        assert all(len(line) <= width for line in shown)
+
+
+async def test_columns_share_the_width_and_keep_their_side() -> None:
+    rows = (
+        "| name | what it is | n |",
+        "|---|:-:|--:|",
+        f"| {'long' * 15} | {'some words ' * 4} | 1 |",
+        "| b | c | 234 |",
+    )
+    app = Shown(record("\n".join(rows)), live=False)
+    async with app.run_test(size=(64, 40)) as pilot:
+        await pilot.pause(0.1)
+        cells = [line.strip().strip("│").split("│") for line in seen(app) if "│" in line]
+        assert [len(cell) for cell in cells[0]] == [26, 25, 5]
+        assert "".join(row[0].strip() for row in cells[1:4]) == "long" * 15
+        assert " ".join(row[1].strip() for row in cells[1:4]).split() == ["some", "words"] * 4
+        assert cells[-1][1].strip() == "c" and cells[-1][1].startswith(" " * 9)
+        assert (cells[1][2], cells[-1][2]) == ("   1 ", " 234 ")
+        whole = app.query_one(Table).get_selection(SELECT_ALL)
+        assert whole is not None and whole[0].endswith("\nb\tc\t234") and "long" * 15 in whole[0]
 
 
 @pytest.fixture
