@@ -13,8 +13,8 @@ from textual.widgets import Static
 from ..history import Message as Record
 from ..history.exporting import closing
 from .fences import FenceSplitter
+from .folded import Folded
 from .plain import printable
-from .steady import show
 from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, Turn
 
 _PERIOD = 0.125
@@ -42,7 +42,7 @@ class AnswerTurn(Turn):
         self._news = asyncio.Event()
         self._complete = asyncio.Event()
         self._markdown = AnswerMarkdown("" if live else record.text, waits=live)
-        self._open_fence = Static(markup=False, classes="open-fence")
+        self._open_fence = Folded(classes="open-fence")
         self._footer = Static("" if live else printable(closing(record)), markup=False, classes="footer")
         if live:
             self.feed(record.text)
@@ -118,4 +118,4 @@ class AnswerTurn(Turn):
         code = code.rstrip("\n")
         if code or self._open_fence.display:
             self._open_fence.display = bool(code)
-            show(self._open_fence, Content(code.expandtabs(4)))
+            self._open_fence.show(Content(code))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from textual import events
 from textual.app import ComposeResult
 from textual.content import Content
+from textual.css.query import NoMatches
 from textual.message import Message
 from textual.widgets import Static
 from textual.widgets.markdown import MarkdownFence
 
+from .folded import Folded
 from .themes import MUTED
 
 
@@ -38,4 +42,9 @@ class CodeBlock(MarkdownFence):
 
     def compose(self) -> ComposeResult:
         yield CodeBar(self.lexer)
-        yield from super().compose()
+        yield Folded(self._highlighted_code)
+
+    def set_content(self, content: Content) -> None:
+        self._content = content
+        with suppress(NoMatches):
+            self.query_one(Folded).show(content)

@@ -27,11 +27,11 @@ from textual.widgets._markdown import (  # most of them are not exported
     MarkdownParagraph,
 )
 
+from .folded import FOLD
 from .steady import rounded, show
 
 ROOM = 3  # lines at a time for the block that is being written: fewer layouts, and it still moves up in small steps
 _BULLET = "$text-primary"
-_FOLD = "\0"  # at the end of a line that goes on in the next; text of a model has no such character left
 
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ class _GrowingList(Growing, _List):
         return Content("\n").join(self._lines())
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        text = selection.extract("\n".join(line.plain for line in self._lines(_FOLD)))
-        first, *rest = text.split(_FOLD + "\n")
+        text = selection.extract("\n".join(line.plain for line in self._lines(FOLD)))
+        first, *rest = text.split(FOLD + "\n")
         return "".join((first, *(f" {line.lstrip()}" for line in rest))), "\n"
 
     def _lines(self, fold: str = "") -> Iterable[Content]:

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from floe_chat.app.history import AnswerStats, Message
 from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.folded import Folded
 from floe_chat.app.widgets.growing import BulletList
 from floe_chat.app.widgets.markdown import AnswerMarkdown
 from floe_chat.app.widgets.table import Table
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
+from textual.geometry import Offset
 from textual.screen import Screen
-from textual.selection import SELECT_ALL
+from textual.selection import SELECT_ALL, Selection
+from textual.widget import Widget
 
 TEXTS = {
     "prose": "One sentence.\nAnother one, **strong** and `code`.\n\nA second paragraph with a [link](https://a.example).\n",
@@ -33,7 +36,7 @@ TEXTS = {
 
 
 class Shown(App[int]):
-    CSS = "AnswerTurn, Vertical { height: auto; }"
+    CSS = "AnswerTurn, Vertical { height: auto; } .open-fence { padding: 0 2; }"
 
     def __init__(self, record: Message, *, live: bool) -> None:
         super().__init__()
@@ -50,9 +53,13 @@ def record(text: str) -> Message:
 
 
 def seen(app: Shown) -> list[str]:
-    strips = app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
-    place = app.query_one(AnswerMarkdown).region
-    return [strip.text.rstrip() for strip in strips[place.y : place.bottom]]
+    return lines_of(app.query_one(AnswerMarkdown))
+
+
+def lines_of(widget: Widget) -> list[str]:
+    """What the screen shows in its rows."""
+    strips = widget.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+    return [strip.text.rstrip() for strip in strips[widget.region.y : widget.region.bottom]]
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -128,6 +135,27 @@ async def test_columns_share_the_width_and_keep_their_side() -> None:
         assert (cells[1][2], cells[-1][2]) == ("   1 ", " 234 ")
         whole = app.query_one(Table).get_selection(SELECT_ALL)
         assert whole is not None and whole[0].endswith("\nb\tc\t234") and "long" * 15 in whole[0]
+
+
+async def test_long_lines_of_code_fold_with_a_sign_and_are_copied_whole() -> None:
+    code = "short = 1\nlong = (" + " + ".join(f"number{at}" for at in range(20)) + ")\n\twide = '" + "日本" * 30 + "'"
+    app = Shown(record(""), live=True)
+    async with app.run_test(size=(60, 40)) as pilot:
+        app.turn.feed("```python\n" + code)
+        await pilot.pause(0.5)
+        open_fence = lines_of(app.turn.query_one(".open-fence"))
+        app.turn.finish(record("```python\n" + code + "\n```"))
+        await app.workers.wait_for_complete()
+        await pilot.pause(0.2)
+        found = app.query_one("CodeBlock > Folded", Folded)
+        assert lines_of(found) == open_fence
+        folded = [line.rstrip() for line in open_fence if line.strip()]
+        assert [line.endswith("↵") for line in folded] == [False, *[True] * 3, False, *[True] * 2, False]
+        unfolded = "".join(line[2:-1] if line.endswith("↵") else line[2:] + "\n" for line in folded)
+        assert unfolded == code.expandtabs(4) + "\n"
+        whole, part = found.get_selection(SELECT_ALL), found.get_selection(Selection(Offset(6, 0), Offset(3, 3)))
+        assert whole is not None and whole[0] == code
+        assert part is not None and part[0] in code and part[0].startswith("= 1\nlong")
 
 
 @pytest.fixture

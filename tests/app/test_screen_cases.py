@@ -7,13 +7,14 @@ from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.widgets import status_line
 from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.blocks import ErrorBlock, Horizon, Welcome
+from floe_chat.app.widgets.folded import Folded
 from floe_chat.app.widgets.transcript import Transcript
 from floe_chat.app.widgets.turns import UserTurn
 from floe_chat.engine.events import Failed, Finished, Loading
 from floe_chat.models.errors import FloeError
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import Markdown, Static
+from textual.widgets import Markdown
 from textual.widgets.markdown import MarkdownFence
 
 from .scripted import (
@@ -213,7 +214,7 @@ async def test_open_code_fence_is_plain_until_it_closes() -> None:
     async with ready(client) as pilot:
         request = await ask(pilot, client)
         client.say(TextDelta(request, "Look:\n\n```python\nx = 1\n"))
-        plain = answer(pilot).query_one(".open-fence", Static)
+        plain = answer(pilot).query_one(".open-fence", Folded)
         await until(pilot, lambda: plain.display and text_of(plain) == "x = 1")
         assert not answer(pilot).query(MarkdownFence)
         client.say(TextDelta(request, "```\nDone. <div>tag</div>\n"))
