@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events, on
@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 from textual.screen import ModalScreen
+from textual.widget import Widget
 from textual.widgets import Static
 
 from ...engine.events import SetQuality
@@ -23,7 +24,9 @@ from ..widgets.hints import Page, hints
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
 
 _PERIOD = 0.4
-_HEAD = f"  {'':10}{'neurons':>9}{'halves':>9}{'drop <':>9}{'major <':>9}{'KL, nats':>11}{'per token':>11}"
+_WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
+_HEADS = ("", "neurons", "halves", "drop <", "major <", "KL, nats", "per token")
+_SHORT_HEADS = ("", "neurons", "halves", "drop<", "major<", "KL, nats", "a token")
 _OFFLOADED_ONLY = "It matters only where rows come over a link: all of this model's are where they are computed."
 
 _DIALS = (
@@ -40,7 +43,14 @@ _DIALS = (
 )
 
 
-class PresetLine(Static, can_focus=True):
+class PresetHead(Widget):
+    """What the figures of the presets are."""
+
+    def render(self) -> Content:
+        return Content(f"  {_in_columns(self, _HEADS if _has_room(self) else _SHORT_HEADS)}")
+
+
+class PresetLine(Widget, can_focus=True):
     """One preset: what it skips and what that was measured to cost."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space,right", "take", "use this preset", show=False)]
@@ -55,23 +65,23 @@ class PresetLine(Static, can_focus=True):
     def __init__(self, cost: Cost) -> None:
         super().__init__(classes="preset")
         self.cost = cost
+        self._in_force = False
 
     def show(self, *, in_force: bool) -> None:
         """Draw it, with a mark while it is in force."""
+        self._in_force = in_force
+        self.refresh()
+
+    def render(self) -> Content:
         preset = self.cost.preset
         kl = "not tuned" if self.cost.kl is None else f"{self.cost.kl:.4f}"
         moved = NOT_MEASURED if self.cost.bytes_per_token is None else size(self.cost.bytes_per_token)
         if preset.lossless:
             kl = "0"
         skipped = (preset.sparsity, preset.product, preset.drop, preset.major)
-        figures = "".join(f"{share(value):>9}" for value in skipped)
-        self.update(
-            Content.assemble(
-                ("● " if in_force else "  ", "$primary"),
-                (f"{preset.name:<10}", "bold"),
-                f"{figures}{kl:>11}{moved:>11}",
-            )
-        )
+        line = _in_columns(self, (preset.name, *(share(value) for value in skipped), kl, moved))
+        mark = Content.styled("● " if self._in_force else "  ", "$primary")
+        return Content.assemble(mark, Content(line).stylize("bold", 0, len(preset.name)))
 
     def action_take(self) -> None:
         """Use this preset."""
@@ -93,6 +103,8 @@ class QualityScreen(ModalScreen[None]):
 
     def __init__(self, bridge: EngineBridge, figures: Figures, preset: str, choose: Callable[[str], None]) -> None:
         super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-short"), (24, "-tall")]
         self._bridge = bridge
         self._figures = figures
         self._preset = preset
@@ -108,7 +120,7 @@ class QualityScreen(ModalScreen[None]):
         with Page(classes="page") as page:
             page.border_title = "Quality"
             page.border_subtitle = hints("◂ ▸ turn", "Enter uses a preset", "Esc closes")
-            yield Static(self._trouble or _HEAD, markup=False, classes="preset-head")
+            yield Static(self._trouble, markup=False, classes="trouble") if self._trouble else PresetHead()
             yield from (PresetLine(cost) for cost in self._costs)
             yield Static("By hand", classes="heading")
             for name, label, meaning in _DIALS:
@@ -166,3 +178,13 @@ class QualityScreen(ModalScreen[None]):
             f"neurons {share(stats.active_neurons if stats else None)}" if self._preset else "KL not measured",
         ]
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
+
+
+def _has_room(line: Widget) -> bool:
+    return line.content_size.width >= 2 + sum(_WIDE)
+
+
+def _in_columns(line: Widget, cells: Sequence[str]) -> str:
+    name, *widths = _WIDE if _has_room(line) else _NARROW
+    figures = "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], widths, strict=True))
+    return f"{cells[0]:<{name}}{figures}"

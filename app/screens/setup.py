@@ -39,6 +39,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         """`presets`: of the model that answers, none while it loads. `in_force`: the one of them that is used, or what
         stands for a quality by hand."""
         super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-wide")]
         self._setup = setup
         self._personas = personas
         self._title = Input(printable(title), placeholder="its first question names it", id="title", compact=True)
@@ -81,7 +82,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
                 yield Button("Keep", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        self._instructions.focus()
+        self._instructions.focus(scroll_visible=False)  # it is; and the page is not laid out yet
 
     @on(Select.Changed)
     def _take_persona(self, event: Select.Changed) -> None:

@@ -77,8 +77,8 @@ class Page(Pressing, Vertical):
     """Has hints in its border."""
 
 
-class ScrollingPage(Pressing, VerticalScroll):
-    """Likewise."""
+class ScrollingPage(VerticalScroll, Pressing):
+    """Likewise; the order of the two matters: Textual takes styles, and so the scrolling, from the first alone."""
 
 
 class Hints(Pressing, Static):

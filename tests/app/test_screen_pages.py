@@ -7,10 +7,12 @@ from typing import cast
 
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.screens.settings import Setting, SettingsScreen
+from floe_chat.app.screens.too_small import SMALLEST
 from floe_chat.engine.events import PresetChanged, SetQuality
 from textual.widgets import Input, Select, TextArea
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until, write
+from .wizardry import see, shown
 
 
 async def test_the_dial_is_turned_while_an_answer_runs() -> None:
@@ -112,6 +114,24 @@ async def test_the_quality_of_a_chat_is_chosen_on_its_page() -> None:
         quality().value = "Exact"
         await pilot.press("ctrl+s")
         await until(pilot, lambda: client.wanted == ["Fast", "Exact"])
+
+
+async def test_pages_can_be_used_on_the_smallest_screen() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(SMALLEST.width, SMALLEST.height)) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "text"), stats(request))
+        await pilot.press("f5")
+        await see(pilot, "Esc leaves it as it was", "F4 has the costs", "Instructions", "Sampling", "temperature")
+        await pilot.press(*["tab"] * 7)
+        await see(pilot, "repetition penalty", "The same number gives", "Keep")
+        assert "Instructions" not in shown(pilot)
+        await pilot.press("escape", "f4")
+        await see(pilot, "KL, nats a token", "0.0121 1.36 MB │", "40 % │", "Now 61.3 tokens/s", "Esc closes")
+        await pilot.press("escape", "f1")
+        await see(pilot, "Esc closes", "Ctrl+J")
+        await pilot.press("pagedown")
+        await until(pilot, lambda: "Ctrl+J" not in shown(pilot))
 
 
 async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
