@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from ..engine import ranges
 from ..engine.events import Sampling
 from ..models.errors import UsageError
 
@@ -47,11 +48,16 @@ def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, s
     """The command line's sampling options: how to draw, the longest answer, the system prompt.
 
     What was not given comes from the model's own generation_config.json, then from our defaults.
+
+    Raises:
+        UsageError: a value out of its range, or a system prompt that is no text.
     """
     given = {name: value for name, value in options.items() if value is not None}
     max_tokens, system = int(given.pop("max_tokens")), given.pop("system", None)
     _need_text("--system", system or "")
-    return Sampling(**{**_published(pack), **given}), max_tokens, system
+    sampling = Sampling(**{**_published(pack), **given})
+    ranges.check(sampling)
+    return sampling, max_tokens, system
 
 
 def _published(pack: Path) -> dict[str, Any]:

@@ -162,6 +162,8 @@ def export(numbers: tuple[int, ...], everything: bool, form: str, output: Path |
         raise click.UsageError("Give the numbers of conversations, or --all.")
     with _opened(writing=False) as store:
         trees = [store.tree(each) for each in _wanted(store, numbers)]
+        for number in sorted(store.left_out):
+            progress.note(f"conversation {number} has sampling values that no model takes; they were left out")
     if output is not None and output.is_dir():
         for tree in trees:
             ending = ".md" if form == "markdown" else ".json"
@@ -194,7 +196,7 @@ def import_(file: Path) -> None:
         raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a file.") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} cannot be imported", "It is not UTF-8 text.", "Give a JSON export.") from error
-    trees = parse(text, str(file))
+    trees = parse(text, str(file), progress.note)
     ids = [new_id() for _ in trees]
     with _opened(writing=True) as store:
         with store.transaction():

@@ -10,29 +10,10 @@ from torch import Tensor
 from ..kernels import sampling as reference
 from ..kernels.cpu import native, native_ends
 from ..kernels.sampling import Filters
-from ..models.errors import UsageError
 from .events import Sampling
+from .ranges import check
 
 _AT_ONCE = 64  # numbers that the generator is asked for: a call for one takes as long
-
-
-def check(sampling: Sampling) -> None:
-    """Raises UsageError: a value outside its range."""
-    for name, value, good, valid in (
-        ("temperature", sampling.temperature, 0 <= sampling.temperature <= 5, "0 (greedy) to 5"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 up to 1 (off)"),
-        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 (off) to 1"),
-        (
-            "repetition_penalty",
-            sampling.repetition_penalty,
-            0 < sampling.repetition_penalty <= 10,
-            "above 0 to 10",
-        ),
-        ("seed", sampling.seed, sampling.seed is None or 0 <= sampling.seed < 1 << 63, "0 to 2^63 - 1"),
-    ):
-        if not good:
-            raise UsageError(f"{name} cannot be {value}", "", f"Valid is {valid}.")
 
 
 class Sampler:

@@ -53,7 +53,7 @@ def as_markdown(tree: Tree) -> str:
 
 def json_text(value: object, indent: int | None = None) -> str:
     """`value` as JSON in which everything that a terminal would obey or turn around is escaped."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any, TypeVar, get_args
 
+from ...engine import ranges
 from ...engine.events import Sampling, SetQuality
 from ...models.errors import UsageError
 from .exporting import FORMAT, FORMAT_VERSION
-from .records import LATEST, AnswerStats, Attachment, Conversation, Message, Role, Setup, State, Tree
+from .records import LATEST, MOST, AnswerStats, Attachment, Conversation, Message, Role, Setup, State, Tree
 
 _Value = TypeVar("_Value")
 _KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
 
 
-def parse(text: str, source: str) -> list[Tree]:
+def parse(text: str, source: str, tell: Callable[[str], None]) -> list[Tree]:
     """The conversations in `text`, with ids that only say whose parent is whose; `source` is its name for people.
+
+    Sampling values that no model takes are left out, and `tell` hears of each: earlier versions could export such.
 
     Raises:
         UsageError: it is not such a file, or damaged; the line or the place, and the reason, are told.
@@ -36,7 +39,7 @@ def parse(text: str, source: str) -> list[Tree]:
         cause = f"It is of version {str(version)[:20]}; this program knows version {FORMAT_VERSION}."
         raise UsageError(f"{source} cannot be imported", cause, "Update floe-chat.")
     try:
-        return [_tree(item) for item in _Object(document, "").objects("conversations")]
+        return [_tree(item, tell) for item in _Object(document, "").objects("conversations")]
     except _BadFieldError as error:
         raise _refused(source, f"{error}.") from error
 
@@ -75,10 +78,12 @@ class _Object:
             raise self.bad(name, f"is not one of {', '.join(choices)}")
         return value
 
-    def number(self, name: str) -> float | None:
+    def number(self, name: str, most: float) -> float | None:
         value = self.values.get(name)
-        if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        if value is not None and type(value) not in (int, float):
             raise self.bad(name, "is not a number")
+        if value is not None and not 0 <= value <= most:
+            raise self.bad(name, f"is not a number from 0 to {most:g}")
         return value
 
     def time(self, name: str) -> int:
@@ -100,7 +105,7 @@ class _Object:
         return found
 
 
-def _tree(item: _Object) -> Tree:
+def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
     messages: dict[int, Message] = {}
     for each in item.objects("messages"):
         message = _message(each, messages)
@@ -112,13 +117,15 @@ def _tree(item: _Object) -> Tree:
     setup = Setup(
         item.get("model", str),
         item.maybe("preset", str),
-        _sampling(drawn),
+        _sampling(drawn, tell),
         item.get("system_prompt", str),
         item.get("persona", str),
         None if (dialled := item.maybe("quality", dict)) is None else _quality(_Object(dialled, f"{item.way}.quality")),
     )
     at = item.time("created"), item.time("updated")
-    return Tree(Conversation(0, 0, item.get("title", str), *at, setup, head), tuple(messages.values()))
+    title = item.get("title", str)
+    # A blank one is none: its first question names the conversation.
+    return Tree(Conversation(0, 0, title if title.strip() else "", *at, setup, head), tuple(messages.values()))
 
 
 def _message(item: _Object, before: dict[int, Message]) -> Message:
@@ -137,24 +144,29 @@ def _message(item: _Object, before: dict[int, Message]) -> Message:
 
 
 def _stats(item: _Object) -> AnswerStats:
-    rates = item.number("tokens_per_s"), item.number("first_token_s")
-    virtual = item.values.get("virtual") is True
-    return AnswerStats(item.get("tokens", int), *rates, item.get("stop_reason", str), virtual)
+    rates = item.number("tokens_per_s", MOST), item.number("first_token_s", MOST)
+    if not 0 <= (tokens := item.get("tokens", int)) <= MOST:
+        raise item.bad("tokens", f"is not a number from 0 to {MOST:g}")
+    return AnswerStats(tokens, *rates, item.get("stop_reason", str), item.values.get("virtual") is True)
 
 
 def _quality(item: _Object) -> SetQuality:
     names = [field.name for field in fields(SetQuality) if field.name != "lenient"]
-    given = {name: value for name in names if (value := item.number(name)) is not None}
+    given = {name: value for name in names if (value := item.number(name, 1)) is not None}
     if "sparsity" not in given:
         raise item.bad("sparsity", "is missing")
     return SetQuality(**given, lenient=item.values.get("lenient") is True)
 
 
-def _sampling(item: _Object) -> Sampling:
+def _sampling(item: _Object, tell: Callable[[str], None]) -> Sampling:
     given: dict[str, Any] = {}
     for field in fields(Sampling):
+        value = item.values.get(field.name)
         whole = field.name in ("top_k", "seed")
-        value = item.maybe(field.name, int) if whole else item.number(field.name)
-        if value is not None:
+        if value is not None and type(value) not in ((int,) if whole else (int, float)):
+            raise item.bad(field.name, "is not a whole number" if whole else "is not a number")
+        if value is not None and not ranges.may_be(field.name, value):
+            tell(f"{item.way}.{field.name} cannot be {str(value)[:20]} and was left out")
+        elif value is not None:
             given[field.name] = value
     return Sampling(**given)

@@ -6,9 +6,10 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
+from ...engine import ranges
 from ...engine.events import Sampling, SetQuality
 from ...models.errors import UsageError
 from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, Summary, Tree, Unsent, first_line
@@ -60,12 +61,17 @@ class Reader:
 
     Every method raises one of `trouble.SQLITE_ERRORS` where the file cannot be read; methods that take an id raise
     UsageError where there is no such conversation or message.
+
+    Attributes:
+        left_out: the numbers of conversations read so far that are kept with a sampling value that no model takes, as
+            an earlier version could; the default is read in its place.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         # A flipped bit may make a text that is no UTF-8; the rest of it is still worth reading.
         connection.text_factory = forgiving
+        self.left_out: set[int] = set()
 
     def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
         """The newest conversations, or the newest of those that come after `before` in the list."""
@@ -90,7 +96,7 @@ class Reader:
     def newest(self) -> Conversation | None:
         """The conversation that was written to last."""
         rows = self._rows(f"{_CONVERSATION} ORDER BY updated DESC, number DESC LIMIT 1")
-        return next((_conversation(row) for row in rows), None)
+        return next((self._conversation(row) for row in rows), None)
 
     def branch(self, head: int | None) -> tuple[int, ...]:
         """The ids of the messages from the beginning to `head`; a window of them goes to `messages`.
@@ -190,7 +196,16 @@ class Reader:
         row = next(self._rows(f"{_CONVERSATION} AND {which}", [value]), None)
         if row is None:
             raise UsageError("There is no such conversation", "", "`floe-chat history list` shows those there are.")
-        return _conversation(row)
+        return self._conversation(row)
+
+    def _conversation(self, row: tuple[Any, ...]) -> Conversation:
+        id_, number, title, created, updated, head, model, preset, sampling, system_prompt, persona, quality = row
+        kept = asdict(_record(Sampling, sampling) or Sampling())
+        usable = {name: value for name, value in kept.items() if ranges.may_be(name, value)}
+        if len(usable) < len(kept):
+            self.left_out.add(number)
+        setup = Setup(model, preset, Sampling(**usable), system_prompt, persona, _quality(quality))
+        return Conversation(id_, number, title, created, updated, setup, head)
 
     def _rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         yield from self._connection.execute(sql, values)
@@ -205,19 +220,23 @@ def _no_message() -> UsageError:
     return UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.", "")
 
 
-def _conversation(row: tuple[Any, ...]) -> Conversation:
-    id_, number, title, created, updated, head, model, preset, sampling, system_prompt, persona, quality = row
-    drawn = _record(Sampling, sampling) or Sampling()
-    setup = Setup(model, preset, drawn, system_prompt, persona, _record(SetQuality, quality))
-    return Conversation(id_, number, title, created, updated, setup, head)
-
-
 def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Message:
     id_, conversation, parent, depth, role, text, state, created, model, preset, stats, sibling, siblings = row
     return Message(
         *(id_, conversation, parent, depth, role, text, state, created, model, preset),
-        *(_record(AnswerStats, stats), attachments, sibling, siblings),
+        *(_stats(stats), attachments, sibling, siblings),
     )
+
+
+def _quality(text: str | None) -> SetQuality | None:
+    found = _record(SetQuality, text)
+    shares = () if found is None else (value for name, value in asdict(found).items() if name != "lenient")
+    return found if all(ranges.is_share(share) for share in shares) else None
+
+
+def _stats(text: str | None) -> AnswerStats | None:
+    found = _record(AnswerStats, text)
+    return found if found is not None and found.is_sound else None
 
 
 def _files(text: str) -> tuple[Attachment, ...]:

@@ -21,6 +21,8 @@ State = Literal["complete", "streaming", "stopped", "failed"]
 TITLE_LENGTH = 60
 LATEST = 253_402_300_799_999
 """The end of the year 9999, in milliseconds since 1970; no time here is later."""
+MOST = 1e12
+"""No figure of an answer is above it: tokens, tokens per second, seconds."""
 _RANDOM_BITS = 20
 
 
@@ -55,6 +57,14 @@ class AnswerStats:
     first_token_s: float | None
     stop_reason: str
     virtual: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether an answer can have had such figures."""
+        rates = (rate for rate in (self.tokens_per_s, self.first_token_s) if rate is not None)
+        return type(self.tokens) is int and all(
+            type(figure) in (int, float) and 0 <= figure <= MOST for figure in (self.tokens, *rates)
+        )
 
     @classmethod
     def of(cls, stats: Stats, reason: str) -> AnswerStats:

@@ -105,12 +105,14 @@ def test_a_question_may_begin_with_a_dash_after_two(tiny_pack: Path) -> None:
 BAD_OPTIONS: list[list[str]] = [
     ["--temperature", "-1"],
     ["--temperature", "nan"],
+    ["--temperature", "inf"],
     ["--temperature", "hot"],
     ["--top-p", "0"],
     ["--top-k", "-1"],
     ["--top-k", "1.5"],
     ["--min-p", "2"],
     ["--repetition-penalty", "0"],
+    ["--repetition-penalty", "inf"],
     ["--seed", "-1"],
     ["--seed", "99999999999999999999"],
     ["--max-tokens", "0"],
@@ -126,8 +128,9 @@ BAD_OPTIONS: list[list[str]] = [
 
 
 @pytest.mark.parametrize("options", BAD_OPTIONS, ids=" ".join)
-def test_bad_options_are_usage_errors(tiny_pack: Path, options: list[str]) -> None:
+def test_bad_options_are_usage_errors_and_leave_no_chat(tiny_pack: Path, options: list[str]) -> None:
     explained(ask(tiny_pack, "hi", "--max-tokens", "2", *options), 2)
+    assert run_cli("history", "list").out == ""
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,22 @@ def test_export_wants_numbers_or_all(filled: Path) -> None:
     assert "no such conversation" in explained(history("export", 1, 77), 2).lower()
 
 
+def test_values_that_were_kept_and_that_no_import_takes_are_left_out_and_told(filled: Path, tmp_path: Path) -> None:
+    store = open_history(history_file()).store
+    sql = """UPDATE conversation SET sampling = '{"temperature": 0.5, "repetition_penalty": Infinity, "min_p": NaN}',
+        quality = '{"sparsity": NaN}' WHERE number = 1"""
+    store._connection.execute(sql)  # pyright: ignore[reportPrivateUsage]
+    store._connection.execute('UPDATE message SET stats = \'{"tokens": 1, "tokens_per_s": Infinity}\'')  # pyright: ignore[reportPrivateUsage]
+    store.close()
+    backup = tmp_path / "backup.json"
+    wrote = history("export", "--all", "--format", "json", "-o", backup)
+    assert wrote.code == 0 and "conversation 1 has sampling values that no model takes" in wrote.err
+    assert wrote.err.count("no model takes") == 1 and "Infinity" not in backup.read_text()
+    imported = history("import", backup)
+    assert (imported.code, imported.out) == (0, "4\n5\n6\n")
+    assert json.loads(backup.read_text())["conversations"][2]["sampling"]["temperature"] == 0.5
+
+
 def test_import_refuses_and_adds_nothing(filled: Path, tmp_path: Path) -> None:
     document = json.loads(history("export", "--all", "--format", "json").out)
     document["conversations"][2]["messages"] = [{"id": 1}]

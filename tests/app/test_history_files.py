@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def edited(text: str, change: Callable[[Any], object]) -> str:
 
 def test_json_loses_nothing_and_is_the_same_after_a_round_trip(store: Store, tree: Tree) -> None:
     text = as_json([tree, tree])
-    once, twice = parse(text, "x")
+    once, twice = parse(text, "x", print)
     assert as_json([once]) == as_json([twice]) == as_json([tree])
     with store.transaction():
         store.add_tree(copy := new_id(), once)
@@ -137,7 +138,12 @@ BAD: list[tuple[Callable[[Any], object], str]] = [
         "conversations[0].sampling.top_p is not a number",
     ),
     (lambda d: d["conversations"][0]["sampling"].update(top_k=1.5), "conversations[0].sampling.top_k is not a whole"),
-    (lambda d: d["conversations"][0]["sampling"].update(top_p=1e999), "sampling.top_p is not a number"),
+    (lambda d: d["conversations"][0].update(quality={"sparsity": 99}), "quality.sparsity is not a number from 0 to 1"),
+    (lambda d: d["conversations"][0].update(quality={"sparsity": 10**400}), "quality.sparsity is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens=-1), "stats.tokens is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens=10**600), "tokens is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(first_token_s=1e300), "_s is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens_per_s=1e999), "_s is not a number from 0"),
     (lambda d: d["conversations"][0]["messages"][1].update(role="system"), "messages[1].role is not one of user, "),
     (lambda d: d["conversations"][0]["messages"][1].update(text=5), "conversations[0].messages[1].text is not text"),
     (lambda d: d["conversations"][0]["messages"][1].update(parent=2), "messages[1].parent names message 2"),
@@ -155,8 +161,32 @@ def test_a_bad_file_is_refused_with_the_place_and_the_reason(
     tree: Tree, change: Callable[[Any], object], reason: str
 ) -> None:
     with pytest.raises(UsageError, match="cannot be imported") as refused:
-        parse(edited(as_json([tree]), change), "backup.json")
+        parse(edited(as_json([tree]), change), "backup.json", print)
     assert reason in refused.value.cause
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (-1, 1e308, 1e999, float("nan"), 10**400)),
+        *(("top_k", 10**30), ("seed", -1), ("seed", 10**30), ("repetition_penalty", 1e999)),
+    ],
+    ids=lambda given: str(given)[:20],
+)
+def test_sampling_values_that_no_model_takes_are_left_out_and_told(tree: Tree, name: str, value: float) -> None:
+    told: list[str] = []
+    (read,) = parse(
+        edited(as_json([tree]), lambda d: d["conversations"][0]["sampling"].update({name: value})), "x", told.append
+    )
+    assert read.conversation.setup.sampling == replace(
+        tree.conversation.setup.sampling, **{name: getattr(Sampling(), name)}
+    )
+    assert len(told) == 1 and f"conversations[0].sampling.{name} cannot be" in told[0] and len(told[0]) < 120
+
+
+def test_a_blank_title_is_none(tree: Tree) -> None:
+    (read,) = parse(edited(as_json([tree]), lambda d: d["conversations"][0].update(title=" \t\n")), "x", print)
+    assert read.conversation.title == "" and read.name.startswith("first")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +203,7 @@ def test_a_bad_file_is_refused_with_the_place_and_the_reason(
 )
 def test_what_is_no_json_of_ours_is_refused(text: str, reason: str) -> None:
     with pytest.raises(UsageError, match="cannot be imported") as refused:
-        parse(text, "x")
+        parse(text, "x", print)
     assert reason in refused.value.cause and refused.value.cause
 
 

@@ -18,7 +18,7 @@ from floe_chat.app.cli import cli
 from floe_chat.app.settings import ACTIONS, KEYS, Key, Persona, Settings, fill
 from floe_chat.app.settings_file import change, change_persona, documented, read, settings_file
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.sampling import check
+from floe_chat.engine.ranges import check
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
 
 GOOD = {

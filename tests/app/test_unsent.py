@@ -137,6 +137,6 @@ def test_a_quality_set_by_hand_is_exported_and_imported() -> None:
     number = history.begin(Setup("demo", quality=BY_HAND))
     history.ask(number, None, "hi")
     assert history.settle()
-    (tree,) = parse(as_json([history.tree(number)]), "a file")
+    (tree,) = parse(as_json([history.tree(number)]), "a file", print)
     assert tree.conversation.setup.quality == BY_HAND
     history.close()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.sampling import Sampler, check
+from floe_chat.engine.ranges import check
+from floe_chat.engine.sampling import Sampler
 from floe_chat.models.errors import UsageError
 
 VOCABULARY = 50
@@ -114,6 +115,7 @@ BAD: list[dict[str, Any]] = [
     {"temperature": float("nan")},
     {"temperature": float("inf")},
     {"top_k": -1},
+    {"top_k": 1 << 31},
     {"top_p": 0.0},
     {"top_p": 1.1},
     {"top_p": float("nan")},
