@@ -5,7 +5,6 @@ The history itself is imported by the commands that need it: it would be half of
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..models.errors import UsageError
-from . import progress
+from . import private_file, progress
 
 if TYPE_CHECKING:
     from .history.store import Store
@@ -266,10 +265,8 @@ def _wanted(store: Store, numbers: Sequence[int]) -> list[int]:
 
 
 def _write(file: Path, text: str, force: bool) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if force else os.O_EXCL)
     try:
-        with open(file, "w", encoding="utf-8", opener=lambda path, _flags: os.open(path, flags, 0o600)) as out:
-            out.write(text)
+        (private_file.replace if force else private_file.create)(file, text)
     except FileExistsError as error:
         raise UsageError(f"{file} exists", "It was left as it is.", "Use --force, or another name.") from error
     except OSError as error:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import platformdirs
 
 from ..models.errors import FloeError, TryAgainError, UsageError
+from . import private_file
 from .settings import ACTIONS, KEYS, Key, Persona, Settings
 from .settings_check import FIELD_KEYS, Problem, check, trouble_with
 
@@ -133,26 +131,12 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
             except (ValueError, RecursionError) as error:
                 problem = read(real).problems[0]
                 raise UsageError(f"{file} has a mistake and was left as it is", f"{problem}.", "Correct it.") from error
-            _replace(real, edit(text))
+            private_file.replace(real, edit(text))
     except filelock.Timeout as error:
         raise TryAgainError("The settings are being written", f"By another program: {file}.", "Try again.") from error
     except OSError as error:
         cause = f"{file}: {error.strerror or error}."
         raise FloeError("The settings cannot be saved", cause, "Give yourself the right to write there.") from error
-
-
-def _replace(file: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)  # mode 0600
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(name).replace(file)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise
 
 
 def _with_values(text: str, values: Mapping[_Path, Any]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from textual import on
 
 from ...models.errors import FloeError, UsageError
+from .. import private_file
 from ..bridge import HistoryTold
 from ..history import Changed, Ready, Recovered, Trouble, Unsent, as_json, as_markdown, file_name
 from ..widgets.blocks import ErrorBlock, Note
@@ -110,8 +110,7 @@ class Chats(Acts):
         file = meant(name) if name else Path(file_name(tree.conversation.number, self._dialogue.name, ".md"))
         text = as_json([tree]) if file.suffix == ".json" else as_markdown(tree)
         try:
-            with open(file, "x", encoding="utf-8", opener=_private) as out:
-                out.write(text)
+            private_file.create(file, text)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise FloeError(f"{file} cannot be written", f"{reason}.", "Give another name: /export FILE") from error
@@ -163,8 +162,3 @@ class Chats(Acts):
 
 def _explained(error: FloeError) -> ErrorBlock:
     return ErrorBlock(error.title, error.cause, error.hint)
-
-
-def _private(path: str, flags: int) -> int:
-    """An opener for a file that nobody else may read."""
-    return os.open(path, flags, 0o600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -130,6 +131,41 @@ def test_export_writes_one_file_each_into_a_folder_and_replaces_none(filled: Pat
     assert history("export", 1, "-o", tmp_path, "--force").code == 0
     assert "cannot be written" in explained(history("export", 1, "-o", tmp_path / "no" / "such"), 2)
     assert history("export", 1).out == (tmp_path / "1-what-is-an-expert.md").read_text()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is written gets to the disk."""
+
+    def refuse(_file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("floe_chat.app.private_file.os.fsync", refuse)
+
+
+@pytest.mark.parametrize("force", [False, True], ids=["new", "force"])
+def test_an_export_that_finds_no_room_leaves_what_was_there(
+    filled: Path, tmp_path: Path, full_disk: None, force: bool
+) -> None:
+    folder = tmp_path / "backups"
+    folder.mkdir()
+    before = {"backup.json": "the good one"} if force else {}
+    for name, text in before.items():
+        (folder / name).write_text(text)
+    err = explained(history("export", 1, "-o", folder / "backup.json", *(["--force"] if force else [])), 1)
+    assert "no room" in err and "Make room" in err
+    assert {path.name: path.read_text() for path in folder.iterdir()} == before
+
+
+def test_an_export_by_force_is_private_and_follows_a_link(filled: Path, tmp_path: Path) -> None:
+    there, link = tmp_path / "there.md", tmp_path / "link.md"
+    there.write_text("before")
+    there.chmod(0o644)
+    link.symlink_to(there)
+    assert history("export", 1, "-o", link, "--force").code == 0
+    assert link.is_symlink() and there.read_text().startswith("# What is an expert?")
+    assert stat.S_IMODE(there.stat().st_mode) == 0o600
+    assert history("export", 1, "-o", os.devnull, "--force").code == 0 and not Path(os.devnull).is_file()
 
 
 def test_export_wants_numbers_or_all(filled: Path) -> None:
