@@ -16,12 +16,15 @@ from typing import Any, Literal
 from ..engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
 from ..models.errors import FloeError, UsageError
 from .chat_client import ChatClient, Message, TextDelta
-from .history import Answer, AnswerStats, History, Setup, Trouble, history_file
+from .history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
 from .history.exchange import ask_anew, ask_in
 from .signals import ending_in_order
 
 Form = Literal["text", "json", "lines"]
 """What goes to stdout: the text as it comes, one JSON object at the end, or one for each piece and one at the end."""
+
+
+_WAIT = 60.0  # seconds at the end for a lock or a full disk to pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,11 @@ def ask(client: ChatClient, question: Question, form: Form) -> int:
 def _ask(client: ChatClient, question: Question, form: Form) -> int:
     client.start()
     history = History(history_file() if question.saved else None)
+    wait = _WAIT
     try:
+        if question.continuing and (failure := history.failure()) is not None:
+            history.poll()  # which would tell it again
+            raise failure
         loaded = _load(client)
         setup = replace(question.setup, preset=loaded.preset)
         if question.continuing:
@@ -70,24 +77,44 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
             exchange = ask_anew(history, question.text, setup)
         with exchange.answer as kept:
             try:
-                return _answer(client, exchange.turns, question, loaded, kept, form)
+                _answer(client, exchange.turns, question, loaded, kept, form)
             except BrokenPipeError:  # whoever read it had enough
                 kept.finish(None, "stopped")
                 raise
     except (KeyboardInterrupt, SystemExit):
         client.cancel()
+        wait = 0.0
         raise
     finally:
         client.close()
-        history.close()
-        for event in history.poll():
-            if isinstance(event, Trouble):
-                sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
+        saved = _close(history, wait)
+    return 0 if saved else 1
+
+
+def _close(history: History, wait: float) -> bool:
+    """Let the history keep what it has not kept yet; False if it could not."""
+    if wait and not history.settle():
+        _tell(history)
+        sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s, so that this chat is kept; Ctrl+C ends that.\n")
+        history.settle(wait)
+    saved = history.close()
+    _tell(history)
+    if not saved:
+        sys.stderr.write("floe-chat: This chat was not kept.\n")
+    return saved
+
+
+def _tell(history: History) -> None:
+    for event in history.poll():
+        if isinstance(event, Trouble):
+            sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
+        elif isinstance(event, Recovered):
+            sys.stderr.write("floe-chat: This chat is kept now.\n")
 
 
 def _answer(
     client: ChatClient, turns: Sequence[Message], question: Question, loaded: Loaded, kept: Answer, form: Form
-) -> int:
+) -> None:
     # Drawn here, so that --json can tell which seed gives this answer again.
     sampling = question.setup.sampling
     if sampling.seed is None:
@@ -103,8 +130,8 @@ def _answer(
                     _show(update.text, form)
                 case Finished(request=done) if done == request:
                     kept.finish(AnswerStats.of(update.stats, update.reason))
-                    _close(update, loaded, sampling, "".join(pieces), form)
-                    return 0
+                    _print_end(update, loaded, sampling, "".join(pieces), form)
+                    return
                 case Notice(title, cause):
                     sys.stderr.write(f"floe-chat: {title}. {cause}\n")
                 case Failed():
@@ -139,7 +166,7 @@ def _load(client: ChatClient) -> Loaded:
                     pass
 
 
-def _close(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, form: Form) -> None:
+def _print_end(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, form: Form) -> None:
     if form == "text":
         sys.stdout.write("\n")
         return

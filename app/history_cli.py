@@ -235,14 +235,14 @@ def delete(numbers: tuple[int, ...], undo: bool) -> None:
 
 @contextmanager
 def _opened(*, writing: bool) -> Generator[Store]:
-    from .history.opening import history_file, open_history, open_unsaved
+    from .history.opening import history_file, open_history, open_to_read, open_unsaved
     from .history.trouble import explaining
 
     file = history_file()
     if not writing and not file.exists():
         store = open_unsaved()  # to look for something makes no files
     else:
-        opened = open_history(file)
+        opened = open_history(file) if writing else open_to_read(file)
         store = opened.store
         for notice in opened.notices:
             progress.note(f"{notice.title}. {notice.cause}")

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...models.errors import FloeError
 from .answer import Answer
 from .events import Changed, HistoryEvent
 from .opening import connect
@@ -56,6 +57,11 @@ class History:
     def settle(self, timeout: float = 2.0) -> bool:
         """Wait until all writes so far can be read; False if they cannot be by then."""
         return self._writer.settle(timeout)
+
+    def failure(self) -> FloeError | None:
+        """Why its file could not be opened; None if it was, or if nothing is to be kept. It waits for the opening."""
+        self._writer.opened.wait()
+        return self._writer.failure
 
     def close(self, timeout: float = 2.0) -> bool:
         """End: running answers are marked as stopped, all is written. False if something was not, by then."""

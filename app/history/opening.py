@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from .processes import is_running
 from .records import now
 from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
 from .store import KEPT_AFTER_DELETION, Store
-from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_damage
+from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_busy, is_damage
 
 BUSY_SECONDS = 2.0
 """How long a statement waits for another process's transaction."""
@@ -74,6 +75,22 @@ def open_history(file: Path) -> Opened:
         raise explain(error, file) from error
 
 
+def open_to_read(file: Path) -> Opened:
+    """Open the history in `file` for who only reads. Where it cannot be written, it is read as it is.
+
+    Raises:
+        FloeError: as `open_history`, where it cannot even be read.
+    """
+    try:
+        return open_history(file)
+    except FloeError as error:
+        connection = _reading_only(file)
+        if connection is None:
+            raise
+        notice = Notice(error.title, f"{error.cause} It is read as it is.")
+        return Opened(Store(connection), (notice,), 0)
+
+
 def inode(file: Path) -> int | None:
     """Which file it is, whatever it is called; None if there is none."""
     try:
@@ -106,20 +123,54 @@ def _open(file: Path) -> Opened:
             raise explain(error, file) from error
         if finding := lacking(connection):
             raise damaged(file, finding)
+        return _tidied(connection, file)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
+    """Check it if that is due, and do what a crash or time has left to do. While another program writes, it is left to
+    a later start: whoever reads need not wait, and what is written waits for its turn by itself.
+    """
+    store, notices, interrupted = Store(connection), (), 0
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
         last = _last_check(file)
         due = last is None or not 0 <= time.time() - last < _CHECK_EVERY
-        mended = due and _check(connection, file, suspect=last == 0)
-        store = Store(connection)
+        if due and _check(connection, file, suspect=last == 0):
+            notices = (
+                Notice("The search index was damaged", "It was made anew from the texts; none of them is lost."),
+            )
         with store.transaction():
             interrupted = store.stop_abandoned(is_running)
             purged = store.purge(now() - KEPT_AFTER_DELETION)
         if purged:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log, too, holds what was wiped
-    except BaseException:
-        connection.close()
-        raise
-    notice = Notice("The search index was damaged", "It was made anew from the texts; none of them is lost.")
-    return Opened(store, (notice,) if mended else (), interrupted)
+    except sqlite3.OperationalError as error:
+        if not is_busy(error):
+            raise
+    connection.execute(f"PRAGMA busy_timeout = {round(BUSY_SECONDS * 1000)}")
+    return Opened(store, notices, interrupted)
+
+
+def _reading_only(file: Path) -> sqlite3.Connection | None:
+    """A connection that writes nothing; None where that is not possible, or where the tables are not ours."""
+    ways = ["mode=ro"]
+    # Where no file can be made, SQLite has no log to read either, and has to be told that there is none.
+    if not file.with_name(file.name + "-wal").exists():
+        ways.append("mode=ro&immutable=1")
+    for way in ways:
+        with suppress(*SQLITE_ERRORS):
+            connection = _configured(f"{file.absolute().as_uri()}?{way}")
+            try:
+                if version_of(connection) == VERSION and not lacking(connection):
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
+    return None
 
 
 def _check(connection: sqlite3.Connection, file: Path, *, suspect: bool) -> bool:

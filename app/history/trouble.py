@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ...models.errors import FloeError, TryAgainError
 
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _PASSING = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
+    *_BUSY,
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_READONLY,
@@ -34,6 +34,11 @@ class DamagedError(FloeError):
 def is_passing(error: BaseException) -> bool:
     """Whether the same call may work later: a lock, a full or vanished disk."""
     return isinstance(error, sqlite3.Error) and _code(error) in _PASSING
+
+
+def is_busy(error: BaseException) -> bool:
+    """Whether another program's lock is the reason."""
+    return isinstance(error, sqlite3.Error) and _code(error) in _BUSY
 
 
 def is_damage(error: BaseException, *, opening: bool = False) -> bool:

@@ -6,6 +6,7 @@ import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,9 @@ class Writer:
 
     Attributes:
         events: what to tell, oldest first. commits: how many there were.
-        opened: set when the next two may be looked at.
+        opened: set when the next three may be looked at.
         memory: the history itself, where nothing is saved; to be used only while `lock` is held. Else None.
+        failure: why the file could not be opened; None if it was, or where none was asked for.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -53,6 +55,7 @@ class Writer:
         self.commits = 0
         self.opened = threading.Event()
         self.memory: Store | None = None
+        self.failure: FloeError | None = None
         self.lock = threading.RLock()
         self._file = file
         self._inode: int | None = None
@@ -62,6 +65,7 @@ class Writer:
         self._troubled = False
         self._damaged = False
         self._closing = False
+        self._until = 0.0  # by `time.monotonic`: how long to try again after `close`
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="floe-history", daemon=True)
         self._thread.start()
@@ -86,6 +90,7 @@ class Writer:
 
     def close(self, timeout: float) -> bool:
         """Write what is left and let the file go, in `timeout` seconds at most; False if something was not saved."""
+        self._until = time.monotonic() + timeout
         self._queue.put(None)
         self._thread.join(timeout)
         return self._ended and not self._waiting and not self._damaged
@@ -94,7 +99,7 @@ class Writer:
         try:
             store = self._open()
             self.opened.set()
-            while not self._closing:
+            while not self._closing or (self._waiting and time.monotonic() < self._until):
                 self._take()
                 if self._waiting or any(answer.collect() != text for answer, text in self._answers.items()):
                     self._write(store)
@@ -114,6 +119,7 @@ class Writer:
             try:
                 opened = open_history(self._file)
             except FloeError as error:
+                self.failure = error
                 self.events.append(Trouble(error.title, f"{error.cause} This chat goes on unsaved.", error.hint))
             else:
                 self.events.extend(Trouble(notice.title, notice.cause, "") for notice in opened.notices)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from floe_chat.app.history import history_file, open_history
 
 from ..helpers import Ran, edit_json, explained, reseal, run_cli
 
@@ -138,6 +141,49 @@ def test_bad_options_are_usage_errors_and_leave_no_chat(tiny_pack: Path, options
 )
 def test_unknown_models_are_usage_errors(model: str) -> None:
     assert "demo" in explained(run_cli("ask", "hi", "-m", model), 2)
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
+    """Another program at the history, in which nothing is yet."""
+    monkeypatch.setattr("floe_chat.app.history.opening.BUSY_SECONDS", 0.05)
+    open_history(history_file()).store.close()
+    connection = sqlite3.connect(history_file(), isolation_level=None, check_same_thread=False)
+    yield connection
+    connection.close()
+
+
+@pytest.mark.parametrize("which", [["--continue"], ["--conversation", "1"]], ids=["newest", "number"])
+def test_going_on_in_a_history_that_cannot_be_read_says_so(
+    tiny_pack: Path, other: sqlite3.Connection, which: list[str]
+) -> None:
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    err = explained(ask(tiny_pack, "hi", *SHORT, *which), 3)
+    assert "locked" in err and "goes on" not in err and "no such" not in err.lower()
+    other.close()
+    history_file().rename(history_file().with_name("aside"))
+    history_file().mkdir()
+    assert "cannot be" in explained(ask(tiny_pack, "hi", *SHORT, *which), 1)
+
+
+def test_a_chat_waits_for_the_history_at_its_end(tiny_pack: Path, other: sqlite3.Connection) -> None:
+    other.execute("BEGIN IMMEDIATE")
+    release = threading.Timer(4, other.execute, ["ROLLBACK"])
+    release.start()
+    ran = ask(tiny_pack, "hi", *SHORT)
+    release.join()
+    assert ran.code == 0 and "is locked" in ran.err and "This chat is kept now" in ran.err
+    assert len(run_cli("history", "list").out.splitlines()) == 1
+
+
+def test_a_chat_that_could_not_be_kept_says_so_in_words_and_code(
+    tiny_pack: Path, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("floe_chat.app.ask._WAIT", 0.1)
+    other.execute("BEGIN IMMEDIATE")
+    ran = ask(tiny_pack, "hi", *SHORT)
+    assert ran.code == 1 and ran.out and "This chat was not kept" in ran.err
 
 
 Damage = Callable[[Path], Any]

@@ -8,6 +8,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from floe_chat.app.history import (
     open_history,
     opening,
 )
+from floe_chat.app.history.opening import open_to_read
 from floe_chat.app.history.processes import is_running, this_process
 from floe_chat.app.history.records import now
 from floe_chat.app.history.writer import FLUSH_SECONDS
@@ -177,13 +179,33 @@ def test_a_lock_is_told_and_what_waited_for_it_is_written_afterwards(file: Path,
     assert history.close()
 
 
+def test_a_history_that_is_written_to_from_the_start_is_read_and_what_waits_is_written_at_the_end(
+    file: Path, impatient: None
+) -> None:
+    filled(file)
+    lock = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    lock.execute("BEGIN IMMEDIATE")
+    history = History(file)
+    chat = history.begin(SETUP, "new")
+    assert not history.settle(0.3) and len(history.conversations()) == 4
+    assert [type(event) for event in history.poll()] == [Ready, Trouble]
+    release = threading.Timer(1.0, lock.execute, ["ROLLBACK"])
+    release.start()
+    assert history.close(20)
+    release.join()
+    lock.close()
+    opened = open_history(file)
+    assert opened.store.conversation(chat).title == "new"
+    opened.store.close()
+
+
 def test_closing_over_a_lock_says_that_something_was_not_saved(file: Path, impatient: None) -> None:
     history = History(file)
     assert history.settle(10)
     lock = sqlite3.connect(file, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     history.begin(SETUP)
-    assert not history.close(5)
+    assert not history.close(0.5)
     lock.close()
 
 
@@ -244,6 +266,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no file system can be mounted here")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("part", ["file", "folder", "disk"])
+def test_what_may_only_be_read_is_read(small_disk: Path, part: str) -> None:
+    if part != "disk" and os.geteuid() == 0:
+        pytest.skip("this user may write anywhere")
+    file = small_disk / "history" / "history.db"
+    filled(file)
+    if part == "disk":
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    else:
+        (file if part == "file" else file.parent).chmod(0o400 if part == "file" else 0o500)
+    opened = open_to_read(file)
+    (notice,) = opened.notices
+    assert read_all(opened.store) == 120 and "read as it is" in notice.cause
+    opened.store.close()
 
 
 def test_a_full_disk_is_told_and_what_waited_for_room_is_written_afterwards(small_disk: Path) -> None:
