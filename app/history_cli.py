@@ -187,7 +187,8 @@ def import_(file: Path) -> None:
     Example:
       floe-chat history import backup.json
     """
-    from .history import new_id, parse
+    from .history import parse
+    from .history.adding import add_all
 
     try:
         text = file.read_bytes().decode("utf-8-sig")
@@ -196,11 +197,8 @@ def import_(file: Path) -> None:
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} cannot be imported", "It is not UTF-8 text.", "Give a JSON export.") from error
     trees = parse(text, str(file), progress.note)
-    ids = [new_id() for _ in trees]
     with _opened(writing=True) as store:
-        with store.transaction():
-            for identity, tree in zip(ids, trees, strict=True):
-                store.add_tree(identity, tree)
+        ids = add_all(store, trees)
         for identity in ids:
             click.echo(store.conversation(identity).number)
     progress.note(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} imported")

@@ -154,6 +154,22 @@ class Store(Reader):
             self.attach(copy, message.attachments)
         self._change("head = ?, updated = ?", conversation, ids[source.head], source.updated)
 
+    def add_hidden(self, conversation: int, tree: Tree) -> None:
+        """As `add_tree`, but as if it had been deleted now, so that nobody sees it, and what is never revealed is
+        wiped."""
+        self.add_tree(conversation, tree)
+        self.delete(conversation, new_id())
+
+    def reveal(self, conversation: int) -> None:
+        """Show what `add_hidden` added."""
+        sql = "DELETE FROM deletion WHERE mark = (SELECT deleted FROM conversation WHERE id = ?)"
+        self._connection.execute(sql, (conversation,))
+        self._change("deleted = NULL", conversation)
+
+    def wipe(self, conversation: int) -> None:
+        """Take a conversation out of the file, with all its messages."""
+        self._connection.execute("DELETE FROM conversation WHERE id = ?", (conversation,))
+
     def insert(
         self,
         message: int,

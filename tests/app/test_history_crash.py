@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import sqlite3
@@ -9,8 +10,9 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from floe_chat.app.history import (
@@ -19,6 +21,7 @@ from floe_chat.app.history import (
     Ready,
     Recovered,
     Trouble,
+    adding,
     new_id,
     open_history,
     opening,
@@ -134,6 +137,48 @@ def test_two_processes_write_at_once_and_nothing_is_lost(file: Path) -> None:
     assert sorted(one.number for one in found) == list(range(1, 81))
     assert read_all(store) == 160
     store.close()
+
+
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch, pause: Callable[[float], None]) -> None:
+    """Let an import stop for `pause` after each conversation."""
+    clock = SimpleNamespace(sleep=pause, monotonic=itertools.count(0, adding._TURN_SECONDS * 0.6).__next__)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(adding, "time", clock)
+
+
+def test_a_large_import_lets_others_write_and_is_seen_as_a_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(file)
+    store, other = open_history(file).store, open_history(file).store
+    trees, seen = [store.tree(each.id) for each in store.conversations()], list[int]()
+
+    def write(_seconds: float) -> None:
+        with other.transaction():
+            other.add_conversation(new_id(), SETUP, "meanwhile")
+        seen.append(len(other.conversations()))
+
+    one_at_a_time(monkeypatch, write)
+    assert len(adding.add_all(store, trees)) == 4
+    assert seen == [5, 6, 7]
+    assert read_all(other) == 240 and len(other.conversations()) == 11
+    store.close()
+    other.close()
+
+
+def test_an_import_that_fails_in_its_middle_leaves_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(file)
+    store = open_history(file).store
+    trees = [store.tree(each.id) for each in store.conversations()]
+
+    def fail(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    one_at_a_time(monkeypatch, fail)
+    with pytest.raises(KeyboardInterrupt):
+        adding.add_all(store, trees)
+    store.close()
+    with sqlite3.connect(file) as connection:
+        counts = [connection.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in ("conversation", "message")]
+    connection.close()
+    assert counts == [4, 120]
 
 
 def test_only_the_owner_may_read_it(file: Path) -> None:
