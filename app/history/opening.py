@@ -247,7 +247,17 @@ def _set_aside(file: Path) -> Path:
 def _carry_over(kept: Path, store: Store) -> Notice:
     from .salvage import salvage
 
-    conversations, messages = salvage(kept, store)
-    saved = f"{messages:,} messages of {conversations:,} conversations could still be read and were carried over."
-    lost = "Nothing of it could be read, so that a new one was begun."
-    return Notice("The history was damaged", f"{saved if conversations else lost} The old file is kept as {kept}.")
+    found = salvage(kept, store)
+    told = "Nothing of it could be read, so that a new one was begun."
+    if found.conversations:
+        whole = f"{_counted(found.messages, 'message')} of {_counted(found.conversations, 'conversation')}"
+        told = f"{whole} could still be read and were carried over."
+    if found.gaps:
+        told += (
+            f" {_counted(found.gaps, 'conversation')} lost something: what came after it now follows what came before."
+        )
+    return Notice("The history was damaged", f"{told} The old file is kept as {kept}.")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sqlite3
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,11 +21,20 @@ _ATTACHMENT = "rowid, message, name, text"
 _Row = tuple[Any, ...]
 
 
-def salvage(damaged: Path, store: Store) -> tuple[int, int]:
-    """Copy what can be read of the file `damaged` into `store`; how many conversations and messages that was.
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """How many conversations and messages could be read; of how many conversations others were lost in between."""
 
-    Sampling values and the figures of answers are left behind. A message whose parent is lost begins a branch, one
-    whose conversation is lost gets a new one.
+    conversations: int
+    messages: int
+    gaps: int
+
+
+def salvage(damaged: Path, store: Store) -> Salvaged:
+    """Copy what can be read of the file `damaged` into `store`.
+
+    Sampling values and the figures of answers are left behind. A message whose parent is lost follows the last one
+    before that, one whose conversation is lost gets a new one.
 
     Raises:
         sqlite3.Error: `store` cannot be written.
@@ -42,10 +53,13 @@ def salvage(damaged: Path, store: Store) -> tuple[int, int]:
     for row in messages:
         if row[-1] is None and row[1] not in deleted:
             found.setdefault(row[1], []).append(row)
+    gaps = 0
     with store.transaction():
         for identity, rows in found.items():
-            store.add_tree(new_id(), _tree(conversations.get(identity), rows, files))
-    return len(found), sum(len(rows) for rows in found.values())
+            joined, has_gap = _joined(rows)
+            store.add_tree(new_id(), _tree(conversations.get(identity), joined, files))
+            gaps += has_gap
+    return Salvaged(len(found), sum(len(rows) for rows in found.values()), gaps)
 
 
 def _rows(connection: sqlite3.Connection, table: str, key: str, columns: str) -> Iterator[_Row]:
@@ -63,13 +77,27 @@ def _rows(connection: sqlite3.Connection, table: str, key: str, columns: str) ->
         return
 
 
+def _joined(rows: Sequence[_Row]) -> tuple[list[_Row], bool]:
+    """The messages `rows` of a conversation, ids ascending, each with a parent among them, and whether any was lost."""
+    ids = [row[0] for row in rows]
+    known, joined = set(ids), list[_Row]()
+    for identity, conversation, parent, *rest in rows:
+        before = parent
+        # A parent above its child would be a ring, or a flipped bit.
+        if parent is not None and (parent not in known or parent >= identity):
+            place = bisect_left(ids, min(parent, identity) if isinstance(parent, int) else identity)
+            before = ids[place - 1] if place else None
+        joined.append((identity, conversation, before, *rest))
+    return joined, any(row[2] != other[2] for row, other in zip(rows, joined, strict=True))
+
+
 def _tree(row: _Row | None, rows: Sequence[_Row], files: Sequence[_Row]) -> Tree:
     ids = {row[0] for row in rows}
     attached: dict[Any, list[Attachment]] = {}
     for _rowid, message, name, text in files:
         if message in ids:
             attached.setdefault(message, []).append(Attachment(_text(name), _text(text)))
-    messages = tuple(_message(row, ids, tuple(attached.get(row[0], ()))) for row in rows)
+    messages = tuple(_message(row, tuple(attached.get(row[0], ()))) for row in rows)
     newest = messages[-1].id if messages else None
     if row is None:
         return Tree(Conversation(0, 0, "Recovered", now(), now(), Setup(), newest), messages)
@@ -79,12 +107,10 @@ def _tree(row: _Row | None, rows: Sequence[_Row], files: Sequence[_Row]) -> Tree
     return Tree(Conversation(0, 0, _text(title), _time(created), _time(updated), setup, shown), messages)
 
 
-def _message(row: _Row, ids: set[Any], attachments: tuple[Attachment, ...]) -> Message:
+def _message(row: _Row, attachments: tuple[Attachment, ...]) -> Message:
     identity, _conversation, parent, role, state, created, model, preset, text, _deleted = row
-    # A parent above its child would be a ring, or a flipped bit.
-    before = parent if parent in ids and parent < identity else None
     return Message(
-        *(identity, 0, before, 0, role if role in get_args(Role) else "assistant", _text(text)),
+        *(identity, 0, parent, 0, role if role in get_args(Role) else "assistant", _text(text)),
         *(state if state in get_args(State) else "stopped", _time(created), _text(model), _text(preset)),
         *(None, attachments, 1, 1),
     )

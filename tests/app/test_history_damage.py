@@ -79,6 +79,24 @@ def test_a_truncated_file_is_kept_aside_and_what_can_be_read_carried_over(file: 
     assert open_history(file).notices == ()
 
 
+def test_what_followed_a_lost_page_follows_what_came_before_it(file: Path) -> None:
+    filled(file, conversations=1, messages=400)
+    content = bytearray(file.read_bytes())
+    at = content.index(b"chat 0 message 201") // 4096 * 4096
+    content[at : at + 4096] = bytes(4096)
+    file.write_bytes(content)
+    opened = open_history(file)
+    (found,), (notice,) = opened.store.conversations(), opened.notices
+    saved = read_all(opened.store)
+    assert 350 < saved < 400 and found.messages == saved and found.name == "chat 0"
+    assert (
+        f"{saved} messages of 1 conversation could" in notice.cause and "1 conversation lost something" in notice.cause
+    )
+    tree = opened.store.tree(found.id)
+    assert [message.parent for message in tree.messages] == [None, *(message.id for message in tree.messages[:-1])]
+    opened.store.close()
+
+
 def test_something_else_under_its_name_is_kept_aside(file: Path) -> None:
     file.parent.mkdir()
     file.write_text("these are my notes, not a database\n" * 50)
