@@ -71,7 +71,7 @@ def prefill(**options: Any) -> None:
 
     Memory and --quick are as for decode.
 
-    Example: floe-chat bench prefill demo --tokens 512
+    Example: floe-chat bench prefill demo --tokens 256
     """
     _speed("prefill", **options)
 

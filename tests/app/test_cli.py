@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from floe_chat.app import cli
 from floe_chat.models.catalog import models_folder
 
 from ..helpers import explained, run_cli
@@ -66,6 +71,34 @@ def test_help_names_every_command() -> None:
         assert command in ran.out
         own = run_cli(command, "--help")
         assert own.code == 0 and "Usage: floe-chat " + command in own.out
+
+
+def examples(command: click.Command) -> Iterator[str]:
+    """The command lines that the help pages show, up to where the shell takes over."""
+    for line in (command.help or "").splitlines():
+        if shown := re.search(r"(?:^\s*|Example: |\| )(floe-chat [^|>()]+)", line):
+            yield shown[1].strip()
+    if isinstance(command, click.Group):
+        for its in command.commands.values():
+            yield from examples(its)
+
+
+EXAMPLES = sorted(set(examples(cli.cli)))
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_the_examples_of_the_help_are_what_the_commands_take(line: str) -> None:
+    found: click.Command = cli.cli
+    words = shlex.split(line)[1:]
+    while isinstance(found, click.Group) and words:
+        found = found.commands[words.pop(0)]
+    found.make_context(line, words)  # raises where an option, a value or an argument cannot be
+
+
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if " demo " in line])
+def test_the_examples_with_the_demo_run(line: str) -> None:
+    ran = run_cli(*shlex.split(line)[1:])
+    assert ran.code == 0, ran.err
 
 
 def test_the_version_is_told() -> None:
