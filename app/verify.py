@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -45,12 +46,16 @@ def verify(
 ) -> None:
     """Check every byte and every tensor of the packed MODEL.
 
+    What an earlier floe-chat kept no checksum of is named.
+
     Exit code 0: it is sound, or has been repaired. 1: it is not; what to do is said.
     """
     from ..models.catalog import find
     from ..models.manifest import Manifest
     from ..models.verify import damages
 
+    if text_file is not None and not repair:
+        raise click.UsageError("--text is what damaged files are packed on again: it goes with --repair")
     folder = find(model)
     manifest = Manifest.read(folder)
     if repair and source is None and manifest.source.commit is None:
@@ -112,7 +117,9 @@ def _repair(
     from ..models.repair import repair
     from .packing import tokens_of
 
-    names = [damage.file for damage in damaged]
+    names = [damage.file for damage in damaged if damage.file in manifest.files]
+    if not names:
+        return []
 
     def told(step: str, share: float, _left: float | None) -> None:
         _step(step, share)
@@ -127,6 +134,11 @@ def _repair(
     return names
 
 
+def _count(manifest: Manifest) -> int:
+    """Of all files that have a checksum."""
+    return len(manifest.files) + len(manifest.beside) + manifest.sealed
+
+
 def _fields(
     folder: Path,
     manifest: Manifest,
@@ -135,14 +147,18 @@ def _fields(
     repaired: list[str],
     compared: list[Compared],
 ) -> dict[str, Any]:
+    from ..models.catalog import name_of
+    from ..models.verify import unrecorded
+
     return {
-        "model": manifest.name,
+        "model": name_of(folder, manifest.name),
         "folder": str(folder),
         "good": good,
-        "files": len(manifest.files),
+        "files": _count(manifest),
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "damaged": [dataclasses.asdict(damage) for damage in damaged],
         "repaired": repaired,
+        "unrecorded": unrecorded(folder, manifest),
         "compared": [{**dataclasses.asdict(matrix), "good": matrix.good} for matrix in compared],
     }
 
@@ -155,18 +171,26 @@ def _lines(
     compared: list[Compared],
     source: Path | None,
 ) -> list[str]:
+    from ..models.catalog import name_of
+    from ..models.verify import unrecorded
+
     size = units.size(sum(entry.size for entry in manifest.files.values()))
     lines = [f"repaired  {name}" for name in repaired]
     if damaged:
         lines += [f"damaged   {damage.file}: {damage.cause}" for damage in damaged]
-        lines += [f"{len(damaged)} of {len(manifest.files)} files are damaged; the others are sound.", ""]
-        if source is None and manifest.source.commit is None:
-            lines += ["Pack only these again from the checkpoint that the model was packed from:"]
-        given = "" if source is None and manifest.source.commit else f" --source {source or 'FOLDER'}"
-        lines += [f"  floe-chat verify {folder} --repair{given}"]
-        lines += ["or restore them from a copy."]
+        lines += [f"{len(damaged)} of {_count(manifest)} files are damaged; the others are sound.", ""]
+        if any(damage.file in manifest.files for damage in damaged):
+            here = source is None and manifest.source.commit
+            lines += [f"Pack only these again {'from the hub' if here else 'from the checkpoint that was packed'}:"]
+            given = "" if here else f" --source {shlex.quote(str(source)) if source else 'FOLDER'}"
+            lines += [f"  floe-chat verify {shlex.quote(str(folder))} --repair{given}"]
+            lines += ["or restore them from a copy."]
         return lines
-    lines += [f"{manifest.name}: all {len(manifest.files)} files are sound, {size}."]
+    lines += [f"{name_of(folder, manifest.name)}: all {_count(manifest)} files are sound, {size}."]
+    lines += [
+        f"not known  {name}: an earlier floe-chat kept no checksum of it, so a change would not show."
+        for name in unrecorded(folder, manifest)
+    ]
     if compared:
         lines += [
             f"{matrix.name}: differs by {matrix.error:.3g}, {matrix.limit:.3g} at the most"

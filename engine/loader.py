@@ -17,6 +17,7 @@ from torch import nn
 from .. import kernels
 from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
 from ..models import bare, configuration, heat, skeleton
+from ..models.catalog import name_of
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture, damaged
@@ -141,7 +142,7 @@ def load(
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     moves = f"; {shared.device.moves}" if shared is not None and shared.device.moves else ""
     loaded = Loaded(
-        model=manifest.name,
+        model=name_of(folder, manifest.name),
         folder=str(folder),
         source=manifest.source.name,
         context_window=window,

@@ -22,7 +22,7 @@ from ..models.catalog import asset
 from ..models.checkpoint import Checkpoint
 from ..models.errors import PackError
 from ..models.lean import import_model_code
-from ..models.manifest import Tuned
+from ..models.manifest import FRONTIER, FileEntry, Tuned, file_entry
 from . import frontier, quality
 from .candidates import Setting
 from .evaluate import NO_SPARSITY, Reference, Told, continuation, measured_divergence
@@ -30,8 +30,6 @@ from .frontier import Frontier, Point
 from .loader import load
 from .source_model import identify
 from .windows import cut, cut_prompts
-
-FILE_NAME = "frontier.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +87,7 @@ def run(
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
         presets.append(Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0, s.weighed))
-    _keep(pack, found, told)
-    dataclasses.replace(manifest, tuned=tuple(presets)).write(pack)
+    dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told)).write(pack)
     return Tuning(
         model=facts.model,
         source=facts.source,
@@ -125,12 +122,14 @@ def in_rows(passages: Tensor, windows: Tensor) -> Tensor:
     return flat[: len(flat) // length * length].view(-1, length)
 
 
-def _keep(pack: Path, found: Frontier, told: Told) -> None:
+def _keep(pack: Path, found: Frontier, told: Told) -> dict[str, FileEntry]:
     pareto = {point.setting for own in (False, True) for point in found.pareto(own=own)}
     points = [fields_of(point) | {"pareto": point.setting in pareto} for point in found.points]
-    partial = pack / (FILE_NAME + ".part")
+    partial = pack / (FRONTIER + ".part")
     try:
         partial.write_text(json.dumps({"format": "floe-chat frontier", "points": points}) + "\n", encoding="utf-8")
-        partial.replace(pack / FILE_NAME)
+        partial.replace(pack / FRONTIER)
+        return {FRONTIER: file_entry(pack / FRONTIER)}
     except OSError as error:
         told.note(f"The points of the frontier could not be kept in the pack: {error.strerror or error}.")
+        return {}

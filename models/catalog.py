@@ -76,6 +76,15 @@ def find(name: str) -> Path:
     )
 
 
+def name_of(folder: Path, packed_as: str) -> str:
+    """What a person calls the packed model in `folder`: in the models folder that may be a copy with a name of its own.
+
+    Args:
+        packed_as: the name in its manifest.
+    """
+    return folder.name if folder.parent == models_folder() else packed_as
+
+
 def installed() -> list[Installed]:
     """The demo and every folder in the models folder, by name."""
     found = [_look(DEMO, asset("demo", "packed"))]

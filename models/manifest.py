@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 MIXED_VERSION = 4  # of packs some of whose experts are narrower, which programs that read 3 do not know
 FILE_NAME = "manifest.json"
+FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
 COPIED = (  # as published, where the source has them
     "config.json",
@@ -95,7 +97,12 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a packed model that is not a tensor. `tuned` is empty until its presets have been measured."""
+    """Everything about a packed model that is not a tensor. `tuned` is empty until its presets have been measured.
+
+    Attributes:
+        files: what the model needs. beside: what else lies there and has a checksum.
+        sealed: whether it was read from a manifest.json with a checksum of its own, which earlier ones lack.
+    """
 
     name: str
     source: Source
@@ -105,6 +112,8 @@ class Manifest:
     files: dict[str, FileEntry]
     tuned: tuple[Tuned, ...] = ()
     rare: list[Rare] = dataclasses.field(default_factory=list[Rare])  # layer by layer, where some experts are narrow
+    beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
+    sealed: bool = dataclasses.field(default=True, compare=False)
 
     @property
     def lossless(self) -> bool:
@@ -163,10 +172,14 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write manifest.json so that it is there whole or not at all, also after a power cut."""
         fields, version = dataclasses.asdict(self), MIXED_VERSION
+        del fields["sealed"]
         if self.widths.narrow is None:
             version = VERSION
             del fields["widths"]["narrow"], fields["rare"]
-        text = json.dumps({"format": FORMAT, "version": version, **fields}, indent=2)
+        if not self.beside:
+            del fields["beside"]
+        fields = {"format": FORMAT, "version": version, **fields}
+        text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2)
         partial = folder / (FILE_NAME + ".part")
         with partial.open("w", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -192,25 +205,33 @@ class Manifest:
         except FileNotFoundError:
             raise _unfinished(folder) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise damaged(folder, f"{FILE_NAME} cannot be read: {error}") from error
+            raise _garbled(folder, f"{FILE_NAME} cannot be read: {error}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            raise damaged(folder, f"{FILE_NAME} is not the manifest of a packed model.")
+            raise _garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
+        seal = fields.pop("sha256", None)
         if fields.get("version") not in (VERSION, MIXED_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
                 f"It is version {fields.get('version')!r}; this program reads versions {VERSION} and {MIXED_VERSION}.",
                 "Update floe-chat, or pack the source checkpoint again with this version.",
             )
+        if seal not in (None, _seal(fields)):
+            raise _garbled(folder, f"{FILE_NAME} changed: the sha256 is another.")
         try:
-            return _parse(fields)
+            return dataclasses.replace(_parse(fields), sealed=seal is not None)
         except (KeyError, TypeError, ValueError) as error:
-            raise damaged(folder, f"{FILE_NAME} lacks or garbles {error}.") from error
+            raise _garbled(folder, f"{FILE_NAME} lacks or garbles {error}.") from error
 
 
 def file_entry(path: Path) -> FileEntry:
     """Size and sha256 of a file."""
     with path.open("rb") as file:
         return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    """sha256 of a manifest's other fields, however they are laid out."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _unfinished(folder: Path) -> PackError:
@@ -234,11 +255,18 @@ def _unfinished(folder: Path) -> PackError:
 
 
 def damaged(folder: Path, cause: str) -> PackError:
-    """The error for a packed folder whose content cannot be trusted."""
+    """The error for a packed folder whose files cannot be trusted."""
     return PackError(
         f"The packed model at {folder} is damaged",
         cause,
-        "Pack the source checkpoint again, or restore a copy.",
+        f"What is damaged, and how to repair it, tells: floe-chat verify {shlex.quote(str(folder))}",
+    )
+
+
+def _garbled(folder: Path, cause: str) -> PackError:
+    # By the manifest alone can a pack be repaired.
+    return PackError(
+        f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."
     )
 
 
@@ -254,6 +282,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         files={name: _typed(FileEntry, entry) for name, entry in dict(fields["files"]).items()},
         tuned=tuple(_typed(Tuned, entry) for entry in fields["tuned"]),
         rare=[_rare(entry) for entry in list(fields.get("rare", []))],
+        beside={name: _typed(FileEntry, entry) for name, entry in dict(fields.get("beside", {})).items()},
     )
     a, w = manifest.architecture, manifest.widths
     if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
@@ -266,7 +295,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         shares = (preset.sparsity, preset.product, preset.drop, preset.major)
         if not all(0 <= share <= 1 for share in shares) or (preset.major > preset.drop and a.intermediate % 2):
             raise ValueError(f"the preset {preset.name!r}")
-    for name in manifest.files:
+    for name in (*manifest.files, *manifest.beside):
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
             raise ValueError(f"the file name {name!r}")
     layers = sum(name.startswith("layer_") for name in manifest.files)

@@ -17,7 +17,7 @@ from ..kernels.layouts import VectorLayout
 from . import linears, skeleton
 from .checkpoint import FAMILIES, Checkpoint, read_config
 from .errors import CheckpointError, FloeError, PackError
-from .manifest import FileEntry, Manifest, file_entry, layer_file
+from .manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from .packed import PackedLayer, PackedModel
 
 # Relative RMS error that rounding to a width may cost: 1.5 to 3 times what it costs evenly or normally distributed
@@ -70,7 +70,16 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
             report(f"Looking through {name}", 1.0)
             if (cause := _senseless(folder, manifest, name)) is not None:
                 causes[name] = cause
-    return [Damage(name, causes[name]) for name in manifest.files if name in causes]
+    for name, entry in manifest.beside.items():
+        if (cause := _changed(folder / name, entry)) is not None:
+            causes[name] = f"{cause} The model runs without it; `floe-chat tune` writes it anew."
+    return [Damage(name, causes[name]) for name in (*manifest.files, *manifest.beside) if name in causes]
+
+
+def unrecorded(folder: Path, manifest: Manifest) -> list[str]:
+    """The files of a pack whose checksums an earlier floe-chat did not record, so that no change of them shows."""
+    kept = [] if manifest.sealed else [FILE_NAME]
+    return kept + ([FRONTIER] if FRONTIER not in manifest.beside and (folder / FRONTIER).exists() else [])
 
 
 def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], report: Report) -> list[Compared]:

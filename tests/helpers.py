@@ -174,9 +174,11 @@ def explained(ran: Ran, code: int) -> str:
 
 
 def edit_json(path: Path, change: Callable[[Any], None]) -> None:
-    """Change a JSON file's content in place."""
+    """Change a JSON file's content in place; a manifest then is as one of an earlier version, without its checksum."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     change(fields)
+    if path.name == FILE_NAME:
+        fields.pop("sha256", None)
     path.write_text(json.dumps(fields), encoding="utf-8")
 
 

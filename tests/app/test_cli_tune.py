@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from floe_chat.app.scatter import scatter
 from floe_chat.engine import evaluate, frontier, quality, tune, windows
-from floe_chat.models.manifest import Manifest
+from floe_chat.models.manifest import FRONTIER, Manifest
 from floe_chat.models.pack import PackSpec
 from floe_chat.models.packed import PackedModel
 from floe_chat.models.widths import Narrow
@@ -66,7 +66,7 @@ def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_che
         assert (preset.sparsity, preset.product, preset.drop, preset.major) == (
             *(tuned.sparsity, tuned.product, tuned.drop, tuned.major),
         )
-    kept = json.loads((own_pack / tune.FILE_NAME).read_text())["points"]
+    kept = json.loads((own_pack / FRONTIER).read_text())["points"]
     assert len(kept) == len(fields["points"]) and any(entry["pareto"] for entry in kept)
     PackedModel.open(own_pack)  # still whole
     assert run_cli("ask", "--model", str(own_pack), "--max-tokens", "3", "hello").code == 0

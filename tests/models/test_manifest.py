@@ -40,7 +40,10 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / FILE_NAME).read_text())
+    """Its fields but the checksum, behind which no wrong value would be seen."""
+    fields: dict[str, Any] = json.loads((folder / FILE_NAME).read_text())
+    del fields["sha256"]
+    return fields
 
 
 def silent(_step: str, _share: float) -> None:
@@ -103,6 +106,23 @@ def test_wrong_values_never_raise_anything_but_a_pack_error(pack: Path) -> None:
                     accepted.append(f"{'.'.join(path)} = {value!r}")
     assert not escaped, "\n".join(escaped)
     assert not accepted, "\n".join(accepted)
+
+
+def test_a_change_to_the_manifest_itself_is_noticed(pack: Path) -> None:
+    fields = json.loads((pack / FILE_NAME).read_text())
+    (pack / FILE_NAME).write_text(json.dumps(fields))  # laid out otherwise
+    assert Manifest.read(pack).sealed
+    fields["calibration"]["tokens"] += 1
+    (pack / FILE_NAME).write_text(json.dumps(fields))
+    with pytest.raises(PackError, match="damaged") as caught:
+        Manifest.read(pack)
+    assert "manifest.json changed" in caught.value.cause
+
+
+def test_a_manifest_without_a_checksum_is_read_and_known_as_such(pack: Path) -> None:
+    sealed = Manifest.read(pack)
+    (pack / FILE_NAME).write_text(json.dumps(manifest_of(pack)))
+    assert sealed.sealed and not Manifest.read(pack).sealed
 
 
 ABSURD = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,16 +10,26 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.models.catalog import models_folder
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError
-from floe_chat.models.manifest import FILE_NAME, Manifest
+from floe_chat.models.manifest import FILE_NAME, FRONTIER, Manifest, file_entry
 from floe_chat.models.pack import EXACT, PackSpec
 from floe_chat.models.packed import PackedModel
 from floe_chat.models.repair import repair
 from floe_chat.models.verify import Compared, compare, damages
 from torch import Tensor
 
-from ..helpers import calibration_tokens, edit_json, edit_tensors, make_checkpoint, make_pack, reseal, run_cli
+from ..helpers import (
+    calibration_tokens,
+    edit_json,
+    edit_tensors,
+    explained,
+    make_checkpoint,
+    make_pack,
+    reseal,
+    run_cli,
+)
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +258,51 @@ def test_the_command_finds_repairs_and_compares(source: Path, tmp_path: Path) ->
     fields = json.loads(ran.out)
     assert ran.code == 0 and fields["good"] and fields["repaired"] == ["layer_01.safetensors"] and fields["compared"]
     assert "not the file it was" not in ran.err
+
+
+@pytest.fixture
+def tuned(copy: Path) -> Path:
+    """With what `floe-chat tune` leaves in it."""
+    (copy / FRONTIER).write_text('{"points": [1, 2, 3]}')
+    dataclasses.replace(Manifest.read(copy), beside={FRONTIER: file_entry(copy / FRONTIER)}).write(copy)
+    return copy
+
+
+def test_a_change_of_the_manifest_or_of_what_lies_beside_is_named(tuned: Path) -> None:
+    count = len(list(tuned.iterdir()))
+    assert f"all {count} files are sound" in run_cli("verify", str(tuned)).out
+    spoil(tuned / FRONTIER)
+    ran = run_cli("verify", str(tuned))
+    assert ran.code == 1 and "damaged   frontier.json" in ran.out and "floe-chat tune" in ran.out
+    assert "--repair" not in ran.out  # it cannot be packed
+    text = (tuned / FILE_NAME).read_text()
+    (tuned / FILE_NAME).write_text(text.replace('"tokens": 128', '"tokens": 129'))
+    for command in (("verify",), ("ask", "hi", "-m")):
+        ran = run_cli(*command, str(tuned))
+        assert ran.code == 1 and "manifest.json changed" in ran.err
+
+
+def test_repair_leaves_what_cannot_be_packed(tuned: Path, source: Path) -> None:
+    spoil(tuned / FRONTIER)
+    ran = run_cli("verify", str(tuned), "--repair", "--source", str(source))
+    assert ran.code == 1 and "frontier.json" in ran.out and "repaired" not in ran.out
+
+
+def test_what_an_earlier_version_kept_no_checksum_of_is_named(tuned: Path) -> None:
+    edit_json(tuned / FILE_NAME, lambda fields: fields.pop("beside"))
+    ran = run_cli("verify", str(tuned))
+    assert ran.code == 0 and "not known  manifest.json" in ran.out and "not known  frontier.json" in ran.out
+    assert json.loads(run_cli("verify", str(tuned), "--json").out)["unrecorded"] == [FILE_NAME, FRONTIER]
+
+
+def test_a_damaged_copy_is_called_by_its_own_name_and_how_to_repair_it_is_said(
+    sound: Path, source: Path, own_folders: Path
+) -> None:
+    copy = Path(shutil.copytree(sound, models_folder() / "foo"))
+    assert run_cli("verify", "foo").out.startswith("foo: ")
+    assert json.loads(run_cli("ask", "hi", "-m", "foo", "--json", "--max-tokens", "1").out)["model"] == "foo"
+    spoil(copy / "layer_00.safetensors")
+    assert f"floe-chat verify {copy}" in run_cli("ask", "hi", "-m", "foo").err
+    told = run_cli("verify", "foo", "--source", str(source)).out
+    assert "Pack only these again" in told and f"verify {copy} --repair --source {source}" in told
+    assert "--repair" in explained(run_cli("verify", "foo", "--text", "nofile"), 2)
