@@ -111,7 +111,7 @@ def startup(model: str, runs: int | None, as_json: bool) -> None:
     from ..models.catalog import find
 
     pack = find(model)
-    program = [sys.executable, "-c", "from floe_chat.app.cli import command; command()"]
+    program = [sys.executable, "-c", "from floe_chat.app.start import command; command()"]
     question = ["ask", "--json", "--seed", "1", "--max-tokens", "16", "--model", str(Path(pack)), "What is an expert?"]
     with measuring() as report:
         table = bench_startup.run([*program, *question], pack, model, runs=runs or 5, report=report)

@@ -24,6 +24,7 @@ from .models_command import models, paths
 from .packing import pack
 from .plan import plan
 from .setup_command import setup
+from .start import EXIT_INTERRUPTED, heed_interrupts
 from .terminal import EXIT_SIGNAL
 from .tune import tune
 from .verify import verify
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from .ask import Form
     from .chat_client import ChatClient
     from .settings import Settings
-
-EXIT_INTERRUPTED = 130
 
 Command = Callable[..., Any]
 
@@ -272,7 +271,7 @@ def main() -> None:
 
 
 def command() -> None:
-    """Entry point of the installed command: `main`, then out at once.
+    """`main`, then out at once.
 
     Torch takes seconds to tear itself down, and a person who quit wants the terminal back.
     """
@@ -294,6 +293,7 @@ def command() -> None:
 
 def _run() -> int:
     try:
+        heed_interrupts()
         return cli.main(standalone_mode=False) or 0
     except click.ClickException as error:
         error.show()

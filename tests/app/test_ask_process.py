@@ -47,7 +47,7 @@ def start(client):
     print("heeded", flush=True)
 ChatClient.start = start
 """
-    program = f"{heed}\nfrom floe_chat.app.cli import command; command()"
+    program = f"{heed}\nfrom floe_chat.app.start import command; command()"
     options = ("ask", "hi", "-m", str(pack), "--max-tokens", "16000", "--temperature", "5", "--seed", "1", *options)
     command, nothing = [sys.executable, "-c", program, *options], subprocess.DEVNULL
     return subprocess.Popen(command, stdin=nothing, stdout=stdout, stderr=subprocess.PIPE)
@@ -65,7 +65,7 @@ def answers() -> list[Message]:
 
 
 def test_an_input_that_does_not_end_is_told(tiny_pack: Path) -> None:
-    program = "from floe_chat.app.cli import command; command()"
+    program = "from floe_chat.app.start import command; command()"
     command = [sys.executable, "-c", program, "ask", "hi", "-m", str(tiny_pack), "--max-tokens", "2"]
     piped = subprocess.PIPE
     with subprocess.Popen(command, stdin=piped, stdout=piped, stderr=piped) as process:

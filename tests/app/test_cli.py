@@ -158,7 +158,7 @@ def test_the_bash_script_is_valid_bash() -> None:
 
 def test_commands_complete_themselves() -> None:
     asked = {"_FLOE_CHAT_COMPLETE": "bash_complete", "COMP_WORDS": "floe-chat do", "COMP_CWORD": "1"}
-    program = "import sys; sys.argv = ['floe-chat']; from floe_chat.app.cli import command; command()"
+    program = "import sys; sys.argv = ['floe-chat']; from floe_chat.app.start import command; command()"
     done = python(program, **asked)
     assert done.stdout.split() == ["plain,doctor"] and done.stderr == ""
 
@@ -191,10 +191,27 @@ cli.main()
     assert os.name == "nt" or log.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no SIGINT to oneself on Windows")
+def test_an_interrupt_while_the_program_is_imported_ends_it_quietly() -> None:
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "floe_chat.app.verify":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from floe_chat.app.start import command
+command()
+"""
+    done = python(program, "paths")
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "floe-chat: interrupted")
+
+
 def test_output_that_cannot_be_written_is_not_called_a_fault(tiny_pack: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    program = "from floe_chat.app.cli import command; command()"
+    program = "from floe_chat.app.start import command; command()"
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-c", program, "completion", "bash"], stdout=full, stderr=subprocess.PIPE, check=False

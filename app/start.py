@@ -1,0 +1,32 @@
+"""The entry point of the installed command. It imports next to nothing: Ctrl+C finds no program half imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from types import FrameType
+
+EXIT_INTERRUPTED = 130
+
+
+def command() -> None:
+    """Import the program and run it; an interrupt meanwhile ends it as quietly as a later one does."""
+    # Not where it is ignored, as in the background of a script.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    from . import cli
+
+    cli.command()
+
+
+def heed_interrupts() -> None:
+    """From now on an interrupt raises KeyboardInterrupt, which the caller knows to handle."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    with suppress(OSError):  # whoever closed stderr wants no word
+        os.write(2, b"\nfloe-chat: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)
