@@ -263,11 +263,20 @@ def main() -> None:
     # Torch's threads would otherwise wait for their next work busily and keep the cores from the kernels' own threads:
     # a decode step of full width took half as long again.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _take_streams()
+    start_log()
+    sys.exit(_run())
+
+
+def _take_streams() -> None:
+    """A closed standard input is an empty one, and what a closed standard error is told is lost, as was wanted."""
+    if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an output that cannot hold every character loses it, not the answer
-    start_log()
-    sys.exit(_run())
 
 
 def command() -> None:
@@ -294,6 +303,10 @@ def command() -> None:
 def _run() -> int:
     try:
         heed_interrupts()
+        if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise FloeError(
+                "There is nowhere to write to", "Standard output is closed.", f"Leave it open, or use >{os.devnull}."
+            )
         return cli.main(standalone_mode=False) or 0
     except click.ClickException as error:
         error.show()

@@ -12,6 +12,7 @@ EXIT_INTERRUPTED = 130
 
 def command() -> None:
     """Import the program and run it; an interrupt meanwhile ends it as quietly as a later one does."""
+    _keep_places()
     # Not where it is ignored, as in the background of a script.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -24,6 +25,15 @@ def heed_interrupts() -> None:
     """From now on an interrupt raises KeyboardInterrupt, which the caller knows to handle."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _keep_places() -> None:
+    """Let nothing that is opened later take the place of a closed standard stream, and be written to as one."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:

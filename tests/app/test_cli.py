@@ -208,6 +208,35 @@ command()
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "floe-chat: interrupted")
 
 
+def redirected(arguments: str, redirection: str) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own whose streams a shell redirected."""
+    program = "from floe_chat.app.start import command; command()"
+    line = f'exec "$0" -c "{program}" {arguments} {redirection}'
+    return subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such shell on Windows")
+@pytest.mark.parametrize("arguments", ["ask hi --max-tokens 2 </dev/null", "history list", "--plain </dev/null"])
+def test_a_closed_standard_error_does_not_matter(arguments: str) -> None:
+    done = redirected(arguments, "2>&-")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout or "ask" not in arguments
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such shell on Windows")
+@pytest.mark.parametrize("arguments", ["ask hi </dev/null", "paths", "--plain", "--version"])
+def test_a_closed_standard_output_is_told(arguments: str) -> None:
+    done = redirected(arguments, ">&-")
+    assert done.returncode == 1 and "Standard output is closed" in done.stderr and "fault" not in done.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such shell on Windows")
+@pytest.mark.parametrize(("arguments", "code"), [("--plain", 0), ("ask hi --max-tokens 2", 0), ("ask", 2)])
+def test_a_closed_standard_input_is_an_empty_one(arguments: str, code: int) -> None:
+    done = redirected(arguments, "<&-")
+    assert done.returncode == code and "fault" not in done.stderr and "Traceback" not in done.stderr
+
+
 def test_output_that_cannot_be_written_is_not_called_a_fault(tiny_pack: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
