@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -54,7 +55,7 @@ def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, s
     """
     given = {name: value for name, value in options.items() if value is not None}
     max_tokens, system = int(given.pop("max_tokens")), given.pop("system", None)
-    _need_text("--system", system or "")
+    need_text("--system", system or "")
     sampling = Sampling(**{**_published(pack), **given})
     ranges.check(sampling)
     return sampling, max_tokens, system
@@ -68,11 +69,16 @@ def _published(pack: Path) -> dict[str, Any]:
     if not isinstance(fields, dict) or not fields.get("do_sample"):
         return {}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: fields[name] for name in names if type(fields.get(name)) in (int, float)}
+    given = {name: fields[name] for name in names if _is_figure(fields.get(name))}
     return given | ({"top_k": int(given["top_k"])} if "top_k" in given else {})
 
 
-def _need_text(what: str, text: str) -> None:
+def _is_figure(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def need_text(what: str, text: str) -> None:
+    """Raises UsageError: `what` the person gave is no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -86,7 +92,7 @@ def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
         UsageError: nothing to ask, or a file that cannot be read as text.
     """
     parts = [" ".join(words)]
-    _need_text("The question", parts[0])
+    need_text("The question", parts[0])
     for file in files:
         try:
             parts.append(file.read_text(encoding="utf-8-sig"))

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from ..engine.events import MOST_TOKENS
 from ..models.errors import FloeError, UsageError
 from ..models.privacy import stay_private
 from .bench import bench
 from .evaluate import evaluate
 from .harness import harness
-from .history_cli import history
+from .history_cli import NUMBER, history
 from .log import log_file, start_log
 from .models_command import models, paths
 from .packing import pack
@@ -32,7 +33,6 @@ from .widgets.plain import printable
 
 if TYPE_CHECKING:
     from ..engine.events import Sampling
-    from .ask import Form
     from .chat_client import ChatClient
     from .settings import Settings
 
@@ -66,7 +66,9 @@ _SAMPLING = (
     click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest.  [default: 0.05]"),
     click.option("--repetition-penalty", type=float, help="Above 1 avoids repeats.  [default: 1]"),
     click.option("--seed", type=int, help="Makes answers repeatable.  [default: a fresh one]"),
-    click.option("--max-tokens", type=click.IntRange(1), default=512, show_default=True, help="Longest answer."),
+    click.option(
+        "--max-tokens", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Longest answer."
+    ),
     click.option("--system", metavar="TEXT", help="Instructions that precede the conversation."),
 )
 
@@ -95,10 +97,7 @@ def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if given:
-            option = "--" + given[0].replace("_", "-")
-            raise click.UsageError(
-                f"{option} belongs after the command: floe-chat {ctx.invoked_subcommand} {option} ..."
-            )
+            raise click.UsageError(_misplaced(ctx.invoked_subcommand, given[0]))
         return
     if plain:
         ctx.exit(_chat_plainly(ctx, options))
@@ -114,6 +113,13 @@ def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
 
         code = run_app(terminal, *opened)
     ctx.exit(code)
+
+
+def _misplaced(command: str, name: str) -> str:
+    option = "--" + name.replace("_", "-")
+    if any(name == its.name for its in cli.commands[command].params):
+        return f"{option} belongs after the command: floe-chat {command} {option} ..."
+    return f"floe-chat {command} has no {option}. What it has tells: floe-chat {command} --help"
 
 
 def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
@@ -139,11 +145,9 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
 @click.option(
     "--continue", "-c", "going_on", is_flag=True, help="Go on with the conversation that was written to last."
 )
-@click.option("--conversation", type=click.IntRange(1), metavar="N", help="Go on with this one; see `history list`.")
-@click.option("--json", "form", flag_value="json", help="Print one JSON object instead of the text.")
-@click.option(
-    "--json-lines", "form", flag_value="lines", help="Print a JSON object for each piece, and one at the end."
-)
+@click.option("--conversation", type=NUMBER, metavar="N", help="Go on with this one; see `history list`.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option("--json-lines", "as_lines", is_flag=True, help="Print a JSON object for each piece, and one at the end.")
 @_with(*_MODEL, *_SAMPLING)
 @click.pass_context
 def ask(
@@ -152,7 +156,8 @@ def ask(
     files: tuple[Path, ...],
     going_on: bool,
     conversation: int | None,
-    form: Form | None,
+    as_json: bool,
+    as_lines: bool,
     **options: Any,
 ) -> None:
     """Answer one question on stdout.
@@ -171,12 +176,16 @@ def ask(
     from .ask import ask as answer
     from .history import Setup
 
+    if as_json and as_lines:
+        raise click.UsageError("--json and --json-lines are two forms of the answer: give one of them.")
+    if going_on and conversation is not None:
+        raise click.UsageError("--continue means the last conversation: give it, or --conversation.")
     text = question(prompt, files)
     settings, options = _settled(ctx, options)
     client, sampling, max_tokens, system = _opened(options)
     setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
     asked = Question(text, setup, max_tokens, going_on, conversation, settings.save_history)
-    ctx.exit(answer(client, asked, form or "text"))
+    ctx.exit(answer(client, asked, "json" if as_json else "lines" if as_lines else "text"))
 
 
 def _use_own_models_folder() -> None:

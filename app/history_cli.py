@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _JSON = click.option("--json", "as_json_lines", is_flag=True, help="Print one JSON object per line.")
 
-_NUMBER = click.IntRange(1, 2**62)
+NUMBER = click.IntRange(1, 2**62)
 
 
 @click.group()
@@ -102,7 +102,7 @@ def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
 
 
 @history.command()
-@click.argument("number", type=_NUMBER)
+@click.argument("number", type=NUMBER)
 @_JSON
 def show(number: int, as_json_lines: bool) -> None:
     """Print conversation NUMBER as Markdown: the branch that it shows in the chat.
@@ -127,7 +127,7 @@ def show(number: int, as_json_lines: bool) -> None:
 
 
 @history.command()
-@click.argument("numbers", type=_NUMBER, nargs=-1)
+@click.argument("numbers", type=NUMBER, nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All conversations, instead of NUMBERS.")
 @click.option(
     "--format",
@@ -205,7 +205,7 @@ def import_(file: Path) -> None:
 
 
 @history.command()
-@click.argument("numbers", type=_NUMBER, nargs=-1, required=True)
+@click.argument("numbers", type=NUMBER, nargs=-1, required=True)
 @click.option("--undo", is_flag=True, help="Bring them back, within a week.")
 def delete(numbers: tuple[int, ...], undo: bool) -> None:
     """Delete conversations NUMBERS; for a week --undo brings them back, then they are wiped from the disk.

@@ -7,6 +7,7 @@ so a chat can be gone on with in either.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Generator
@@ -15,12 +16,14 @@ from dataclasses import replace
 
 from ..engine.events import Failed, Finished, Loaded, Notice
 from ..models.errors import FloeError, UsageError
+from .arguments import need_text
 from .chat_client import ChatClient, TextDelta
 from .history import AnswerStats, History, Setup, Trouble, footer
 from .history.exchange import Exchange, ask_anew, ask_in
 from .widgets.plain import printable
 
 _LISTED = 20
+_DIGITS = 18  # of a chat's number at the most: it fits 64 bits
 _HELP = """Write a question and press Enter. A line that ends in \\ goes on in the next one. Ctrl+C stops an answer.
 /new begins another chat; this one is kept.
 /chats lists the chats that were written to last.
@@ -33,6 +36,9 @@ _HELP = """Write a question and press Enter. A line that ends in \\ goes on in t
 
 class PlainChat:
     """One chat on stdin and stdout.
+
+    Attributes:
+        failed: whether something that was written could not be done.
 
     Args:
         setup: model, instructions and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
@@ -52,6 +58,7 @@ class PlainChat:
         self._number: int | None = None  # of the chat; None before its first question
         self._presets: tuple[str, ...] = ()
         self._last: AnswerStats | None = None
+        self.failed = False
 
     def run(self) -> None:
         """Chat until the person leaves. Raises FloeError: no model can be loaded."""
@@ -59,6 +66,7 @@ class PlainChat:
         while (text := self._question()) is not None:
             name, _space, argument = text.strip().partition(" ")
             try:
+                need_text("The line", text)
                 if name == "/quit":
                     return
                 if name.startswith("/"):
@@ -66,6 +74,7 @@ class PlainChat:
                 elif name:
                     self._ask(text)
             except FloeError as error:
+                self.failed = True
                 _tell(str(error))
 
     def _load(self) -> None:
@@ -120,7 +129,7 @@ class PlainChat:
                 raise UsageError(f"There is no command {name}", "", "/help tells those that there are.")
 
     def _open(self, argument: str) -> None:
-        if not argument.isdecimal():
+        if not argument.isdecimal() or len(argument) > _DIGITS:
             raise UsageError(f"{argument!r} is no number of a chat", "", "/chats tells them.")
         found = self._history.numbered(int(argument))
         self._number = found.number
@@ -177,20 +186,25 @@ class PlainChat:
 def run_plain(client: ChatClient, setup: Setup, max_tokens: int, history: History) -> int:
     """Chat line by line until the person leaves; returns the exit code.
 
+    Where the lines do not come from a person at a terminal, it is 1 if one of them could not be obeyed or answered.
+
     Raises:
         FloeError: the model cannot be loaded.
     """
     with suppress(ImportError):  # there is none on Windows; elsewhere it gives lines a history and cursor keys
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is told of, line by line
+    chat = PlainChat(client, history, setup, max_tokens)
     try:
-        PlainChat(client, history, setup, max_tokens).run()
+        chat.run()
     finally:
         client.close()
         saved = history.close()
         for event in history.poll():
             if isinstance(event, Trouble):
                 _tell(f"{event.title}. {event.cause} {event.hint}")
-    return 0 if saved else 1
+    return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
 
 
 @contextmanager

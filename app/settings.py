@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, cast
 
+from ..engine.ranges import MOST_TOKENS, MOST_TOP_K
 from ..models.errors import UsageError
 from .arguments import memory_size
 
@@ -149,7 +150,7 @@ class Settings:
     vram: str | None = _key(
         "chat.vram", None, "The most GPU memory to use.", unset="what is free when the model loads", example="10gb"
     )
-    max_tokens: int = _key("chat.max_tokens", 512, "The longest answer, in tokens.", low=1, high=1_000_000)
+    max_tokens: int = _key("chat.max_tokens", 512, "The longest answer, in tokens.", low=1, high=MOST_TOKENS)
     system_prompt: str = _key("chat.system_prompt", "", "Instructions that precede every new chat.")
     persona: str = _key("chat.persona", "", "The persona of a new chat: a name from the personas below.")
     temperature: float | None = _key(
@@ -168,7 +169,7 @@ class Settings:
         unset=_MODELS_OWN.format(0),
         example=0,
         low=0,
-        high=1_000_000,
+        high=MOST_TOP_K,
     )
     top_p: float | None = _key(
         "sampling.top_p",

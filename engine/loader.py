@@ -93,7 +93,7 @@ def load(
     report("Checking the packed model", 0.3)
     packed = PackedModel.open(folder)
     manifest = packed.manifest
-    chosen = quality.get(preset or quality.DEFAULT, manifest)
+    chosen = quality.get(quality.DEFAULT if preset is None else preset, manifest)
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     ram = [packed.layer(index) for index in range(manifest.architecture.layers)]

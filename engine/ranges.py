@@ -8,9 +8,12 @@ from typing import Any
 from ..models.errors import UsageError
 from .events import Sampling
 
+MOST_TOP_K = 1_000_000  # more than any vocabulary has
+MOST_TOKENS = 1_000_000  # of one answer
+
 _VALID = {
     "temperature": "0 (greedy) to 5",
-    "top_k": "0 (off) to 2^31 - 1",
+    "top_k": f"0 (off) to {MOST_TOP_K:,}",
     "top_p": "above 0 up to 1 (off)",
     "min_p": "0 (off) to 1",
     "repetition_penalty": "above 0 to 10",
@@ -36,7 +39,7 @@ def may_be(name: str, value: Any) -> bool:
         case "temperature":
             return 0 <= value <= 5
         case "top_k":
-            return 0 <= value < 1 << 31
+            return 0 <= value <= MOST_TOP_K
         case "top_p":
             return 0 < value <= 1
         case "min_p":

@@ -64,7 +64,7 @@ def find(name: str) -> Path:
     try:
         if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
             return _checked(models_folder() / name)
-        if Path(name).expanduser().is_dir():
+        if name and Path(name).expanduser().is_dir():
             return _checked(Path(name).expanduser())
     except (OSError, RuntimeError, ValueError):
         pass  # a name too long for the system, or a home of nobody: there is no such model either

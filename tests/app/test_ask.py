@@ -118,7 +118,13 @@ BAD_OPTIONS: list[list[str]] = [
     ["--repetition-penalty", "inf"],
     ["--seed", "-1"],
     ["--seed", "99999999999999999999"],
+    ["--top-k", "9223372036854775808"],
+    ["--conversation", "9223372036854775808"],
+    ["--json", "--json-lines"],
+    ["--continue", "--conversation", "1"],
+    ["--preset", ""],
     ["--max-tokens", "0"],
+    ["--max-tokens", "9223372036854775808"],
     ["--max-tokens", "many"],
     ["--preset", "Nonsense"],
     ["--preset", "Exact"],
@@ -137,7 +143,7 @@ def test_bad_options_are_usage_errors_and_leave_no_chat(tiny_pack: Path, options
 
 
 @pytest.mark.parametrize(
-    "model", ["nonesuch", "~nosuchuser/x", "x" * 5000, "no/such/folder"], ids=lambda name: name[:20]
+    "model", ["", "nonesuch", "~nosuchuser/x", "x" * 5000, "no/such/folder"], ids=lambda name: name[:20]
 )
 def test_unknown_models_are_usage_errors(model: str) -> None:
     assert "demo" in explained(run_cli("ask", "hi", "-m", model), 2)

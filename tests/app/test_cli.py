@@ -116,6 +116,14 @@ def test_options_before_the_command_are_pointed_out() -> None:
     assert "floe-chat ask --model" in explained(run_cli("--model", "demo", "ask", "hi"), 2)
 
 
+@pytest.mark.parametrize(
+    "arguments", ["--plain ask hi", "-p Fast history list", "--vram 1gb doctor", "--seed 1 bench"], ids=str
+)
+def test_options_that_the_command_lacks_are_not_sent_there(arguments: str) -> None:
+    told = explained(run_cli(*arguments.split()), 2)
+    assert "has no --" in told and "belongs after" not in told
+
+
 def test_the_screen_needs_a_terminal() -> None:
     assert "floe-chat ask" in explained(run_cli(), 2)
 

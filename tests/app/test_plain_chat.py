@@ -16,6 +16,7 @@ from floe_chat.app.plain_chat import PlainChat
 from floe_chat.engine.events import Failed, Finished, Loading, Sampling
 from floe_chat.models.errors import FloeError
 
+from ..helpers import explained, run_cli
 from .scripted import LOADED, ScriptedClient, stats
 
 
@@ -88,11 +89,14 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
         "/nothing",
         "/open 77",
         "/open x",
+        "/open 99999999999999999999999",
+        "\udcff",
     )
     assert client.wanted == ["Fast"]
     told = capsys.readouterr().err
     for words in ("No memory", "Take less.", "42 tokens", "In force: Fast", "1: fail", "There is no command /nothing"):
         assert words in told
+    assert "'99999999999999999999999' is no number of a chat" in told and "The line is not text" in told
     assert "no such conversation" in told and "'x' is no number of a chat" in told
 
 
@@ -118,3 +122,14 @@ def test_the_command_chats_with_a_real_model(tiny_pack: Path) -> None:
     done = CliRunner().invoke(cli, given, input="hi\nand more\n/chats\n", standalone_mode=False)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("tiny: ") == 2 and "1: hi, 4 messages" in done.stderr
+
+
+@pytest.mark.parametrize("options", [("--seed", "-1"), ("--repetition-penalty", "inf"), ("--top-k", "1000001")])
+def test_impossible_options_are_refused_at_the_start(tiny_pack: Path, options: tuple[str, str]) -> None:
+    assert "cannot be" in explained(run_cli("--plain", "-m", str(tiny_pack), *options, stdin=b"hi\n"), 2)
+
+
+@pytest.mark.parametrize("line", [b"caf\xe9", b"\xff\xfe\x00", b"/open 5"])
+def test_what_is_piped_in_and_cannot_be_done_is_told_and_fails(tiny_pack: Path, line: bytes) -> None:
+    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", stdin=b"hi\n" + line + b"\nhi\n")
+    assert ran.code == 1 and ran.out.count("tiny: ") == 2 and "fault" not in ran.err
