@@ -331,9 +331,10 @@ def _run() -> int:
         sys.stdout = None  # type: ignore[assignment]
         return 1
     except OSError as error:
-        _explain(
-            FloeError("floe-chat had to stop", f"{error.strerror or error}.", "Check the disk or the device named.")
-        )
+        logging.getLogger("floe_chat").exception("floe-chat had to stop")
+        named = f"{error.filename}: " if error.filename else ""
+        hint = "Look whether you may use it." if named else f"The details are in {log_file()}."
+        _explain(FloeError("floe-chat had to stop", f"{named}{error.strerror or error}.", hint))
         return 1
     # The program's border: the person gets a sentence, the log gets the traceback.
     except Exception as error:

@@ -14,6 +14,7 @@ from ..engine.hardware import Hardware
 from ..engine.rates import Measured
 from ..engine.tuned_link import Tuned
 from ..models import catalog
+from ..models.errors import FloeError
 from .bench_table import measuring
 from .log import log_file
 from .widgets.plain import printable
@@ -25,11 +26,14 @@ def report(*, as_json: bool, measure: bool = False) -> str:
     """The findings, as text for people or as one JSON object; with `measure`, rates are measured anew first."""
     found = hardware.probe(catalog.models_folder())
     paths = hardware.compute_paths()
-    models = catalog.installed()
+    try:
+        models, trouble = catalog.installed(), ""
+    except FloeError as error:  # the rest of the report may be what helps
+        models, trouble = [], f"{error.title}: {error.cause}"
     measured = _measured() if measure else rates.Measured.load(rates.kept_file())
     links = tuple(tuned_link.all_kept())
     if not as_json:
-        return _text(found, measured, paths, links, models)
+        return _text(found, measured, paths, links, models, trouble)
     fields: dict[str, Any] = {
         "version": version("floe-chat"),
         "hardware": dataclasses.asdict(found),
@@ -37,6 +41,7 @@ def report(*, as_json: bool, measure: bool = False) -> str:
         "paths": [dataclasses.asdict(path) for path in paths],
         "links": [dataclasses.asdict(link) for link in links],
         "models": [{**dataclasses.asdict(model), "folder": str(model.folder)} for model in models],
+        "models_trouble": trouble or None,
         "log_file": str(log_file()),
     }
     return json.dumps(fields, indent=2)
@@ -54,6 +59,7 @@ def _text(
     paths: tuple[hardware.ComputePath, ...],
     links: tuple[Tuned, ...],
     models: list[catalog.Installed],
+    trouble: str,
 ) -> str:
     return "\n".join(
         [
@@ -71,6 +77,7 @@ def _text(
             "",
             "Models",
             *(_line(model.name, model.trouble or f"{_gb(model.bytes)}, {model.folder}") for model in models),
+            *([_line("trouble", trouble)] if trouble else ()),
             "",
             _line("log", f"{log_file()} (written only when something fails)"),
         ]

@@ -86,12 +86,19 @@ def name_of(folder: Path, packed_as: str) -> str:
 
 
 def installed() -> list[Installed]:
-    """The demo and every folder in the models folder, by name."""
+    """The demo and every folder in the models folder, by name.
+
+    Raises:
+        FloeError: the models folder cannot be read.
+    """
     found = [_look(DEMO, asset("demo", "packed"))]
-    if models_folder().is_dir():
-        folders = [path for path in models_folder().iterdir() if path.is_dir() and not path.name.endswith(FETCHED)]
-        found += [_look(path.name, path) for path in sorted(folders)]
-    return found
+    try:
+        paths = models_folder().iterdir() if models_folder().is_dir() else ()
+        folders = [path for path in paths if path.is_dir() and not path.name.endswith(FETCHED)]
+    except OSError as error:
+        cause = f"{error.filename or models_folder()}: {error.strerror or error}."
+        raise FloeError("The models folder cannot be read", cause, "Give yourself the right to read it.") from error
+    return found + [_look(path.name, path) for path in sorted(folders)]
 
 
 def published(name: str) -> Entry | None:

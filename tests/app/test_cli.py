@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -149,6 +150,32 @@ def test_doctor_speaks_json(tiny_pack: Path, own_folders: Path) -> None:
     assert models["mine"]["trouble"] is None and models["broken"]["trouble"]
     assert fields["hardware"]["ram_total"] > 0 and {path["device"] for path in fields["paths"]} == {"cpu", "cuda"}
     assert Path(fields["log_file"]).is_relative_to(own_folders)
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's data folder, which the user may not read; who runs the tests as root may read everything."""
+    data = models_folder().parent
+
+    def denied(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self.is_relative_to(data):
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return os.stat(self, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", denied)
+    return data
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["history", "list"], ["ask", "hi", "-m", "mine"]], ids=" ".join)
+def test_what_may_not_be_read_is_named(unreadable: Path, arguments: list[str]) -> None:
+    told = explained(run_cli(*arguments), 1)
+    assert str(unreadable) in told and "Permission denied" in told
+
+
+def test_doctor_reports_although_the_models_may_not_be_read(unreadable: Path) -> None:
+    ran = run_cli("doctor")
+    assert ran.code == 0 and "torch" in ran.out and f"{models_folder()}: Permission denied" in ran.out
+    assert "Permission denied" in json.loads(run_cli("doctor", "--json").out)["models_trouble"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
