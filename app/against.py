@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..models.errors import PackError, UsageError
+from .arguments import read_text
 
 Command = Callable[..., Any]
 _OPTIONS: tuple[Callable[[Command], Command], ...] = (
@@ -92,13 +93,3 @@ def _without(ids: list[int], passages: list[list[int]]) -> list[int]:
         left += ids[begin:at]
         begin = at + len(passage)
     return left + ids[begin:]
-
-
-def read_text(file: Path) -> str:
-    """A text of the user's. Raises: UsageError: it cannot be read, or is not UTF-8."""
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error

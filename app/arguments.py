@@ -15,6 +15,7 @@ from ..engine import ranges
 from ..engine.events import Sampling
 from ..models.errors import UsageError
 
+_MOST_ASKED = 64 << 20  # characters of one part of a question: no model reads that many
 _SILENCE = 2.0  # seconds
 _WAITING = f"floe-chat: waiting for the end of what is piped in; with <{os.devnull} nothing is\n"
 
@@ -85,28 +86,50 @@ def need_text(what: str, text: str) -> None:
         raise UsageError(f"{what} is not text", "It is not UTF-8.", "Give it in UTF-8.") from error
 
 
+def read_text(file: Path, most: int = 1 << 30) -> str:
+    """A text of the user's, of at most so many characters.
+
+    Raises:
+        UsageError: it cannot be read, is larger, or is not UTF-8.
+    """
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            text = opened.read(most + 1)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error
+    if len(text) > most:
+        raise _too_large(str(file), most)
+    return text
+
+
+def _too_large(what: str, most: int) -> UsageError:
+    return UsageError(
+        f"{what} is too large", f"It has more than {most >> 20:,} million characters.", "Give a part of it."
+    )
+
+
 def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
     """What to ask: the words, the files' text and what is piped in, with empty lines between.
 
     Raises:
-        UsageError: nothing to ask, or a file that cannot be read as text.
+        UsageError: nothing to ask, or a part that cannot be read as text, or is far too large.
     """
     parts = [" ".join(words)]
     need_text("The question", parts[0])
     for file in files:
-        try:
-            parts.append(file.read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a text file.") from error
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{file} is not text", "It is not UTF-8.", "Give a text file.") from error
+        parts.append(read_text(file, _MOST_ASKED))
     if sys.stdin and not sys.stdin.isatty():
         # A program that starts this one may have left its own input open, and nobody would know what is waited for.
         telling = threading.Timer(_SILENCE, sys.stderr.write, (_WAITING,))
         telling.daemon = True
         telling.start()
         try:
-            parts.append(sys.stdin.buffer.read().decode("utf-8-sig"))
+            piped = sys.stdin.buffer.read(_MOST_ASKED + 1)
+            if len(piped) > _MOST_ASKED:
+                raise _too_large("What was piped in", _MOST_ASKED)
+            parts.append(piped.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise UsageError("What was piped in is not text", "It is not UTF-8.", "Pipe text.") from error
         finally:

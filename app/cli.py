@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..engine.events import MOST_TOKENS
+from ..engine.ranges import MOST_TOKENS
 from ..models.errors import FloeError, UsageError
 from ..models.privacy import stay_private
 from .bench import bench
@@ -204,7 +204,7 @@ def _settled(ctx: click.Context, options: dict[str, Any]) -> tuple[Settings, dic
 
     found = read(settings_file())
     for problem in found.problems:
-        click.echo(printable(f"floe-chat: {settings_file()}: {problem}"), err=True)
+        click.echo(printable(f"floe-chat: {settings_file()}: {problem} ({problem.effect})"), err=True)
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     return found.settings, fill(options, given, found.settings)
 

@@ -15,6 +15,7 @@ import click
 
 from ..models.errors import UsageError
 from . import private_file, progress
+from .arguments import read_text
 
 if TYPE_CHECKING:
     from .history.store import Store
@@ -190,13 +191,7 @@ def import_(file: Path) -> None:
     from .history import parse
     from .history.adding import add_all
 
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read", f"{error.strerror}.", "Give the path of a file.") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file} cannot be imported", "It is not UTF-8 text.", "Give a JSON export.") from error
-    trees = parse(text, str(file), progress.note)
+    trees = parse(read_text(file), str(file), progress.note)
     with _opened(writing=True) as store:
         ids = add_all(store, trees)
         for identity in ids:

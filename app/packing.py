@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..models.errors import UsageError
-from .against import read_text
+from .arguments import read_text
 from .progress import note
 
 if TYPE_CHECKING:

@@ -32,6 +32,11 @@ class Problem:
         where = f"line {self.line}: " if self.line is not None else ""
         return f"{where}{f'{self.name}: ' if self.name else ''}{self.reason}"
 
+    @property
+    def effect(self) -> str:
+        """What is done instead, in words."""
+        return "the default is in force" if self.name else "nothing of the file is in force, all is at its default"
+
 
 def check(text: str) -> tuple[Settings, tuple[Problem, ...]]:
     """The settings in a file's `text`, with the default wherever a value cannot be taken, and why."""

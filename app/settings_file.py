@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +19,7 @@ from .settings import ACTIONS, KEYS, Key, Persona, Settings
 from .settings_check import FIELD_KEYS, Problem, check, trouble_with
 
 _LOCK_SECONDS = 5.0
+_LARGEST = 1 << 20  # bytes of a settings file
 
 _Path = tuple[str, ...]
 
@@ -37,7 +40,7 @@ def settings_file() -> Path:
 def read(file: Path) -> Read:
     """The settings in `file`, or the defaults if there is none; the file is not touched."""
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = _content(file).decode("utf-8-sig")
     except FileNotFoundError:
         return Read(Settings())
     except OSError as error:
@@ -124,7 +127,7 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
         real.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=_LOCK_SECONDS, mode=0o600):
             try:
-                text = real.read_bytes().decode("utf-8-sig")
+                text = _content(real).decode("utf-8-sig")
                 tomllib.loads(text)
             except FileNotFoundError:
                 text = documented()
@@ -137,6 +140,16 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
     except OSError as error:
         cause = f"{file}: {error.strerror or error}."
         raise FloeError("The settings cannot be saved", cause, "Give yourself the right to write there.") from error
+
+
+def _content(file: Path) -> bytes:
+    """Raises OSError: it cannot be read, or is nothing that anybody would keep settings in."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no ordinary file", str(file))  # a pipe would be waited for
+    if found.st_size > _LARGEST:
+        raise OSError(errno.EFBIG, f"it has more than {_LARGEST >> 20} MB", str(file))
+    return file.read_bytes()
 
 
 def _with_values(text: str, values: Mapping[_Path, Any]) -> str:

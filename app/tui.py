@@ -133,7 +133,7 @@ class FloeChatApp(App[int]):
             self._show_wizard(self._welcomed)
         for problem in self._settings.problems:
             self.notify(
-                f"{self._file}, {problem}. The default is in force; the file was left as it is.",
+                f"{self._file}, {problem} ({problem.effect}). The file was left as it is.",
                 title="A setting cannot be used",
                 severity="warning",
                 timeout=15,

@@ -68,7 +68,7 @@ class SettingsScreen(ModalScreen[None]):
             page.border_title = "Settings"
             page.border_subtitle = hints("Enter saves", "Esc closes")
             for problem in self._found.problems:
-                yield Static(f"{problem}; the default is in force", markup=False, classes="trouble")
+                yield Static(f"{problem}; {problem.effect}", markup=False, classes="trouble")
             with VerticalScroll(can_focus=False):
                 table = ""
                 for key in KEYS:

@@ -280,7 +280,7 @@ class Talk(EngineView):
         self._composer.focus()
 
     def _measure_context(self) -> None:
-        """Show how much of the window this branch takes and what no longer fits; while the model answers it tells that."""
+        """Show what of the window this branch takes and what no longer fits; while the model answers it tells that."""
         ids = self._dialogue.ids
         if self._phase is not Phase.READY or not ids:
             self._show_context(None)

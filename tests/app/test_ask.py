@@ -264,6 +264,13 @@ def test_no_question_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
     assert "question" in explained(ask(tiny_pack, stdin=stdin), 2)
 
 
+def test_a_part_without_an_end_is_not_read_to_its_end(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("floe_chat.app.arguments._MOST_ASKED", 1000)
+    assert "piped in is too large" in explained(ask(tiny_pack, stdin=b"x" * 1001), 2)
+    if Path("/dev/zero").exists():
+        assert "/dev/zero is too large" in explained(ask(tiny_pack, "-f", "/dev/zero"), 2)
+
+
 @pytest.mark.parametrize("stdin", [b"\xff\xfe\x00", b"caf\xe9"], ids=["utf-16", "latin-1"])
 def test_a_pipe_that_is_no_text_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
     assert "UTF-8" in explained(ask(tiny_pack, stdin=stdin), 2)

@@ -157,10 +157,12 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's data folder, which the user may not read; who runs the tests as root may read everything."""
     data = models_folder().parent
 
+    look = Path.stat
+
     def denied(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
         if self.is_relative_to(data):
             raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return os.stat(self, follow_symlinks=follow_symlinks)
+        return look(self, follow_symlinks=follow_symlinks)
 
     monkeypatch.setattr(Path, "stat", denied)
     return data

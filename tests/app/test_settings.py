@@ -21,6 +21,8 @@ from floe_chat.engine.events import Sampling
 from floe_chat.engine.ranges import check
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
 
+from ..helpers import run_cli
+
 GOOD = {
     "chat.model": "mixtral",
     "chat.preset": "High",
@@ -46,7 +48,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def written(file: Path, text: str) -> Path:
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8", newline="")
     return file
 
@@ -330,3 +332,27 @@ def test_a_folder_that_may_not_be_written_leaves_the_file(file: Path) -> None:
     finally:
         file.parent.chmod(0o700)
     assert file.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such files on Windows")
+def test_what_is_no_ordinary_file_is_neither_waited_for_nor_read_for_ever(file: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as large:
+        large.truncate(1 << 40)
+    for strange, why in (("pipe", "no ordinary"), ("large", "more than 1 MB"), ("/dev/zero", "no ordinary")):
+        found = read(tmp_path / strange)
+        assert found.settings == Settings() and why in str(found.problems[0])
+    file.parent.mkdir()
+    file.symlink_to(tmp_path / "pipe")
+    with pytest.raises(FloeError, match="cannot be saved"):
+        change(file, {"sampling.top_p": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("text", "effect"),
+    [("[sampling]\ntop_p = 7", "(the default is in force)"), ("[sampling", "(nothing of the file is in force")],
+)
+def test_the_command_line_tells_what_is_done_instead(tiny_pack: Path, text: str, effect: str) -> None:
+    written(settings_file(), text)
+    ran = run_cli("ask", "hi", "-m", str(tiny_pack), "--max-tokens", "1")
+    assert ran.code == 0 and effect in ran.err
