@@ -167,9 +167,16 @@ async def test_an_editor_that_cannot_be_started_leaves_the_screen_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
+
+    def lent(_driver: HeadlessDriver) -> None:
+        begun.append("lent")
+
+    def back(_driver: HeadlessDriver) -> None:
+        begun.append("back")
+
     monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
-    monkeypatch.setattr(HeadlessDriver, "suspend_application_mode", lambda _driver: begun.append("lent"))
-    monkeypatch.setattr(HeadlessDriver, "resume_application_mode", lambda _driver: begun.append("back"))
+    monkeypatch.setattr(HeadlessDriver, "suspend_application_mode", lent)
+    monkeypatch.setattr(HeadlessDriver, "resume_application_mode", back)
     async with ready(ScriptedClient()) as pilot:
         composer(pilot).put("half a thought")
         for editor, reason in (
