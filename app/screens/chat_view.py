@@ -18,7 +18,7 @@ from ..widgets.clipboard import copy
 from ..widgets.composer import Composer
 from ..widgets.figures import Figures
 from ..widgets.panel import PanelStrip, PerformancePanel
-from ..widgets.plain import printable
+from ..widgets.plain import one_line, printable
 from ..widgets.status_line import StatusLine
 from ..widgets.transcript import Read, Transcript
 from ..widgets.writing import Writing
@@ -150,7 +150,7 @@ class ChatView(Screen[None]):
     @on(Composer.Refused)
     @on(Chips.Refused)
     def _remark(self, event: Composer.Refused | Chips.Refused) -> None:
-        self._status.remark(printable(event.reason))
+        self._status.remark(one_line(event.reason))
 
     def _copy(self, text: str, what: str) -> None:
         copy(self.app, text)

@@ -14,7 +14,7 @@ from textual.widgets import Static
 from ...models.errors import FloeError
 from ..history import Attachment, read_attachment
 from .background import in_background
-from .plain import printable
+from .plain import one_line
 from .themes import MUTED
 from .units import count
 
@@ -35,7 +35,7 @@ class Chip(Static):
     def __init__(self, file: Attachment, tokens: int | None) -> None:
         size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
         super().__init__(
-            Content.assemble((f"▤ {printable(file.name)}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
+            Content.assemble((f"▤ {one_line(file.name)}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
         )
         self.file = file
 

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from .plain import printable
+from .plain import one_line
 from .themes import MUTED
 
 _COMMAND = re.compile(r"/([a-z]*)$")
-_FILE = re.compile(r"(?:^|\s)@(\S*)$")
+_FILE = re.compile(r"""(?:^|\s)@(?:"([^"]*)|([^\s"]\S*)?)$""")
+_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is being written before the cursor: a "command" or a "file", and its first letters."""
+    """What is being written before the cursor: a "command" or a "file", its first letters, and whether a quote lets
+    these have spaces."""
 
     kind: str
     query: str
+    quoted: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One line: what is put in, and what it is."""
-
-    value: str
-    remark: str = ""
+    @property
+    def written(self) -> int:
+        """Characters of it before the cursor, its sign included."""
+        return 1 + self.quoted + len(self.query)
 
 
 def wanted(before: str, *, first_line: bool) -> Wanted | None:
@@ -38,7 +38,7 @@ def wanted(before: str, *, first_line: bool) -> Wanted | None:
     if first_line and (found := _COMMAND.fullmatch(before)):
         return Wanted("command", found[1])
     if found := _FILE.search(before):
-        return Wanted("file", found[1])
+        return Wanted("file", found[1] or found[2] or "", quoted=found[1] is not None)
     return None
 
 
@@ -48,27 +48,34 @@ class Completion(OptionList, can_focus=False):
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
         self.wanted: Wanted | None = None
-        self._choices: Sequence[Choice] = ()
+        self._values: Sequence[str] = ()
 
     @property
     def is_open(self) -> bool:
         """Whether there is something to choose."""
-        return self.display and self.wanted is not None and bool(self._choices)
+        return self.display and self.wanted is not None and bool(self._values)
 
     def on_mount(self) -> None:
         self.display = False
 
-    def offer(self, wanted: Wanted | None, choices: Sequence[Choice]) -> None:
-        """Show `choices`, the first one highlighted; none hide the list."""
-        self.wanted, self._choices = wanted, choices
-        self.display = bool(choices)
+    def offer(self, wanted: Wanted | None, values: Sequence[str], remarks: Mapping[str, str] | None = None) -> None:
+        """Show what may be put in, the first one highlighted, perhaps with a remark each; nothing hides the list.
+
+        Of those that have no room it only says how many they are.
+        """
+        more = len(values) - _ROWS + 1 if len(values) > _ROWS else 0
+        self.wanted, self._values = wanted, values[: len(values) - more]
+        self.display = bool(values)
         self.clear_options()
-        longest = max((len(choice.value) for choice in choices), default=0)
-        for choice in choices:
-            value = printable(choice.value)
-            line = Content.assemble(value, (f"{'':{longest - len(value) + 3}}{printable(choice.remark)}", MUTED))
+        longest = max((len(value) for value in self._values), default=0)
+        for value in self._values:
+            line = Content(one_line(value))
+            if remarks:
+                line += Content.styled(" " * (longest - len(value) + 3) + one_line(remarks[value]), MUTED)
             self.add_option(Option(line))
-        if choices:
+        if more:
+            self.add_option(Option(Content.styled(f"… {more:,} more: write on", MUTED), disabled=True))
+        if values:
             self.highlighted = 0
 
     def close(self) -> None:
@@ -78,10 +85,10 @@ class Completion(OptionList, can_focus=False):
 
     def move(self, step: int) -> None:
         """Highlight the next (1) or the last (-1) choice."""
-        if self._choices:
-            self.highlighted = ((self.highlighted or 0) + step) % len(self._choices)
+        if self._values:
+            self.highlighted = ((self.highlighted or 0) + step) % len(self._values)
 
     @property
-    def chosen(self) -> Choice | None:
-        """The highlighted choice."""
-        return self._choices[self.highlighted] if self.is_open and self.highlighted is not None else None
+    def chosen(self) -> str | None:
+        """What is highlighted."""
+        return self._values[self.highlighted] if self.is_open and self.highlighted is not None else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from ...models.home import expanded
 
 _MOST = 20_000
+_PLACES = ("~", "..")
 _SKIPPED = {"node_modules", "__pycache__", "venv", "build", "dist", "target"}
 
 
@@ -25,12 +26,15 @@ def listing(folder: Path) -> list[str]:
 
 
 def outside(query: str) -> list[str]:
-    """The files and folders that the path `query`, which names a place by itself, may go on with."""
-    head, _slash, _start = query.rpartition("/")
+    """The files and folders that the path `query`, which names a place by itself, may go on with, in any case."""
+    if query in _PLACES:
+        return [query + "/"]
+    head, _slash, start = query.rpartition("/")
     folder = expanded(head + "/")
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        return [f"{head}/{entry.name}{'/' if entry.is_dir() else ''}" for entry in entries[:_MOST]]
+        fitting = [entry for entry in os.scandir(folder) if entry.name.lower().startswith(start.lower())]
+        fitting.sort(key=lambda entry: entry.name)
+        return [f"{head}/{entry.name}{'/' if entry.is_dir() else ''}" for entry in fitting[:_MOST]]
     except (OSError, ValueError):
         return []
 
@@ -45,11 +49,11 @@ def meant(written: str) -> Path:
 
 def is_outside(query: str) -> bool:
     """Whether `query` names a place by itself instead of something below the working folder."""
-    return query.startswith(("/", "~/", "../", "./"))
+    return query in _PLACES or query.startswith(("/", *(f"{place}/" for place in _PLACES), "./"))
 
 
-def matching(query: str, paths: Sequence[str], most: int) -> list[str]:
-    """The `most` paths that fit best: those that hold `query`, in their last part first, then its letters in order."""
+def matching(query: str, paths: Sequence[str]) -> list[str]:
+    """The paths that fit, best first: those that hold `query`, in their last part first, then its letters in order."""
     wanted = query.lower()
     ranked: list[tuple[int, int, str]] = []
     for path in paths:
@@ -66,7 +70,7 @@ def matching(query: str, paths: Sequence[str], most: int) -> list[str]:
         else:
             continue
         ranked.append((rank, len(path), path))
-    return [path for _rank, _length, path in sorted(ranked)[:most]]
+    return [path for _rank, _length, path in sorted(ranked)]
 
 
 def _walk(folder: Path) -> Iterator[str]:

@@ -10,3 +10,8 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 def printable(text: str) -> str:
     """`text` with one kind of newline, and U+FFFD for every control character, but newline and tab."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def one_line(text: str) -> str:
+    """`text` as `printable` makes it, for one row: U+FFFD for newlines and tabs too. File names may have them."""
+    return printable(text).replace("\n", "\ufffd").replace("\t", "\ufffd")

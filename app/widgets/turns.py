@@ -13,7 +13,7 @@ from textual.style import Style
 from textual.widgets import Static
 
 from ..history import Message as Record
-from .plain import printable
+from .plain import one_line, printable
 from .themes import MUTED
 
 COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
@@ -128,7 +128,7 @@ class UserTurn(Turn):
     def note(self, note: str) -> None:
         self._note = note
         parts = [Content(printable(self._text).expandtabs(4))] if self._text else []
-        parts += [Content.styled(f"▤ {printable(name)}", "$secondary") for name in self._files]
+        parts += [Content.styled(f"▤ {one_line(name)}", "$secondary") for name in self._files]
         parts += [Content.styled(note, f"italic {MUTED}")] if note else []
         self._said.update(Content("\n").join(parts), layout=self._said.is_attached)
 

@@ -19,12 +19,11 @@ from textual.widgets import OptionList
 from ...models.home import expanded
 from .background import in_background
 from .chips import Chips, Count
-from .completion import Choice, Completion, Wanted, wanted
+from .completion import Completion, Wanted, wanted
 from .composer import Composer
 from .files import is_outside, listing, matching, outside
 from .plain import printable
 
-_MOST_CHOICES = 8
 _LOOK_SECONDS = 0.3
 
 
@@ -72,26 +71,21 @@ class Writing(Vertical):
     def _offer(self, found: Wanted) -> None:
         if found.kind == "command":
             names = sorted(self._commands, key=lambda name: not name.startswith(found.query))
-            names = [name for name in names if found.query in name][:_MOST_CHOICES]
-            self.completion.offer(found, [Choice(f"/{name}", self._commands[name]) for name in names])
+            remarks = {f"/{name}": self._commands[name] for name in names if found.query in name}
+            self.completion.offer(found, list(remarks), remarks)
         elif is_outside(found.query):
-            paths = outside(found.query)
-            last = found.query.rpartition("/")[2]
-            self._offer_files(found, [path for path in paths if path.rstrip("/").rpartition("/")[2].startswith(last)])
+            self.completion.offer(found, outside(found.query))
         elif self._listing is None:
             self.completion.offer(found, ())
             self._listing = []
             in_background(self, lambda: listing(Path.cwd()), self._listed)
         else:
-            self._offer_files(found, matching(found.query, self._listing, _MOST_CHOICES))
+            self.completion.offer(found, matching(found.query, self._listing))
 
     def _listed(self, paths: list[str]) -> None:
         self._listing = paths
         if (found := self.completion.wanted) is not None and found.kind == "file":
-            self._offer_files(found, matching(found.query, paths, _MOST_CHOICES))
-
-    def _offer_files(self, found: Wanted, paths: Sequence[str]) -> None:
-        self.completion.offer(found, [Choice(path) for path in paths[:_MOST_CHOICES]])
+            self.completion.offer(found, matching(found.query, paths))
 
     @on(OptionList.OptionSelected)
     def _clicked(self, event: OptionList.OptionSelected) -> None:
@@ -101,24 +95,24 @@ class Writing(Vertical):
 
     def _take(self, enter: bool) -> bool:
         """Put the highlighted completion in the place of its first letters; whether that is a command to be run now."""
-        found, choice = self.completion.wanted, self.completion.chosen
-        if found is None or choice is None:
+        found, chosen = self.completion.wanted, self.completion.chosen
+        if found is None or chosen is None:
             return False
-        written = len(found.query) + 1
         self.completion.close()
         if found.kind == "command":
-            name = choice.value[1:]
-            self.composer.replace_before_cursor(written, choice.value + ("" if enter else " "))
+            name = chosen[1:]
+            self.composer.replace_before_cursor(found.written, chosen + ("" if enter else " "))
             if enter and name in self._careful and name != found.query:
                 self.post_message(Composer.Refused(f"Enter once more: {self._commands[name]}"))
                 return False
             return enter
-        if choice.value.endswith("/"):
-            self.composer.replace_before_cursor(written - 1, choice.value)
+        if chosen.endswith("/"):
+            quote = '"' if found.quoted or " " in chosen else ""
+            self.composer.replace_before_cursor(found.written, f"@{quote}{chosen}")
         else:
-            self.composer.replace_before_cursor(written, "")
+            self.composer.replace_before_cursor(found.written, "")
             # Below the working folder ~ is a letter like any other.
-            self.chips.attach(expanded(choice.value) if is_outside(found.query) else Path(choice.value))
+            self.chips.attach(expanded(chosen) if is_outside(found.query) else Path(chosen))
         return False
 
     def edit_outside(self, meanwhile: Callable[[], None]) -> str:

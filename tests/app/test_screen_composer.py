@@ -67,6 +67,34 @@ async def test_a_tilde_in_the_working_folder_is_a_letter(tmp_path: Path, monkeyp
         await until(pilot, lambda: chips(pilot) == ["▤ ~tilde.txt  4 tokens  ×"])
 
 
+async def test_files_with_odd_names_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my dir").mkdir()
+    (tmp_path / "my dir" / "A file.txt").write_text("in a folder with a space")
+    (tmp_path / "two\nlines.txt").write_text("so is its name")
+    (tmp_path / "many").mkdir()
+    for number in range(12):
+        (tmp_path / "many" / f"{number:02}").write_text("x")
+    async with ready(ScriptedClient()) as pilot:
+        completion = pilot.app.screen.query_one(Completion)
+        await write(pilot, "see @./my")
+        await until(pilot, lambda: completion.is_open)
+        await pilot.press("enter", "a")
+        assert composer(pilot).text == 'see @"./my dir/a' and completion.is_open
+        await pilot.press("enter")
+        await until(pilot, lambda: chips(pilot) == ["▤ A file.txt  6 tokens  ×"])
+        assert composer(pilot).text == "see "
+        await write(pilot, "@lines")
+        await until(pilot, lambda: completion.is_open)
+        assert "two\ufffdlines.txt" in screen_text(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: chips(pilot)[1:] == ["▤ two\ufffdlines.txt  4 tokens  ×"])
+        await write(pilot, "@./many/")
+        await until(pilot, lambda: "… 5 more: write on" in screen_text(pilot))
+        await pilot.press("up")
+        assert completion.chosen == "./many/06" and completion.size.height == 8
+
+
 async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:

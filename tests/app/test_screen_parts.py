@@ -14,7 +14,7 @@ from floe_chat.app.widgets import units
 from floe_chat.app.widgets.clipboard import local_tool
 from floe_chat.app.widgets.completion import Wanted, wanted
 from floe_chat.app.widgets.fences import FenceSplitter
-from floe_chat.app.widgets.files import listing, matching, meant, outside
+from floe_chat.app.widgets.files import is_outside, listing, matching, meant, outside
 from floe_chat.app.widgets.heat import bars, condense, stretch
 from floe_chat.app.widgets.markdown import AnswerParser
 from floe_chat.app.widgets.plain import printable
@@ -55,6 +55,8 @@ def test_completion_knows_what_is_being_written() -> None:
     assert wanted("/re", first_line=True) == Wanted("command", "re")
     assert wanted("/re", first_line=False) is None and wanted("/re x", first_line=True) is None
     assert wanted("see @src/ma", first_line=False) == Wanted("file", "src/ma")
+    assert wanted('see @"./my dir/a', first_line=False) == Wanted("file", "./my dir/a", quoted=True)
+    assert wanted('see @"a b"', first_line=False) is None and wanted("@", first_line=True) == Wanted("file", "")
     assert wanted("mail me@home", first_line=True) is None and wanted("@a b", first_line=True) is None
 
 
@@ -64,9 +66,11 @@ def test_files_are_found_by_their_letters(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     paths = listing(tmp_path)
     assert paths == ["main.py", "src/domain.txt", "src/map_in.c", "x/y/other"]
-    assert matching("main", paths, 9) == ["main.py", "src/domain.txt", "src/map_in.c"]
-    assert matching("SRC/D", paths, 9) == ["src/domain.txt"] and matching("", paths, 2) == ["main.py", "x/y/other"]
-    assert {f"{tmp_path}/main.py", f"{tmp_path}/src/"} < set(outside(f"{tmp_path}/s"))
+    assert matching("main", paths) == ["main.py", "src/domain.txt", "src/map_in.c"]
+    assert matching("SRC/D", paths) == ["src/domain.txt"] and matching("", paths)[:2] == ["main.py", "x/y/other"]
+    assert {f"{tmp_path}/main.py", f"{tmp_path}/src/"} < set(outside(f"{tmp_path}/"))
+    assert outside(f"{tmp_path}/SR") == [f"{tmp_path}/src/"]
+    assert is_outside("~") and outside("~") == ["~/"] and is_outside("..") and not is_outside("~tilde")
     assert outside(f"{tmp_path}/none/") == []
 
 
