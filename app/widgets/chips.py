@@ -8,18 +8,21 @@ from pathlib import Path
 from textual import events, on
 from textual.containers import Horizontal
 from textual.content import Content
+from textual.layout import Layout
 from textual.message import Message
 from textual.widgets import Static
 
 from ...models.errors import FloeError
 from ..history import Attachment, read_attachment
 from .background import in_background
+from .flow import Flow
 from .plain import one_line
 from .themes import MUTED
 from .units import count
 
 Count = Callable[[str], int | None]
 _BYTES_PER_TOKEN = 4  # about, while no tokenizer is there yet
+_LONGEST_NAME = 32
 
 
 class Chip(Static):
@@ -34,9 +37,10 @@ class Chip(Static):
 
     def __init__(self, file: Attachment, tokens: int | None) -> None:
         size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
-        super().__init__(
-            Content.assemble((f"▤ {one_line(file.name)}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
-        )
+        name = one_line(file.name)
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
+        super().__init__(Content.assemble((f"▤ {name}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error")))
         self.file = file
 
     def on_click(self, event: events.Click) -> None:
@@ -57,10 +61,15 @@ class Chips(Horizontal):
     def __init__(self, tokens_of: Count, room: Callable[[], int | None]) -> None:
         """`tokens_of` counts a text's tokens, None before that can be told; `room` is what the window holds."""
         super().__init__()
+        self._flow = Flow()
         self._tokens_of = tokens_of
         self._room = room
         self._reading = 0
         self._removed: list[Attachment] = []
+
+    @property
+    def layout(self) -> Layout:
+        return self._flow
 
     @property
     def files(self) -> tuple[Attachment, ...]:
@@ -131,6 +140,7 @@ class Chips(Horizontal):
             self.post_message(self.Refused(reason))
             return
         self.mount(Chip(file, tokens))
+        self.scroll_end(animate=False)
 
 
 def estimate(text: str) -> int:

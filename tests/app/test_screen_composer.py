@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.history import Attachment
 from floe_chat.app.widgets.chips import Chip
 from floe_chat.app.widgets.completion import Completion
 from textual import events
@@ -173,6 +174,23 @@ async def test_files_that_were_taken_away_come_back(monkeypatch: pytest.MonkeyPa
         assert composer(pilot).text == "text"
         await pilot.press("ctrl+z")
         assert composer(pilot).text != "text"
+
+
+async def test_every_file_can_be_seen_and_taken_away() -> None:
+    async with ready(ScriptedClient(), size=(80, 24)) as pilot:
+        files = [Attachment(name, "some words") for name in ("pasted 1", "pasted 2", "pasted 3", f"{'very ' * 20}long")]
+        composer(pilot).take_back("", tuple(files))
+        await until(pilot, lambda: len(chips(pilot)) == 4 and screen_text(pilot).count("×") == 4)
+        assert chips(pilot)[-1] == "▤ very very very v… very very long  2 tokens  ×"
+        for left in (3, 2, 1, 0):
+            chip = list(pilot.app.screen.query(Chip))[-1]
+            assert await pilot.click(chip, offset=(chip.size.width, 0))
+            await until(pilot, lambda left=left: len(chips(pilot)) == left)
+        await pilot.resize_terminal(60, 20)
+        for number in range(20):
+            composer(pilot).take_back("", (Attachment(f"file {number}", "some words"),))
+        await until(pilot, lambda: len(chips(pilot)) == 20 and "file 19" in screen_text(pilot))
+        assert "Ask something" in screen_text(pilot)
 
 
 async def test_a_question_that_came_back_and_was_changed_stays() -> None:
