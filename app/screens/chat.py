@@ -104,8 +104,11 @@ class ChatScreen(Chats):
         if command is None:
             return
         if command.needs_argument and not argument:
-            self._composer.put(f"/{name} ")
-            self._status.remark(f"Write what it needs: {command.usage}")
+            if self._composer.text:
+                self._status.remark(f"Send or clear what you wrote first, then: {command.usage}")
+            else:
+                self._composer.put(f"/{name} ")
+                self._status.remark(f"Write what it needs: {command.usage}")
             return
         try:
             running = command.run(argument)

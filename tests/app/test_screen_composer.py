@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,10 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         await write(pilot, "/rename")
         await pilot.press("escape", "enter")
         await until(pilot, lambda: "/rename TITLE" in screen_text(pilot) and composer(pilot).text == "/rename ")
+        composer(pilot).put("half a thought")
+        await pilot.app._chat.obey("rename", "")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        await until(pilot, lambda: "Send or clear what you wrote first, then: /rename TITLE" in screen_text(pilot))
+        assert composer(pilot).text == "half a thought"
         composer(pilot).put("/nothing")
         await pilot.press("enter")
         await until(pilot, lambda: "There is no command /nothing" in screen_text(pilot))
@@ -214,15 +219,12 @@ async def test_an_editor_that_cannot_be_started_leaves_the_screen_as_it_was(
 ) -> None:
     begun: list[str] = []
 
-    def lent(_driver: HeadlessDriver) -> None:
-        begun.append("lent")
-
-    def back(_driver: HeadlessDriver) -> None:
-        begun.append("back")
+    def noting(what: str) -> Callable[[HeadlessDriver], None]:
+        return lambda _driver: begun.append(what)
 
     monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
-    monkeypatch.setattr(HeadlessDriver, "suspend_application_mode", lent)
-    monkeypatch.setattr(HeadlessDriver, "resume_application_mode", back)
+    monkeypatch.setattr(HeadlessDriver, "suspend_application_mode", noting("lent"))
+    monkeypatch.setattr(HeadlessDriver, "resume_application_mode", noting("back"))
     async with ready(ScriptedClient()) as pilot:
         composer(pilot).put("half a thought")
         for editor, reason in (
