@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from textual import events, on
@@ -35,13 +36,13 @@ class Chip(Static):
             super().__init__()
             self.chip = chip
 
-    def __init__(self, file: Attachment, tokens: int | None) -> None:
-        size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
-        name = one_line(file.name)
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
-        super().__init__(Content.assemble((f"▤ {name}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error")))
+    def __init__(self, file: Attachment, tokens: int | None = None) -> None:
+        super().__init__(_label(file, tokens))
         self.file = file
+
+    def measured(self, tokens: int | None) -> None:
+        """It takes so many tokens."""
+        self.update(_label(self.file, tokens))
 
     def on_click(self, event: events.Click) -> None:
         event.stop()
@@ -65,6 +66,7 @@ class Chips(Horizontal):
         self._tokens_of = tokens_of
         self._room = room
         self._reading = 0
+        self._chips: list[Chip] = []  # without those that Textual is still taking away
         self._removed: list[Attachment] = []
 
     @property
@@ -74,7 +76,7 @@ class Chips(Horizontal):
     @property
     def files(self) -> tuple[Attachment, ...]:
         """What goes along."""
-        return tuple(chip.file for chip in self.query(Chip))
+        return tuple(chip.file for chip in self._chips)
 
     @property
     def reading(self) -> bool:
@@ -95,34 +97,38 @@ class Chips(Horizontal):
         in_background(self, measured, self._take)
 
     def give_back(self, files: tuple[Attachment, ...]) -> None:
-        """Show the files of a question that came back."""
+        """Show the files of a question that came back, at once: they were measured before."""
         for file in files:
-            self.attach(file)
+            chip = self._show(Chip(file))
+            in_background(chip, partial(self._tokens_of, file.text), chip.measured)
 
     def take_all(self) -> tuple[Attachment, ...]:
         """Hand the files over, and show none any more."""
         files = self.files
         self.remove_children()
+        self._chips.clear()
         self._removed.clear()
         return files
 
     def remove_last(self) -> None:
         """Take the last one away, if there is one."""
-        if chips := self.query(Chip):
-            self._remove(chips.last())
+        if self._chips:
+            self._remove(self._chips[-1])
 
     def bring_back(self) -> bool:
         """Show the one again that was taken away last; False if there is none."""
         if self._removed:
-            self.attach(self._removed.pop())
+            self.give_back((self._removed.pop(),))
             return True
         return False
 
     @on(Chip.Clicked)
     def _clicked(self, event: Chip.Clicked) -> None:
-        self._remove(event.chip)
+        if event.chip in self._chips:
+            self._remove(event.chip)
 
     def _remove(self, chip: Chip) -> None:
+        self._chips.remove(chip)
         self._removed.append(chip.file)
         chip.remove()
         self.post_message(self.Refused(f"{chip.file.name} does not go along; Ctrl+Z brings it back"))
@@ -139,8 +145,21 @@ class Chips(Horizontal):
             reason = f"{file.name} takes {held:,} tokens; the model's window holds {room:,}"
             self.post_message(self.Refused(reason))
             return
-        self.mount(Chip(file, tokens))
+        self._show(Chip(file, tokens))
+
+    def _show(self, chip: Chip) -> Chip:
+        self._chips.append(chip)
+        self.mount(chip)
         self.scroll_end(animate=False)
+        return chip
+
+
+def _label(file: Attachment, tokens: int | None) -> Content:
+    name = one_line(file.name)
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
+    size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
+    return Content.assemble((f"▤ {name}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
 
 
 def estimate(text: str) -> int:

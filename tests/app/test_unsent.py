@@ -72,6 +72,7 @@ async def test_a_draft_waits_while_a_message_is_edited(tmp_path: Path) -> None:
         await until(pilot, lambda: noted(file) == [Unsent("half a thought", (notes,))])
         await pilot.press("ctrl+up", "up", "e")
         await until(pilot, lambda: composer(pilot).text == "first" and "notes.md" not in screen_text(pilot))
+        await pilot.press("escape", "ctrl+up", "up", "e", "ctrl+up", "up", "e")  # in the middle of it too
         await write(pilot, "ly")
         await until(pilot, lambda: noted(file) == [Unsent("firstly"), Unsent("half a thought", (notes,))])
         await pilot.press("escape")
