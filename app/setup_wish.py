@@ -68,8 +68,7 @@ class Wish:
     @property
     def local(self) -> Path | None:
         """The folder of the checkpoint, if it is one."""
-        path = expanded(self.model)
-        return path if path.is_dir() else None
+        return _local(self.model)
 
     def spec(self) -> PackSpec:
         """Raises: UsageError: widths that there are not."""
@@ -86,8 +85,8 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
     """
     entry = catalog.published(model)
     source = entry.repo if entry and entry.repo else model
-    local = expanded(source)
-    if local.is_dir():
+    local = _local(source)
+    if local is not None:
         source = str(local.resolve())
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         listed = ", ".join(known.name for known in catalog.PUBLISHED if known.repo)
@@ -107,6 +106,14 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
             f"Chat with it: floe-chat --model {called}, or choose another name with --name.",
         )
     return wanted
+
+
+def _local(model: str) -> Path | None:
+    path = expanded(model)
+    try:
+        return path if path.is_dir() else None
+    except OSError:
+        return None  # too long a name, or a place that nobody may look into
 
 
 def unfinished() -> list[Wish]:

@@ -127,6 +127,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     for model, name, words in (
         ("no such model", None, "no model 'no such model' to set up"),
         ("~nobody-of-that-name/x", None, "no model '~nobody-of-that-name/x' to set up"),
+        ("x/" * 3000, None, "no model 'x/x/"),
         (REPO, "../escape", "cannot be called"),
         (REPO, "demo", "cannot be called"),
         (REPO, "x.download", "cannot be called"),
