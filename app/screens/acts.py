@@ -103,7 +103,7 @@ class Acts(Talk):
     # One message
 
     def _copy_code_of(self, turn: Turn) -> None:
-        codes = turn.codes() if isinstance(turn, AnswerTurn) else []
+        codes = turn.codes() if isinstance(turn, AnswerTurn) else ()
         if not codes or turn.record is None:
             self._status.remark("There is no code block in this message")
             return

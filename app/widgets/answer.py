@@ -55,7 +55,11 @@ class AnswerTurn(Turn):
         """All of the answer so far."""
         return "".join(self._pieces)
 
-    def codes(self) -> list[str]:
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return tuple(action for action in self.ACTIONS if action != CODE or self.codes())
+
+    def codes(self) -> tuple[str, ...]:
         """Its code blocks, in order."""
         from .markdown import codes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import MutableMapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -107,9 +107,10 @@ class AnswerMarkdown(Markdown):
             await self.update(text)
 
 
-def codes(text: str) -> list[str]:
+@lru_cache(maxsize=1)  # asked for whenever the mouse moves in an answer
+def codes(text: str) -> tuple[str, ...]:
     """The code blocks of an answer, in order."""
-    return [token.content for token in the_parser().parse(text) if token.type in ("fence", "code_block")]
+    return tuple(token.content for token in the_parser().parse(text) if token.type in ("fence", "code_block"))
 
 
 def _make_printable(tokens: Sequence[Token]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import events
@@ -25,17 +26,35 @@ KEYS = {COPY: "c", CODE: "y", EDIT: "e", AGAIN: "r", MORE: "m", FORK: "f", DELET
 
 
 class Tail(Static):
-    """The blank row under a message: which version of it is shown and, when wanted, what can be done to it."""
+    """The blank row under a message: which version of it is shown and, when wanted, what can be done to it.
 
-    def show(self, record: Record | None, actions: tuple[str, ...]) -> None:
-        """Offer `actions` for `record`; the versions are always shown where there are several."""
-        parts: list[Content] = []
+    On a narrow screen that can take more rows than one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(classes="tail")
+        self._parts: list[Content] = []
+
+    def show(self, record: Record | None, actions: tuple[str, ...], *, keys: bool) -> None:
+        """Offer `actions` for `record`, with their `keys` if those act on it; the versions are always shown where there
+        are several."""
+        self._parts = []
         if record is not None and record.siblings > 1:
-            parts += [_link("‹", OLDER), Content.styled(f" {record.sibling}/{record.siblings} ", MUTED)]
-            parts += [_link("›", NEWER), Content("   ")]
+            place = Content.styled(f" {record.sibling}/{record.siblings} ", MUTED)
+            self._parts.append(Content.assemble(_link("‹", OLDER), place, _link("›", NEWER)))
         for action in actions if record is not None else ():
-            parts += [_link(action, action), Content.styled(f" {KEYS[action]}   ", MUTED)]
-        self.update(Content.assemble(*parts), layout=False)  # one row it has anyway
+            key = Content.styled(f" {KEYS[action]}" if keys else "", MUTED)
+            self._parts.append(Content.assemble(_link(action, action), key))
+        self._lay_out()
+
+    def on_resize(self, _event: events.Resize) -> None:
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        width, height = self.content_size
+        if width:  # else it comes with the first layout
+            rows = _rows(self._parts, width)
+            self.update(Content("\n").join(rows), layout=max(1, len(rows)) != height)
 
     def action_act(self, action: str) -> None:
         """A link was clicked."""
@@ -59,7 +78,7 @@ class Turn(Vertical):
     def __init__(self, record: Record | None) -> None:
         super().__init__()
         self._record = record
-        self._tail = Tail(classes="tail")
+        self._tail = Tail()
         self._selected = False
 
     @property
@@ -88,6 +107,11 @@ class Turn(Vertical):
         """What it says."""
         return self._record.text if self._record else ""
 
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """What can be done to it."""
+        return self.ACTIONS
+
     def on_mount(self) -> None:
         self.show_tail()
 
@@ -100,7 +124,7 @@ class Turn(Vertical):
     def show_tail(self) -> None:
         """Draw the row under the message anew."""
         wanted = self._selected or (self.is_attached and self.is_mouse_over)
-        self._tail.show(self._record, self.ACTIONS if wanted else ())
+        self._tail.show(self._record, self.actions if wanted else (), keys=self._selected)
 
 
 class UserTurn(Turn):
@@ -139,3 +163,16 @@ class UserTurn(Turn):
 
 def _link(text: str, action: str) -> Content:
     return Content.styled(text, Style.from_meta({"@click": f"act('{action}')"}))
+
+
+def _rows(parts: Sequence[Content], width: int) -> list[Content]:
+    """All in one row if they fit, then with as wide gaps as they can have."""
+    words = sum(part.cell_length for part in parts)
+    gap = Content(" " * (3 if words + 3 * (len(parts) - 1) <= width else 2))
+    rows: list[Content] = []
+    for part in parts:
+        if rows and rows[-1].cell_length + len(gap) + part.cell_length <= width:
+            rows[-1] = Content.assemble(rows[-1], gap, part)
+        else:
+            rows.append(part)
+    return rows

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.blocks import ErrorBlock
 from floe_chat.app.widgets.transcript import Transcript
-from floe_chat.app.widgets.turns import UserTurn
+from floe_chat.app.widgets.turns import Tail, UserTurn
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, text_of, until, write
+from .wizardry import shown
 
 
 def texts(pilot: Pilot[int]) -> list[str]:
@@ -143,3 +145,21 @@ async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
         code = pilot.app.query_one("CodeBar")
         await pilot.click(code)
         assert "copy" in text_of(code)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+async def test_the_bar_names_every_key_on_a_narrow_screen(width: int) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(width, 20)) as pilot:
+        await exchange(pilot, client, "one", "Plain `words`.")
+        await pilot.press("ctrl+up")
+        await until(pilot, lambda: "delete d" in shown(pilot))
+        assert "code" not in shown(pilot)
+        await pilot.press("escape", "ctrl+t")
+        await answered(pilot, client, 2, "Look:\n\n```\nx = 1\n```\n\n" + "and more words\n\n" * 9)
+        await pilot.press("ctrl+up")
+        for words in ("‹ 2/2 ›", "copy c", "code y", "edit e", "again r", "more m", "fork f", "delete d"):
+            await until(pilot, lambda words=words: words in shown(pilot))
+        await pilot.press("escape")
+        await until(pilot, lambda: "delete d" not in shown(pilot))
+        assert pilot.app.query(Tail).last().size.height == 1
