@@ -203,7 +203,7 @@ class Transcript(VerticalScroll):
     def _select(self, turn: Turn) -> None:
         self.on_blur()
         turn.selected = True
-        self.scroll_to_widget(turn, animate=False)
+        self.call_after_refresh(self.scroll_to_widget, turn, animate=False)  # its bar may take another row
 
     # The window
 
@@ -256,8 +256,8 @@ class Transcript(VerticalScroll):
         Where the end is followed, the layout itself keeps it in view, and to scroll would end that.
         """
         with self.app.batch_update():
-            place = turn.virtual_region.y - self.scroll_y
             yield
+            place = turn.virtual_region.y - self.scroll_y  # now: somebody may have scrolled meanwhile
             self.screen._refresh_layout()  # pyright: ignore[reportPrivateUsage]
             if not self._follows:
                 self.scroll_to(y=turn.virtual_region.y - place, animate=False, force=True, immediate=True)

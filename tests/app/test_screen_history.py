@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.history import Conversation, History, Message, Setup, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
@@ -14,6 +16,7 @@ from floe_chat.app.widgets.transcript import PAGE, Transcript
 from floe_chat.app.widgets.turns import Turn, UserTurn
 from textual.pilot import Pilot
 
+from .scenes import still
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
 
 
@@ -182,3 +185,22 @@ async def test_a_damaged_history_is_told_and_the_chat_goes_on(tmp_path: Path) ->
         await until(pilot, lambda: isinstance(pilot.app.screen, HistoryScreen) and "still" in screen_text(pilot))
         assert not [turn for turn in pilot.app.screen_stack[0].query(UserTurn) if turn.note]
     assert history.close()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (60, 20)], ids=str)
+async def test_the_first_message_of_a_long_chat_is_seen_when_it_is_selected(size: tuple[int, int]) -> None:
+    history, client = History(None), ScriptedClient()
+    tree = long_tree(600)
+    said = [replace(message, text=message.text + "\n\nmore" * (message.position % 2 * 30)) for message in tree.messages]
+    history.add(replace(tree, messages=tuple(said)))
+    history.settle()
+    async with ready(client, size=size, history=history) as pilot:
+        await write(pilot, "/last")
+        await pilot.press("enter")
+        await until(pilot, lambda: "number 599" in "\n".join(shown(pilot)))
+        await still(pilot)
+        await pilot.press("ctrl+up", "home")
+        await until(pilot, lambda: (turn := transcript(pilot).selected) is not None and turn.text == "number 0")
+        await still(pilot)
+        assert transcript(pilot).scroll_y == 0 and "number 0" in screen_text(pilot)
+    history.close()
