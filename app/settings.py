@@ -34,6 +34,7 @@ ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "copy": ("ctrl+o", "Copy the last answer"),
         "newline": ("ctrl+j", "A new line in the question"),
         "editor": ("ctrl+g", "Write the question in $EDITOR"),
+        "redraw": ("ctrl+l", "Draw the screen anew"),
     }
 )
 """What has a key: the key it has by default (several: with commas between), and what it does."""

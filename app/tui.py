@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -22,6 +23,7 @@ from ..models.catalog import find
 from ..models.errors import FloeError
 from .bridge import EngineBridge, EngineFailed, EngineNotice
 from .chat_client import ChatClient
+from .emoji import PlainEmoji
 from .history import History, Setup, history_file
 from .painting import lighten
 from .screens.chat import ChatScreen
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 # would wait for a whole turn of the other.
 _SWITCH_INTERVAL = 0.0005
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
+_CLEAR = "\x1b[2J"
+_PLAIN_EMOJI = PlainEmoji()
 
 lighten()
 
@@ -60,6 +64,7 @@ class FloeChatApp(App[int]):
         Binding("ctrl+q", "quit", "leave floe-chat; the answer so far is kept", show=False, priority=True, id="quit"),
         Binding("f1", "help", "this page", show=False, id="help"),
         Binding("ctrl+p", "command_palette", "every command by name", show=False, priority=True, id="palette"),
+        Binding("ctrl+l", "redraw", "draw the screen anew", show=False, priority=True, id="redraw"),
     ]
 
     def __init__(
@@ -109,6 +114,9 @@ class FloeChatApp(App[int]):
     def given_keys(self) -> Mapping[str, str]:
         """The key of every action, see `hints.Keyed`."""
         return self._settings.settings.keys
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), _PLAIN_EMOJI]
 
     def on_load(self) -> None:
         if self._terminal is not None:
@@ -195,6 +203,12 @@ class FloeChatApp(App[int]):
         if self._chat.answering:
             self.call_later(self._chat.action_stop)
         self.notify("Ctrl+C again leaves floe-chat", timeout=_TWICE_SECONDS)
+
+    def action_redraw(self) -> None:
+        """Paint all anew: another program wrote there, or the terminal counts the cells of some character otherwise."""
+        if self._driver is not None:
+            self._driver.write(_CLEAR)
+        self.screen.refresh()
 
     def action_help(self) -> None:
         from .screens.help import HelpScreen

@@ -38,6 +38,7 @@ OWN = {
     "copy": "alt+o",
     "newline": "alt+l",
     "editor": "alt+v",
+    "redraw": "alt+d",
 }
 USUAL = [key_name(key) for action, (key, _does) in ACTIONS.items() if action != "stop"]  # Esc leaves every page
 

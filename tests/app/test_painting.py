@@ -9,11 +9,13 @@ from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.painting import _touched  # pyright: ignore[reportPrivateUsage]
 from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.status_line import StatusLine
-from textual._compositor import Compositor
+from rich.cells import cell_len
+from textual._compositor import Compositor, LayoutUpdate
 from textual.geometry import Region
 from textual.widget import Widget
 
 from .scripted import ScriptedClient, ask, finish, ready, screen_text, until
+from .wizardry import lines
 
 
 async def test_what_is_painted_is_what_textual_would_paint() -> None:
@@ -71,3 +73,46 @@ async def test_the_text_field_is_as_high_as_its_text() -> None:
             await pilot.press("backspace")
         await pilot.pause()
         assert composer.size.height == least and not composer.text
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("a \u2764\ufe0f b", "a \u2764  b"),
+        ("\U0001f468\u200d\U0001f469\u200d\U0001f467!", "\U0001f468!"),
+        ("\U0001f44d\U0001f3fd 1\ufe0f\u20e3", "\U0001f44d 1 "),
+        ("\U0001f3fd", ""),
+        ("\u0915\u094d\u200d\u0937 日本 \U0001f600", "\u0915\u094d\u200d\u0937 日本 \U0001f600"),
+    ],
+    ids=ascii,
+)
+async def test_emoji_are_drawn_as_all_terminals_count_them(text: str, drawn: str) -> None:
+    assert cell_len(drawn) == cell_len(text)
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, f"[[{text}]] end"))
+        await until(pilot, lambda: "]] end" in screen_text(pilot))
+        assert any(f"[[{drawn}]] end" in line for line in lines(pilot))
+        await finish(pilot, client, request)
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: pilot.app.clipboard == f"[[{text}]] end")
+
+
+async def test_the_whole_screen_is_drawn_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ready(ScriptedClient()) as pilot:
+        written: list[str] = []
+        driver = pilot.app._driver  # pyright: ignore[reportPrivateUsage]
+        assert driver is not None
+        monkeypatch.setattr(driver, "write", written.append)
+        painted: list[Compositor] = []
+        original = Compositor.render_full_update
+
+        def noted(self: Compositor, simplify: bool = False) -> LayoutUpdate:
+            painted.append(self)
+            return original(self, simplify)
+
+        monkeypatch.setattr(Compositor, "render_full_update", noted)
+        await pilot.press("ctrl+l")
+        await until(pilot, lambda: bool(painted))
+        assert written == ["\x1b[2J"]
