@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from markdown_it import MarkdownIt
+from markdown_it.parser_block import ParserBlock
+from markdown_it.rules_block import StateBlock
 from markdown_it.token import Token
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
@@ -22,6 +24,32 @@ from .table import Table
 from .themes import MUTED
 
 
+class _Blocks(ParserBlock):
+    """What is nested deeper than the parser goes stays as a paragraph; the library would drop it, and all that follows.
+
+    How deep it goes is limited since Textual lays nested blocks out by recursion.
+    """
+
+    def __init__(self, plain: ParserBlock) -> None:
+        super().__init__()
+        self.ruler = plain.ruler
+
+    def tokenize(self, state: StateBlock, startLine: int, endLine: int) -> None:
+        if state.level < state.md.options.maxNesting:
+            super().tokenize(state, startLine, endLine)
+            return
+        end = startLine
+        while end < endLine and (state.isEmpty(end) or state.sCount[end] >= state.blkIndent):
+            end += 1
+        words = state.getLines(startLine, end, state.blkIndent, False).strip()
+        state.line = end
+        if words:
+            state.push("paragraph_open", "p", 1).map = [startLine, end]
+            inline = state.push("inline", "", 0)
+            inline.content, inline.map, inline.children = words, [startLine, end], []
+            state.push("paragraph_close", "p", -1)
+
+
 class AnswerParser(MarkdownIt):
     """GitHub's Markdown with tags as text to be read (the renderer would drop them) and nothing unprintable.
 
@@ -31,6 +59,7 @@ class AnswerParser(MarkdownIt):
 
     def __init__(self) -> None:
         super().__init__("gfm-like", {"html": False})
+        self.block = _Blocks(self.block)
         self._turn = threading.Lock()  # what finds links keeps its place in itself
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:

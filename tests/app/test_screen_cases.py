@@ -32,6 +32,7 @@ from .scripted import (
     until,
     write,
 )
+from .wizardry import shown
 
 
 def answer(pilot: Pilot[int]) -> AnswerTurn:
@@ -265,3 +266,21 @@ async def test_a_remark_stays_its_time_and_is_told_whole(monkeypatch: pytest.Mon
         line.remark(long)
         await until(pilot, lambda: "comes last" in screen_text(pilot))
         assert "latin1" not in text_of(line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(f"{'  ' * depth}- level{depth}" for depth in range(16)) + "\n\nlevel16",
+        "> " * 40 + "level0\n\n" + "level1",
+        "> - " * 20 + "level0\n\n" + "level1",
+    ],
+    ids=["lists", "quotes", "both"],
+)
+async def test_what_is_nested_deep_is_seen(text: str) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(60, 70)) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, text))
+        await finish(pilot, client, request)
+        await until(pilot, lambda: all(f"level{at}" in shown(pilot) for at in range(text.count("level"))))
