@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import string
 import tomllib
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,6 +19,27 @@ FIELD_KEYS = {key.field: key for key in KEYS}
 _NAMED = {key.name: key for key in KEYS}
 _NAMES = (*_NAMED, *(f"keys.{action}" for action in ACTIONS))
 _TABLES = (*dict.fromkeys(name.split(".")[0] for name in _NAMES), "personas")
+# Keys by Textual's names, those of signs among them; and those that would take from a person the means to write or leave.
+_MODIFIERS = frozenset({"ctrl", "alt", "shift", "super", "hyper", "meta"})
+_MOVING = ("up", "down", "left", "right", "home", "end", "pageup", "pagedown")
+_KEYS = frozenset(
+    (*_MOVING, "insert", "delete", "backspace", "tab", "enter", "escape", *(f"f{number}" for number in range(1, 25)))
+)
+_SIGNS = {
+    "solidus": "slash",
+    "reverse_solidus": "backslash",
+    "commercial_at": "at",
+    "hyphen_minus": "minus",
+    "plus_sign": "plus",
+    "low_line": "underscore",
+}
+_CHARACTERS = frozenset((*string.ascii_letters, *string.digits, "space")) | {
+    _SIGNS.get(name, name)
+    for name in (re.sub("[ -]", "_", unicodedata.name(sign).lower()) for sign in string.punctuation)
+}
+_NEEDED = frozenset(
+    (*_MOVING, "delete", "backspace", "tab", "shift+tab", "enter", "escape", "ctrl+c", "ctrl+i", "ctrl+m")
+)
 _MOST_LINES = 2_000  # of a file in which the line of a mistake is looked for
 
 
@@ -57,7 +80,7 @@ def trouble_with(name: str, value: Any) -> str:
         return _unknown(name, _NAMES)
     if value is None:
         return ""
-    return _NAMED[name].trouble(value) if name in _NAMED else _trouble_of_key(value)
+    return _NAMED[name].trouble(value) if name in _NAMED else _trouble_of_keys(name.removeprefix("keys."), value)
 
 
 class _Checker:
@@ -147,13 +170,26 @@ def _syntax_problem(text: str, error: Exception) -> Problem:
     return Problem(int(line[1]) if line else text.count("\n") + 1 if ends else None, "", words[:1].lower() + words[1:])
 
 
-def _trouble_of_key(value: Any) -> str:
-    # Textual's names: "f10", "ctrl+n", "shift+up"; a comma separates several.
-    if isinstance(value, str) and all(
-        re.fullmatch(r"[A-Za-z0-9_]+(\+[A-Za-z0-9_]+)*", k.strip()) for k in value.split(",")
-    ):
-        return ""
-    return 'it has to name a key, such as "f10" or "ctrl+n", or several with commas between'
+def _trouble_of_keys(action: str, value: Any) -> str:
+    """Why `value`, one key or several with commas between, cannot be those of `action`, or ""."""
+    if not isinstance(value, str) or not value.strip():
+        return 'it has to name a key, such as "f10" or "ctrl+n", or several with commas between'
+    return next((trouble for key in value.split(",") if (trouble := _trouble_of_key(action, key.strip()))), "")
+
+
+def _trouble_of_key(action: str, key: str) -> str:
+    *modifiers, last = key.split("+")
+    character = last in _CHARACTERS
+    if not set(modifiers) <= _MODIFIERS or len(set(modifiers)) < len(modifiers) or not (character or last in _KEYS):
+        near = difflib.get_close_matches(last.lower(), _KEYS, 1)
+        meant = "+".join([*(one.lower() for one in modifiers), *near])
+        hint = f"is it {meant}?" if near and meant != key else 'write it such as "f10" or "ctrl+n"'
+        return f"there is no key {key!r}; {hint}"
+    if character and set(modifiers) <= {"shift"}:
+        return f"{key} is typed into texts; put ctrl+ or alt+ before it"
+    if key in _NEEDED and (action, key) != ("stop", "escape"):
+        return f"{key} has its own use in texts and pages; take another"
+    return ""
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 # The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either
 # would wait for a whole turn of the other.
 _SWITCH_INTERVAL = 0.0005
+_TOLD = 2  # problems of the settings file that are named at the start
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
 _CLEAR = "\x1b[2J"
 _PLAIN_EMOJI = PlainEmoji()
@@ -139,14 +140,22 @@ class FloeChatApp(App[int]):
         self.set_interval(1.0, lambda: self._chat.say_beside(self.setups.words()))
         if self._file is not None and first_run(self._file):
             self._show_wizard(self._welcomed)
-        for problem in self._settings.problems:
-            self.notify(
-                f"{self._file}, {problem} ({problem.effect}). The file was left as it is.",
-                title="A setting cannot be used",
-                severity="warning",
-                timeout=15,
-                markup=False,
-            )
+        self._tell_problems()
+
+    def _tell_problems(self) -> None:
+        """Say in one toast what of the settings cannot be used: several would cover the text field."""
+        if not (problems := self._settings.problems):
+            return
+        told = [f"{problem} ({problem.effect})." for problem in problems[:_TOLD]]
+        if len(problems) > _TOLD:
+            told.append(f"And {len(problems) - _TOLD} more: /settings shows them all.")
+        self.notify(
+            "\n".join([f"{self._file}:", *told, "The file was left as it is."]),
+            title="A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used",
+            severity="warning",
+            timeout=15,
+            markup=False,
+        )
 
     async def on_event(self, event: events.Event) -> None:
         if self._early is not None and isinstance(event, events.Key | events.Paste) and not event.is_forwarded:

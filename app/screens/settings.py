@@ -67,8 +67,10 @@ class SettingsScreen(ModalScreen[None]):
         with Page(classes="page") as page:
             page.border_title = "Settings"
             page.border_subtitle = hints("Enter saves", "Esc closes")
-            for problem in self._found.problems:
-                yield Static(f"{problem}; {problem.effect}", markup=False, classes="trouble")
+            if self._found.problems:
+                with VerticalScroll(id="problems"):
+                    for problem in self._found.problems:
+                        yield Static(f"{problem}; {problem.effect}", markup=False, classes="trouble")
             with VerticalScroll(can_focus=False):
                 table = ""
                 for key in KEYS:

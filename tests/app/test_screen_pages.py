@@ -8,6 +8,7 @@ from typing import cast
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.screens.settings import Setting, SettingsScreen
 from floe_chat.app.screens.too_small import SMALLEST
+from floe_chat.app.settings import ACTIONS, Settings
 from floe_chat.engine.events import PresetChanged, SetQuality
 from textual.widgets import Input, Select, TextArea
 
@@ -173,6 +174,21 @@ async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
         await pilot.press("f10")
         await until(pilot, lambda: client.cancelled == 1)
         await finish(pilot, client, request, "cancelled")
+
+
+async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[keys]\n" + "".join(f'{action} = "a"\n' for action in ACTIONS))
+    async with ready(ScriptedClient(), size=(80, 24), settings=file) as pilot:
+        assert status(pilot).keys == Settings().keys
+        await see(pilot, f"{len(ACTIONS)} settings cannot be used", "line 2: keys.quit: a is typed", "And 14 more")
+        (toast,) = pilot.app.screen.query("Toast")
+        assert not toast.region.overlaps(composer(pilot).region)
+        composer(pilot).put("/settings")
+        await pilot.press("enter")
+        await see(pilot, "line 2: keys.quit: a is typed", "model")
+        await pilot.press("shift+tab", "end")
+        await see(pilot, "line 17: keys.editor")
 
 
 async def test_a_name_is_no_markup() -> None:
