@@ -19,7 +19,7 @@ FIELD_KEYS = {key.field: key for key in KEYS}
 _NAMED = {key.name: key for key in KEYS}
 _NAMES = (*_NAMED, *(f"keys.{action}" for action in ACTIONS))
 _TABLES = (*dict.fromkeys(name.split(".")[0] for name in _NAMES), "personas")
-# Keys by Textual's names, those of signs among them; and those that would take from a person the means to write or leave.
+# Keys by Textual's names, and those without which nobody could write or leave a page.
 _MODIFIERS = frozenset({"ctrl", "alt", "shift", "super", "hyper", "meta"})
 _MOVING = ("up", "down", "left", "right", "home", "end", "pageup", "pagedown")
 _KEYS = frozenset(

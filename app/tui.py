@@ -226,13 +226,13 @@ class FloeChatApp(App[int]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self._chat
-        does = f"Use this quality from the next token on ({key_of(chat, 'next_preset')})"
+        uses = f"Use this quality from the next token on ({key_of(chat, 'next_preset')})"
         for command in chat.commands:
-            yield SystemCommand(
-                command.title, f"{command.does} ({command.usage})", partial(chat.obey, command.name, "")
-            )
+            usage = command.usage.replace("[", r"\[")  # Textual takes it for markup, and its escape() leaves capitals
+            does = f"{command.does} ({usage})"
+            yield SystemCommand(command.title, does, partial(chat.obey, command.name, ""))
         for preset in chat.presets:
-            yield SystemCommand(f"Preset: {preset}", does, partial(chat.choose_preset, preset))
+            yield SystemCommand(f"Preset: {preset}", uses, partial(chat.choose_preset, preset))
 
     def _help(self) -> Iterable[Section]:
         from .screens.help import keys_of
