@@ -116,8 +116,10 @@ class ChatView(Screen[None]):
         """Hold the figures, or let them go on."""
         if self._figures.paused:
             self._figures.go_on()
+            self._status.remark("The panel's figures go on")
         else:
             self._figures.paused = True
+            self._status.remark("The panel's figures are held; F8 lets them go on")
         self._unpainted = True
         self._paint_figures()
 

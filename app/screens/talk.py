@@ -134,8 +134,9 @@ class Talk(EngineView):
             return
         self._take_stats(event.stats, running=False)
         stopped = event.reason == "cancelled"
+        left = self._live is not None and self._live.left
         await self._end_answer("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason))
-        await self._become_ready("stopped" if stopped else "ready")
+        await self._become_ready("stopped" if stopped and not left else "ready")
 
     @on(EngineFailed)
     async def _explain(self, event: EngineFailed) -> None:
@@ -274,6 +275,8 @@ class Talk(EngineView):
     async def _show_dialogue(self) -> None:
         """Show the conversation from its end."""
         await self._transcript.show(self._dialogue.ids)
+        if self._phase is Phase.READY:
+            self._say("ready", "$success")  # what it was before belongs to the conversation that was left
         self._measure_context()
         self._show_name()
         self._ask_for_its_quality()

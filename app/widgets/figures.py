@@ -183,6 +183,8 @@ def strip(figures: Figures, width: int) -> Content:
         places.append(muted("backend known when the model is loaded"))
     else:
         places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.reason}"))
+    if figures.paused:
+        speeds.insert(0, Content.styled("held", f"italic {MUTED}"))
     while len(speeds) > 1 and Content.assemble(*between(speeds)).cell_length > width:
         speeds.pop()
     lines = [Content.assemble(*between(parts)).truncate(width, ellipsis=True) for parts in (speeds, places)]

@@ -208,6 +208,11 @@ async def test_new_chat_ignores_the_old_answer() -> None:
         assert client.asked[1] == (Message("user", "new"),)
         client.say(TextDelta(2, "new "), TextDelta(old, "later"), TextDelta(2, "text"))
         await until(pilot, lambda: answer(pilot).text == "new text")
+        await pilot.press("escape")
+        await finish(pilot, client, 2, "cancelled")
+        await until(pilot, lambda: status(pilot).state == "stopped")
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: status(pilot).state == "ready")
 
 
 async def test_open_code_fence_is_plain_until_it_closes() -> None:

@@ -26,7 +26,7 @@ from .scripted import (
     until,
     write,
 )
-from .wizardry import lines
+from .wizardry import lines, shown
 
 _WORDS = ("Look here:", "pass_me_by")
 
@@ -89,6 +89,9 @@ async def test_a_held_panel_shows_nothing_newer() -> None:
         await until(pilot, lambda: status(pilot).preset == "later" and "held" in screen_text(pilot))
         await pilot.pause(0.5)
         assert "3.20 MB" in screen_text(pilot)
+        await pilot.resize_terminal(80, 24)
+        await until(pilot, lambda: "held · " in shown(pilot) and "F8 lets them go on" in shown(pilot))
+        await pilot.resize_terminal(120, 36)
         await pilot.press("f8")
         await until(pilot, lambda: "9.99 MB" in screen_text(pilot))
 
