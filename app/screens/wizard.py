@@ -70,6 +70,7 @@ class WizardScreen(WizardAccess):
         self._wish: Wish | None = None  # what will be started
         self._earlier: Wish | None = None  # of the same name, begun and given up when another is started
         self._left: Wish | None = None  # what the person turned away from to choose anew
+        self._folder_before: Path | None = None  # the models folder that is kept until a setup begins in another one
 
     async def on_mount(self) -> None:
         if self._setups.setup is not None:
@@ -158,8 +159,7 @@ class WizardScreen(WizardAccess):
             if folder != before:
                 catalog.use_models_folder(folder)
                 self._make_wish()
-                if self._settings is not None:
-                    change(self._settings, {"folders.models": str(folder)})
+                self._folder_before = self._folder_before or before
         except FloeError as error:
             catalog.use_models_folder(before)
             event.step.tell(error)
@@ -197,7 +197,19 @@ class WizardScreen(WizardAccess):
 
         in_background(self, clear, cleared)
 
+    def _keep_folder(self) -> None:
+        """Let the settings have the folder that was chosen. Raises FloeError: they cannot be written."""
+        if self._folder_before is not None and self._settings is not None:
+            change(self._settings, {"folders.models": str(catalog.models_folder())})
+        self._folder_before = None
+
     async def _run(self, wanted: Wish) -> None:
+        try:
+            self._keep_folder()
+        except FloeError as error:  # a setup that the next start would not find is not begun
+            if isinstance(self._step, AskingStep):
+                self._step.tell(error)
+            return
         try:
             running = self._setups.start(wanted, self._token)
         except FloeError as error:  # another one is under way: that is shown
@@ -284,4 +296,6 @@ class WizardScreen(WizardAccess):
     def _leave(self, result: str | None) -> None:
         if self._progress("done", "failed"):
             self._setups.stop()
+        if self._folder_before is not None:
+            catalog.use_models_folder(self._folder_before)
         self.dismiss(result)

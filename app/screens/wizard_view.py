@@ -73,4 +73,7 @@ class WizardView(Screen["str | None"]):
             return
         first = isinstance(step, (ResumeStep, MachineStep))
         back = "Esc leaves" if first or isinstance(step, ProgressStep) else "Esc back"
-        self._keys.show([*step.hints.split(" · "), back, "Ctrl+D demo model", f"{key_of(self, 'quit')} quit"])
+        hints = step.hints.split(" · ")
+        self._keys.show(
+            [*hints, "" if "Esc" in step.hints else back, "Ctrl+D demo model", f"{key_of(self, 'quit')} quit"]
+        )

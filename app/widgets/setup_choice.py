@@ -280,6 +280,8 @@ def _details(plan: Plan, one: Option) -> Content:
             f"{setup_words.place(one)}."
         )
     lines.append(setup_words.rounding_explained(one.spec, one.kl))
+    if plan.entry.gated:
+        lines.append("Its publisher asks to accept terms on the hub first, with an account.")
     if plan.entry.folder is None:
         fetched = units.size(plan.entry.checkpoint_bytes)
         lines.append(f"It fetches {fetched} and packs them into {pack} meanwhile: up to {peak} of disk{free}.")

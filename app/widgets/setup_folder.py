@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +43,14 @@ def look_at(folder: Path, now: Path) -> Look:
     try:
         while not near.exists() and near != near.parent:
             near = near.parent
-        free = room(near)
+        free, whole = room(near), shutil.disk_usage(near).total
         left = 0 if folder == now or not now.is_dir() else len(list(now.glob("*/manifest.json")))
     except OSError as error:
         return Look(folder, 0, f"It cannot be used: {error.strerror or error}.")
     if not near.is_dir():
         return Look(folder, free, f"{near} is a file.")
+    if whole == 0:  # such as /proc
+        return Look(folder, free, f"{near} is on no disk: nothing can be kept there.")
     if not os.access(near, os.W_OK | os.X_OK):
         return Look(folder, free, f"You may not write to {near}.")
     return Look(folder, free, "", left)

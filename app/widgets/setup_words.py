@@ -87,7 +87,7 @@ def about(entry: Entry) -> str:
     if entry.licence:
         said.append(entry.licence)
     if entry.gated:
-        said.append("terms to accept on the hub")
+        said.append("terms to accept")
     return " · ".join(said)
 
 

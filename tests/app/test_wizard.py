@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,32 @@ async def test_another_disk_where_this_one_is_too_small(
         paste(pilot, f"{published}/config.json/x")
         await see(pilot, "is a file")
         await pilot.press("ctrl+u")
+        paste(pilot, "/proc/nope")
+        await pilot.press("enter")
+        await see(pilot, "Nothing can be put there", "is on no disk")
+        await pilot.press("ctrl+u")
         paste(pilot, str(roomy / "models"))
         await see(pilot, "429 GB are free.", "One model stays in")
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
     assert (roomy / "models" / "tiny" / "manifest.json").exists() and str(roomy / "models") in settings.read_text()
+
+
+async def test_another_folder_is_kept_when_the_setup_begins(
+    published: Path, hub: FakeHub, setups: Setups, tmp_path: Path
+) -> None:
+    hub.faults.append(Fault("GET /api/", portal=True))
+    settings, before = tmp_path / "settings.toml", catalog.models_folder()
+    async with around(wizard(setups, published, settings=settings)) as pilot:
+        await to_folder(pilot)
+        await pilot.press("end", "ctrl+u")
+        paste(pilot, str(tmp_path / "elsewhere"))
+        await pilot.press("enter")
+        await see(pilot, "Something else answers", "Enter tries again")
+        assert catalog.models_folder() == tmp_path / "elsewhere"
+        await pilot.press("escape", "escape", "escape", "escape")
+        await until(pilot, lambda: results(pilot) == [None])
+    assert not settings.exists() and catalog.models_folder() == before
 
 
 async def test_nothing_fits(published: Path, setups: Setups) -> None:
@@ -216,6 +238,7 @@ async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: 
         ):
             await pilot.press("end", "enter")
             await see(pilot, "Enter looks it up")
+            assert shown(pilot).count("Esc") == 1
             paste(pilot, named)
             await pilot.press("enter")
             await see(pilot, words)
@@ -234,13 +257,15 @@ async def test_nothing_essential_is_cut_off(
     published: Path, hub: FakeHub, setups: Setups, size: tuple[int, int]
 ) -> None:
     slowly(hub)
-    long = entry_of(published, "a\x1b[31m-model-whose-name-is-long", REPO)
+    long = dataclasses.replace(entry_of(published, "a\x1b[31m-model-whose-name-is-long", REPO), gated=True)
     async with around(wizard(setups, published, entries=[entry_of(published), long]), size) as pilot:
         await see(pilot, "read at 33.1 GB/s", "none to use", "Enter goes on", "Ctrl+D demo model", "Ctrl+Q quit")
         await pilot.press("enter")
         await see(pilot, "hardly any", "very little", "words a minute", "of disk", "Enter chooses", "Ctrl+D demo model")
         assert "\x1b" not in "".join(lines(pilot))
-        await pilot.press("enter")
+        await pilot.press("end", "up")
+        await see(pilot, "asks to accept terms on the hub first, with an account")
+        await pilot.press("home", "enter")
         await see(pilot, "Where to put it", "are free", "Enter goes on", "Ctrl+D demo model")
         await pilot.press("enter")
         await see(pilot, "Download", "Pack", "Check", "now", "at the peak", "free", "Space pauses", "Ctrl+D demo model")
