@@ -46,12 +46,13 @@ PATH = """WITH RECURSIVE path (id, parent) AS (
 SUBTREE = """WITH RECURSIVE below (id) AS (
         SELECT ? UNION SELECT m.id FROM below JOIN message m ON m.parent = below.id)"""
 
-_FOUND = f"""SELECT c.id, c.number, c.title, c.head, m.id, m.depth,
+_FOUND = f"""SELECT c.id, c.number, c.title, c.updated, c.head, m.id, m.depth,
         snippet(message_text, 0, '{_OPEN}', '{_CLOSE}', '…', 16)
     FROM message_text JOIN message m ON m.id = message_text.rowid JOIN conversation c ON c.id = m.conversation
     WHERE message_text MATCH ? AND m.deleted IS NULL AND c.deleted IS NULL ORDER BY rank LIMIT ?"""
 
-_FOUND_TITLE = f"""SELECT c.id, c.number, c.title, snippet(conversation_title, 0, '{_OPEN}', '{_CLOSE}', '…', 16)
+_FOUND_TITLE = f"""SELECT c.id, c.number, c.title, c.updated,
+        snippet(conversation_title, 0, '{_OPEN}', '{_CLOSE}', '…', 16)
     FROM conversation_title JOIN conversation c ON c.number = conversation_title.rowid
     WHERE conversation_title MATCH ? AND c.deleted IS NULL ORDER BY rank LIMIT ?"""
 
@@ -156,15 +157,17 @@ class Reader:
         if not wanted:
             return []
         hits: list[Hit] = []
-        for id_, number, title, snippet in self._rows(_FOUND_TITLE, [wanted, limit]):
-            hits.append(Hit(id_, number, title, None, 0, True, *_marked(snippet)))
+        for id_, number, title, updated, snippet in self._rows(_FOUND_TITLE, [wanted, limit]):
+            hits.append(Hit(id_, number, title, updated, None, 0, True, *_marked(snippet)))
         branches: dict[int, frozenset[int]] = {}
         names: dict[int, str] = {}
-        for id_, number, title, head, message, depth, snippet in list(self._rows(_FOUND, [wanted, limit - len(hits)])):
+        found = list(self._rows(_FOUND, [wanted, limit - len(hits)]))
+        for id_, number, title, updated, head, message, depth, snippet in found:
             if id_ not in branches:
                 branches[id_] = frozenset(self.branch(head))
                 names[id_] = title or next((s.name for s in self._summary(id_)), "")
-            hits.append(Hit(id_, number, names[id_], message, depth, message in branches[id_], *_marked(snippet)))
+            shown = message in branches[id_]
+            hits.append(Hit(id_, number, names[id_], updated, message, depth, shown, *_marked(snippet)))
         return hits
 
     def unsent(self, is_running: Callable[[str, int], bool]) -> dict[str, list[Unsent]]:

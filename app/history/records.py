@@ -176,6 +176,7 @@ class Hit:
     """A place that a search found.
 
     Attributes:
+        updated: when the conversation was written to last, in milliseconds since 1970.
         message: None where the title matched. position: of the message on its branch.
         shown: whether it is on the branch that the conversation shows; if not, `History.switch` goes there.
         snippet: the text around it, in one line. marks: (start, end) of what matched, in characters of `snippet`.
@@ -184,6 +185,7 @@ class Hit:
     conversation: int
     number: int
     name: str
+    updated: int
     message: int | None
     position: int
     shown: bool

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -23,6 +23,7 @@ from ..widgets.plain import printable
 from ..widgets.themes import MUTED
 
 _PAGE = 100
+_WIDE = 76  # columns of a terminal from which all hints stand in the frame
 _PAUSE = 0.15  # seconds without a key before a search
 _DAY = 86_400
 
@@ -72,10 +73,15 @@ class HistoryScreen(ModalScreen[Choice]):
     def compose(self) -> ComposeResult:
         with Page(classes="page") as page:
             page.border_title = "Chats"
-            page.border_subtitle = hints("Enter opens", "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
             yield self._field
             yield self._list
             yield self._hint
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Leave out of the frame what anybody would try first, where it has no room for all."""
+        first = ["Enter opens"] if event.size.width >= _WIDE else []
+        said = hints(*first, "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
+        self.query_one(Page).border_subtitle = said
 
     def on_mount(self) -> None:
         self._list.can_focus = False
@@ -186,14 +192,17 @@ def _line(line: Line, *, here: bool) -> Hanging:
     """A chat's name, and under it what is known of it or what was found."""
     name = Content.styled(printable(line.name), "bold")
     mark = Content.styled("● " if here else "  ", "$primary")
+    facts = [f"{line.number}", when(line.updated / 1000, time.time())]
     if isinstance(line, Summary):
-        many = f"{line.messages} message{'' if line.messages == 1 else 's'}"
-        facts = (f"{line.number}", when(line.updated / 1000, time.time()), many, printable(line.model))
-        under = Content.styled(" · ".join(fact for fact in facts if fact), MUTED)
-    else:
-        under = Content.styled(printable(line.snippet), MUTED)
+        facts += [f"{line.messages} message{'' if line.messages == 1 else 's'}", printable(line.model)]
+    under = Content.styled(" · ".join(fact for fact in facts if fact), MUTED)
+    if isinstance(line, Hit):
+        found = Content(printable(line.snippet))
         for start, end in line.marks:
-            under = under.stylize("bold $accent", start, end)
+            found = found.stylize("bold $accent", start, end)
+        if line.message is None:
+            return Hanging(mark, found.stylize_before("bold"), under)  # the title itself
+        under = Content.assemble(under, (" · ", MUTED), found.stylize_before(MUTED))
         if not line.shown:
             under = Content.assemble(under, (" · on another branch", f"italic {MUTED}"))
     return Hanging(mark, name, under)

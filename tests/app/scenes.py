@@ -182,7 +182,7 @@ async def _search(stage: Stage) -> None:
     await _history(stage)
     await write(stage.pilot, "drift")
     await stage.see("Floes drift with the wind")
-    await until(stage.pilot, lambda: "12 Nov 2026" not in shown(stage.pilot))
+    await until(stage.pilot, lambda: "2 messages" not in shown(stage.pilot))
 
 
 # Models

@@ -121,6 +121,11 @@ def test_names_of_files_are_safe(name: str, expected: str) -> None:
     assert file_name(12, name, ".md") == expected
 
 
+def test_a_blank_title_is_none(tree: Tree) -> None:
+    (blank,) = parse(edited(as_json([tree]), lambda d: d["conversations"][0].update(title=" \t")), "x")
+    assert blank.name.startswith("first ")
+
+
 BAD: list[tuple[Callable[[Any], object], str]] = [
     (lambda d: d.update(format="other"), "format"),
     (lambda d: d.update(version=2), "version 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,6 +19,9 @@ from textual.pilot import Pilot
 
 from .scenes import still
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
+from .wizardry import shown as words
+
+NOON = 3_931_200_000  # 15 Feb 1970, everywhere but at the date line
 
 
 def long_tree(count: int) -> Tree:
@@ -99,6 +103,22 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: len(shown(pilot)) == 4)
     assert second.close()
+
+
+async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> None:
+    history = History(None)
+    for number in (41, 42):
+        history.add(
+            dataclasses.replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, Setup(), 2))
+        )
+    assert history.settle()
+    async with ready(ScriptedClient(), size=(60, 20), history=history) as pilot:
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen_text(pilot).count("2 messages") == 2)
+        assert "Ctrl+D deletes · Ctrl+Z brings back · Esc closes" in screen_text(pilot)
+        await write(pilot, "long 42")
+        await until(pilot, lambda: "Long 41" not in words(pilot) and "2 · 15 Feb 1970 │" in words(pilot))
+        assert words(pilot).count("Long 42") == 1
 
 
 @asynccontextmanager
