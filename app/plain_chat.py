@@ -18,7 +18,7 @@ from ..engine.events import Failed, Finished, Loaded, Notice
 from ..models.errors import FloeError, UsageError
 from .arguments import need_text
 from .chat_client import ChatClient, TextDelta
-from .history import AnswerStats, History, Setup, Trouble, footer
+from .history import AnswerStats, Conversation, History, Setup, Trouble, footer
 from .history.exchange import Exchange, ask_anew, ask_in
 from .widgets.plain import printable
 
@@ -26,8 +26,9 @@ _LISTED = 20
 _DIGITS = 18  # of a chat's number at the most: it fits 64 bits
 _HELP = """Write a question and press Enter. A line that ends in \\ goes on in the next one. Ctrl+C stops an answer.
 /new begins another chat; this one is kept.
-/chats lists the chats that were written to last.
-/open NUMBER goes on with one of them.
+/history lists the chats that were written to last; /history WORDS those in which the words are found.
+/open NUMBER goes on with one of them, /last with the one that was written to last.
+/rename TITLE gives this chat a title.
 /preset NAME changes the quality from the next answer on; without a name it tells which there are.
 /stats tells the figures of the last answer.
 /help tells this again.
@@ -116,11 +117,18 @@ class PlainChat:
             case "/new":
                 self._number = None
                 _tell("Another chat begins with your next question.")
-            case "/chats":
-                found = self._history.conversations(_LISTED)
-                _tell("\n".join(f"{one.number}: {one.name}, {one.messages} messages" for one in found) or "None yet.")
+            case "/history":
+                _tell("\n".join(self._found(argument)) or ("Nothing is found." if argument else "None yet."))
             case "/open":
-                self._open(argument)
+                if not argument.isdecimal() or len(argument) > _DIGITS:
+                    raise UsageError(f"{argument!r} is no number of a chat", "", "/history tells them.")
+                self._open(self._history.numbered(int(argument)))
+            case "/last":
+                if (newest := self._history.newest()) is None:
+                    raise UsageError("There is no earlier chat", "", "Write a question.")
+                self._open(newest)
+            case "/rename":
+                self._rename(argument)
             case "/preset":
                 self._take_preset(argument)
             case "/stats":
@@ -128,13 +136,25 @@ class PlainChat:
             case _:
                 raise UsageError(f"There is no command {name}", "", "/help tells those that there are.")
 
-    def _open(self, argument: str) -> None:
-        if not argument.isdecimal() or len(argument) > _DIGITS:
-            raise UsageError(f"{argument!r} is no number of a chat", "", "/chats tells them.")
-        found = self._history.numbered(int(argument))
+    def _found(self, words: str) -> list[str]:
+        """Chats as lines: the newest, or those that hold `words`."""
+        if words:
+            return list(dict.fromkeys(f"{hit.number}: {hit.name}" for hit in self._history.search(words, _LISTED)))
+        return [f"{one.number}: {one.name}, {one.messages} messages" for one in self._history.conversations(_LISTED)]
+
+    def _open(self, found: Conversation) -> None:
         self._number = found.number
         for message in self._history.messages(self._history.branch(found.head)):
             _say(f"{'You' if message.role == 'user' else self._setup.model}: {message.text}")
+
+    def _rename(self, title: str) -> None:
+        if self._number is None:
+            raise UsageError("There is no chat to rename yet", "", "Ask something first.")
+        if not title:
+            raise UsageError("A title is missing", "", "Such as: /rename Sea ice")
+        self._history.rename(self._history.numbered(self._number).id, " ".join(title.split()))
+        self._history.settle()
+        _tell(f"This chat is called {title}.")
 
     def _take_preset(self, name: str) -> None:
         wanted = next((preset for preset in self._presets if preset.lower() == name.lower()), None)

@@ -85,7 +85,9 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
         "/stats",
         "/preset fast",
         "/preset",
-        "/chats",
+        "/rename New  name",
+        "/history",
+        "/history hi",
         "/nothing",
         "/open 77",
         "/open x",
@@ -94,10 +96,26 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
     )
     assert client.wanted == ["Fast"]
     told = capsys.readouterr().err
-    for words in ("No memory", "Take less.", "42 tokens", "In force: Fast", "1: fail", "There is no command /nothing"):
+    for words in (
+        "No memory",
+        "Take less.",
+        "42 tokens",
+        "In force: Fast",
+        "2: New name, 2 messages\n1: fail",
+        "messages\n2: New name\n",
+        "no command /nothing",
+    ):
         assert words in told
     assert "'99999999999999999999999' is no number of a chat" in told and "The line is not text" in told
     assert "no such conversation" in told and "'x' is no number of a chat" in told
+
+
+def test_the_last_chat_is_gone_on_with(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    chat(kept, "/last", "/rename Early", "hello")
+    client = chat(kept, "/last", "on")
+    assert [message.text for message in client.asked[0][1:]] == ["hello", "HELLO!", "on"]
+    told = capsys.readouterr().err
+    assert "There is no earlier chat" in told and "no chat to rename yet" in told
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +137,7 @@ def test_a_model_that_cannot_be_loaded(kept: History) -> None:
 
 def test_the_command_chats_with_a_real_model(tiny_pack: Path) -> None:
     given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4"]
-    done = CliRunner().invoke(cli, given, input="hi\nand more\n/chats\n", standalone_mode=False)
+    done = CliRunner().invoke(cli, given, input="hi\nand more\n/history\n", standalone_mode=False)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("tiny: ") == 2 and "1: hi, 4 messages" in done.stderr
 
