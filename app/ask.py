@@ -9,13 +9,12 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
 from ..models.errors import FloeError, UsageError
-from .chat_client import ChatClient, Message, TextDelta
+from .chat_client import ChatClient, TextDelta
 from .history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
 from .history.exchange import ask_anew, ask_in
 from .signals import ending_in_order
@@ -75,9 +74,13 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
             exchange = ask_in(history, question.number, question.text, setup)
         else:
             exchange = ask_anew(history, question.text, setup)
-        with exchange.answer as kept:
+        # Drawn here, so that --json can tell which seed gives this answer again.
+        seed = setup.sampling.seed
+        drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
+        request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not kept
+        with exchange.keep() as kept:
             try:
-                _answer(client, exchange.turns, question, loaded, kept, form)
+                _answer(client, request, drawn, loaded, kept, form)
             except BrokenPipeError:  # whoever read it had enough
                 kept.finish(None, "stopped")
                 raise
@@ -112,14 +115,7 @@ def _tell(history: History) -> None:
             sys.stderr.write("floe-chat: This chat is kept now.\n")
 
 
-def _answer(
-    client: ChatClient, turns: Sequence[Message], question: Question, loaded: Loaded, kept: Answer, form: Form
-) -> None:
-    # Drawn here, so that --json can tell which seed gives this answer again.
-    sampling = question.setup.sampling
-    if sampling.seed is None:
-        sampling = replace(sampling, seed=secrets.randbelow(1 << 32))
-    request = client.submit(turns, sampling, question.max_tokens).request
+def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, form: Form) -> None:
     pieces: list[str] = []
     while True:
         for update in client.poll(timeout=0.1):

@@ -281,11 +281,13 @@ class ChatClient:
 
         best, fits, over, step = prompt(1), 1, most + 1, 1
         if len(best) > limit:
+            bare = chat.encode([{"role": m.role, "content": m.text} for m in (*system, Message("user", ""))])
+            long = "message is" if len(bare) <= limit else "instructions are"
             raise UsageError(
-                "The message is too long for the model's window",
-                f"It takes {len(best):,} tokens with the model's own marks; the window holds {self._window:,}"
+                f"The {long} too long for the model's window",
+                f"{len(best):,} tokens with the model's own marks; the window holds {self._window:,}"
                 f" and {self._window - limit:,} of them are kept for the answer.",
-                "Shorten it, or ask for a shorter answer (--max-tokens).",
+                f"Shorten the {long.split()[0]}, or ask for a shorter answer (--max-tokens).",
             )
         # In steps that double, then by halves: a chat of thousands of turns is not encoded thousands of times.
         while over - fits > 1:

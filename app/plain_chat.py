@@ -18,7 +18,7 @@ from ..engine.events import Failed, Finished, Loaded, Notice
 from ..models.errors import FloeError, UsageError
 from .arguments import need_text
 from .chat_client import ChatClient, TextDelta
-from .history import AnswerStats, Conversation, History, Setup, Trouble, footer
+from .history import Answer, AnswerStats, Conversation, History, Setup, Trouble, footer
 from .history.exchange import Exchange, ask_anew, ask_in
 from .widgets.plain import printable
 
@@ -170,13 +170,13 @@ class PlainChat:
             exchange = ask_anew(self._history, text, self._setup)
         else:
             exchange = ask_in(self._history, self._number, text, self._setup)
-        with exchange.answer as kept, _interrupts(self._client.cancel):
-            self._answer(exchange)
+        with exchange.keep() as kept, _interrupts(self._client.cancel):
+            self._answer(exchange, kept)
         self._history.settle()
         if self._number is None and (written := self._history.messages([kept.id])):
             self._number = self._history.conversation(written[0].conversation).number
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: Exchange, kept: Answer) -> None:
         request = self._client.submit(exchange.turns, self._setup.sampling, self._max_tokens).request
         sys.stdout.write(f"{printable(self._setup.model)}: ")
         try:
@@ -184,14 +184,12 @@ class PlainChat:
                 for update in self._client.poll(timeout=0.1):
                     match update:
                         case TextDelta():
-                            exchange.answer.append(update.text)
+                            kept.append(update.text)
                             sys.stdout.write(update.text)
                             sys.stdout.flush()
                         case Finished(request=done) if done == request:
                             self._last = AnswerStats.of(update.stats, update.reason)
-                            exchange.answer.finish(
-                                self._last, "stopped" if update.reason == "cancelled" else "complete"
-                            )
+                            kept.finish(self._last, "stopped" if update.reason == "cancelled" else "complete")
                             return
                         case Notice(title, cause):
                             _tell(f"{title}. {cause}")

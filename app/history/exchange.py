@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...models.errors import UsageError
@@ -14,21 +14,22 @@ from .records import Attachment, Message, Setup
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A question that was put into the history, and what to do next.
+    """A question, and where it belongs.
 
     Attributes:
         turns: the whole conversation for `ChatClient.submit`, this question last.
-        answer: takes the answer's text as it comes; `finish` it (or leave its context) at the end.
+        keep: puts the question into the history. What it returns takes the answer's text as it comes; `finish` it (or
+            leave its context) at the end.
     """
 
     turns: tuple[chat_client.Message, ...]
-    answer: Answer
+    keep: Callable[[], Answer]
 
 
 def ask_in(
     history: History, number: int | None, text: str, setup: Setup, attachments: Sequence[Attachment] = ()
 ) -> Exchange:
-    """Put a question at the end of conversation `number`, or of the one that was written to last (None).
+    """A question at the end of conversation `number`, or of the one that was written to last (None).
 
     `setup` is what answers: its model and preset are noted beside the answer, its system prompt takes the place of the
     conversation's own unless it is "". `floe-chat ask --continue` is this, `submit(turns)`, and the answer written.
@@ -40,16 +41,23 @@ def ask_in(
     if found is None:
         raise UsageError("There is nothing to continue", "No conversation is kept here yet.", "Ask without --continue.")
     branch = history.messages(history.branch(found.head))
-    question = history.ask(found.id, found.head, text, attachments)
     asked = [*turns(branch, setup.system_prompt or found.setup.system_prompt), _turn("user", text, attachments)]
-    return Exchange(tuple(asked), history.answering(question, setup.model, setup.preset or ""))
+
+    def keep() -> Answer:
+        question = history.ask(found.id, found.head, text, attachments)
+        return history.answering(question, setup.model, setup.preset or "")
+
+    return Exchange(tuple(asked), keep)
 
 
 def ask_anew(history: History, text: str, setup: Setup, attachments: Sequence[Attachment] = ()) -> Exchange:
-    """Begin a conversation with a question. Never fails here."""
-    question = history.ask(history.begin(setup), None, text, attachments)
-    asked = (*turns((), setup.system_prompt), _turn("user", text, attachments))
-    return Exchange(asked, history.answering(question, setup.model, setup.preset or ""))
+    """A question that begins a conversation. Never fails here."""
+
+    def keep() -> Answer:
+        question = history.ask(history.begin(setup), None, text, attachments)
+        return history.answering(question, setup.model, setup.preset or "")
+
+    return Exchange((*turns((), setup.system_prompt), _turn("user", text, attachments)), keep)
 
 
 def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Message]:

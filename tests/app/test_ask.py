@@ -290,7 +290,12 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(tiny_pack: Path, tmp_path: 
 
 def test_a_question_longer_than_the_window_is_a_usage_error(tiny_pack: Path) -> None:
     err = explained(ask(tiny_pack, "x" * 600), 2)
-    assert "512" in err and "--max-tokens" in err
+    assert "The message is too long" in err and "512" in err and "--max-tokens" in err
+    assert run_cli("history", "list").out == ""
+
+
+def test_instructions_longer_than_the_window_are_named(tiny_pack: Path) -> None:
+    assert "instructions are too long" in explained(ask(tiny_pack, "hi", "--system", "x" * 600), 2)
 
 
 def test_a_question_that_fills_the_window_is_answered(tiny_pack: Path) -> None:

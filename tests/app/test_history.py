@@ -294,12 +294,13 @@ def test_any_text_is_kept(history: History, text: str) -> None:
 def test_ask_goes_on_with_the_last_conversation_or_a_numbered_one(history: History) -> None:
     begun = ask_anew(history, "first", SETUP, [Attachment("a.txt", "file")])
     assert [turn.text for turn in begun.turns] == ["Be brief.", "a.txt:\nfile\n\nfirst"]
-    begun.answer.append("one")
-    begun.answer.finish(STATS)
+    answer = begun.keep()
+    answer.append("one")
+    answer.finish(STATS)
     history.begin(SETUP)  # number 2, without a question
     settled(history)
     blank = ask_in(history, 1, "unanswered", Setup("other", "High"))
-    blank.answer.finish(None, "stopped")
+    blank.keep().finish(None, "stopped")
     settled(history)
     third = ask_in(history, None, "third", replace(SETUP, system_prompt="Be long."))
     assert [(turn.role, turn.text) for turn in third.turns] == [
