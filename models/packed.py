@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -224,10 +225,11 @@ class _Stamp:
             return False
 
     def write(self) -> None:
+        partial = self._path.with_suffix(".part")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(".part")
             partial.write_text(json.dumps(self._seen()), encoding="utf-8")
             partial.replace(self._path)
-        except OSError:
-            return  # a read-only cache only means that the next start checks again
+        except OSError:  # a read-only or full cache only means that the next start checks again
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)

@@ -132,7 +132,9 @@ def migrate(connection: sqlite3.Connection, target: int = VERSION, *, search: bo
                 connection.execute(f"PRAGMA user_version = {version + 1}")
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            # A full disk makes SQLite roll back by itself.
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
             raise
 
 

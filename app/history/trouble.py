@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -67,6 +69,8 @@ def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> 
     if is_damage(error):
         with suppress(OSError):
             os.utime(checked(file), (0, 0))
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return _no_room(file)
     if isinstance(error, OSError):
         return FloeError("The history cannot be saved", f"{file}: {error.strerror or error}.", _PERMISSION)
     if isinstance(error, UnicodeDecodeError):
@@ -76,7 +80,9 @@ def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> 
             hint = "Another program is holding it, perhaps a backup. Try again when that has ended."
             return TryAgainError("The history is locked", f"{file} is in use.", hint)
         case sqlite3.SQLITE_FULL:
-            return FloeError("The disk is full", f"The history in {file} cannot be written.", "Make room on that disk.")
+            return _no_room(file)
+        case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN if _is_full(file):
+            return _no_room(file)
         case sqlite3.SQLITE_CANTOPEN:
             return FloeError("The history cannot be opened", f"{file}: {error}.", _PERMISSION)
         case sqlite3.SQLITE_READONLY:
@@ -98,6 +104,17 @@ def damaged(file: Path, finding: str) -> DamagedError:
 
 
 _PERMISSION = "Give yourself the right to write there, or set XDG_DATA_HOME to another folder."
+
+
+def _no_room(file: Path) -> FloeError:
+    return FloeError("The disk is full", f"The history in {file} cannot be written.", "Make room on that disk.")
+
+
+def _is_full(file: Path) -> bool:
+    # The index of its log, which SQLite maps, grows by 32 KiB; without room for it the error names no reason.
+    with suppress(OSError):
+        return shutil.disk_usage(file.parent).free < 1 << 16
+    return False
 
 
 def _code(error: sqlite3.Error) -> int:

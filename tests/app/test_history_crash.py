@@ -353,6 +353,14 @@ def test_a_full_disk_is_told_and_what_waited_for_room_is_written_afterwards(smal
     assert history.close()
 
 
+@pytest.mark.parametrize("room", [0, 1, 4, 6, 8, 12])
+def test_a_disk_with_hardly_any_room_counts_as_full(small_disk: Path, room: int) -> None:
+    with (small_disk / "ballast").open("wb", buffering=0) as out:
+        out.write(bytes((256 - room) * 4096))
+    with pytest.raises(FloeError, match="The disk is full"):
+        open_history(small_disk / "history" / "history.db")
+
+
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 def test_a_file_that_is_taken_away_is_told_once_and_not_made_again(file: Path, how: str) -> None:
     history = History(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -126,6 +127,18 @@ def test_a_second_opening_does_not_read_the_weights_again(copy: Path, monkeypatc
     assert PackedModel.open(copy)
     with pytest.raises(AssertionError, match="again"):
         PackedModel.open(copy, recheck=True)
+
+
+def test_a_stamp_that_finds_no_room_leaves_nothing(
+    copy: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_text: object, **_options: object) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    PackedModel.open(copy)
+    assert not [path for path in own_folders.rglob("*") if path.is_file() and "verified" in path.parts]
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"\xff\xfe\x00", b"[]", b'"x"', b"null", b"1"], ids=repr)
