@@ -5,6 +5,7 @@ The history itself is imported by the commands that need it: it would be half of
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -141,11 +142,10 @@ def show(number: int, as_json_lines: bool) -> None:
 @click.option(
     "--output",
     "-o",
-    type=click.Path(path_type=Path),
-    help="A file, or a folder for one file each.  [default: standard output]",
+    help="A file, or a folder for one file each; one that is not there yet ends in /.  [default: standard output]",
 )
 @click.option("--force", is_flag=True, help="Replace files that exist.")
-def export(numbers: tuple[int, ...], everything: bool, form: str, output: Path | None, force: bool) -> None:
+def export(numbers: tuple[int, ...], everything: bool, form: str, output: str | None, force: bool) -> None:
     """Export conversations NUMBERS as Markdown or JSON.
 
     Files that are written can be read by you alone (mode 0600).
@@ -160,21 +160,23 @@ def export(numbers: tuple[int, ...], everything: bool, form: str, output: Path |
 
     if everything == bool(numbers):
         raise click.UsageError("Give the numbers of conversations, or --all.")
+    if output == "":
+        raise UsageError("--output names nothing", "It is empty.", "Give a file, a folder, or - for standard output.")
     with _opened(writing=False) as store:
         trees = [store.tree(each) for each in _wanted(store, numbers)]
         for number in sorted(store.left_out):
             progress.note(f"conversation {number} has sampling values that no model takes; they were left out")
-    if output is not None and output.is_dir():
+    if output not in (None, "-") and (folder := _folder(output)) is not None:
         for tree in trees:
             ending = ".md" if form == "markdown" else ".json"
             name = file_name(tree.conversation.number, tree.name, ending)
-            _write(output / name, as_markdown(tree) if form == "markdown" else as_json([tree]), force)
+            _write(folder / name, as_markdown(tree) if form == "markdown" else as_json([tree]), force)
         return
     text = as_json(trees) if form == "json" else "\n".join(as_markdown(tree) for tree in trees)
-    if output is None:
+    if output in (None, "-"):
         click.echo(text, nl=False)
     else:
-        _write(output, text, force)
+        _write(Path(output), text, force)
 
 
 @history.command("import")
@@ -255,6 +257,17 @@ def _wanted(store: Store, numbers: Sequence[int]) -> list[int]:
         ids += [each.id for each in page]
         page = store.conversations(before=page[-1])
     return ids
+
+
+def _folder(output: str) -> Path | None:
+    """The folder that `output` names, made if need be; None: it is a file's name."""
+    path = Path(output)
+    if output.endswith(("/", os.sep)):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be made", f"{error.strerror}.", "Give another folder.") from error
+    return path if path.is_dir() else None
 
 
 def _write(file: Path, text: str, force: bool) -> None:

@@ -8,8 +8,10 @@ from datetime import datetime
 from typing import Any
 
 from .history.exporting import stamp
-from .history.records import LATEST, Hit, Message, Summary
+from .history.records import LATEST, Hit, Message, Summary, shortened
 from .widgets.plain import printable
+
+_LONGEST = 400  # characters of a snippet, which has sixteen words: one of them may be endless
 
 
 def summary(each: Summary) -> dict[str, Any]:
@@ -21,7 +23,9 @@ def summary(each: Summary) -> dict[str, Any]:
 def line(each: Summary) -> str:
     """A conversation of the list, for people."""
     model = printable(each.model)[:20]
-    return f"{each.number:>5}  {_local(each.updated)}  {each.messages:>5}  {model:<20}  {_one_line(each.name)}"
+    return (
+        f"{each.number:>5}  {_local(each.updated)}  {each.messages:>5}  {model:<20}  {shortened(_one_line(each.name))}"
+    )
 
 
 def hit(found: Hit) -> dict[str, Any]:
@@ -35,11 +39,11 @@ def hit_line(found: Hit) -> str:
     where = (
         "title" if found.message is None else f"message {found.position + 1}{'' if found.shown else ', another branch'}"
     )
-    snippet = printable(found.snippet)  # as long as before: a snippet is one line
+    snippet = printable(found.snippet)[:_LONGEST]  # each character in its place: a snippet is one line
     if sys.stdout.isatty():
-        for start, end in reversed(found.marks):
+        for start, end in reversed([mark for mark in found.marks if mark[0] < _LONGEST]):
             snippet = f"{snippet[:start]}\x1b[1m{snippet[start:end]}\x1b[0m{snippet[end:]}"
-    return f"{found.number:>5}  {_one_line(found.name)} ({where})\n       {snippet}"
+    return f"{found.number:>5}  {shortened(_one_line(found.name))} ({where})\n       {snippet}"
 
 
 def message(found: Message) -> dict[str, Any]:

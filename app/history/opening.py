@@ -6,7 +6,7 @@ import os
 import sqlite3
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -59,10 +59,12 @@ def open_history(file: Path) -> Opened:
             "Use a Python with a complete SQLite: that of python.org, of uv or of your distribution.",
         )
     try:
+        emptied = checked(file).exists() and file.exists() and not file.stat().st_size
         _make_private(file)
         found = inode(file)
         try:
-            return _open(file)
+            opened = _open(file)
+            return replace(opened, notices=(_emptied(file),)) if emptied else opened
         except (*SQLITE_ERRORS, FloeError) as error:
             if not is_damage(error, opening=True):
                 raise
@@ -113,7 +115,7 @@ def connect(file: Path) -> sqlite3.Connection:
 
 
 def _open(file: Path) -> Opened:
-    _refuse_newer(file)
+    _refuse_foreign(file)
     connection = connect(file)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -216,23 +218,37 @@ def _make_private(file: Path) -> None:
             path.chmod(mode & 0o700)
 
 
-def _refuse_newer(file: Path) -> None:
+def _refuse_foreign(file: Path) -> None:
     """Look before anything could be written.
 
     Raises:
-        FloeError: a newer program made it. sqlite3.Error: it cannot be read.
+        FloeError: another program made it, or a newer floe-chat. sqlite3.Error: it cannot be read.
     """
     connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
     try:
         version = version_of(connection)
+        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
     finally:
         connection.close()
+    if version == 0 and tables and "conversation" not in tables:
+        raise FloeError(
+            "The history's file belongs to another program",
+            f"{file} is a database with other tables, and is left as it is.",
+            "Move it away to begin a new history.",
+        )
     if version > VERSION:
         raise FloeError(
             "The history was written by a newer floe-chat",
             f"{file} is of version {version}; this program knows versions up to {VERSION}, and leaves it as it is.",
             "Update floe-chat, or move the file away to begin a new history.",
         )
+
+
+def _emptied(file: Path) -> Notice:
+    return Notice(
+        "The history was emptied",
+        f"Chats were kept in {file}, and nothing is in it now: a new one was begun. A backup can take its place.",
+    )
 
 
 def _set_aside(file: Path) -> Path:

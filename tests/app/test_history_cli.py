@@ -133,6 +133,34 @@ def test_export_writes_one_file_each_into_a_folder_and_replaces_none(filled: Pat
     assert history("export", 1).out == (tmp_path / "1-what-is-an-expert.md").read_text()
 
 
+def test_export_makes_the_folder_that_a_slash_names(filled: Path, tmp_path: Path) -> None:
+    assert history("export", 1, 3, "-o", f"{tmp_path}/new/chats/").code == 0
+    names = sorted(path.name for path in (tmp_path / "new" / "chats").iterdir())
+    assert names == ["1-what-is-an-expert.md", "3-empty-conversation.md"]
+    assert "cannot be made" in explained(history("export", 1, "-o", f"{tmp_path}/new/chats/{names[0]}/"), 2)
+
+
+def test_export_to_a_dash_is_stdout_and_to_nothing_is_refused(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert history("export", 1, "-o", "-").out == history("export", 1).out != ""
+    assert "empty" in explained(history("export", 1, "-o", ""), 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_endless_title_is_cut(filled: Path) -> None:
+    store = open_history(history_file()).store
+    with store.transaction():
+        store.rename(store.numbered(1).id, f"needle{'x' * 100_000} haystack")
+        store.rename(store.numbered(3).id, f"haystack {'y ' * 50_000}")
+    store.close()
+    for arguments in (["list"], ["search", "needle"], ["search", "haystack"]):
+        for terminal in (False, True):
+            ran = history(*arguments, terminal=terminal)
+            assert ran.code == 0 and max(map(len, ran.out.splitlines())) < 500
+
+
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is written gets to the disk."""

@@ -97,6 +97,27 @@ def test_what_followed_a_lost_page_follows_what_came_before_it(file: Path) -> No
     opened.store.close()
 
 
+def test_a_history_that_was_emptied_is_told_once(file: Path) -> None:
+    filled(file)
+    open_history(file).store.close()
+    file.write_bytes(b"")
+    opened = open_history(file)
+    assert [notice.title for notice in opened.notices] == ["The history was emptied"]
+    opened.store.close()
+    assert open_history(file).notices == ()
+
+
+def test_a_database_of_another_program_is_refused_and_not_touched(file: Path) -> None:
+    file.parent.mkdir()
+    connection = sqlite3.connect(file)
+    connection.execute("CREATE TABLE bookmark (address TEXT)")
+    connection.close()
+    before = file.read_bytes()
+    with pytest.raises(FloeError, match="another program"):
+        open_history(file)
+    assert file.read_bytes() == before and {path.name for path in file.parent.iterdir()} == {file.name}
+
+
 def test_something_else_under_its_name_is_kept_aside(file: Path) -> None:
     file.parent.mkdir()
     file.write_text("these are my notes, not a database\n" * 50)
