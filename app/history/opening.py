@@ -13,7 +13,7 @@ from pathlib import Path
 import platformdirs
 
 from ...engine.events import Notice
-from ...models.errors import FloeError
+from ...models.errors import FloeError, TryAgainError
 from .processes import is_running
 from .records import now
 from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
@@ -85,6 +85,8 @@ def open_to_read(file: Path) -> Opened:
     """
     try:
         return open_history(file)
+    except TryAgainError:  # it may be in the middle of a change
+        raise
     except FloeError as error:
         connection = _reading_only(file)
         if connection is None:
@@ -158,20 +160,20 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
 
 def _reading_only(file: Path) -> sqlite3.Connection | None:
     """A connection that writes nothing; None where that is not possible, or where the tables are not ours."""
-    ways = ["mode=ro"]
-    # Where no file can be made, SQLite has no log to read either, and has to be told that there is none.
-    if not file.with_name(file.name + "-wal").exists():
-        ways.append("mode=ro&immutable=1")
-    for way in ways:
-        with suppress(*SQLITE_ERRORS):
-            connection = _configured(f"{file.absolute().as_uri()}?{way}")
-            try:
-                if version_of(connection) == VERSION and not lacking(connection):
-                    return connection
-            except BaseException:
-                connection.close()
-                raise
+    log, index = (file.with_name(file.name + ending).exists() for ending in ("-wal", "-shm"))
+    if log and not index:
+        return None
+    # Told that nothing changes, SQLite makes no log: it would have the file's mode, and nobody could write it later.
+    way = "mode=ro" if log else "mode=ro&immutable=1"
+    with suppress(*SQLITE_ERRORS):
+        connection = _configured(f"{file.absolute().as_uri()}?{way}")
+        try:
+            if version_of(connection) == VERSION and not lacking(connection):
+                return connection
+        except BaseException:
             connection.close()
+            raise
+        connection.close()
     return None
 
 

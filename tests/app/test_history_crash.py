@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
@@ -327,6 +328,22 @@ def test_what_may_only_be_read_is_read(small_disk: Path, part: str) -> None:
     (notice,) = opened.notices
     assert read_all(opened.store) == 120 and "read as it is" in notice.cause
     opened.store.close()
+
+
+def test_reading_leaves_nothing_that_stands_in_the_way_of_writing_later(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_file: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    filled(file)
+    file.chmod(0o400)
+    with monkeypatch.context() as patched:
+        patched.setattr(opening, "_make_private", refuse)  # as it is for who may not write everywhere
+        opened = open_to_read(file)
+        assert read_all(opened.store) == 120
+        opened.store.close()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_a_full_disk_is_told_and_what_waited_for_room_is_written_afterwards(small_disk: Path) -> None:
