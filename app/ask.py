@@ -9,6 +9,7 @@ import dataclasses
 import json
 import secrets
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ def ask(client: ChatClient, question: Question, form: Form) -> int:
 def _ask(client: ChatClient, question: Question, form: Form) -> int:
     client.start()
     history = History(history_file() if question.saved else None)
-    wait = _WAIT
+    wait = 0.0
     try:
         if question.continuing and (failure := history.failure()) is not None:
             history.poll()  # which would tell it again
@@ -78,6 +79,7 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
         seed = setup.sampling.seed
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
         request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not kept
+        wait = _WAIT
         with exchange.keep() as kept:
             try:
                 _answer(client, request, drawn, loaded, kept, form)
@@ -99,7 +101,8 @@ def _close(history: History, wait: float) -> bool:
     if wait and not history.settle():
         _tell(history)
         sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s, so that this chat is kept; Ctrl+C ends that.\n")
-        history.settle(wait)
+        with suppress(KeyboardInterrupt):
+            history.settle(wait)
     saved = history.close()
     _tell(history)
     if not saved:
@@ -183,6 +186,7 @@ def _print_end(finished: Finished, loaded: Loaded, sampling: Sampling, text: str
         "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
     }
     sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+    sys.stdout.flush()  # the history may yet have to be waited for
 
 
 def _error(failed: Failed) -> FloeError:

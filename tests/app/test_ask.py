@@ -190,6 +190,7 @@ def test_a_chat_that_could_not_be_kept_says_so_in_words_and_code(
     other.execute("BEGIN IMMEDIATE")
     ran = ask(tiny_pack, "hi", *SHORT)
     assert ran.code == 1 and ran.out and "This chat was not kept" in ran.err
+    assert "Waiting" not in explained(ask(tiny_pack, "x" * 600), 2)  # there is nothing to keep
 
 
 Damage = Callable[[Path], Any]
