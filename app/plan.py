@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..models.errors import UsageError
+from . import progress
 from .arguments import memory_size
 from .bench_table import measuring
 from .widgets import units
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ..engine.plan import Plan
 
 _NAME, _WIDTH = 10, 100
+_SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
 _PLACES = {"gpu": "GPU, all of it", "pool": "GPU and a pool", "cpu": "CPU"}
 
 
@@ -36,7 +38,9 @@ _PLACES = {"gpu": "GPU, all of it", "pool": "GPU and a pool", "cpu": "CPU"}
 @click.option("--pcie", metavar="GxL", help="Generation and lanes of the link instead, such as 4x16.")
 @click.option("--disk-gbs", type=float, metavar="GB/S", help="What the disk reads at.")
 @click.option("--disk-free", metavar="SIZE", help="Free space on the disk.")
-@click.option("--card", metavar="NAME", help="A GPU and its machine from the list of virtual cards: rtx3060-12gb.")
+@click.option(
+    "--card", metavar="NAME", help="A GPU and its machine from the list of virtual cards: rtx3060-12gb; none: no GPU."
+)
 @click.option("--context", type=click.IntRange(1), help="Tokens of a conversation to provide for.  [default: 4096]")
 @click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
 @click.option("--net-mbs", type=float, metavar="MB/S", help="What a download reaches.")
@@ -63,6 +67,8 @@ def plan(
 
     Example: floe-chat plan mixtral-8x7b-instruct --vram 12GiB --ram 32GiB --pcie 4x16
     """
+    if pcie is not None and rates["link_gbs"] is not None:
+        raise click.UsageError("--pcie and --link-gbs both say how fast the link is: give one of them.")
     positive = {name: _positive(name, rate) for name, rate in rates.items()}
     lanes = _lanes(pcie)
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
@@ -74,6 +80,8 @@ def plan(
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
     said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2])
     entry = described(model)
+    if context is not None and context > entry.sizes.window:
+        progress.note(f"{entry.name} takes at most {entry.sizes.window:,} tokens: the plan is for these.")
     found = make(
         _machine(said),
         entry,
@@ -198,16 +206,17 @@ def _machine(said: Described) -> Machine:
 
     if said.empty:
         return here()
-    if said.card is None:
+    if said.card in (None, machine.NO_CARD):
         return machine.described(said, here())
     base = machine.here(hardware.probe(models_folder()), rates.Measured.load(rates.kept_file()))
     return machine.described(said, base)
 
 
 def _positive(name: str, rate: float | None) -> float | None:
-    if rate is not None and not (rate > 0 and math.isfinite(rate)):
+    if rate is not None and not _SLOWEST <= rate <= _FASTEST:
         option = "--" + name.replace("_", "-")
-        raise UsageError(f"{option} cannot be {rate}", "It is a rate.", f"Give a positive number, such as {option} 30.")
+        hint = f"Give a number from {_SLOWEST:g} to {_FASTEST:,.0f}, such as {option} 30."
+        raise UsageError(f"{option} cannot be {rate}", "It is a rate.", hint)
     return rate
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,22 +123,23 @@ def choose_device(wanted: str) -> tuple[str, str]:
     """The device that will compute, and why.
 
     Args:
-        wanted: "auto", "cpu", "cuda" or "cuda:N".
+        wanted: "auto", "cpu", "cuda" or "cuda:N", in any case of letters.
 
     Raises:
         ValueError: a device that does not exist here.
     """
-    if wanted == "cpu":
+    named = re.fullmatch(r"auto|cpu(:0)?|cuda(:(?P<index>\d{1,4}))?", wanted, re.IGNORECASE | re.ASCII)
+    if named is None:
+        raise ValueError("Devices are auto, cpu, cuda and cuda:N.")
+    kind, index = wanted.lower().partition(":")[0], int(named["index"] or 0)
+    if kind == "cpu":
         return "cpu", "it was asked for"
     gpus, reason = _gpus()
-    if wanted == "auto":
+    if kind == "auto":
         return ("cuda:0", f"there is a {gpus[0].name}") if gpus else ("cpu", reason)
-    device = torch.device(wanted)
-    if device.type != "cuda":
-        raise ValueError(f"floe-chat computes on cpu or cuda, not on {device.type}")
-    if (device.index or 0) >= len(gpus):
+    if index >= len(gpus):
         raise ValueError(reason or f"there are {len(gpus)} GPUs")
-    return f"cuda:{device.index or 0}", "it was asked for"
+    return f"cuda:{index}", "it was asked for"
 
 
 _SMALL_EXPERT = 1 << 20  # weights of one expert matrix; sharing out less costs more than computing it

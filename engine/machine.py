@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..models.errors import UsageError
 from . import rates, virtual
 from .estimate import Speeds
 from .hardware import Hardware
@@ -20,6 +21,7 @@ PACKED = 1 / 3  # of a linear read, what the CPU packs rows at (assets/devices.j
 LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCIe, nominal, one way
 LINK_REACHED = 0.8  # of that, what pinned copies usually reach
 
+NO_CARD = "none"
 AGAIN = "floe-chat doctor --measure"
 
 # What is assumed where neither a measurement nor an option says it.
@@ -57,7 +59,7 @@ class Described:
     """What was said of a machine; None is what was not.
 
     Attributes:
-        card: a virtual one by name. vram, ram: all that there is, in bytes. pcie: generation and lanes.
+        card: a virtual one by name, or NO_CARD. vram, ram: all that there is, in bytes. pcie: generation and lanes.
     """
 
     card: str | None = None
@@ -131,9 +133,12 @@ def described(said: Described, base: Machine) -> Machine:
     """The machine that was described; what was not said is `base`'s, or the card's own machine's.
 
     Raises:
-        UsageError: no such card.
+        UsageError: no such card, or the memory or link of none.
     """
-    machine = base if said.card is None else of_card(virtual.card(said.card), base)
+    if said.card == NO_CARD:
+        machine = _without_gpu(said, base)
+    else:
+        machine = base if said.card is None else of_card(virtual.card(said.card), base)
     speeds, told = machine.speeds, dict(machine.told)
     if said.vram is not None:
         machine = dataclasses.replace(machine, vram=said.vram)
@@ -155,8 +160,17 @@ def described(said: Described, base: Machine) -> Machine:
         told.pop("disk", None)
         speeds = dataclasses.replace(speeds, disk=said.disk_bytes_s)
     free = machine.disk_free if said.disk_free is None else said.disk_free
-    name = machine.name if said.card is not None else "as described, the rest as this one"
+    name = machine.name if said.card not in (None, NO_CARD) else "as described, the rest as this one"
     return dataclasses.replace(machine, name=name, disk_free=free, speeds=speeds, doubt=ASSUMED_DOUBT, told=told)
+
+
+def _without_gpu(said: Described, base: Machine) -> Machine:
+    if said.vram is not None or said.pcie is not None or said.link_bytes_s is not None:
+        raise UsageError("No GPU has neither memory nor a link", "", "Leave out --vram, --pcie and --link-gbs.")
+    told = {**base.told, "gpu": "It has no GPU."}
+    told.pop("link", None)
+    speeds = dataclasses.replace(base.speeds, link=0.0, gpu=0.0)
+    return dataclasses.replace(base, vram=0, speeds=speeds, told=told)
 
 
 def _linked(speeds: Speeds, said: Described, told: dict[str, str]) -> Speeds:

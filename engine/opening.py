@@ -168,7 +168,7 @@ def choose(
         return _throttled(wanted, needs, window, layers, vram)
     try:
         place, why = hardware.choose_device(wanted)
-    except (ValueError, RuntimeError) as error:
+    except ValueError as error:
         raise UsageError(f"The device {wanted!r} cannot be used", str(error), "Use --device cpu.") from error
     if place == "cpu":
         return Choice(place, why, window)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, NoCheckpointError
 from .lean import import_library
 from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
 
@@ -91,7 +91,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         model_type = fields.get("model_type")
     except FileNotFoundError:
-        raise CheckpointError(
+        raise NoCheckpointError(
             f"There is no checkpoint at {folder}",
             "It has no config.json." if folder.is_dir() else "The folder does not exist.",
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",

@@ -42,8 +42,20 @@ class PackError(FloeError):
     """A packed model that cannot be used: incomplete, of another version, or damaged."""
 
 
+class NoPackError(PackError):
+    """What was named is no packed model at all."""
+
+    exit_code = 2
+
+
 class CheckpointError(FloeError):
     """A source checkpoint that cannot be read or is not a Mixture-of-Experts model we know."""
+
+
+class NoCheckpointError(CheckpointError):
+    """What was named is no checkpoint at all."""
+
+    exit_code = 2
 
 
 class HubError(FloeError):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
-from .errors import PackError
+from .errors import NoPackError, PackError
 from .tensorfile import Plan
 from .widths import Narrow, Rare, Stored, Widths
 
@@ -195,7 +195,7 @@ class Manifest:
             PackError: no folder, no manifest, another format or version, or a manifest that does not make sense.
         """
         if not folder.is_dir():
-            raise PackError(
+            raise NoPackError(
                 f"There is no packed model at {folder}",
                 "The folder does not exist.",
                 "Check the path, or pack one.",
@@ -247,7 +247,7 @@ def _unfinished(folder: Path) -> PackError:
             "It looks like a checkpoint as published: it has a config.json but no manifest.json.",
             f"Pack it first: floe-chat pack {folder} DST, then use DST.",
         )
-    return PackError(
+    return NoPackError(
         f"{folder} holds no packed model",
         "It has no manifest.json.",
         "Check the path, or pack a checkpoint into it.",

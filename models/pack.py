@@ -9,6 +9,7 @@ finished, so that an interrupted pack goes on where it was and ends in the same 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -177,12 +178,13 @@ def _threads(count: int) -> Generator[None]:
 
 
 def _check_device(device: str) -> None:
+    title, hint = f"There is no device {device!r} to pack with", "Choose cpu, cuda or cuda:N."
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", device, re.ASCII):
+        raise UsageError(title, "", hint)  # torch knows many more
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
-            f"There is no device {device!r} to pack with", str(error).partition("\n")[0], "Choose cpu, cuda or cuda:N."
-        ) from error
+        raise UsageError(title, str(error).partition("\n")[0], hint) from error
 
 
 def settings_of(source: Checkpoint, spec: PackSpec, tokens: Tensor) -> Settings:

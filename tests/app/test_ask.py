@@ -130,6 +130,7 @@ BAD_OPTIONS: list[list[str]] = [
     ["--preset", "Exact"],
     ["--device", "cuda:99"],
     ["--device", "rubbish"],
+    ["--device", "mps"],
     ["--device", ""],
     ["--no-such-option"],
     ["--seed"],
@@ -254,6 +255,10 @@ def test_an_explanation_passes_no_escape_sequence_on(
     ran = ask(pack, "hi", *SHORT)
     assert ran.code in (1, 2) and ran.err
     assert not {"\x1b", "\x07", "\u202e"} & set(ran.err)
+
+
+def test_a_folder_that_is_no_pack_is_a_usage_error(tmp_path: Path) -> None:
+    assert "holds no packed model" in explained(ask(tmp_path, "hi"), 2)
 
 
 def test_a_checkpoint_is_not_a_pack(tiny_checkpoint: Path) -> None:

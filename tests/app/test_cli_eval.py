@@ -113,7 +113,7 @@ def test_a_damaged_cache_is_said_so(tiny_pack: Path, tiny_checkpoint: Path, text
         (["--tokens", "x"], 2, "--tokens"),
         (["--text", "nonesuch.txt"], 2, "nonesuch.txt"),
         (["--text", "/"], 2, "cannot be read"),
-        (["--source", "nonesuch"], 1, "There is no checkpoint"),
+        (["--source", "nonesuch"], 2, "There is no checkpoint"),
         (["--device", "abacus"], 2, "--device cpu"),
         (["--nonesuch"], 2, "--nonesuch"),
     ],

@@ -81,6 +81,17 @@ def test_nothing_fits_and_what_would_instead() -> None:
     assert tiny["missing"]["disk"] > 10**10 and "demo" in tiny["instead"]
 
 
+def test_a_machine_without_a_gpu_can_be_described(measured: list[Path]) -> None:
+    fields = planned("mixtral-8x7b-instruct", "--card", "none", "--ram", "64GB", "--disk-free", "1TB")
+    assert fields["machine"]["vram"] == 0 and fields["chosen"]["place"] == "cpu"
+    assert fields["machine"]["told"]["gpu"] == "It has no GPU." and "link" not in fields["machine"]["told"]
+
+
+def test_a_context_beyond_the_models_is_told() -> None:
+    ran = run_cli("plan", "demo", "--context", "99999999", *DESCRIBED)
+    assert ran.code == 0 and "takes at most 1,024 tokens" in ran.err
+
+
 def test_a_base_model_cannot_chat() -> None:
     assert "knows no turns" in run_cli("plan", "mixtral-8x7b", *DESCRIBED).out
 
@@ -105,6 +116,9 @@ def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
         (("demo", "--card", "rtx9999"), "no virtual device"),
         (("demo", "--card", "rtx3060-12gb@99gb"), "12 GB"),
         (("demo", "--context", "0"), "context"),
+        (("demo", "--net-mbs", "1e-300"), "cannot be 1e-300"),
+        (("demo", "--pcie", "4x16", "--link-gbs", "5"), "--pcie and --link-gbs"),
+        (("demo", "--card", "none", "--vram", "8gb"), "Leave out --vram"),
     ],
     ids=str,
 )

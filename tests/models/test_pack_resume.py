@@ -346,7 +346,9 @@ def test_time_left_is_told_once_something_is_done(tmp_path: Path, source: Path) 
     assert told.left[0] is None and told.left[-1] is None and known and min(known) > 0  # nothing is left at the end
 
 
-def test_a_device_that_is_not_there_is_refused(tmp_path: Path, source: Path) -> None:
-    with pytest.raises(UsageError, match="cuda:77"):
-        packed(source, tmp_path / "p", PackSpec(device="cuda:77"))
+@pytest.mark.parametrize("device", ["cuda:77", "meta", "rubbish"])
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, source: Path, device: str) -> None:
+    with pytest.raises(UsageError, match=device) as caught:
+        packed(source, tmp_path / "p", PackSpec(device=device))
+    assert "Choose cpu, cuda" in caught.value.hint and "ipu" not in caught.value.cause
     assert not (tmp_path / "p").exists()
