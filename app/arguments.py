@@ -13,21 +13,36 @@ from typing import Any
 
 from ..engine import ranges
 from ..engine.events import Sampling
-from ..models.errors import UsageError
+from ..models.errors import FloeError, UsageError
 
 _MOST_ASKED = 64 << 20  # characters of one part of a question: no model reads that many
 _SILENCE = 2.0  # seconds
 _WAITING = f"floe-chat: waiting for the end of what is piped in; with <{os.devnull} nothing is\n"
 
 
+def need_folder() -> None:
+    """Raises FloeError: the current folder is gone, without which libraries of torch end with words of their own."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        cause = f"It was deleted or cannot be read: {error.strerror}."
+        raise FloeError("The current folder is not there", cause, "Change to another one: cd ~") from error
+
+
 def need_terminal() -> None:
-    """Raises UsageError: the screen was asked for where there is no terminal."""
+    """Raises UsageError: the screen was asked for where there is no terminal, or one that cannot be painted on."""
     # The screen reads keys from stdin and is painted on stderr.
     if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise UsageError(
             "The chat screen needs a terminal",
             "Standard input, output or error is a file or a pipe.",
             'Run floe-chat in a terminal, or use: floe-chat ask "your question"',
+        )
+    if os.environ.get("TERM") == "dumb":
+        raise UsageError(
+            "The chat screen cannot be painted here",
+            "This terminal has no cursor to move: TERM is dumb.",
+            "Chat line by line: floe-chat --plain",
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ..engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
 from ..models.errors import FloeError, UsageError
+from . import progress
 from .chat_client import ChatClient, TextDelta
 from .history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
 from .history.exchange import ask_anew, ask_in
@@ -147,17 +148,13 @@ def _show(text: str, form: Form) -> None:
 
 
 def _load(client: ChatClient) -> Loaded:
-    talk = sys.stderr.isatty()
     while True:
         for update in client.poll(timeout=0.1):
             match update:
-                case Loading() if talk:
-                    sys.stderr.write(f"\r\033[K{update.step} ...")
-                    sys.stderr.flush()
+                case Loading():
+                    progress.step(f"{update.step} ...")
                 case Loaded():
-                    if talk:
-                        sys.stderr.write("\r\033[K")
-                        sys.stderr.flush()
+                    progress.clear()
                     return update
                 case Failed():
                     raise _error(update)

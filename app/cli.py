@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from ..engine.ranges import MOST_TOKENS
 from ..models.errors import FloeError, UsageError
 from ..models.privacy import stay_private
+from .arguments import need_folder, need_terminal
 from .bench import bench
 from .evaluate import evaluate
 from .harness import harness
@@ -93,6 +94,7 @@ def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
     Without a command, opens the chat screen. What the command line leaves open comes from the settings file, see
     `floe-chat paths`.
     """
+    need_folder()
     _use_own_models_folder()
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -101,8 +103,6 @@ def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
         return
     if plain:
         ctx.exit(_chat_plainly(ctx, options))
-    from .arguments import need_terminal
-
     need_terminal()
     from .terminal import Terminal
 

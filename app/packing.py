@@ -76,6 +76,8 @@ def pack(
 
     A pack that was interrupted goes on where it was when the same command is given again.
     """
+    if name is not None and not (name.strip() and name.isprintable()):
+        raise UsageError(f"A model cannot be called {name!r}", "", "Choose letters, digits, '-' and '_' with --name.")
     gate, down = rows if gate is None else gate, rows if down is None else down
     if dense is None:
         dense = 16 if up == gate == down == 16 else 4

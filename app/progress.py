@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from typing import Any
 
@@ -14,7 +15,8 @@ from .widgets.plain import printable
 def step(what: str) -> None:
     """Something that goes on, in words; the next step takes its place."""
     if sys.stderr.isatty():
-        click.echo(f"\r{printable(what)[:99]:<99}", nl=False, err=True)
+        width = _width()
+        click.echo(f"\r{printable(what)[:width]:<{width}}", nl=False, err=True)
 
 
 def note(what: str) -> None:
@@ -26,7 +28,13 @@ def note(what: str) -> None:
 def clear() -> None:
     """Wipe the last step."""
     if sys.stderr.isatty():
-        click.echo(f"\r{'':99}\r", nl=False, err=True)
+        click.echo(f"\r{'':{_width()}}\r", nl=False, err=True)
+
+
+def _width() -> int:
+    # What reaches the last column goes on in the next line, where no carriage return would wipe it. No escape sequence
+    # does that here: some terminals show them.
+    return max(1, min(99, shutil.get_terminal_size().columns - 1))
 
 
 def rounded(value: Any) -> Any:

@@ -154,10 +154,12 @@ def _entry(wanted: Wish) -> tuple[Entry, str | None]:
 
 def _told(plan: Plan, wanted: Wish) -> list[str]:
     """The plan in a few lines; `floe-chat plan` has the rest."""
+    from ..engine.reasons import describe
+
     lines = [f"{wanted.name}: {wanted.model} into {wanted.folder}"]
     if (chosen := plan.chosen) is not None:
         lines.append(
-            f"{chosen.spec.up}/{chosen.spec.gate}/{chosen.spec.down} bits, about {chosen.decode.mid:.2g} tokens/s "
+            f"{describe(chosen.spec)}: about {chosen.decode.mid:.2g} tokens/s "
             f"({chosen.decode.low:.2g} to {chosen.decode.high:.2g}) on this machine."
         )
         if wanted.local is None:

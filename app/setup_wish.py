@@ -96,7 +96,9 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
             "Give one of these, a hub id (owner/name), or the folder of a downloaded checkpoint.",
         )
     called = name or (entry.name if entry else Path(source).name.lower())
-    if called == catalog.DEMO or not re.fullmatch(r"\w[\w.-]*", called) or called.endswith((_NOTE, _FETCHED)):
+    if called == catalog.DEMO:
+        raise UsageError("The name demo is taken", "It is the built-in model's.", "Choose another one with --name.")
+    if not re.fullmatch(r"\w[\w.-]*", called) or called.endswith((_NOTE, _FETCHED)):
         raise UsageError(f"A model cannot be called {called!r}", "", "Choose letters, digits, '-' and '_' with --name.")
     wanted = Wish(source, called, **(bits or {}))  # pyright: ignore[reportArgumentType]
     if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():

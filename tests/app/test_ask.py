@@ -257,6 +257,13 @@ def test_an_explanation_passes_no_escape_sequence_on(
     assert not {"\x1b", "\x07", "\u202e"} & set(ran.err)
 
 
+def test_progress_on_a_terminal_is_text_and_carriage_returns(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    ran = run_cli("ask", "-m", str(tiny_pack), "hi", *SHORT, terminal=True)
+    assert ran.code == 0 and "..." in ran.err and "\x1b" not in ran.err
+    assert max(len(line) for line in ran.err.split("\r")) < 30
+
+
 def test_a_folder_that_is_no_pack_is_a_usage_error(tmp_path: Path) -> None:
     assert "holds no packed model" in explained(ask(tmp_path, "hi"), 2)
 

@@ -129,6 +129,22 @@ def test_the_screen_needs_a_terminal() -> None:
     assert "floe-chat ask" in explained(run_cli(), 2)
 
 
+def test_the_screen_is_refused_where_it_cannot_be_painted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    ran = run_cli(terminal=True)
+    assert ran.code == 2 and "floe-chat --plain" in ran.err and "\x1b" not in ran.out + ran.err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no folder in use can be deleted on Windows")
+def test_a_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "current folder is not there" in explained(run_cli("doctor"), 1)
+    assert run_cli("--help").code == 0
+
+
 @pytest.mark.parametrize("arguments", [["-m", "nonesuch"], ["--temperature", "hot"]], ids=" ".join)
 def test_the_screen_is_not_opened_on_bad_options(arguments: list[str]) -> None:
     ran = run_cli(*arguments, terminal=True)

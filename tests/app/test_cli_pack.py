@@ -125,3 +125,9 @@ def test_gate_and_down_may_differ(tiny_checkpoint: Path, tmp_path: Path) -> None
     ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--rows", "8", "--gate", "3")
     assert ran.code == 0 and "gate 3 bit, down 8 bit" in ran.err
     assert run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3").code == 0
+
+
+@pytest.mark.parametrize("name", ["\x1b[31m", " ", "a\nb"])
+def test_a_name_that_cannot_be_shown_is_refused(source: Path, tmp_path: Path, name: str) -> None:
+    assert "cannot be called" in explained(run_cli("pack", str(source), str(tmp_path / "out"), "--name", name), 2)
+    assert not (tmp_path / "out").exists()

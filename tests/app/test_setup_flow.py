@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
         ("~nobody-of-that-name/x", None, "no model '~nobody-of-that-name/x' to set up"),
         ("x/" * 3000, None, "no model 'x/x/"),
         (REPO, "../escape", "cannot be called"),
-        (REPO, "demo", "cannot be called"),
+        (REPO, "demo", "name demo is taken"),
         (REPO, "x.download", "cannot be called"),
     ):
         with pytest.raises(UsageError, match=words):
