@@ -36,7 +36,10 @@ _log = logging.getLogger("floe_chat.app")
 def first_run(settings: Path) -> bool:
     """Whether nobody has set anything up here yet: no settings, and nothing in the models folder."""
     folder = catalog.models_folder()
-    return not settings.exists() and not (folder.is_dir() and any(folder.iterdir()))
+    try:
+        return not settings.exists() and not (folder.is_dir() and any(folder.iterdir()))
+    except OSError:
+        return False  # somebody has: they lie where they may not be read
 
 
 @dataclass(frozen=True, slots=True)

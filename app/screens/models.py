@@ -114,7 +114,7 @@ class ModelsScreen(Screen["str | None"]):
         at = next((at for at, one in enumerate(self._models) if one and kept and one.name == kept.name), 1)
         self._list.highlighted = at
         free = "" if found.free is None else f" · {units.size(found.free)} free"
-        self._disk.update(printable(f"They take {units.size(found.taken)}{free} · {found.folder}"))
+        self._disk.update(printable(found.trouble or f"They take {units.size(found.taken)}{free} · {found.folder}"))
 
     @property
     def highlighted(self) -> Model | None:

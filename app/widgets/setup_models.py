@@ -44,11 +44,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All models, in the order of the list; bytes free on the disk of the models folder, None where nobody knows."""
+    """All models, in the order of the list; bytes free on the disk of the models folder, None where nobody knows.
+
+    trouble: why nothing could be found, or "".
+    """
 
     models: tuple[Model, ...]
     free: int | None
     folder: Path
+    trouble: str = ""
 
     @property
     def taken(self) -> int:
@@ -60,8 +64,12 @@ def look(entries: Sequence[Entry]) -> Found:
     """What there is now; reads the disk. `entries`: what could be set up."""
     from ...models.download import room
 
+    try:
+        installed = catalog.installed()
+    except FloeError as error:
+        return Found((), None, catalog.models_folder(), f"{error.title}. {error.cause} {error.hint}")
     begun = unfinished()
-    models = [_installed(one) for one in catalog.installed() if one.name not in {wish.name for wish in begun}]
+    models = [_installed(one) for one in installed if one.name not in {wish.name for wish in begun}]
     models += [_begun(wish) for wish in begun]
     here = {one.name for one in models}
     models += [_available(entry) for entry in entries if entry.name not in here and entry.folder is None]

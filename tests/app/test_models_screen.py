@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 from pathlib import Path
 
@@ -61,6 +62,22 @@ async def test_what_there_is_and_a_choice(published: Path, setups: Setups, mine:
         await see(pilot, f"It lies in {mine}.", "Enter chats with it")
         await pilot.press("enter")
         await until(pilot, lambda: results(pilot) == ["mine"])
+
+
+async def test_models_that_may_not_be_read_are_told(
+    published: Path, setups: Setups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.is_dir
+
+    def denied(self: Path) -> bool:
+        if self == catalog.models_folder():
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self)
+
+    monkeypatch.setattr(Path, "is_dir", denied)  # who runs the tests as root may read everything
+    assert not first_run(tmp_path / "none")
+    async with around(screen(setups, published)) as pilot:
+        await see(pilot, "The models folder cannot be read", "Permission denied")
 
 
 async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) -> None:
