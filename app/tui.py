@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
-from textual.filter import LineFilter
+from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -156,6 +156,10 @@ class FloeChatApp(App[int]):
             timeout=15,
             markup=False,
         )
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        # With NO_COLOR Textual would send greys, which are colours too, and faint ones.
+        return [NoColor() if isinstance(one, Monochrome) else one for one in super().get_line_filters()]
 
     async def on_event(self, event: events.Event) -> None:
         if self._early is not None and isinstance(event, events.Key | events.Paste) and not event.is_forwarded:

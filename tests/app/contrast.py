@@ -1,7 +1,6 @@
 """How well what is on the screen can be read: the contrast of each piece of text as it is drawn, by WCAG 2.2.
 
 1.4.3 asks for 4.5:1, 1.4.6 for 7:1 (the high-contrast theme), 1.4.11 for 3:1 of bars and marks that say something.
-Grey is what NO_COLOR makes of the colours.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from floe_chat.app.widgets.themes import FLOE_CONTRAST
 from rich.color import Color as Drawn
 from rich.color import ColorSystem
 from textual.color import Color
-from textual.filter import Monochrome
 from textual.pilot import Pilot
 from textual.strip import Strip
 
@@ -32,15 +30,14 @@ def _luminance(color: Color) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def pieces(pilot: Pilot[int], *, grey: bool = False) -> Iterator[tuple[str, Color, Color]]:
+def pieces(pilot: Pilot[int]) -> Iterator[tuple[str, Color, Color]]:
     """What is on the screen: text, its colour, and the one under it. What a page lies over is dark and left out."""
     screen = pilot.app.screen
     places = [child.region for child in screen.children] if screen.is_modal else [screen.region]
     for y, strip in enumerate(screen._compositor.render_strips()):  # pyright: ignore[reportPrivateUsage]
         for place in places:
             if place.y <= y < place.bottom:
-                seen = strip.crop(place.x, place.right)
-                yield from _pieces(seen.apply_filter(Monochrome(), screen.background_colors[1]) if grey else seen)
+                yield from _pieces(strip.crop(place.x, place.right))
 
 
 def _pieces(strip: Strip) -> Iterator[tuple[str, Color, Color]]:
@@ -67,15 +64,14 @@ def _color(drawn: Drawn) -> Color:
 
 
 def too_faint(pilot: Pilot[int]) -> set[str]:
-    """What cannot be read well enough, in colours and without them."""
+    """What cannot be read well enough."""
     theme, faint = pilot.app.theme, set[str]()
     least = _MOST if theme == FLOE_CONTRAST.name else _TEXT
-    for grey in (False, True):
-        for text, front, back in pieces(pilot, grey=grey):
-            said = any(character.isalnum() for character in text)
-            wanted = least if said else _MARKS if any(mark in text for mark in _SAYING) else 0.0
-            if (found := ratio(front, back)) < wanted:
-                faint.add(f"{theme}{', grey' if grey else ''}: {found:.1f} {text.strip()!r} {front.hex} on {back.hex}")
+    for text, front, back in pieces(pilot):
+        said = any(character.isalnum() for character in text)
+        wanted = least if said else _MARKS if any(mark in text for mark in _SAYING) else 0.0
+        if (found := ratio(front, back)) < wanted:
+            faint.add(f"{theme}: {found:.1f} {text.strip()!r} {front.hex} on {back.hex}")
     return faint
 
 

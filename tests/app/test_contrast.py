@@ -6,7 +6,7 @@ import pytest
 from floe_chat.app.widgets.themes import THEMES
 from rich.color import ColorSystem
 
-from .contrast import alike, drawn, pieces, too_faint
+from .contrast import alike, drawn, too_faint
 from .scenes import showing
 from .scripted import until
 from .wizardry import shown
@@ -25,11 +25,21 @@ async def test_the_palette_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not faint, "\n".join(sorted(faint))
 
 
-async def test_without_colours_the_screen_is_grey(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("scene", "chosen"), [("chat-commands", "/preset"), ("quality", "Balanced"), ("palette", "Attach")]
+)
+async def test_without_colours_none_is_sent_and_what_is_chosen_is_seen(
+    scene: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    async with showing("panel-full", (120, 36), monkeypatch) as pilot:
-        for _text, front, back in pieces(pilot):
-            assert len({*front.rgb}) == len({*back.rgb}) == 1
+    async with showing(scene, (120, 36), monkeypatch) as pilot:
+        await pilot.press("down")
+        await pilot.pause(0.2)
+        said = list(drawn(pilot))
+        assert said and all(front.is_default and back.is_default for _text, front, back in said)
+        strips = pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+        pieces = [(text, style) for strip in strips for text, style, _control in strip if style is not None]
+        assert chosen in " ".join(text for text, style in pieces if style.reverse or (style.underline and style.bold))
 
 
 # Without the colours of a theme's own: what the terminal makes of them is not known, but never two alike.
