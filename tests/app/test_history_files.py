@@ -121,6 +121,41 @@ def test_names_of_files_are_safe(name: str, expected: str) -> None:
     assert file_name(12, name, ".md") == expected
 
 
+BAD: list[tuple[Callable[[Any], object], str]] = [
+    (lambda d: d.update(format="other"), "format"),
+    (lambda d: d.update(version=2), "version 2"),
+    (lambda d: d.update(version=True), "version True"),
+    (lambda d: d.pop("conversations"), "conversations is missing"),
+    (lambda d: d.update(conversations={}), "conversations is not a list"),
+    (lambda d: d.update(conversations=[1]), "conversations[0] is not an object"),
+    (lambda d: d["conversations"][0].pop("title"), "conversations[0].title is missing"),
+    (lambda d: d["conversations"][0].update(head=99), "conversations[0].head names message 99"),
+    (lambda d: d["conversations"][0].update(created="yesterday"), "conversations[0].created is no time"),
+    (lambda d: d["conversations"][0].update(created="2026-01-01T00:00:00"), "conversations[0].created is no time"),
+    (lambda d: d["conversations"][0].update(updated="1066-01-01T00:00:00Z"), "conversations[0].updated is no time"),
+    (
+        lambda d: d["conversations"][0]["sampling"].update(top_p="much"),
+        "conversations[0].sampling.top_p is not a number",
+    ),
+    (lambda d: d["conversations"][0]["sampling"].update(top_k=1.5), "conversations[0].sampling.top_k is not a whole"),
+    (lambda d: d["conversations"][0].update(quality={"sparsity": 99}), "quality.sparsity is not a number from 0 to 1"),
+    (lambda d: d["conversations"][0].update(quality={"sparsity": 10**400}), "quality.sparsity is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens=-1), "stats.tokens is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens=10**600), "tokens is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(first_token_s=1e300), "_s is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens_per_s=1e999), "_s is not a number from 0"),
+    (lambda d: d["conversations"][0]["messages"][1].update(role="system"), "messages[1].role is not one of user, "),
+    (lambda d: d["conversations"][0]["messages"][1].update(text=5), "conversations[0].messages[1].text is not text"),
+    (lambda d: d["conversations"][0]["messages"][1].update(parent=2), "messages[1].parent names message 2"),
+    (lambda d: d["conversations"][0]["messages"][1].update(parent=3), "messages[1].parent names message 3"),
+    (lambda d: d["conversations"][0]["messages"][1].update(id=1), "messages[1].id 1 is there twice"),
+    (lambda d: d["conversations"][0]["messages"][1].update(state="done"), "messages[1].state is not one of complete"),
+    (lambda d: d["conversations"][0]["messages"][1].update(id=True), "messages[1].id is not a whole number"),
+    (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens=None), "messages[1].stats.tokens is not"),
+    (lambda d: d["conversations"][0]["messages"][0]["attachments"][0].pop("name"), "attachments[0].name is missing"),
+]
+
+
 @pytest.mark.parametrize(("change", "reason"), BAD, ids=[reason for _change, reason in BAD])
 def test_a_bad_file_is_refused_with_the_place_and_the_reason(
     tree: Tree, change: Callable[[Any], object], reason: str
