@@ -116,9 +116,6 @@ class FloeChatApp(App[int]):
         """The key of every action, see `hints.Keyed`."""
         return self._settings.settings.keys
 
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        return [*super().get_line_filters(), _PLAIN_EMOJI]
-
     def on_load(self) -> None:
         if self._terminal is not None:
             self._terminal.hand_over()
@@ -159,7 +156,8 @@ class FloeChatApp(App[int]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         # With NO_COLOR Textual would send greys, which are colours too, and faint ones.
-        return [NoColor() if isinstance(one, Monochrome) else one for one in super().get_line_filters()]
+        usual = [NoColor() if isinstance(one, Monochrome) else one for one in super().get_line_filters()]
+        return [*usual, _PLAIN_EMOJI]
 
     async def on_event(self, event: events.Event) -> None:
         if self._early is not None and isinstance(event, events.Key | events.Paste) and not event.is_forwarded:
