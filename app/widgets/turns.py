@@ -34,11 +34,12 @@ class Tail(Static):
     def __init__(self) -> None:
         super().__init__(classes="tail")
         self._parts: list[Content] = []
+        self._keys = False
 
     def show(self, record: Record | None, actions: tuple[str, ...], *, keys: bool) -> None:
         """Offer `actions` for `record`, with their `keys` if those act on it; the versions are always shown where there
         are several."""
-        self._parts = []
+        self._parts, self._keys = [], keys
         if record is not None and record.siblings > 1:
             place = Content.styled(f" {record.sibling}/{record.siblings} ", MUTED)
             self._parts.append(Content.assemble(_link("‹", OLDER), place, _link("›", NEWER)))
@@ -53,7 +54,7 @@ class Tail(Static):
     def _lay_out(self) -> None:
         width, height = self.content_size
         if width:  # else it comes with the first layout
-            rows = _rows(self._parts, width)
+            rows = _rows(self._parts, width, 2 if self._keys else 1)
             self.update(Content("\n").join(rows), layout=max(1, len(rows)) != height)
 
     def action_act(self, action: str) -> None:
@@ -165,10 +166,11 @@ def _link(text: str, action: str) -> Content:
     return Content.styled(text, Style.from_meta({"@click": f"act('{action}')"}))
 
 
-def _rows(parts: Sequence[Content], width: int) -> list[Content]:
-    """All in one row if they fit, then with as wide gaps as they can have."""
+def _rows(parts: Sequence[Content], width: int, least: int) -> list[Content]:
+    """All in one row if they fit, with as wide gaps as they can have; `least` cells between words tell them apart."""
     words = sum(part.cell_length for part in parts)
-    gap = Content(" " * (3 if words + 3 * (len(parts) - 1) <= width else 2))
+    gaps = max(1, len(parts) - 1)
+    gap = Content(" " * min(3, max(least, (width - words) // gaps)))
     rows: list[Content] = []
     for part in parts:
         if rows and rows[-1].cell_length + len(gap) + part.cell_length <= width:

@@ -162,4 +162,6 @@ async def test_the_bar_names_every_key_on_a_narrow_screen(width: int) -> None:
             await until(pilot, lambda words=words: words in shown(pilot))
         await pilot.press("escape")
         await until(pilot, lambda: "delete d" not in shown(pilot))
+        await pilot.hover(pilot.app.query(Tail).last())
+        await until(pilot, lambda: "delete" in shown(pilot))
         assert pilot.app.query(Tail).last().size.height == 1
