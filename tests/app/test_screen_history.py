@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import errno
+import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -108,9 +109,7 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
 async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> None:
     history = History(None)
     for number in (41, 42):
-        history.add(
-            dataclasses.replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, Setup(), 2))
-        )
+        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, Setup(), 2)))
     assert history.settle()
     async with ready(ScriptedClient(), size=(60, 20), history=history) as pilot:
         await pilot.press("ctrl+r")
@@ -119,6 +118,20 @@ async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> 
         await write(pilot, "long 42")
         await until(pilot, lambda: "Long 41" not in words(pilot) and "2 · 15 Feb 1970 │" in words(pilot))
         assert words(pilot).count("Long 42") == 1
+
+
+async def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("floe_chat.app.private_file.os.fsync", refuse)
+    client = ScriptedClient()
+    async with ready(client, history=History(None)) as pilot:
+        await exchange(pilot, client, "about ice", "floes drift")
+        composer(pilot).put(f"/export {tmp_path}/chat.md")
+        await pilot.press("enter")
+        await until(pilot, lambda: "Make room on that disk" in screen_text(pilot))
+    assert not list(tmp_path.iterdir())
 
 
 @asynccontextmanager
