@@ -131,7 +131,7 @@ class Chips(Horizontal):
         self._chips.remove(chip)
         self._removed.append(chip.file)
         chip.remove()
-        self.post_message(self.Refused(f"{chip.file.name} does not go along; Ctrl+Z brings it back"))
+        self.post_message(self.Refused(f"{_short(chip.file)} does not go along; Ctrl+Z brings it back"))
 
     def _take(self, found: tuple[Attachment, int | None] | str) -> None:
         self._reading -= 1
@@ -154,12 +154,14 @@ class Chips(Horizontal):
         return chip
 
 
-def _label(file: Attachment, tokens: int | None) -> Content:
+def _short(file: Attachment) -> str:
     name = one_line(file.name)
-    if len(name) > _LONGEST_NAME:
-        name = f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME // 2]}…{name[1 - _LONGEST_NAME // 2 :]}"
+
+
+def _label(file: Attachment, tokens: int | None) -> Content:
     size = f"{count(tokens)} tokens" if tokens is not None else f"~{count(estimate(file.text))} tokens"
-    return Content.assemble((f"▤ {name}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
+    return Content.assemble((f"▤ {_short(file)}", "$primary"), (f"  {size}  ", MUTED), ("×", "$text-error"))
 
 
 def estimate(text: str) -> int:

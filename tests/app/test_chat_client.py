@@ -221,9 +221,9 @@ def break_tokenizer(pack: Path) -> None:
     (pack / "tokenizer.json").write_text("{}")
 
 
-@pytest.mark.parametrize("damage", [break_tokenizer, shutil.rmtree])
+@pytest.mark.parametrize(("damage", "code"), [(break_tokenizer, 1), (shutil.rmtree, 2)])
 def test_a_model_that_cannot_be_used_is_told_once(
-    tiny_pack: Path, tmp_path: Path, damage: Callable[[Path], None]
+    tiny_pack: Path, tmp_path: Path, damage: Callable[[Path], None], code: int
 ) -> None:
     pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
     damage(pack)
@@ -232,7 +232,7 @@ def test_a_model_that_cannot_be_used_is_told_once(
     client = ChatClient(pack, None, "cpu")
     client.start()
     failed, _ = until(client, Failed, Loaded)
-    assert isinstance(failed, Failed) and failed.title and failed.hint and failed.exit_code == 1
+    assert isinstance(failed, Failed) and failed.title and failed.hint and failed.exit_code == code
     with pytest.raises(TryAgainError):
         client.submit(HI, GREEDY, 8)
     client.close()

@@ -231,7 +231,7 @@ async def test_a_broken_pack_is_explained(tmp_path: Path) -> None:
         await until(pilot, lambda: pilot.app.query_one(Composer).text == "hello")
         assert "What to do" in screen_text(pilot)
         await pilot.press("ctrl+q")
-        await until(pilot, lambda: pilot.app.return_value == 1)
+        await until(pilot, lambda: pilot.app.return_value == 2)
 
 
 def test_first_paint_needs_no_torch() -> None:

@@ -181,14 +181,19 @@ async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_pa
     file.write_text("[keys]\n" + "".join(f'{action} = "a"\n' for action in ACTIONS))
     async with ready(ScriptedClient(), size=(80, 24), settings=file) as pilot:
         assert status(pilot).keys == Settings().keys
-        await see(pilot, f"{len(ACTIONS)} settings cannot be used", "line 2: keys.quit: a is typed", "And 14 more")
+        await see(
+            pilot,
+            f"{len(ACTIONS)} settings cannot be used",
+            "line 2: keys.quit: a is typed",
+            f"And {len(ACTIONS) - 2} more",
+        )
         (toast,) = pilot.app.screen.query("Toast")
         assert not toast.region.overlaps(composer(pilot).region)
         composer(pilot).put("/settings")
         await pilot.press("enter")
         await see(pilot, "line 2: keys.quit: a is typed", "model")
         await pilot.press("shift+tab", "end")
-        await see(pilot, "line 17: keys.editor")
+        await see(pilot, f"line {len(ACTIONS) + 1}: keys.{list(ACTIONS)[-1]}")
 
 
 async def test_a_name_is_no_markup() -> None:
