@@ -198,8 +198,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def rows() -> list[Tensor]:
-    """Of three layers, E = 2 and F = 300."""
-    return [torch.randint(0, 256, (2, 300, NBYTES), dtype=torch.uint8) for _ in range(3)]
+    """Of three layers, E = 2 and F = 300, each in pages of its own."""
+    size, page = 2 * 300 * NBYTES, pinning.mmap.PAGESIZE
+    apart = -(-size // page) * page + 2 * page
+    held = torch.randint(0, 256, (3 * apart,), dtype=torch.uint8)
+    return [held[start : start + size].view(2, 300, NBYTES) for start in range(0, 3 * apart, apart)]
 
 
 def make(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
