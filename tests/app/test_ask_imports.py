@@ -31,7 +31,7 @@ command()
 
 
 def test_an_answer_imports_nothing_heavy(tiny_pack: Path) -> None:
-    options = ["--repetition-penalty", "1.1", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "3"]
+    options = ["--repetition-penalty", "1.1", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "3", "--seed", "1"]
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), "ask", "hi", "-m", str(tiny_pack), *options]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert done.stdout.strip() and done.stderr.split() == ["0"]
