@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +40,8 @@ class History:
         self._writer = Writer(file)
         self._idle: list[Reader] = []
         self._watcher: Reader | None = None
+        self._watching = threading.Lock()  # another thread may close while this one polls
+        self._closed = False
         self._seen: object = None
         self._running: set[Answer] = set()
 
@@ -68,8 +71,13 @@ class History:
         for answer in tuple(self._running):
             answer.finish(None, "stopped")
         saved = self._writer.close(timeout)
-        for reader in (*self._idle, *([self._watcher] if self._watcher else ())):
-            reader.close()
+        with suppress(IndexError):  # popped, so that no other thread still reads by it
+            while True:
+                self._idle.pop().close()
+        with self._watching:
+            self._closed = True
+            if self._watcher is not None:
+                self._watcher.close()
         return saved
 
     # Writing ----------------------------------------------------------------------------------------------------------
@@ -249,7 +257,10 @@ class History:
                 with self._writer.lock:
                     yield memory
                 return
-            reader = self._idle.pop() if self._idle else Reader(connect(self._file))
+            try:
+                reader = self._idle.pop()
+            except IndexError:
+                reader = Reader(connect(self._file))
             try:
                 yield reader
             finally:
@@ -258,7 +269,9 @@ class History:
     def _version(self) -> object:
         if self._writer.memory is not None:
             return self._writer.commits
-        with suppress(*SQLITE_ERRORS):  # a read that fails says so itself
+        with self._watching, suppress(*SQLITE_ERRORS):  # a read that fails says so itself
+            if self._closed:
+                return self._seen
             if self._watcher is None:
                 self._watcher = Reader(connect(self._file))
             return self._watcher.data_version()

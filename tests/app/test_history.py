@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -347,3 +348,24 @@ def test_numbers_are_never_given_again(store: Store) -> None:
             assert store.conversation(identity).number == round_
             store.delete(identity, mark)
             store.purge((mark >> 20) + 1)
+
+
+def test_it_is_closed_while_another_thread_looks(tmp_path: Path) -> None:
+    for _ in range(20):
+        history = History(tmp_path / "history.db")
+        history.begin(SETUP)
+        settled(history)
+        history.conversations()
+        ended = threading.Event()
+
+        def look(history: History = history, ended: threading.Event = ended) -> None:
+            while not ended.is_set():
+                history.poll()
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        assert history.close()
+        history.poll()
+        ended.set()
+        looking.join(10)
+        assert not looking.is_alive()
