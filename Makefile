@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: chat test check demo clean
+.PHONY: chat test check fuzz demo clean
 
 chat: $(STAMP)  ## talk to the built-in demo model
 	@$(BIN)/floe-chat
@@ -19,6 +19,9 @@ check: $(STAMP_DEV)  ## lint, format, types, import arrows
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports --no-cache
+
+fuzz: $(STAMP_DEV)  ## hostile inputs of every kind, for an hour
+	@$(BIN)/python tests/fuzz/driver.py --seconds 3600
 
 demo: $(STAMP)  ## train and pack the demo model anew
 	$(BIN)/python -m floe_chat.models.demo assets/demo/checkpoint
