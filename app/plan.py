@@ -127,8 +127,8 @@ def _wrapped(sentence: str) -> str:
 
 
 def _lines(plan: Plan, chosen: Option) -> list[str]:
-    from ..engine.opening import size
     from ..engine.reasons import describe
+    from ..models.quantities import memory as size
 
     def uses(held: dict[str, int]) -> str:
         return ", ".join(f"{use} {size(count)}" for use, count in held.items() if count)

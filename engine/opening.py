@@ -19,6 +19,7 @@ import torch
 from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
+from ..models.quantities import memory as size
 from . import context, hardware, pinning, virtual
 from .devices import Device, VirtualDevice
 from .footprint import kv_element
@@ -254,9 +255,3 @@ def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offl
     except Exception:  # whatever it was: it is raised again, once the device and what it pins are let go
         device.close()
         raise
-
-
-def size(nbytes: int) -> str:
-    """In words, by multiples of 1024, as memory is sold: "11.2 GB", "24 MB"."""
-    unit, name = (2**30, "GB") if nbytes >= 2**30 else (2**20, "MB")
-    return f"{nbytes / unit:.3g} {name}"

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from ..models.catalog import Entry
 from ..models.pack import PackSpec
+from ..models.quantities import memory as size
 from .footprint import Footprint
 from .machine import Machine
-from .opening import KEPT_FREE, size
+from .opening import KEPT_FREE
 from .options import DEFAULT, PRESETS_ADD, Option, needs, rounding
 
 

@@ -1,45 +1,39 @@
-"""Figures in words, short enough for a narrow column. None is an em dash, never a zero."""
+"""Figures on a screen: `models.quantities` for what may not have been measured. None is an em dash, never a zero."""
 
 from __future__ import annotations
 
-NOT_MEASURED = "—"
+from ...models import quantities
 
-_PREFIXES = ("B", "kB", "MB", "GB", "TB")
+NOT_MEASURED = "—"
 
 
 def rate(per_second: float | None) -> str:
-    """Three significant digits: 6.13, 61.3, 613."""
-    if per_second is None:
-        return NOT_MEASURED
-    return _three_digits(per_second)
+    """Three significant digits: 6.13, 61.3, 613, 1,230."""
+    return NOT_MEASURED if per_second is None else quantities.digits(per_second)
 
 
 def rate_of(per_second: float | None) -> str:
     """`rate` with its unit."""
-    return NOT_MEASURED if per_second is None else f"{_three_digits(per_second)} tokens/s"
+    return NOT_MEASURED if per_second is None else f"{rate(per_second)} tokens/s"
 
 
 def seconds(value: float | None) -> str:
-    """0.12 s, 12.3 s; below a hundredth in smaller units."""
-    if value is None:
-        return NOT_MEASURED
-    if 0 < value < 0.01:
-        return milliseconds(value)
-    return f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+    """8.9 ms, 123 ms, 12.3 s."""
+    return NOT_MEASURED if value is None else quantities.duration(value)
 
 
 def milliseconds(value: float | None) -> str:
-    """Seconds as 0.42 ms, 12.3 ms; below a hundredth in µs."""
+    """Seconds as 0.42 ms, 12.3 ms, whatever their size, for a column of them; below a hundredth in µs."""
     if value is None:
         return NOT_MEASURED
-    return f"{_three_digits(value * 1e6)} µs" if 0 < value < 1e-5 else f"{_three_digits(value * 1e3)} ms"
+    if 0 < value < 1e-5:
+        return f"{quantities.digits(value * 1e6)} µs"
+    return f"{quantities.digits(value * 1e3)} ms"
 
 
 def share(value: float | None) -> str:
     """A part of a whole, given in 0..1, as a percentage; a small one never looks like none."""
-    if value is None:
-        return NOT_MEASURED
-    return "<1 %" if 0 < value < 0.005 else f"{value * 100:.0f} %"
+    return NOT_MEASURED if value is None else quantities.share(value)
 
 
 def count(number: int) -> str:
@@ -49,13 +43,7 @@ def count(number: int) -> str:
 
 def size(count: float | None) -> str:
     """Bytes with a decimal prefix: 1.31 GB is 1.31e9 bytes."""
-    if count is None:
-        return NOT_MEASURED
-    step = 0
-    while count >= 999.5 and step + 1 < len(_PREFIXES):
-        count /= 1000
-        step += 1
-    return f"{count:.0f} {_PREFIXES[0]}" if step == 0 else f"{_three_digits(count)} {_PREFIXES[step]}"
+    return NOT_MEASURED if count is None else quantities.size(count)
 
 
 def size_of(part: float | None, whole: float) -> str:
@@ -63,9 +51,3 @@ def size_of(part: float | None, whole: float) -> str:
     held, limit = size(part), size(whole)
     unit = limit[limit.rindex(" ") :]
     return f"{held.removesuffix(unit)} of {limit}"
-
-
-def _three_digits(value: float) -> str:
-    if value < 9.995:
-        return f"{value:.2f}"
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

@@ -128,16 +128,16 @@ def test_fences_are_held_until_they_close(text: str, held: str, step: int) -> No
 
 
 def test_figures_in_words() -> None:
-    assert [units.rate(value) for value in (None, 0.5, 6.128, 61.34, 613.4)] == ["—", "0.50", "6.13", "61.3", "613"]
+    assert [units.rate(value) for value in (None, 0.5, 6.128, 61.34, 613.4)] == ["—", "0.500", "6.13", "61.3", "613"]
     assert [units.size(value) for value in (None, 0, 999, 1000, 1.31e9, 4.2e15)] == [
         "—",
         "0 B",
         "999 B",
         "1.00 kB",
         "1.31 GB",
-        "4200 TB",
+        "4,200 TB",
     ]
-    assert (units.share(0.384), units.seconds(0.123), units.seconds(12.34)) == ("38 %", "0.12 s", "12.3 s")
+    assert (units.share(0.384), units.seconds(0.123), units.seconds(12.34)) == ("38 %", "123 ms", "12.3 s")
 
 
 def test_small_pictures() -> None:

@@ -17,6 +17,7 @@ from floe_chat.engine.opening import Choice, Needs
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packed import PackedModel
+from floe_chat.models.quantities import memory
 
 from .driver import answer, open_model, silent
 
@@ -81,7 +82,7 @@ def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
 def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
     with pytest.raises(UsageError) as refused:
         needs.pool(needs.least() - 1)
-    assert opening.size(needs.least()) in refused.value.cause and "--vram" in refused.value.hint
+    assert memory(needs.least()) in refused.value.cause and "--vram" in refused.value.hint
 
 
 def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs) -> None:
@@ -169,8 +170,3 @@ def test_the_next_start_knows_what_was_used(tiny_pack: Path, needs: Needs) -> No
     assert again.offload is not None
     assert torch.allclose(torch.from_numpy(again.offload.pool.heat().uses), torch.from_numpy(used.uses), atol=1e-3)
     again.close()
-
-
-@pytest.mark.parametrize(("nbytes", "text"), [(24 << 20, "24 MB"), (11 << 30, "11 GB"), (1_600_000_000, "1.49 GB")])
-def test_sizes_are_told_as_memory_is_sold(nbytes: int, text: str) -> None:
-    assert opening.size(nbytes) == text
