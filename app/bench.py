@@ -11,9 +11,10 @@ from ..models.errors import UsageError
 from .bench_models import ablation, decode, prefill
 from .bench_options import RUNS, TIMING, chosen_device, with_options
 from .bench_table import finish, measuring
+from .command_names import SuggestingGroup
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def bench() -> None:
     """Measure this machine: what the engine and its parts reach on it.
 

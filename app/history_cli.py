@@ -17,6 +17,7 @@ import click
 from ..models.errors import UsageError
 from . import private_file, progress
 from .arguments import read_text
+from .command_names import SuggestingGroup
 
 if TYPE_CHECKING:
     from .history.store import Store
@@ -26,7 +27,7 @@ _JSON = click.option("--json", "as_json_lines", is_flag=True, help="Print one JS
 NUMBER = click.IntRange(1, 2**62)
 
 
-@click.group()
+@click.group(cls=SuggestingGroup)
 def history() -> None:
     """List, search, show, export, import and delete the conversations kept on this machine.
 

@@ -12,6 +12,7 @@ import platformdirs
 
 from ..models import catalog
 from ..models.errors import UsageError
+from .command_names import SuggestingGroup
 from .disk_use import files
 from .log import log_file
 from .setup_wish import forget, unfinished
@@ -20,7 +21,7 @@ from .widgets import units
 from .widgets.plain import printable
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=SuggestingGroup, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def models(ctx: click.Context, as_json: bool) -> None:
