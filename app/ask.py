@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
-from ..models.errors import FloeError, UsageError
+from ..models.errors import FloeError
 from . import progress
 from .chat_client import ChatClient, TextDelta
 from .history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
+from .history.answer import unsaved
 from .history.exchange import ask_anew, ask_in
 from .signals import ending_in_order
 
@@ -56,15 +57,15 @@ def ask(client: ChatClient, question: Question, form: Form) -> int:
     Raises:
         FloeError: there is nothing to go on with, the model cannot be loaded, or the question does not fit.
     """
-    if question.continuing and not question.saved:
-        raise UsageError("Chats are not kept here", "history.save is false in the settings.", "Ask without --continue.")
     with ending_in_order():
         return _ask(client, question, form)
 
 
 def _ask(client: ChatClient, question: Question, form: Form) -> int:
     client.start()
-    history = History(history_file() if question.saved else None)
+    file = history_file()
+    # What is not saved may still continue a chat that is: it is read then, and nothing is written.
+    history = History(file if question.saved or (question.continuing and file.exists()) else None)
     wait = 0.0
     try:
         if question.continuing and (failure := history.failure()) is not None:
@@ -81,7 +82,7 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
         request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not kept
         wait = _WAIT
-        with exchange.keep() as kept:
+        with exchange.keep() if question.saved else unsaved() as kept:
             try:
                 _answer(client, request, drawn, loaded, kept, form)
             except BrokenPipeError:  # whoever read it had enough

@@ -18,6 +18,7 @@ from ..models.errors import FloeError, UsageError
 from ..models.privacy import stay_private
 from .arguments import need_folder, need_terminal
 from .bench import bench
+from .command_names import CommandGroup
 from .evaluate import evaluate
 from .harness import harness
 from .history_cli import NUMBER, history
@@ -83,7 +84,7 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
     return decorate
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @_with(*_MODEL, *_SAMPLING)
 @click.option("--plain", is_flag=True, help="Chat line by line, without a screen: for screen readers and slow lines.")
 @click.version_option(package_name="floe-chat", prog_name="floe-chat")
@@ -146,6 +147,7 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
     "--continue", "-c", "going_on", is_flag=True, help="Go on with the conversation that was written to last."
 )
 @click.option("--conversation", type=NUMBER, metavar="N", help="Go on with this one; see `history list`.")
+@click.option("--no-save", is_flag=True, help="Do not save the question and its answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--json-lines", "as_lines", is_flag=True, help="Print a JSON object for each piece, and one at the end.")
 @_with(*_MODEL, *_SAMPLING)
@@ -156,14 +158,15 @@ def ask(
     files: tuple[Path, ...],
     going_on: bool,
     conversation: int | None,
+    no_save: bool,
     as_json: bool,
     as_lines: bool,
     **options: Any,
 ) -> None:
     """Answer one question on stdout.
 
-    The question is PROMPT, every --file, and what is piped in, whichever are given, in this order. It is kept with its
-    answer (`floe-chat history`), unless the settings say otherwise.
+    The question is PROMPT, then every --file, then the text that is piped in. Question and answer are saved (see
+    `floe-chat history`), unless you give --no-save or the settings turn saving off.
 
     \b
     floe-chat ask "What is an expert?"
@@ -184,7 +187,7 @@ def ask(
     settings, options = _settled(ctx, options)
     client, sampling, max_tokens, system = _opened(options)
     setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
-    asked = Question(text, setup, max_tokens, going_on, conversation, settings.save_history)
+    asked = Question(text, setup, max_tokens, going_on, conversation, settings.save_history and not no_save)
     ctx.exit(answer(client, asked, "json" if as_json else "lines" if as_lines else "text"))
 
 

@@ -9,6 +9,7 @@ import click
 
 from ..models.errors import UsageError
 
+
 class SuggestingGroup(click.Group):
     """A group that names the commands that look like a mistyped one."""
 

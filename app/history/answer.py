@@ -49,3 +49,12 @@ class Answer:
             pieces.append(self._pieces.popleft())
         self._text += "".join(pieces)
         return self._text
+
+
+def unsaved() -> Answer:
+    """An answer that no history takes."""
+
+    def ignored(_answer: Answer, _state: State, _stats: AnswerStats | None) -> None:
+        return
+
+    return Answer(0, "", ignored)

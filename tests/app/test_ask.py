@@ -160,6 +160,26 @@ def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
     connection.close()
 
 
+def test_a_chat_that_is_not_to_be_saved_is_not(tiny_pack: Path) -> None:
+    ran = ask(tiny_pack, "hi", *SHORT, "--no-save")
+    assert (ran.code, ran.err) == (0, "") and ran.out.strip()
+    assert not history_file().exists()
+    assert "nothing to continue" in explained(ask(tiny_pack, "hi", *SHORT, "--no-save", "--continue"), 2).lower()
+    assert not history_file().exists()
+
+
+def test_a_saved_chat_may_be_continued_without_saving(tiny_pack: Path) -> None:
+    def saved() -> list[str]:
+        return [line for line in run_cli("history", "show", "1").out.splitlines() if line]
+
+    assert ask(tiny_pack, "My number is 7.", *SHORT).code == 0
+    before = saved()
+    ran = ask(tiny_pack, "And now?", *SHORT, "--continue", "--no-save", "--json")
+    assert ran.code == 0 and saved() == before
+    alone = ask(tiny_pack, "And now?", *SHORT, "--no-save", "--json")
+    assert json.loads(ran.out)["prompt_tokens"] > json.loads(alone.out)["prompt_tokens"]
+
+
 @pytest.mark.parametrize("which", [["--continue"], ["--conversation", "1"]], ids=["newest", "number"])
 def test_going_on_in_a_history_that_cannot_be_read_says_so(
     tiny_pack: Path, other: sqlite3.Connection, which: list[str]
