@@ -87,8 +87,6 @@ def look_up(wanted: Wish, token: str | None = None) -> Entry:
         fields = json.loads(repo.read("config.json") or b"{}")
     except (ValueError, RecursionError) as error:
         raise FloeError(f"config.json of {wanted.model} cannot be read", f"{error}.", "Ask its publisher.") from error
-    finally:
-        repo.close()
     known = catalog.published(wanted.model) or catalog.described({**fields, "_name_or_path": wanted.model})
     return replace(known, name=wanted.name, repo=wanted.model, gated=repo.gated)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_MOST = 2000  # characters of each part
+
 
 class FloeError(Exception):
     """A failure explained to the user.
@@ -11,16 +13,15 @@ class FloeError(Exception):
         cause: why, in the terms of the thing that failed.
         hint: what the person can do about it.
 
+    Each part is cut at 2,000 characters: causes quote files and answers of other programs.
     `exit_code` follows the command line's convention: 1 failure, 2 usage, 3 try again.
     """
 
     exit_code = 1
 
     def __init__(self, title: str, cause: str = "", hint: str = "") -> None:
-        super().__init__(title)
-        self.title = title
-        self.cause = cause
-        self.hint = hint
+        self.title, self.cause, self.hint = map(_cut, (title, cause, hint))
+        super().__init__(self.title)
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.title, self.cause, self.hint) if part)
@@ -64,3 +65,7 @@ class HubError(FloeError):
 
 class AccessError(HubError):
     """A hub that wants a token, or one with more rights: another token helps, the same request again does not."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[:_MOST]} …"

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx2
 
-from . import hub_errors
+from . import hub_errors, hub_request
 from .errors import HubError, TryAgainError
 from .fetch_part import PartFile, Ranges, is_intact
 from .fetch_progress import RateMeter, State
 from .fetch_request import Answer, Passing, Wrong, asked
-from .hub import Repo, client_settings
+from .hub import Repo
 from .hub_files import RepoFile
 
 _MOST_WRONG = 8  # answers in a row that are not what was asked for
@@ -154,12 +153,7 @@ class Fetcher:
         self._news, self._journals = asyncio.Event(), asyncio.Lock()  # of this run's loop
         self._hold, self._last_byte, self._asked = 0.0, time.monotonic(), 0.0
         self.meter.restart()
-        settings: dict[str, Any] = client_settings()
-        settings["timeout"] = httpx2.Timeout(self._tuning.silence, connect=10.0)
-        try:
-            client = httpx2.AsyncClient(**settings)
-        except (ImportError, ValueError) as error:
-            raise hub_errors.no_connection(error, self._repo.endpoint) from error
+        client = hub_request.new_client(self._repo.endpoint, self._tuning.silence)
         workers = [asyncio.create_task(self._work(client)) for _ in range(self._tuning.connections)]
         keeper = asyncio.create_task(self._keep_journals())
         waiting = {keeper, *workers}

@@ -1,38 +1,37 @@
-"""A model repository on the hub that the user chose: what is in it, its small files, and the headers of its large ones.
+"""A model repository on the hub that the user chose: its listing, its small files, and the headers of its large files.
 
-Our requests are our own, spoken in the hub's protocol, and not huggingface_hub's: its client stays offline in this
+The requests are our own, spoken in the hub's protocol, and not huggingface_hub's: its client stays offline in this
 process for good (`models.privacy`), so that no other library can use the network while a model is being fetched.
-That library says who the user is (its login) and where the user's cache lies. HF_ENDPOINT, HTTP(S)_PROXY, NO_PROXY
-and SSL_CERT_FILE are honoured. The token goes to the hub's own address in a header and nowhere else, least into a file.
+That library says who the user is (its login) and where the user's cache is. HF_ENDPOINT, HTTP(S)_PROXY, NO_PROXY
+and SSL_CERT_FILE are honoured. The token goes to the hub's own address in a header and nowhere else, never into a file.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
-import logging
 import os
 import re
 import ssl
 import threading
-import time
-from importlib.metadata import version
-from typing import Any
 from urllib.parse import quote
 
 import httpx2
 
-from . import hub_errors
-from .errors import AccessError, CheckpointError, HubError, TryAgainError, UsageError
+from . import hub_errors, hub_request
+from .errors import AccessError, CheckpointError, FloeError, HubError, TryAgainError, UsageError
 from .hub_files import RepoFile, listing
 from .privacy import offline
 from .shelf import INDEX, TensorPlace, header_bytes, is_shard, parse_header
 
 HUB = "https://huggingface.co"
 _LARGEST_SMALL = 32 << 20  # bytes of a JSON or tokenizer file
+_LARGEST_LISTING = 16 << 20  # bytes
 _FIRST_LOOK = 256 << 10  # bytes: what a shard's header usually takes
 _TRIES = 3
-_LONGEST_WAIT = 10.0  # seconds that a person watching waits for one answer; a download is more patient
+_LONGEST_WAIT = 10.0  # seconds that a person watching waits at the hub's wish; a download is more patient
+_PATIENCE_S = 90.0  # for an answer, all tries together, and as long again for each 2 MB of a file
+_SLOWEST = 20_000.0  # bytes per second
 
 
 def endpoint() -> str:
@@ -47,24 +46,6 @@ def own_token() -> str | None:
     return get_token() or None
 
 
-def client_settings() -> dict[str, Any]:
-    """What every client of ours is made with; proxies and certificates come from the environment."""
-    for name in ("httpx2", "httpcore2"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # below that they log addresses, and signed ones are keys
-    return {
-        "verify": _certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),
-        "follow_redirects": True,
-        "timeout": httpx2.Timeout(20.0, connect=10.0),
-        "headers": {"user-agent": f"floe-chat/{version('floe-chat')}", "accept-encoding": "identity"},
-    }
-
-
-@functools.cache
-def _certificates(*_where: str | None) -> ssl.SSLContext:
-    """Loaded once: that takes long enough to be felt when a download is paused or cancelled meanwhile."""
-    return httpx2.create_ssl_context()
-
-
 def resolve(repo_id: str, revision: str = "main", token: str | None = None) -> Repo:
     """Look a repository up: one request.
 
@@ -72,20 +53,20 @@ def resolve(repo_id: str, revision: str = "main", token: str | None = None) -> R
         repo_id: owner/name. revision: a branch, tag or commit. token: if not the user's own (`own_token`).
 
     Raises:
-        UsageError: the id or the hub's address is malformed. AccessError: a token is needed or this one does not do.
-        HubError: no such repository or revision, or it has nothing that we read. TryAgainError: the hub cannot be
-        reached or has no time, or the user has forbidden to ask it.
+        UsageError: the id or the hub's address is malformed. AccessError: a token is needed, or one with more rights.
+        HubError: no such repository or revision, or it has no file that we read. TryAgainError: the hub cannot be
+        reached or is busy, or HF_HUB_OFFLINE is set.
     """
     _check_id(repo_id)
     if offline():
         raise TryAgainError(
-            "floe-chat was told to stay offline",
+            "floe-chat is set to stay offline",
             "HF_HUB_OFFLINE is set.",
-            f"Unset it to fetch {repo_id}, or give a folder that holds the model.",
+            f"Unset it to fetch {repo_id}, or give the folder of a downloaded model.",
         )
     token = (token or "").strip() or own_token()
     if token is not None and not re.fullmatch("[!-~]+", token):
-        raise AccessError("This is no token", "It holds characters that no token has.", "Copy it again, all of it.")
+        raise AccessError("This is not a token", "It holds characters that no token has.", "Copy all of it again.")
     repo = Repo(repo_id, endpoint(), token)
     repo.look_up(revision)
     return repo
@@ -96,7 +77,7 @@ class Repo:
 
     Attributes:
         name: owner/name. endpoint: the hub's address. commit: what the revision means now. gated: whether its publisher
-        asks to accept terms first. files: those that we read. token: what requests carry; not shown, never written.
+        asks to accept terms first. files: the ones that we read. token: sent with requests; never shown or written.
     """
 
     def __init__(self, name: str, address: str, token: str | None) -> None:
@@ -106,16 +87,6 @@ class Repo:
         self.commit = ""
         self.gated = False
         self.files: tuple[RepoFile, ...] = ()
-        try:
-            self._client = httpx2.Client(**client_settings())
-        except OSError as error:
-            raise UsageError(
-                "The certificates in SSL_CERT_FILE or SSL_CERT_DIR cannot be read",
-                f"{error}.",
-                "Check these variables.",
-            ) from error
-        except (ImportError, ValueError) as error:
-            raise hub_errors.no_connection(error, address) from error
         self._lock = threading.Lock()
         self._headers: dict[str, dict[str, TensorPlace]] = {}
         self._weight_map: dict[str, str] | None = None
@@ -140,7 +111,7 @@ class Repo:
         return [present[name] for name in named]
 
     def url(self, name: str) -> str:
-        """Where a file is asked for; the answer may lead to a signed address, which is not kept."""
+        """Where a file is asked for; the answer may redirect to a signed address, which is not stored."""
         return f"{self.endpoint}/{self.name}/resolve/{self.commit}/{quote(name)}"
 
     def authorization(self) -> dict[str, str]:
@@ -150,7 +121,7 @@ class Repo:
         """A small file, verified; None if the repository has none of that name.
 
         Raises:
-            FloeError: as `resolve`; also if it is larger than 32 MB or damaged on the way.
+            FloeError: as `resolve`; also if it is larger than 32 MB or arrives damaged.
         """
         file = self.file(name)
         if file is None:
@@ -158,7 +129,7 @@ class Repo:
         if file.size > _LARGEST_SMALL:
             raise HubError(f"{name} of {self.name} is too large", f"It has {file.size / 1e6:.0f} MB.", _OTHER_REVISION)
         for _ in range(2):
-            content = self._get(self.url(name), file.size + 1)
+            content = self._get(self.url(name), file.size + 1, size=file.size)
             digest = file.digest()
             digest.update(content)
             if digest.hexdigest() == file.hash:
@@ -169,7 +140,7 @@ class Repo:
         """Tensor name -> its place in a shard, from the first bytes alone; remembered.
 
         Raises:
-            CheckpointError: it is no safetensors file, or its size is not the one that its header needs.
+            CheckpointError: it is not a safetensors file, or its size does not fit its header.
             FloeError: as `resolve`.
         """
         with self._lock:
@@ -183,7 +154,7 @@ class Repo:
         if length > file.size:
             raise CheckpointError(f"{name} of {self.name} is damaged", "It ends within its header.", _OTHER_REVISION)
         if length > len(head):
-            head = self._get(self.url(name), length, first=True)
+            head = self._get(self.url(name), length, first=True, size=length)
         places = parse_header(name, head, file.size)
         with self._lock:
             self._headers[name] = places
@@ -208,13 +179,10 @@ class Repo:
             if here != said:
                 raise _disagree(self.name, f"{name} is in {here}; the index says {said}.")
 
-    def close(self) -> None:
-        self._client.close()
-
     def look_up(self, revision: str) -> None:
-        """Ask the hub what the repository is at `revision`; `resolve` tells what may go wrong."""
+        """Ask the hub for the repository's listing at `revision`. Raises: see `resolve`."""
         address = f"{self.endpoint}/api/models/{self.name}/revision/{quote(revision, safe='')}"
-        content = self._get(f"{address}?blobs=true", _LARGEST_SMALL)
+        content = self._get(f"{address}?blobs=true", _LARGEST_LISTING)
         self.commit, self.gated, self.files = listing(self.name, content)
 
     def _index(self) -> dict[str, str]:
@@ -230,60 +198,80 @@ class Repo:
                 ) from error
         return self._weight_map
 
-    def _get(self, url: str, most: int, *, first: bool = False) -> bytes:
-        """A body of `most` bytes at the most; with `first`, only the beginning of a larger one is asked for.
+    def _get(self, url: str, most: int, *, size: int = 0, first: bool = False) -> bytes:
+        """A body of at most `most` bytes; with `first`, only the beginning of a larger one is asked for.
 
-        What came before a connection broke is gone on from.
+        Resets, time-outs and busy servers are tried again; a broken answer is continued where it broke.
+
+        Args:
+            size: bytes to expect, if known, for which more time is given.
         """
+        patience = _PATIENCE_S + size / _SLOWEST
+        try:
+            return hub_request.complete(asyncio.wait_for(self._tries(url, most, first=first), patience))
+        except TimeoutError as error:
+            raise TryAgainError(
+                f"{self.endpoint} is too slow", f"It did not answer in full within {patience:.0f} seconds.", _LATER
+            ) from error
+
+    async def _tries(self, url: str, most: int, *, first: bool) -> bytes:
         content = bytearray()
         failures = 0
-        while True:
-            had = len(content)
-            headers = self.authorization() | ({"range": f"bytes={had}-{most - 1}"} if first or had else {})
-            try:
-                with self._client.stream("GET", url, headers=headers) as response:
-                    if response.is_success:
-                        if hub_errors.is_web_page(response):
-                            raise hub_errors.web_page(self.endpoint)
-                        if not response.headers.get("content-range", "").startswith(f"bytes {had}-"):
-                            content.clear()  # all of it comes
-                        _fill(content, response, most, cut=first)
+        async with hub_request.new_client(self.endpoint) as client:
+            while True:
+                had = len(content)
+                wait = None
+                try:
+                    trouble, wait = await self._try(client, url, content, most, first=first)
+                    if trouble is None:
                         return bytes(content[:most])
-                    _bounded_error(response)
-                    trouble = hub_errors.refusal(response, self.name, self.endpoint, token=self.token is not None)
-                    wait = hub_errors.wait_asked(response)
-                    if not hub_errors.is_passing(response) or (wait or 0) > _LONGEST_WAIT:
-                        raise trouble
-            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-                trouble, wait = hub_errors.no_connection(error, self.endpoint), None
-                if not isinstance(error, (httpx2.NetworkError, httpx2.RemoteProtocolError)):
-                    raise trouble from error
-            if len(content) > had:
-                failures = 0
-                continue
-            failures += 1
-            if failures == _TRIES:
+                except (httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError, ConnectionError) as error:
+                    trouble = hub_errors.no_connection(error, self.endpoint)
+                    if not hub_errors.is_broken(error):
+                        raise trouble from error
+                if len(content) > had:
+                    failures = 0
+                    continue
+                failures += 1
+                if failures == _TRIES:
+                    raise trouble
+                await asyncio.sleep(wait if wait is not None else hub_errors.backoff(failures))
+
+    async def _try(
+        self, client: httpx2.AsyncClient, url: str, content: bytearray, most: int, *, first: bool
+    ) -> tuple[FloeError | None, float | None]:
+        """Add to `content` what one request brings; a passing refusal and the wait that it asks for, or None twice."""
+        had = len(content)
+        headers = self.authorization() | ({"range": f"bytes={had}-{most - 1}"} if first or had else {})
+        async with hub_request.opened(client, url, headers) as (response, _redirects):
+            if response.is_success:
+                if hub_errors.is_web_page(response):
+                    raise hub_errors.web_page(self.endpoint)
+                hub_request.check_plain(response, self.endpoint)
+                if not response.headers.get("content-range", "").startswith(f"bytes {had}-"):
+                    content.clear()  # all of it comes
+                await _fill(content, response, most, cut=first)
+                return None, None
+            body = await hub_request.short_body(response)
+            trouble = hub_errors.refusal(response, body, self.name, self.endpoint, token=self.token is not None)
+            wait = hub_errors.wait_asked(response)
+            if not hub_errors.is_passing(response) or (wait or 0) > _LONGEST_WAIT:
                 raise trouble
-            time.sleep(wait if wait is not None else hub_errors.backoff(failures))
+            return trouble, wait
 
 
+_LATER = "Try again later, or from another network."
 _OTHER_REVISION = "Use another revision, or ask its publisher."
 
 
-def _fill(content: bytearray, response: httpx2.Response, most: int, *, cut: bool) -> None:
-    """Add the body to `content`; once `most` bytes are there, leave the rest or find it too long."""
-    for part in response.iter_raw():
+async def _fill(content: bytearray, response: httpx2.Response, most: int, *, cut: bool) -> None:
+    """Add the body to `content`. At `most` bytes, leave the rest (`cut`) or refuse the body as too long."""
+    async for part in response.aiter_raw():
         content += part
         if cut and len(content) >= most:
             return
         if len(content) > most:
             raise HubError("The hub sends more than it should", f"Over {most:,} bytes came.", "Try again later.")
-
-
-def _bounded_error(response: httpx2.Response) -> None:
-    """Have the body of a refusal read where it is short enough to be a sentence."""
-    if int(response.headers.get("content-length") or 1 << 20) < 1 << 16:
-        response.read()
 
 
 def _check_id(repo_id: str) -> None:
@@ -297,7 +285,7 @@ def _check_id(repo_id: str) -> None:
         raise UsageError(
             f"{repo_id!r} is not the id of a model on a hub",
             str(error).splitlines()[0],
-            "Ids are owner/name, such as mistralai/Mixtral-8x7B-Instruct-v0.1.",
+            "Write owner/name, for example mistralai/Mixtral-8x7B-Instruct-v0.1.",
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files come from: a folder that holds all of them, or a hub from which they arrive one by one."""
+"""Where a checkpoint's files come from: a folder with all of them, or a hub from which they arrive one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from typing import Any, Protocol
 from .errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-_MOST_HEADER = 100_000_000  # bytes: what the safetensors library itself reads at the most
+_MOST_HEADER = 16 << 20  # bytes: 100,000 tensors; parsed, a header takes ten times as much
+_LARGEST = 1 << 50  # of a size or an offset
+_MOST_DIMENSIONS = 16
+_MOST_QUOTED = 100  # characters of a name in an error
 _BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -66,28 +69,28 @@ class Shelf(Protocol):
         """File -> tensor name -> its place, of every shard (see `is_shard`); known before the bytes are here.
 
         Raises:
-            FloeError: there are no shards, or a header cannot be had or makes no sense.
+            FloeError: there are no shards, or a header cannot be read or makes no sense.
         """
         ...
 
     def small(self, name: str) -> Path | None:
-        """A file such as config.json, under its own name and fetched at once; None if the source lacks it."""
+        """The path of a file such as config.json, fetched at once; None if the source lacks it."""
         ...
 
     def path(self, file: str) -> Path:
-        """Where a shard lies; waits until all of it is here and verified. Serves any shard at any time.
+        """The path of a shard; waits until all of it is here and verified. Any shard may be asked for at any time.
 
         Raises:
-            FloeError: it cannot be had.
+            FloeError: it is not available.
         """
         ...
 
     def done(self, file: str) -> None:
-        """Nobody reads this shard again; one that was fetched may be deleted."""
+        """This shard is not read again; if it was fetched, it may be deleted."""
         ...
 
     def order(self, files: Sequence[str]) -> None:
-        """In which order shards will be asked for: fetch ahead, but leave at most two unread ones on the disk."""
+        """The order in which shards will be asked for: fetch ahead, with at most two unread ones on the disk."""
         ...
 
 
@@ -103,16 +106,16 @@ def parse_header(file: str, head: bytes, size: int) -> dict[str, TensorPlace]:
         file: its name. head: its first bytes, 8 + `header_bytes` of them or more. size: bytes of the whole file.
 
     Raises:
-        CheckpointError: this is not the beginning of such a file, or the file is not as long as it says.
+        CheckpointError: this is not the beginning of such a file, or the file has another size than it says.
     """
     try:
         length = header_bytes(file, head)
         places = _places(json.loads(head[8 : 8 + length]), 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(file, f"Its header makes no sense: {error}.") from error
+        raise _unreadable(file, f"Its header makes no sense ({type(error).__name__}): {error}.") from error
     end = max((place.end for place in places.values()), default=8 + length)
     if size != end:
-        raise _unreadable(file, f"It has {size:,} bytes instead of {end:,}.")
+        raise _unreadable(file, f"It has {size:,} bytes; its header needs {end:,}.")
     return places
 
 
@@ -120,7 +123,7 @@ def header_bytes(file: str, head: bytes) -> int:
     """Length of the header that follows a safetensors file's first 8 bytes.
 
     Raises:
-        CheckpointError: there are no 8 bytes, or the number is absurd.
+        CheckpointError: there are no 8 bytes, or the number cannot be a length.
     """
     length = int.from_bytes(head[:8], "little")
     if len(head) < 8 or not 2 <= length <= _MOST_HEADER:
@@ -134,13 +137,24 @@ def _places(header: dict[str, Any], base: int) -> dict[str, TensorPlace]:
     for name, entry in sorted(header.items()):
         if name == "__metadata__":
             continue
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-        start, end = (int(offset) for offset in entry["data_offsets"])
-        bits = _BITS.get(dtype, 8 * (end - start) // max(1, math.prod(shape)))
-        if start < 0 or min(shape, default=0) < 0 or 8 * (end - start) != bits * math.prod(shape):
-            raise ValueError(f"{name} of {shape} {dtype} cannot take the bytes {start} to {end}")
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        start, end = entry["data_offsets"]
+        if not isinstance(dtype, str) or len(shape) > _MOST_DIMENSIONS or not _sensible(*shape, start, end):
+            raise ValueError(f"{_quoted(name)} has no type, shape or place")
+        count = math.prod(shape)
+        bits = _BITS.get(dtype) or 8 * (end - start) // max(1, count)
+        if 8 * (end - start) != bits * count:
+            raise ValueError(f"{_quoted(name)} of {shape} {_quoted(dtype)} does not fit the bytes {start:,} to {end:,}")
         places[name] = TensorPlace(dtype, shape, base + start, base + end)
     return places
+
+
+def _sensible(*sizes: object) -> bool:
+    return all(type(size) is int and 0 <= size <= _LARGEST for size in sizes)
+
+
+def _quoted(text: str) -> str:
+    return repr(text[:_MOST_QUOTED])
 
 
 class FolderShelf:
@@ -158,7 +172,7 @@ class FolderShelf:
             pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern)]
             raise CheckpointError(
                 f"The checkpoint at {self.folder} has no safetensors files",
-                f"It has {pickles[0]}, but pickle files can run code and are never read." if pickles else "",
+                f"It has {pickles[0]}, but pickle files can run code, so they are never read." if pickles else "",
                 "Download the *.safetensors files of the model.",
             )
         return {path.name: self._header(path) for path in shards}

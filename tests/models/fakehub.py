@@ -227,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.portal:
             self.reply(200, PORTAL, {"Content-Type": "text/html; charset=utf-8"})
         elif fault is not None and fault.status is not None:
-            self.reply(fault.status, fault.body, fault.headers)
+            self.reply(fault.status, fault.body, fault.headers, fault)
         elif self.server.storage:
             self.store(fault)
         else:
@@ -236,12 +236,16 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 - the library's name
 
     def reply(
-        self, status: int, body: bytes | dict[str, Any] | list[Any] = b"", headers: Mapping[str, str] = {}
+        self,
+        status: int,
+        body: bytes | dict[str, Any] | list[Any] = b"",
+        headers: Mapping[str, str] = {},
+        fault: Fault | None = None,
     ) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.begin(status, {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers})
         if self.command != "HEAD":
-            self.write(content)
+            self.send_body(bytearray(content), fault or Fault(""))
 
     def write(self, content: bytes | bytearray) -> None:
         """Counted first: who asks how much was sent may have read it before this thread goes on."""
@@ -283,7 +287,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif route["kind"] == "tree":
             self.reply(200, repository.tree())
         elif route["kind"] in (None, "revision"):
-            self.reply(200, repository.info(gated=repository.name in hub.gated, blobs="blobs" in self.query))
+            info = repository.info(gated=repository.name in hub.gated, blobs="blobs" in self.query)
+            self.reply(200, info, fault=fault)
         elif repository.name in hub.gated and token != hub.token:
             self.refuse(403 if token else 401, "GatedRepo", f"Access to model {repository.name} is restricted")
         elif route["file"] not in repository.files:

@@ -27,10 +27,11 @@ import os, sys
 from pathlib import Path
 from floe_chat.models.download import Download
 from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import client_settings, resolve
+from floe_chat.models.hub import resolve
+from floe_chat.models.hub_request import new_client
 from huggingface_hub import get_token, try_to_load_from_cache
 
-client_settings()
+new_client("")
 tuning = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.01)
 for line in sys.stdin:
     os.environ["HF_ENDPOINT"], folder = line.split()
