@@ -57,7 +57,7 @@ async def test_terms_have_to_be_accepted_first(
         async with around(wizard(setups, published)) as pilot:
             await to_folder(pilot)
             await pilot.press("enter")
-            await see(pilot, "only for those who accepted its terms", f"{hub.url}/{REPO}", "forgotten when")
+            await see(pilot, "requires you to accept its terms", f"{hub.url}/{REPO}", "forgotten when")
             for token, answer in (("hf_unknown", "does not know this token"), (hub.stranger, "has no access to")):
                 await write(pilot, token)
                 assert token not in shown(pilot) and "•" * len(token) in shown(pilot)
