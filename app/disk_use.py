@@ -1,4 +1,4 @@
-"""The files of a folder at which others may be at work."""
+"""The files of a folder in which other programs may be at work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def files(folder: Path) -> Iterator[os.stat_result]:
-    """What is known of each regular file under `folder`, without those that are renamed or deleted meanwhile."""
-    for where, _, names in os.walk(folder):  # which passes over folders that are gone
+    """The `stat` of each regular file under `folder`. Links, and files that vanish meanwhile, are left out."""
+    for where, _, names in os.walk(folder):  # which skips folders that vanish or may not be read
         for name in names:
-            with suppress(FileNotFoundError):
-                found = Path(where, name).stat()
+            with suppress(OSError):
+                found = Path(where, name).lstat()
                 if stat.S_ISREG(found.st_mode):
                     yield found

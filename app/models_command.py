@@ -1,4 +1,4 @@
-"""`floe-chat models` and `floe-chat paths`: what is on this machine, where, and how to be rid of it."""
+"""`floe-chat models` and `floe-chat paths`: the models and folders on this machine, and how to delete a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..models.errors import UsageError
 from .command_names import SuggestingGroup
 from .disk_use import files
 from .log import log_file
-from .setup_wish import forget, unfinished
+from .progress import note
+from .setup_wish import bad_notes, forget, unfinished
 from .setups import remove as delete
 from .widgets import units
 from .widgets.plain import printable
@@ -25,7 +26,7 @@ from .widgets.plain import printable
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def models(ctx: click.Context, as_json: bool) -> None:
-    """List the models that are installed, begun, and listed for setting up.
+    """List the installed models, unfinished setups, and models that can be set up.
 
     \b
     floe-chat models
@@ -33,39 +34,43 @@ def models(ctx: click.Context, as_json: bool) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
+    for bad in bad_notes():
+        note(str(bad))
     found = _found()
     click.echo(json.dumps(found, indent=2) if as_json else printable(_text(found)))
 
 
 @models.command()
 @click.argument("name")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
 def remove(name: str, yes: bool) -> None:
-    """Delete the model NAME, or what was begun of it, from the models folder.
+    """Delete the model NAME, or its unfinished setup, from the models folder.
 
-    What was downloaded into the hub's own cache stays there.
+    Files in the hub's own cache stay there.
     """
     begun = next((one for one in unfinished() if one.name == name), None)
     folder = begun.folder if begun else catalog.models_folder() / name
     installed = name != catalog.DEMO and any(one.name == name for one in catalog.installed())
     if begun is None and not installed:
-        cause = "The demo is part of floe-chat." if name == catalog.DEMO else f"It would lie in {folder}."
-        raise UsageError(f"There is no model {name!r} to remove", cause, "`floe-chat models` lists those there are.")
+        cause = "The demo is part of floe-chat." if name == catalog.DEMO else f"There is no {folder}."
+        raise UsageError(f"There is no model {name!r} to remove", cause, "`floe-chat models` lists the models.")
     if not yes:
         if not sys.stdin.isatty():
-            raise UsageError("Nobody can be asked here", "Standard input is no terminal.", "Add --yes to delete it.")
+            raise UsageError(
+                "Deleting needs a confirmation", "Standard input is not a terminal.", "Add --yes to delete without one."
+            )
         click.confirm(f"Delete {folder} ({units.size(_bytes(folder))})?", abort=True, err=True)
     if begun is not None:
         forget(begun)
     else:
         delete(name)
-    click.echo(f"floe-chat: {printable(name)} is deleted.", err=True)
+    click.echo(f"floe-chat: deleted {printable(name)}.", err=True)
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def paths(as_json: bool) -> None:
-    """Tell where floe-chat keeps what: settings, chats, models, caches, the log."""
+    """Show where floe-chat stores settings, chats, models, caches and the log."""
     from .history import history_file
     from .settings_file import settings_file
 
@@ -113,14 +118,14 @@ def _text(found: dict[str, Any]) -> str:
         for one in found["installed"]
     ]
     if found["unfinished"]:
-        lines += ["", "Begun (`floe-chat setup` goes on)"]
+        lines += ["", "Unfinished (`floe-chat setup` continues)"]
         lines += [
             line(one["name"], f"{units.size(one['bytes'])} so far, {one['model']}") for one in found["unfinished"]
         ]
     if found["listed"]:
-        lines += ["", "To set up (`floe-chat plan NAME` tells how it would run, `floe-chat setup NAME` fetches it)"]
+        lines += ["", "Available (`floe-chat plan NAME` shows how it would run, `floe-chat setup NAME` sets it up)"]
         lines += [
-            line(one["name"], f"{units.size(one['checkpoint_bytes'])} to fetch, {one['repo']}")
+            line(one["name"], f"{units.size(one['checkpoint_bytes'])} to download, {one['repo']}")
             for one in found["listed"]
         ]
     return "\n".join(lines)

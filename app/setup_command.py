@@ -1,4 +1,4 @@
-"""`floe-chat setup`: plan, download, pack and check one model without a screen."""
+"""`floe-chat setup`: plan, download, pack and check one model from the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..models.errors import AccessError, FloeError, UsageError
 from .packing import time_left
 from .progress import clear, note, step
 from .setup_flow import Setup, SetupProgress
-from .setup_wish import Wish, forget, unfinished, wish
+from .setup_wish import Wish, bad_notes, discard, forget, meaning, unfinished, wish
 from .setups import look_up
 from .widgets import units
 from .widgets.plain import printable
@@ -22,72 +22,110 @@ if TYPE_CHECKING:
     from ..models.published import Entry
 
 _LOOK_S = 0.2
+_LEAVING_S = 2.0  # that Ctrl+C waits for the work in hand; it is done again later
 
 
 @click.command()
 @click.argument("model", required=False, metavar="[MODEL]")
-@click.option("--name", help="What the model is called here.  [default: its listed name]")
-@click.option("--up", type=int, help="Bits of the up projection: 2, 3, 4, 8 or 16.  [default: what the plan chooses]")
-@click.option("--rows", type=int, help="Bits of gate and down: 2, 3, 4, 8 or 16.  [default: likewise]")
-@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: likewise]")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask before starting.")
-@click.option("--forget", "forgetting", is_flag=True, help="Delete what an earlier setup of MODEL left unfinished.")
+@click.option("--name", help="Name of the model on this machine.  [default: its listed name]")
+@click.option("--up", type=int, help="Bits of the up projection: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--rows", type=int, help="Bits of gate and down: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--yes", "-y", is_flag=True, help="Start without asking.")
+@click.option("--forget", "forgetting", is_flag=True, help="Delete an unfinished setup of MODEL, downloads included.")
 @click.pass_context
 def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, forgetting: bool, **bits: Any) -> None:
-    """Download MODEL, pack it for this machine, and check it; then it can be chatted with.
+    """Download MODEL, pack it for this machine, and check it. Then you can chat with it.
 
-    MODEL is a listed name (mixtral-8x7b-instruct, mixtral-8x7b, mixtral-8x22b-instruct), a hub id (owner/name), or the
-    folder of a downloaded checkpoint. What it takes and how fast it will be is told first, see `floe-chat plan`.
+    MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), or the folder of a downloaded
+    checkpoint. Before it starts, it shows what the setup takes and how fast the model will be (see `floe-chat plan`).
 
-    It can be stopped at any time; the same command, or `floe-chat setup` alone, goes on where it was. A token for a
-    model with terms to accept comes from HF_TOKEN or the hub's own login, or is asked for and not kept.
+    You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
+    with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
+    not saved.
 
     \b
     floe-chat setup mixtral-8x7b-instruct
     floe-chat setup ~/Downloads/Mixtral-8x7B-Instruct-v0.1 --name mixtral --up 4
     """
     begun = unfinished()
-    wanted = _begun(begun, model, name)
     if forgetting:
-        if wanted is None:
-            raise UsageError("There is nothing unfinished of that name", _names(begun), "Name the model.")
-        forget(wanted)
-        note(f"What was left of {wanted.name} is deleted.")
+        _forget(begun, model, name)
         return
+    for bad in bad_notes():
+        note(str(bad))
+    wanted = _begun(begun, model, name)
     given = {part: count for part, count in bits.items() if count is not None}
-    if wanted is not None and given:
-        raise UsageError(
-            f"{wanted.name} was begun with other settings" if _differs(wanted, given) else f"{wanted.name} was begun",
-            "An unfinished setup goes on as it began.",
-            "Leave the widths out, or delete what is there with --forget first.",
-        )
     token: str | None = None
     if wanted is None:
         wanted, token = _planned(_needed(model, begun), name, given, ask=not yes)
     else:
-        note(f"Going on with {wanted.name}.")
+        _check_same(wanted, given)
+        note(f"Continuing the setup of {wanted.name}.")
     ctx.exit(_run(wanted, token))
 
 
+def _forget(begun: list[Wish], model: str | None, name: str | None) -> None:
+    """Delete an unfinished setup, or a note that cannot be used; of the latter the note alone."""
+    if (wanted := _begun(begun, model, name)) is not None:
+        forget(wanted)
+        note(f"Deleted the unfinished setup of {wanted.name}.")
+        return
+    bad = next((one for one in bad_notes() if one.name in (model, name)), None)
+    if bad is None:
+        raise UsageError("There is no unfinished setup of that name", _names(begun), "Name the model.")
+    discard(bad)
+    note(f"Deleted {bad.path}, which could not be used: {bad.cause} Nothing else was deleted.")
+
+
 def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | None:
-    """The unfinished setup that is meant, if one is."""
+    """The unfinished setup that is meant, if one is.
+
+    Raises:
+        UsageError: the name belongs to another model's setup, or several setups of the model are unfinished.
+    """
     if model is None and name is None:
         return begun[0] if len(begun) == 1 else None
-    meant = {model, name, wish_name(model)}
-    return next((one for one in begun if one.name in meant or one.model == model), None)
+    source, usual = _meaning(model)
+    if name is not None:
+        found = next((one for one in begun if one.name == name), None)
+        if found is not None and model is not None and found.model != source:
+            raise UsageError(
+                f"The name {name} is taken",
+                f"It is the unfinished setup of {found.model}.",
+                f"Choose another name, or delete that setup: floe-chat setup {name} --forget",
+            )
+        return found
+    same = [one for one in begun if one.model == source]
+    named = [one for one in begun if one.name == model] + [one for one in same if one.name == usual]
+    if named:
+        return named[0]
+    if len(same) > 1:
+        raise UsageError(
+            f"Several setups of {source} are unfinished",
+            f"Their names: {', '.join(one.name for one in same)}.",
+            "Give the name of one: floe-chat setup NAME",
+        )
+    return same[0] if same else None
 
 
-def wish_name(model: str | None) -> str | None:
-    """What a model would be called; None if it means nothing."""
+def _meaning(model: str | None) -> tuple[str | None, str | None]:
+    """What `wish` would set up and call it; None twice if the model means nothing."""
     try:
-        return wish(model).name if model else None
+        return meaning(model) if model else (None, None)
     except UsageError:
-        return None
+        return None, None
 
 
-def _differs(wanted: Wish, given: dict[str, int]) -> bool:
-    now = {"up": wanted.up, "rows": wanted.gate, "dense": wanted.dense}
-    return any(now[part] != count for part, count in given.items())
+def _check_same(wanted: Wish, given: dict[str, int]) -> None:
+    """Raises: UsageError: other widths were given than those that the setup was started with."""
+    now = {"up": (wanted.up,), "rows": (wanted.gate, wanted.down), "dense": (wanted.dense,)}
+    if any(set(now[part]) != {count} for part, count in given.items()):
+        raise UsageError(
+            f"The setup of {wanted.name} was started with other widths",
+            f"Up has {wanted.up} bits, gate {wanted.gate}, down {wanted.down}, attention {wanted.dense}.",
+            f"Leave the widths out to continue it, or delete it first: floe-chat setup {wanted.name} --forget",
+        )
 
 
 def _needed(model: str | None, begun: list[Wish]) -> str:
@@ -96,17 +134,17 @@ def _needed(model: str | None, begun: list[Wish]) -> str:
     listed = ", ".join(entry.name for entry in catalog.PUBLISHED)
     raise UsageError(
         "Which model?",
-        f"{_names(begun)} Listed are {listed}.",
-        "Name one: floe-chat setup mixtral-8x7b-instruct. `floe-chat plan MODEL` tells what it takes.",
+        f"{_names(begun)} Listed models: {listed}.",
+        f"Name one: floe-chat setup {catalog.PUBLISHED[0].name}. `floe-chat plan MODEL` shows what it takes.",
     )
 
 
 def _names(begun: list[Wish]) -> str:
-    return f"Unfinished are {', '.join(one.name for one in begun)}." if begun else "Nothing is unfinished."
+    return f"Unfinished setups: {', '.join(one.name for one in begun)}." if begun else "No setup is unfinished."
 
 
 def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) -> tuple[Wish, str | None]:
-    """What to set up, and the token that was asked for; the plan is told and agreed to."""
+    """What to set up, and the token that was asked for, once the plan was shown and agreed to."""
     from ..engine.plan import make
     from .plan import here
 
@@ -117,7 +155,7 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
         raise FloeError(
             f"{entry.name} does not fit this machine",
             " ".join((*plan.why, plan.instead)),
-            "Name the widths (--up, --rows, --dense) to pack it all the same, for another machine.",
+            "Give the widths (--up, --rows, --dense) to pack it anyway, for another machine.",
         )
     spec = plan.chosen.spec if plan.chosen else None
     rows = given.get("rows")
@@ -134,7 +172,7 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
     if ask:
         if not sys.stdin.isatty():
             raise UsageError(
-                "Nobody can be asked here", "Standard input is no terminal.", "Add --yes to start at once."
+                "The setup needs a confirmation", "Standard input is not a terminal.", "Add --yes to start without one."
             )
         if not click.confirm("Start?", default=True, err=True):
             raise click.Abort
@@ -164,14 +202,14 @@ def _told(plan: Plan, wanted: Wish) -> list[str]:
         )
         if wanted.local is None:
             peak, fetched = units.size(chosen.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
-            lines.append(f"It fetches {fetched} and takes up to {peak} of the disk meanwhile.")
+            lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
     if plan.pack_s is not None:
-        lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} of computing.")
+        lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines
 
 
 def _asked(error: AccessError) -> str:
-    """A token, asked for once."""
+    """A token, typed by the person; not saved."""
     if not sys.stdin.isatty():
         raise error
     note(" ".join(part for part in (error.title + ".", error.cause, error.hint) if part))
@@ -194,32 +232,32 @@ def _run(wanted: Wish, token: str | None) -> int:
 
 
 def _follow(wanted: Wish, token: str | None) -> None:
-    told = 0
-    with Setup(wanted, token) as running:
-        running.start()
-        try:
-            while not running.wait(_LOOK_S):
-                now = running.progress()
-                for notice in now.notices[told:]:
-                    note(notice)
-                told = len(now.notices)
-                step(line(now))
-        except KeyboardInterrupt:
-            running.cancel()
-            note("Everything done so far is kept; `floe-chat setup` goes on.")
-            raise
-        finally:
-            clear()
-        if running.error is not None:
-            raise running.error
+    shown = 0
+    running = Setup(wanted, token).start()
+    try:
+        while not running.wait(_LOOK_S):
+            now = running.progress()
+            for notice in now.notices[shown:]:
+                note(notice)
+            shown = len(now.notices)
+            step(line(now))
+    except KeyboardInterrupt:
+        running.cancel()
+        running.wait(_LEAVING_S)  # not until a slow hub has answered
+        note("Stopped. Everything done so far is saved; `floe-chat setup` continues.")
+        raise
+    finally:
+        clear()
+    if running.error is not None:
+        raise running.error
 
 
 def line(now: SetupProgress) -> str:
-    """What goes on, in one line."""
+    """The progress in one line."""
     parts = [f"{now.step}, {now.share:.0%}" if now.share else now.step]
     if (download := now.download) is not None and download.state not in ("done", "waiting"):
         rate = f" at {units.size(download.rate)}/s" if download.rate else ""
-        parts.append(download.note or f"fetched {units.size(download.done)} of {units.size(download.total)}{rate}")
+        parts.append(download.note or f"downloaded {units.size(download.done)} of {units.size(download.total)}{rate}")
     if now.left is not None:
         parts.append(time_left(now.left))
     return " · ".join(parts)

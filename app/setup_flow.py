@@ -1,15 +1,14 @@
-"""From a choice to a packed, checked model: download, packing and check as one flow that can be left at any time.
+"""From a choice to a packed, checked model: download, packing and check as one flow that can be stopped at any time.
 
-The command line and the wizard hold a `Setup` and look at its `progress` as often as they like; behind it one thread
-works, which nothing waits for. What somebody began is noted beside the models until it is finished, so that any later
-start of the program can go on: shards that are on the disk, layers that are packed and the very commit stay.
+The command line and the wizard hold a `Setup` and read its `progress` as often as they like; behind it one thread
+works, and nothing waits for it. A note beside the models records the setup until it is finished, so that a later start
+of the program can continue it: the fetched shards, the packed layers and the commit are all kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from ..models import catalog
 from ..models.errors import FloeError
 from ..models.fetch_progress import DownloadProgress
-from .setup_wish import Wish, write_note
+from .setup_wish import Wish, check_folders, clear_fetched, write_note
 
 if TYPE_CHECKING:
     from ..models.checkpoint import Checkpoint
@@ -38,9 +37,9 @@ class SetupProgress:
     """A moment of a setup.
 
     Attributes:
-        step: what is being done, in words. share: of packing, 0..1. left: seconds to the end, None while unknown.
-        download: None where nothing is fetched. notices: what a person should know, in order.
-        peak: bytes of the disk that it takes at the most, None until that is known.
+        step: the current work, in words. share: of packing, 0..1. left: seconds to the end, None while unknown.
+        download: None where nothing is fetched. notices: for the person to read, in order.
+        peak: the most bytes of disk that it takes at once, None until that is known.
     """
 
     state: State
@@ -71,8 +70,8 @@ class Setup:
         tuning: Tuning | None = None,
         after: Setup | None = None,
     ) -> None:
-        """`token`: for the hub, if not the user's own; it is not kept. tuning: of the download's patience. after: one
-        that was cancelled, and may hold its folders for a moment still."""
+        """`token`: for the hub, if not the user's own; it is not saved. tuning: of the download's patience. after: one
+        that was cancelled and may still hold its folders for a moment."""
         self.wish = wanted
         self.error: FloeError | None = None
         self._token, self._tuning, self._after = token, tuning, after
@@ -87,7 +86,7 @@ class Setup:
         self._thread = threading.Thread(target=self._run, name="floe-setup", daemon=True)
 
     def start(self) -> Setup:
-        """Begin, or go on where an earlier one was left; returns at once."""
+        """Start, or continue an earlier setup; returns at once."""
         self._thread.start()
         return self
 
@@ -105,19 +104,19 @@ class Setup:
         return SetupProgress(state, self._step, self._share, left, download, notices, self._peak)
 
     def pause(self) -> None:
-        """Stop fetching at once and packing after the matrix in hand; everything is kept."""
+        """Stop fetching at once and packing after the current matrix; everything is kept."""
         self._going.clear()
         if self._shelf is not None:
             self._shelf.download.pause()
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         if self._shelf is not None:
             self._shelf.download.resume()
         self._going.set()
 
     def cancel(self) -> None:
-        """End it; everything is kept for a later setup. Seen at once, whatever the thread still finishes."""
+        """Stop it; everything is kept for a later setup. The state changes at once; the thread may end later."""
         if self._state not in ("done", "failed"):
             self._state = "cancelled"
         self._cancelled.set()
@@ -154,13 +153,13 @@ class Setup:
                 FloeError(
                     f"Setting up {self.wish.name} failed",
                     f"{error.strerror or error}.",
-                    "Everything done so far is kept: mend that and run it again.",
+                    "Everything done so far is saved. Solve that, then run the setup again.",
                 )
             )
-        # The thread's border: whatever goes wrong below must reach the person.
-        except Exception as error:  # noqa: BLE001
+        # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
+        except BaseException as error:  # noqa: BLE001
             _log.exception("setup failed")
-            hint = "This is a fault of floe-chat; the log has the details. Everything done so far is kept."
+            hint = "This is a fault of floe-chat; the log has the details. Everything done so far is saved."
             self._fail(FloeError("The setup failed", f"{type(error).__name__}: {error}", hint))
 
     def _fail(self, error: FloeError) -> None:
@@ -169,23 +168,23 @@ class Setup:
 
     def _work(self) -> None:
         if self._after is not None:
-            self._step = "Waiting for what was stopped to let go of its folders"
+            self._step = "Waiting for the previous setup to stop"
             self._after.close()
             self._after = None
         from ..models.manifest import FILE_NAME, UNFINISHED
         from ..models.packed import PackedModel
 
         self.wish.spec()
+        check_folders(self.wish)
         self.wish.home.mkdir(parents=True, exist_ok=True)
         write_note(self.wish)
         packed = (self.wish.folder / FILE_NAME).exists() and not (self.wish.folder / UNFINISHED).exists()
-        if not packed:  # else it was left between packing and the end
+        if not packed:  # else it was stopped between packing and the end
             self._pack()
         self._reach("checking")
         self._step, self._left = "Checking the pack", None
         PackedModel.open(self.wish.folder)
-        if self.wish.fetched.exists():
-            shutil.rmtree(self.wish.fetched)
+        clear_fetched(self.wish)
         self.wish.note.unlink(missing_ok=True)
         self._step, self._share = "Done", 1.0
         self._reach("done")
@@ -222,7 +221,7 @@ class Setup:
         if not self.wish.commit:
             self.wish = dataclasses.replace(self.wish, commit=repo.commit)
             write_note(self.wish)
-        self._step = "Reading what the model consists of"
+        self._step = "Reading the list of tensors"
         with HubShelf(repo, self.wish.fetched, tuning=self._tuning) as shelf:
             self._shelf = shelf
             if not self._going.is_set():
@@ -232,7 +231,7 @@ class Setup:
             yield shelf
 
     def _need_room(self, checkpoint: Checkpoint, spec: PackSpec) -> None:
-        """Raises: FloeError: the disk cannot hold the pack and what has to lie beside it."""
+        """Raises: FloeError: the disk cannot hold the pack and the files that it needs meanwhile."""
         from ..engine.footprint import Footprint
         from ..models.download import check_room
 

@@ -1,29 +1,28 @@
-"""What somebody wants set up, and the note of it that any later start of the program finds."""
+"""What somebody wants set up, and the note of it that later starts of the program find."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..models import catalog
+from ..models import catalog, own_json
 from ..models.errors import FloeError, UsageError
-from ..models.home import expanded
+from ..models.home import expanded, is_folder_name
 from .disk_use import files
 
 if TYPE_CHECKING:
     from ..models.pack import PackSpec
 
-_NOTE = ".setup.json"  # beside the folder of the pack, while it is not finished
+_NOTE = ".setup.json"  # beside the folder of the pack, until the pack is finished
 _FETCHED = catalog.FETCHED  # likewise, the folder with what was fetched
-_log = logging.getLogger("floe_chat.app")
+_HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Wish:
 
     Attributes:
         model: a hub id (owner/name), or the folder of a checkpoint. name: what it will be called here.
-        up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it was asked.
+        up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
         home: the models folder that it goes into, whatever is chosen for others later.
     """
 
@@ -52,12 +51,12 @@ class Wish:
 
     @property
     def fetched(self) -> Path:
-        """Where shards and small files lie while they are needed."""
+        """Where shards and small files are stored while they are needed."""
         return self.home / (self.name + _FETCHED)
 
     @property
     def note(self) -> Path:
-        """What says that it was begun."""
+        """The file that records this setup until it is finished."""
         return self.home / (self.name + _NOTE)
 
     @property
@@ -71,7 +70,7 @@ class Wish:
         return _local(self.model)
 
     def spec(self) -> PackSpec:
-        """Raises: UsageError: widths that there are not."""
+        """Raises: UsageError: a width that packs do not have."""
         from ..models.pack import PackSpec
 
         return PackSpec(self.up, self.gate, self.down, self.dense)
@@ -83,66 +82,147 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
     Raises:
         UsageError: it is none of these, or the name is taken or cannot be a folder's.
     """
+    source, usual = meaning(model)
+    called = name or usual
+    if called == catalog.DEMO:
+        raise UsageError("The name demo is taken", "It is the built-in model's.", "Choose another name with --name.")
+    if not _is_name(called):
+        raise UsageError(f"A model cannot be called {called!r}", "", "Choose letters, digits, '-' and '_' with --name.")
+    wanted = Wish(source, called, **(bits or {}))  # pyright: ignore[reportArgumentType]
+    if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
+        raise UsageError(
+            f"There is already a model called {called}",
+            f"Folder: {wanted.folder}.",
+            f"Chat with it (floe-chat --model {called}), or choose another name with --name.",
+        )
+    check_folders(wanted)
+    return wanted
+
+
+def meaning(model: str) -> tuple[str, str]:
+    """The hub id or checkpoint folder that `model` means, and what the model is called unless somebody names it.
+
+    Raises:
+        UsageError: it means nothing.
+    """
     entry = catalog.published(model)
     source = entry.repo if entry and entry.repo else model
     local = _local(source)
     if local is not None:
         source = str(local.resolve())
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    elif not re.fullmatch(_HUB_ID, source):
         listed = ", ".join(known.name for known in catalog.PUBLISHED if known.repo)
         raise UsageError(
             f"There is no model {model!r} to set up",
-            f"Listed are {listed}.",
-            "Give one of these, a hub id (owner/name), or the folder of a downloaded checkpoint.",
+            f"Models that can be set up by name: {listed}.",
+            "Give one of these names, a hub id (owner/name), or the folder of a downloaded checkpoint.",
         )
-    called = name or (entry.name if entry else Path(source).name.lower())
-    if called == catalog.DEMO:
-        raise UsageError("The name demo is taken", "It is the built-in model's.", "Choose another one with --name.")
-    if not re.fullmatch(r"\w[\w.-]*", called) or called.endswith((_NOTE, _FETCHED)):
-        raise UsageError(f"A model cannot be called {called!r}", "", "Choose letters, digits, '-' and '_' with --name.")
-    wanted = Wish(source, called, **(bits or {}))  # pyright: ignore[reportArgumentType]
-    if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
-        raise UsageError(
-            f"There is a model called {called} already",
-            f"It lies in {wanted.folder}.",
-            f"Chat with it: floe-chat --model {called}, or choose another name with --name.",
-        )
-    return wanted
+    return source, entry.name if entry else Path(source).name.lower()
+
+
+def check_folders(wanted: Wish) -> None:
+    """Raises: UsageError: a folder that the setup would write into, and delete later, holds somebody's other files."""
+    for folder in (wanted.folder, wanted.fetched):
+        if folder.exists():
+            from ..models.workplace import is_ours  # imports torch
+
+            if not is_ours(folder):
+                raise UsageError(
+                    f"The name {wanted.name} is taken",
+                    f"{folder} holds other files.",
+                    "Choose another name with --name.",
+                )
+
+
+def _is_name(name: object) -> bool:
+    return is_folder_name(name) and not str(name).endswith((_NOTE, _FETCHED))
 
 
 def _local(model: str) -> Path | None:
     path = expanded(model)
     try:
         return path if path.is_dir() else None
-    except OSError:
-        return None  # too long a name, or a place that nobody may look into
+    except (OSError, ValueError):
+        return None  # too long a name, or a folder that may not be read
+
+
+@dataclass(frozen=True, slots=True)
+class BadNote:
+    """A setup note that is ignored, and why, in a sentence."""
+
+    path: Path
+    cause: str
+
+    @property
+    def name(self) -> str:
+        """Of the setup that it is called after."""
+        return self.path.name.removesuffix(_NOTE)
+
+    def __str__(self) -> str:
+        return f"The setup note {self.path} is ignored: {self.cause}"
 
 
 def unfinished() -> list[Wish]:
-    """What was begun and is not finished, by name. Notes that cannot be read are passed over."""
-    found: list[Wish] = []
+    """The setups that were started and not finished, by name. `bad_notes` has the notes that cannot be used."""
+    return [note for note in _notes() if isinstance(note, Wish)]
+
+
+def bad_notes() -> list[BadNote]:
+    """The setup notes that cannot be used; `discard` deletes one."""
+    return [note for note in _notes() if isinstance(note, BadNote)]
+
+
+def _notes() -> list[Wish | BadNote]:
     folder = catalog.models_folder()
-    for path in sorted(folder.glob("*" + _NOTE)) if folder.is_dir() else []:
-        try:
-            begun = Wish(**json.loads(path.read_text(encoding="utf-8")))
-            begun.spec()
-        except (OSError, ValueError, TypeError, FloeError) as error:
-            _log.warning("%s cannot be read: %s", path, error)
-        else:
-            found.append(begun)
-    return found
+    try:
+        return [_read(path) for path in sorted(folder.glob("*" + _NOTE))]
+    except OSError:
+        return []  # the models folder cannot be read: `catalog.installed` reports that
+
+
+def _read(path: Path) -> Wish | BadNote:
+    try:
+        fields = own_json.read(path)
+        wanted = Wish(**_checked(fields))
+        if wanted.name != path.name.removesuffix(_NOTE):  # else forgetting it would delete another folder
+            raise ValueError("it names another model than its file does")
+        wanted.spec()
+    except UsageError as error:
+        return BadNote(path, f"{error.title}.")
+    except (OSError, ValueError, TypeError) as error:
+        return BadNote(path, f"{error}.")
+    return wanted
+
+
+def _checked(fields: Any) -> dict[str, Any]:
+    """The fields of a note, each of its own type; the models folder is not among them."""
+    kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Wish)}
+    del kinds["home"]
+    if not isinstance(fields, dict) or not {"model", "name"} <= fields.keys() <= kinds.keys():
+        raise ValueError("it has other fields than a setup note")
+    for name, value in fields.items():
+        if type(value) is not kinds[name]:
+            raise ValueError(f"its {name} is not {'a number' if kinds[name] is int else 'a text'}")
+    if not _is_name(fields["name"]) or fields["name"] == catalog.DEMO:
+        raise ValueError("its name cannot be a model's")
+    if not (re.fullmatch(_HUB_ID, fields["model"]) or Path(fields["model"]).is_absolute()):
+        raise ValueError("its model is neither a hub id nor a folder")
+    if not re.fullmatch("([0-9a-f]{7,64})?", fields.get("commit", "")):
+        raise ValueError("its commit is not one")
+    return fields
 
 
 def forget(begun: Wish) -> None:
-    """Give up what was begun: delete what was fetched and packed of it, and the note last.
+    """Give up a setup: delete what was fetched and packed for it, and its note last.
+
+    A folder that a setup did not make stays. Of a link only the link is deleted.
 
     Raises:
         FloeError: something cannot be deleted.
     """
     try:
-        for folder in (begun.fetched, begun.folder):
-            if folder.exists():
-                shutil.rmtree(folder)
+        clear_fetched(begun)
+        _delete(begun.folder)
         begun.note.unlink(missing_ok=True)
     except OSError as error:
         raise FloeError(
@@ -150,8 +230,37 @@ def forget(begun: Wish) -> None:
         ) from error
 
 
+def clear_fetched(begun: Wish) -> None:
+    """Delete what was fetched for a setup. Raises: OSError: it cannot be deleted."""
+    _delete(begun.fetched)
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        from ..models.workplace import is_ours  # imports torch
+
+        if is_ours(folder):
+            shutil.rmtree(folder)
+
+
+def discard(note: BadNote) -> None:
+    """Delete a note that cannot be used, and nothing else.
+
+    Raises:
+        FloeError: it cannot be deleted.
+    """
+    try:
+        note.path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FloeError(
+            f"{note.path} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand."
+        ) from error
+
+
 def write_note(begun: Wish) -> None:
-    """Note what was begun, in place of an earlier note."""
+    """Record a setup, in place of an earlier note."""
     path = begun.note
     partial = path.with_suffix(f".{os.getpid()}.part")
     fields = {name: value for name, value in dataclasses.asdict(begun).items() if name != "home"}  # disks move
@@ -161,5 +270,5 @@ def write_note(begun: Wish) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Bytes of the disk that a folder's files take; those that are laid out and not written yet take none."""
+    """Bytes of the disk that a folder's files take; space reserved and not written yet counts as none."""
     return sum(getattr(found, "st_blocks", 0) * 512 or found.st_size for found in files(folder))

@@ -1,6 +1,6 @@
-"""What goes on with models while the program runs: one setup or one check at a time, whatever screen is in front.
+"""Work on models while the program runs: one setup and one check at a time, whatever screen is in front.
 
-Screens come and go; they hold the program's one `Setups`, start things on it and look at it. Quitting closes it.
+Screens come and go; they share the program's one `Setups`, start work on it and read its progress. Quitting closes it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from ..models.published import Entry
     from ..models.verify import Damage
 
-_LEAVING_S = 2.0  # that quitting waits; what is being computed then is computed again
+_LEAVING_S = 2.0  # that quitting waits; the work in hand is done again later
 _ENDED = ("done", "failed", "cancelled")
 _log = logging.getLogger("floe_chat.app")
 
 
 def first_run(settings: Path) -> bool:
-    """Whether nobody has set anything up here yet: no settings, and nothing in the models folder."""
+    """Whether nothing has been set up here yet: no settings, and nothing in the models folder."""
     folder = catalog.models_folder()
     try:
         return not settings.exists() and not (folder.is_dir() and any(folder.iterdir()))
     except OSError:
-        return False  # somebody has: they lie where they may not be read
+        return False  # there are some, in a folder that may not be read
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found of this machine, and what plans are made with. rates: as measured, by their names."""
+    """This machine as found, and as plans need it. rates: as measured, by name."""
 
     hardware: Hardware
     machine: Machine
@@ -52,9 +52,9 @@ class Survey:
 
 
 class Surveyor(Protocol):
-    """Looks at the machine: tells the hardware first, then the name of each rate that is being measured.
+    """Looks at the machine: reports the hardware first, then the name of each rate that is being measured.
 
-    `again`: measure although rates of an earlier time are kept.
+    `again`: measure although rates were saved earlier.
     """
 
     def __call__(self, told: Callable[[Hardware | str], None], *, again: bool) -> Survey: ...
@@ -73,10 +73,10 @@ def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
 
 
 def look_up(wanted: Wish, token: str | None = None) -> Entry:
-    """What `wanted` is, with as little as can be asked of the hub; that also shows whether the hub lets us in.
+    """What `wanted` is, with as few requests to the hub as possible; this also shows whether it grants access.
 
     Raises:
-        AccessError: it wants a token, or another one. FloeError: it is nothing that can be set up, or out of reach.
+        AccessError: it asks for a token, or another one. FloeError: it cannot be set up, or cannot be reached.
     """
     if wanted.local is not None:
         return replace(catalog.described(wanted.local), name=wanted.name)
@@ -92,22 +92,31 @@ def look_up(wanted: Wish, token: str | None = None) -> Entry:
 
 
 def remove(name: str) -> None:
-    """Delete the packed model `name` of the models folder and what is known of its use; of a link only the link.
+    """Delete the packed model `name` of the models folder and the record of its use; of a link only the link.
 
     Raises:
-        FloeError: it is the demo, there is no such model, or something cannot be deleted.
+        FloeError: it is the demo, there is no such model, its folder is not a pack, or something cannot be deleted.
     """
     from ..models import heat
+    from ..models.manifest import FILE_NAME, UNFINISHED
+    from ..models.workplace import is_ours
 
     folder = catalog.models_folder() / name
     known = {model.name for model in catalog.installed()} - {catalog.DEMO}
     if name not in known:
-        raise FloeError(f"{name} cannot be removed", "It is not a model of the models folder.")
+        raise FloeError(f"{name} cannot be deleted", "It is not a model of the models folder.")
     try:
         if folder.is_symlink():
             folder.unlink()
+        elif not is_ours(folder):
+            raise FloeError(
+                f"{name} cannot be deleted",
+                f"{folder} holds files that are not a packed model's.",
+                "Delete it by hand.",
+            )
         else:
-            (folder / "manifest.json").unlink(missing_ok=True)  # first: half a model is none
+            (folder / UNFINISHED).touch()  # first: half a model is none, and can still be deleted
+            (folder / FILE_NAME).unlink(missing_ok=True)
             heat.forget(folder)
             shutil.rmtree(folder)
     except OSError as error:
@@ -115,10 +124,10 @@ def remove(name: str) -> None:
 
 
 class Check:
-    """One packed model being read from end to end, on a thread of its own.
+    """One packed model being read from end to end, on its own thread.
 
     Attributes:
-        damaged: what was found when it is "done". error: why it could not be checked.
+        damaged: the damaged files, once it is "done". error: why it could not be checked.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,12 +140,12 @@ class Check:
         self._thread = threading.Thread(target=self._run, name="floe-check", daemon=True)
 
     def start(self) -> Check:
-        """Begin; returns at once."""
+        """Start; returns at once."""
         self._thread.start()
         return self
 
     def cancel(self) -> None:
-        """End it after the file in hand."""
+        """Stop it after the current file."""
         if self.state == "checking":
             self.state = "cancelled"
         self._cancelled.set()
@@ -154,8 +163,8 @@ class Check:
         except FloeError as error:
             self.error = error
             self._reach("failed")
-        # The thread's border: whatever goes wrong below must reach the person.
-        except Exception as error:  # noqa: BLE001
+        # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
+        except BaseException as error:  # noqa: BLE001
             _log.exception("the check failed")
             hint = "This is a fault of floe-chat; the log has the details."
             self.error = FloeError(f"{self.name} could not be checked", f"{type(error).__name__}: {error}", hint)
@@ -179,7 +188,7 @@ class Setups:
     """The one setup and the one check of a program.
 
     Attributes:
-        setup, check: what was started last, until it is dismissed; it may have ended.
+        setup, check: the last ones started, until they are dismissed; they may have ended.
     """
 
     def __init__(self, tuning: Tuning | None = None) -> None:
@@ -191,20 +200,20 @@ class Setups:
 
     @property
     def busy(self) -> bool:
-        """Whether a setup is under way, be it paused."""
+        """Whether a setup is running or paused."""
         return self.setup is not None and self.setup.progress().state not in _ENDED
 
     def start(self, wanted: Wish, token: str | None = None) -> Setup:
-        """Set up `wanted`, or go on with it.
+        """Set up `wanted`, or continue it.
 
         Raises:
-            TryAgainError: another one is under way.
+            TryAgainError: another setup is running.
         """
         if self.setup is not None and self.busy:
             raise TryAgainError(
                 f"{self.setup.wish.name} is being set up",
-                "Two at once would only slow each other down.",
-                "Wait for it, or stop it first; what is done is kept.",
+                "Two setups at once would slow each other down.",
+                "Wait for it, or stop it first; its work is saved.",
             )
         self.stop()
         self.setup = Setup(wanted, token, tuning=self._tuning, after=self._stopped).start()
@@ -212,13 +221,13 @@ class Setups:
         return self.setup
 
     def stop(self) -> None:
-        """End the setup; all of it is kept for later. Does not wait for what is being computed."""
+        """Stop the setup; its work is saved for later. Does not wait for the computation in hand."""
         if self.setup is not None:
             self.setup.cancel()
             self.setup, self._stopped = None, self.setup
 
     def give_up(self, begun: Wish) -> None:
-        """Delete what was done of `begun`, once what works on it has ended; that may take a moment.
+        """Delete an unfinished or failed setup, downloads included, once its work has ended; that may take a moment.
 
         Raises:
             FloeError: something cannot be deleted.
@@ -230,23 +239,23 @@ class Setups:
         forget(begun)
 
     def start_check(self, name: str) -> Check:
-        """Check the packed model `name`, instead of one that is being checked."""
+        """Check the packed model `name`, in place of a check that is running."""
         self.stop_check()
         self.check = Check(name).start()
         return self.check
 
     def stop_check(self) -> None:
-        """End the check, or forget what it found."""
+        """Stop the check, or dismiss its result."""
         if self.check is not None:
             self.check.cancel()
             self.check = None
 
     def words(self) -> str:
-        """What goes on, in a few words for a line of the chat; "" where nothing does."""
+        """The setup's progress in a few words for a line of the chat; "" where there is none."""
         return "" if self.setup is None else words(self.setup.wish.name, self.setup.progress())
 
     def close(self) -> None:
-        """End what still runs, and wait a moment for it. Nothing is lost by not waiting longer."""
+        """Stop what still runs, and wait a moment for it. Nothing is lost by not waiting longer."""
         self.stop()
         self.stop_check()
         if self._stopped is not None:

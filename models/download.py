@@ -21,9 +21,7 @@ from .fetch_part import bytes_here, delete
 from .fetch_progress import DownloadProgress, FileProgress, State
 from .hub import Repo
 from .hub_files import RepoFile, cached
-from .workplace import locked
-
-_LOCK = "download.lock"
+from .workplace import FETCHING, locked
 
 
 class Download:
@@ -310,7 +308,7 @@ def _held(folder: Path) -> ExitStack:
     hold = ExitStack()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        hold.enter_context(locked(folder / _LOCK, f"Another floe-chat is downloading into {folder}"))
+        hold.enter_context(locked(folder / FETCHING, f"Another floe-chat is downloading into {folder}"))
     except OSError as error:
         raise disk_error(error, folder) from error
     return hold

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from . import journal
+from . import journal, own_json
 from .errors import FloeError, TryAgainError, UsageError
 from .journal import Journal, Settings
 from .manifest import COPIED, FILE_NAME, UNFINISHED
 
+FETCHING = "download.lock"  # in a folder into which a model is downloaded
 _LOCKED = 1 << 30  # byte of the marker that is locked where locks are of bytes: behind what others may read
 
 
@@ -103,9 +104,20 @@ def _lock(file: BinaryIO) -> bool:
 
 def _holder(marker: Path) -> str:
     try:
-        return f"It is process {int(json.loads(marker.read_text(encoding='utf-8'))['pid'])}."
+        return f"It is process {int(own_json.read(marker)['pid'])}."
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder may be written into and deleted: it is absent, empty, a pack, or a download."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        return True
+    except OSError:  # it is a file, or may not be read
+        return False
+    return not names or bool(names & {FILE_NAME, UNFINISHED, FETCHING})
 
 
 def _refuse_content(folder: Path) -> None:

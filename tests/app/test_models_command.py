@@ -57,7 +57,7 @@ def test_removes_what_was_asked_for_and_nothing_else(tiny: Path) -> None:
         heat.write(file, heat.from_popularity(np.ones((1, 4)), 8))
     assert "--yes" in refused("models", "remove", "tiny").hint and tiny.exists() and used.exists()
     done = run("models", "remove", "tiny", "--yes")
-    assert done.exit_code == 0 and "tiny is deleted" in done.stderr
+    assert done.exit_code == 0 and "deleted tiny" in done.stderr
     assert not tiny.exists() and (catalog.models_folder() / "other").exists()
     assert not used.exists() and others.exists()  # what a person asked about can be guessed from it
     assert run("models", "remove", "other", "-y").exit_code == 0

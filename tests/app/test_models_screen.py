@@ -182,8 +182,10 @@ def test_only_models_of_the_models_folder_are_removed(tmp_path: Path, mine: Path
     (catalog.models_folder() / "linked").symlink_to(linked)
     remove("linked")
     assert (linked / "manifest.json").exists() and not (catalog.models_folder() / "linked").exists()
-    for name in (catalog.DEMO, "absent", "../models", str(linked)):
-        with pytest.raises(FloeError, match="cannot be removed"):
+    (catalog.models_folder() / "photos").mkdir()
+    (catalog.models_folder() / "photos" / "sea.jpg").write_bytes(b"sea")
+    for name in (catalog.DEMO, "absent", "../models", str(linked), "photos"):
+        with pytest.raises(FloeError, match="cannot be deleted"):
             remove(name)
     assert linked.is_dir() and mine.is_dir()
 
