@@ -158,7 +158,8 @@ class Rows:
 
     Attributes:
         ready, coming, copied, on_cpu: shares of active neurons whose rows were in the pool, on their way there, fetched
-            when they were wanted, and computed by the CPU where they lie. The rest was left out (lenient).
+            when they were wanted, and computed by the CPU where they lie. left_out: of those that were not there and
+            that a lenient preset did without. The five add up to 1.
         expert_hits: share of expert calls of which at least half the rows were there or on their way.
         recall, precision: of the neurons that were named one layer ahead; recalls, precisions: by layer.
         expert_recall, expert_precision: of the experts that were named one layer ahead, likewise; expert_recalls,
@@ -196,6 +197,7 @@ class Rows:
     expert_precision: float | None = None
     expert_recalls: tuple[float | None, ...] = ()
     expert_precisions: tuple[float | None, ...] = ()
+    left_out: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

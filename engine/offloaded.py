@@ -94,7 +94,7 @@ class OffloadedLayer(MoELayer):
         left = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(left) :]
         limits = thresholds(plan, there.calls, own, self._left_out)
-        optional = [tensor for tensor in (self._left_out, self._routed) if tensor is not None]
+        optional = [tensor for tensor in (self._left_out, self._routed, work.late) if tensor is not None]
         untold, shared.untold = shared.untold, []
         active, values, here = device.up(
             *(hidden, plan.wanted(there.calls), limits, plan.preset.x_bits),
@@ -108,10 +108,11 @@ class OffloadedLayer(MoELayer):
         self.chosen, self.scores, *rest = rest
         self._left_out = None if self._left_out is None else rest.pop(0)
         self._routed = None if self._routed is None else rest.pop(0)
+        weakest = None if work.late is None else rest.pop(0)
         for late, counts in zip(untold, rest, strict=True):
             late.layer.tell(late, counts)
         self._computed = here.calls
-        step = Step(self, there, here, active, values)
+        step = Step(self, there, here, active, values, weakest)
         self._compare(step.here.calls, active)
         step.locate()
         step.place()

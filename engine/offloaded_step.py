@@ -58,19 +58,26 @@ class Step:
     Args:
         there, here: what it computes with, on the device and on the host; of a prompt `here` may have hidden states of
             the device. active: on the host. values: on the device.
+        late: (P,) on the host, |up · x| below which an absent row is left out; None where every row is awaited.
 
     Attributes:
         y: (B, H) what is known so far; None for nothing.
     """
 
-    def __init__(self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor) -> None:
+    def __init__(
+        self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor, late: Tensor | None
+    ) -> None:
         self.layer, self.shared, self.device = layer, layer.shared, layer.shared.device
         self.plan, self.there, self.here, self.active, self.values = layer.plan, there, here, active, values
         self.rows = [ExpertRows(layout, self.shared.rows[None]) for layout in self.plan.slots]
         self._usual = self.plan.usual(here.calls)  # so many of the calls, the first, are of experts that are not narrow
+        self._late = late
         self.y: Tensor | None = None
         self._reached: Tensor | None = None
         self._found: Located
+        self._awaited: Part  # of the rows on their way
+        self._absent: Part  # those of the absent rows that are needed
+        self._left_out: list[Part] = []
         self._copied: Part
         self._left: Keys
         self._beside: list[Future[Partial]] = []
@@ -89,21 +96,23 @@ class Step:
         self._found = pool.locate(
             layer.index, experts, self.active.offsets.numpy(), self.active.neurons.numpy(), neurons
         )
+        self._awaited, self._absent = self._found.coming, self._found.absent
+        if self._late is not None and (self._awaited.at.size or self._absent.at.size):
+            self._leave_out(self._late)
 
     def place(self) -> None:
         """Start the absent rows: on their way, or computed by the CPU where they lie (Fiddler)."""
-        lenient, absent = self.plan.preset.lenient, self._found.absent
+        absent = self._absent
         self._copied, self._left = absent, absent.places
-        if not absent.at.size:
-            return
-        missing = _sizes(absent.offsets)
-        if not lenient and self.shared.parts.cpu:
-            self._copied = self._share_with_cpu(missing)
-        # In the lenient mode nothing is waited for (CORM): what is absent is left out and comes for later tokens.
-        self._left = self._copied.places if self._of_one else np.unique(self._copied.places)
-        if self._left.size:
-            self._first = self.shared.fetch(self.layer.index, self._left, urgent=not lenient)
-        self._move_whole(missing)
+        if absent.at.size:
+            if self.shared.parts.cpu:
+                self._copied = self._share_with_cpu(_sizes(absent.offsets))
+            self._left = self._copied.places if self._of_one else np.unique(self._copied.places)
+            if self._left.size:
+                self._first = self.shared.fetch(self.layer.index, self._left, urgent=True)
+        if self._found.absent.at.size:
+            self._bring_left_out()
+            self._move_whole(_sizes(self._found.absent.offsets))
 
     def compute(self) -> None:
         """What is there already."""
@@ -111,18 +120,17 @@ class Step:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Add what has come since: y (B, H) and counts (P, 2) as `kernels.moe_step` gives them."""
-        coming = self._found.coming
+        coming = self._awaited
         if self._first is not None:
             self.shared.pool.spare(self._first.index.size)  # the next layer will need about as many
-        if not self.plan.preset.lenient:
-            if coming.at.size:
-                keys = self.shared.pool.keys(self.layer.index, coming.places)
-                self._waited += self.shared.await_rows(self.layer.index, keys)
-                self._add(coming)
-            self._add_copied()
-            self.shared.look()  # what is asked for now follows what is on its way
-            for started in self._beside:
-                self._sum(*self.device.joined(started))
+        if coming.at.size:
+            keys = self.shared.pool.keys(self.layer.index, coming.places)
+            self._waited += self.shared.await_rows(self.layer.index, keys)
+            self._add(coming)
+        self._add_copied()
+        self.shared.look()  # what is asked for now follows what is on its way
+        for started in self._beside:
+            self._sum(*self.device.joined(started))
         if self.layer.control.counting:
             self._count()
         (counts,) = self.device.sent(self.active.offsets.diff())
@@ -130,9 +138,24 @@ class Step:
             return torch.zeros_like(self.there.hidden), torch.stack([counts, torch.zeros_like(counts)], 1)
         return self.y, torch.stack([counts, self._reached], 1)
 
+    def _leave_out(self, late: Tensor) -> None:
+        """Divide the rows that are not there into those that the step waits for and those that it does without."""
+        limits = np.repeat(late.numpy(), _sizes(self.active.offsets.numpy()))
+        # A value that is not a number is awaited, so that it reaches the result and is noticed.
+        weak = self.active.values.float().abs().numpy() < limits
+        self._left_out = [_some(part, weak[part.at]) for part in (self._awaited, self._absent)]
+        self._awaited, self._absent = (_some(part, ~weak[part.at]) for part in (self._awaited, self._absent))
+
+    def _bring_left_out(self) -> None:
+        """Fetch absent rows that this step does without, behind all else, for later tokens."""
+        if self._left_out:
+            keys = np.setdiff1d(self._left_out[1].places, self._left)
+            if keys.size:
+                self.shared.prefetch(self.layer.index, keys, 0.0)
+
     def _share_with_cpu(self, missing: NDArray[np.int64]) -> Part:
         """What is copied; the rest is begun."""
-        device, absent, calls = self.device, self._found.absent, self.here.calls
+        device, absent, calls = self.device, self._absent, self.here.calls
         layer, x_bits = self.layer.in_ram().layer, self.plan.preset.x_bits
         lengths = [rows.layout.nbytes for _, rows in layer.parts]
         nbytes = lengths[:1] * self._usual + lengths[1:] * (missing.size - self._usual)
@@ -209,23 +232,29 @@ class Step:
 
     def _count(self) -> None:
         counts, found = self.layer.telemetry.layers[self.layer.index], self._found
-        ready, coming, absent, copied = (
-            part.offsets.tolist() for part in (found.ready, found.coming, found.absent, self._copied)
-        )
-        counts.ready += ready[-1]
-        counts.coming += coming[-1]
-        counts.copied += copied[-1]
-        counts.on_cpu += absent[-1] - copied[-1]
+        counts.ready += found.ready.at.size
+        counts.coming += self._awaited.at.size
+        counts.copied += self._copied.at.size
+        counts.on_cpu += self._absent.at.size - self._copied.at.size
         counts.waited += self._waited
-        if self.plan.preset.lenient:  # nothing else is waited for: it counts as on its way
-            counts.coming += absent[-1]
-        ends = self.active.offsets.tolist()
+        for part in self._left_out:
+            usual = int(part.offsets[self._usual])
+            counts.left_out += part.at.size
+            # Counted as read where neurons are, by `MoELayer.add_counts`; none of their down halves is.
+            for (_, gate, _), rows in zip(self.plan.costs, (usual, part.at.size - usual), strict=False):
+                counts.bytes -= rows * gate
+        ends, absent = self.active.offsets.tolist(), found.absent.offsets.tolist()
         for call in range(len(ends) - 1):
             wanted = ends[call + 1] - ends[call]
-            missing = 0 if self.plan.preset.lenient else absent[call + 1] - absent[call]
+            missing = absent[call + 1] - absent[call]
             counts.looked += wanted > 0
             counts.hit += wanted > 0 and 2 * (wanted - missing) >= wanted
 
 
 def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     return offsets[1:] - offsets[:-1]
+
+
+def _some(part: Part, which: NDArray[np.bool_]) -> Part:
+    """Those of a part's neurons, `which` (M,)."""
+    return Part(np.concatenate(([0], np.cumsum(which)))[part.offsets], part.at[which], part.places[which])

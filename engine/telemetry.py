@@ -23,7 +23,8 @@ class LayerCounts:
     Attributes:
         neurons: of the chosen experts. active: of those. bytes: of weights that were read. calls: by expert.
         ready, coming, copied, on_cpu: of an offloaded layer's active neurons, those whose rows were in the pool, on
-            their way there, fetched now, and computed by the CPU. waited: seconds for rows on their way.
+            their way there, fetched now, and computed by the CPU. left_out: those that a lenient preset did without.
+            These five add up to `active`. waited: seconds for rows on their way.
         guessed, needed, right: neurons that the predictor named, that were active, and both.
         experts_guessed, experts_needed, experts_right: likewise experts, and those that were computed.
         looked, hit: expert calls, and those of which at least half the rows were there or on their way.
@@ -38,6 +39,7 @@ class LayerCounts:
     coming: int = 0
     copied: int = 0
     on_cpu: int = 0
+    left_out: int = 0
     waited: float = 0.0
     guessed: int = 0
     needed: int = 0
@@ -168,6 +170,7 @@ class Telemetry:
             coming=_share(total("coming"), active),
             copied=_share(total("copied"), active),
             on_cpu=_share(total("on_cpu"), active),
+            left_out=_share(total("left_out"), active),
             expert_hits=_share(total("hit"), looked),
             recall=_share(total("right"), needed),
             precision=_share(total("right"), guessed),

@@ -30,12 +30,14 @@ class Work:
 
     Attributes:
         thresholds: (P,) float32 for |up · x|. products: (P,) for |silu(gate · x) up · x|; None where the preset has
-            none.
+            none. late: (P,) for |up · x|: rows of weaker neurons may be left out where they are not on the device;
+            None where every row is awaited, as in long prompts.
     """
 
     calls: Calls
     thresholds: Tensor
     products: Tensor | None
+    late: Tensor | None = None
 
     def part(self, which: Tensor | slice) -> Work:
         """Some of it: bool (P,) or a slice."""
@@ -101,6 +103,7 @@ class Plan:
         self.layer = packed.halved() if self._split else packed
         self.thresholds = threshold_at(self.layer.thresholds, preset.sparsity)
         self.products = threshold_at(self.layer.products, preset.product) if preset.product else None
+        self._late = None if preset.late is None else threshold_at(self.layer.thresholds, preset.late)
         self._listed = self.thresholds.tolist(), None if self.products is None else self.products.tolist()
         parts = 2 if self._split else 1
         self.numbers = torch.arange(len(self.thresholds), device=self.thresholds.device).view(-1, parts)
@@ -177,13 +180,17 @@ class Plan:
         if self._places is not None:
             calls, order = self.placed(calls)
             left_out = None if left_out is None else left_out.index_select(0, order)
-        tables = [self.thresholds] if self.products is None else [self.thresholds, self.products]
-        limits = [table.index_select(0, calls.experts) for table in tables]
+        ease: Tensor | None = None
         if self.preset.weighed:
             ease = selection.ease_there(weights)[..., None].expand(tokens, among, parts).flatten()
             ease = ease if order is None else ease.index_select(0, order)
-            limits = [(limit * ease).float() for limit in limits]
-        return Work(calls, limits[0], limits[1] if limits[1:] else None), left_out
+
+        def limits(table: Tensor) -> Tensor:
+            own = table.index_select(0, calls.experts)
+            return own if ease is None else (own * ease).float()
+
+        products, late = (None if table is None else limits(table) for table in (self.products, self._late))
+        return Work(calls, limits(self.thresholds), products, late), left_out
 
     def placed(self, calls: Calls) -> tuple[Calls, Tensor]:
         """Calls of experts by number -> by place, ascending, and in which order, where some are narrow."""

@@ -27,7 +27,7 @@ _PERIOD = 0.4
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "drop <", "major <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "drop<", "major<", "KL, nats", "a token")
-_OFFLOADED_ONLY = "It matters only where rows come over a link: all of this model's are where they are computed."
+_OFFLOADED_ONLY = "This matters only where rows are moved to a GPU; this model computes all of them where they are."
 
 _DIALS = (
     ("sparsity", "neurons skipped", "Neurons whose up projection hardly answers are left out altogether."),
@@ -39,7 +39,11 @@ _DIALS = (
     ("drop", "experts dropped below", "Experts whose router score is below this share of the mean are not called."),
     ("major", "major half only below", "Below this share only the more important half of an expert is computed."),
     ("alpha", "experts replaced within", "An absent expert may be replaced by one that is there, of a score so close."),
-    ("lenient", "rows that are late", "What has not arrived in time is waited for, or left out."),
+    (
+        "lenient",
+        "weak rows not in VRAM",
+        "Wait for every row, or leave out the weakest quarter if they are not in GPU memory: faster, less exact.",
+    ),
 )
 
 
@@ -124,7 +128,7 @@ class QualityScreen(ModalScreen[None]):
             yield from (PresetLine(cost) for cost in self._costs)
             yield Static("By hand", classes="heading")
             for name, label, meaning in _DIALS:
-                yield Dial(name, label, meaning, ("waited for", "left out") if name == "lenient" else None)
+                yield Dial(name, label, meaning, ("wait for", "leave out") if name == "lenient" else None)
             yield self._meaning
             yield self._now
 

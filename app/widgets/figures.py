@@ -173,6 +173,7 @@ def strip(figures: Figures, width: int) -> Content:
             Content(f"first token {units.seconds(stats.first_token_s)}"),
             *([] if rows is None else [Content(f"hits {units.share(rows.ready)}")]),
             Content(f"neurons {units.share(stats.active_neurons)}"),
+            *([left_out(rows)] if rows is not None and rows.left_out else []),
             Content(f"prefill {units.rate_of(stats.prefill_tps)}"),
         ]
         if stats.first_token_s is None and not figures.running:
@@ -197,6 +198,11 @@ def between(parts: Sequence[Content]) -> list[Content]:
     for part in parts:
         joined += [muted(" · "), part] if joined else [part]
     return joined
+
+
+def left_out(rows: Rows) -> Content:
+    """The share of rows that a lenient preset did without, marked since answers differ by it."""
+    return Content.styled(f"left out {units.share(rows.left_out)}", "$warning")
 
 
 def _decode(figures: Figures) -> float | None:

@@ -6,12 +6,13 @@ MEANINGS = {
     "speed": "Decode: tokens written per second, in the last second and (mean) over the answer; the bars are the "
     "latest seconds. Prefill: tokens of the prompt read per second. The first token comes after all of it was read; "
     "tokens kept are those that the KV cache had from the turn before.",
-    "origins": "Rows are neurons' weights; where all of them lie where they are computed, none has to move. Ready: in "
-    "GPU memory when wanted. Coming: asked for ahead and on the way. Copied: fetched when wanted. On CPU: computed "
-    "where they lie. Left out: late, and not waited for. Expert hit rate: expert calls with at least half their rows "
-    "there or coming. The predictor names the next layer's neurons: recall is how many of those needed it named (by "
-    "layer, first to last), precision how many of those named were needed. Substituted: experts that others in GPU "
-    "memory stood in for. Dropped: expert halves of low score.",
+    "origins": "Rows are neurons' weights; none has to move where all of them are computed in place. Ready: in GPU "
+    "memory when needed. Coming: requested ahead and on the way. Copied: fetched when needed. On CPU: computed in RAM. "
+    "Left out: weak neurons whose rows were not in GPU memory; the quality dial can skip these, and answers "
+    "then vary with what is in memory. Expert hit rate: expert calls with at least half their rows in GPU memory or "
+    "coming. The predictor names the next layer's neurons: recall is how many of the needed neurons it named (by "
+    "layer, first to last), precision how many of the named neurons were needed. Substituted: experts that others in "
+    "GPU memory replaced. Dropped: expert halves of low score.",
     "link": "Between RAM and GPU: what it moved for one token, how long the GPU waited for that, how fast it was while "
     "busy, of what it can, and for which share of the time it was busy.",
     "neurons": "Units of the experts that the router picked. Inactive ones are skipped, which is what makes this fast. "
@@ -44,7 +45,7 @@ TERMS = (
     ("coming", "rows that had been asked for before they were wanted, and were on their way"),
     ("copied", "rows that came from RAM when they were wanted"),
     ("on CPU", "neurons that the CPU computed where their rows lie, so that nothing had to move"),
-    ("left out", "active neurons without rows in time, which a lenient preset skipped"),
+    ("left out", "weak neurons whose rows were not in GPU memory and were skipped: answers vary with what is there"),
     ("expert hit rate", "calls of an expert with at least half their rows in GPU memory, or on their way there"),
     ("predictor recall", "of the neurons that became active, those that were named one layer ahead"),
     ("its precision", "of the neurons that were named, those that became active"),

@@ -16,9 +16,9 @@ from .heat import stack
 from .themes import MUTED
 
 _TONES = ("$success", "$primary", "$warning", "$accent")
-_ROUNDING = 1e-9  # of shares that add up to 1
 _NARROWEST_PAIR = 32
 _GAP = 2
+LESS_EXACT = "answers vary"  # what rows that are left out mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def origins(figures: Figures, width: int) -> Content:
     remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.ready)}"
     named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
     parts = [_Part(glyph, tone, share, name, units.share(share)) for glyph, tone, share, name in named]
-    left_out = 1 - sum(share or 0.0 for share in shares)
-    if rows.ready is not None and left_out > _ROUNDING:
-        parts.append(_Part("·", MUTED, left_out, "left out", units.share(left_out)))
+    if rows.left_out:
+        parts.append(_Part("·", MUTED, rows.left_out, "left out", units.share(rows.left_out)))
+        parts.append(_Part("!", "$warning", 0.0, LESS_EXACT, ""))
     lines = [
         heading("Rows", width, remark),
         _bar(parts, width),
@@ -140,5 +140,5 @@ def _legend(parts: Sequence[_Part], width: int) -> list[Content]:
 
 
 def _entry(part: _Part, width: int) -> Content:
-    gap = max(1, width - 2 - len(part.name) - len(part.value))
+    gap = max(1, width - 2 - len(part.name) - len(part.value)) if part.value else 0
     return Content.assemble((f"{part.glyph} ", part.style), (part.name, MUTED), " " * gap, part.value)

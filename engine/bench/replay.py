@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout, group_size
@@ -110,13 +111,15 @@ class ReplayDevice(VirtualDevice):
         neurons = up.q.shape[1]
         parts = self._width.neurons // neurons
         found: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        strengths: list[NDArray[np.float16]] = []
         for expert, threshold in zip(calls.experts.tolist(), thresholds.tolist(), strict=True):
             first = expert % parts * neurons
             small = values[expert // parts][self._own[first : first + neurons]]
             found.append(np.flatnonzero(small >= threshold))
+            strengths.append(small[found[-1]])
         ends = np.cumsum([0, *(len(one) for one in found)])
         active = torch.from_numpy(np.concatenate(found))
-        return Active(torch.from_numpy(ends), active, torch.empty(len(active)))
+        return Active(torch.from_numpy(ends), active, torch.from_numpy(np.concatenate(strengths)).float())
 
     def _sum(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int

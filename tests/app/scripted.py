@@ -42,6 +42,7 @@ ROWS = Rows(
     coming=0.2,
     copied=0.12,
     on_cpu=0.04,
+    left_out=0.02,
     expert_hits=0.45,
     recall=0.81,
     precision=0.57,
@@ -66,7 +67,18 @@ ROWS = Rows(
 )
 
 _COUNTED = (
-    *("ready", "coming", "copied", "on_cpu", "expert_hits", "recall", "precision", "substituted", "dropped"),
+    *(
+        "ready",
+        "coming",
+        "copied",
+        "on_cpu",
+        "left_out",
+        "expert_hits",
+        "recall",
+        "precision",
+        "substituted",
+        "dropped",
+    ),
     *("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "expert_recall", "expert_precision"),
 )
 _BY_LAYER = ("recalls", "precisions", "expert_recalls", "expert_precisions")

@@ -39,7 +39,7 @@ async def test_rows_come_and_go_with_the_model() -> None:
         await show(pilot, client, UNCOUNTED, request, "Link")
         assert "hit rate 62 %" not in screen_text(pilot)
         await show(pilot, client, VIRTUAL, request, "hit rate 62 %")
-        for figure in ("virtual time", "· left out  2 %", "0.42 ms", "2.79 of 12.1 GB/s", "3.20 of 4.00 GB", "Why: "):
+        for figure in ("virtual time", "· left out  2 %", "0.420 ms", "2.79 of 12.1 GB/s", "3.20 of 4.00 GB", "Why: "):
             await until(pilot, lambda figure=figure: figure in screen_text(pilot))
         assert "no GPU" not in screen_text(pilot)
         await show(pilot, client, None, request, "no GPU")

@@ -19,7 +19,9 @@ from .scripted import LOADED, ROWS, UNCOUNTED, stats
 WIDTHS = (30, 32, 33, 48)  # the panel has 32 columns beside its scroll bar, 33 without
 ZERO = dataclasses.replace(
     ROWS,
-    **dict.fromkeys(("ready", "coming", "expert_hits", "recall", "precision", "substituted", "dropped"), 0.0),
+    **dict.fromkeys(
+        ("ready", "coming", "expert_hits", "recall", "precision", "substituted", "dropped", "left_out"), 0.0
+    ),
     **dict.fromkeys(("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "link_peak"), 0.0),
     **dict.fromkeys(("pool", "pool_used", "up", "dense"), 0),
     copied=0.0,
@@ -108,7 +110,7 @@ def test_the_origins_of_rows_have_a_legend() -> None:
         "████████████████████▓▓▓▓▓▓▒▒▒▒░·",
         "█ ready    62 %  ▓ coming   20 %",
         "▒ copied   12 %  ░ on CPU    4 %",
-        "· left out  2 %",
+        "· left out  2 %  ! answers vary",
         "expert hit rate  ━━━━─────  45 %",
         "predictor recall ━━━━━━━──  81 %",
         "its precision    ━━━━━────  57 %",
@@ -117,12 +119,13 @@ def test_the_origins_of_rows_have_a_legend() -> None:
         "expert halves dropped        3 %",
     ]
     narrow = lines(memory.origins, shown, 20)
-    assert narrow[2:7] == [
+    assert narrow[2:8] == [
         "█ ready         62 %",
         "▓ coming        20 %",
         "▒ copied        12 %",
         "░ on CPU         4 %",
         "· left out       2 %",
+        "! answers vary",
     ]
 
 
@@ -170,13 +173,15 @@ def test_zeros_that_were_counted_are_shown() -> None:
     assert set(lines(memory.memory, shown)[4]) == set("▚·")
 
 
-def test_shares_that_fill_the_bar_leave_nothing_out() -> None:
-    thirds = dataclasses.replace(ROWS, ready=1 / 3, coming=1 / 3, copied=0.1, on_cpu=1 - 1 / 3 - 1 / 3 - 0.1)
+def test_left_out_is_what_the_engine_counted() -> None:
+    thirds = dataclasses.replace(ROWS, ready=1 / 3, coming=1 / 3, copied=0.1, on_cpu=1 / 6, left_out=0.0)
     assert "left out" not in memory.origins(figures(thirds), 32).plain
-    few = dataclasses.replace(ROWS, ready=0.998, coming=0.001, copied=0.0, on_cpu=0.0)
+    assert "left out" not in lines(draw.strip, figures(thirds), 100)[0]
+    assert "left out 2 %" in lines(draw.strip, figures(ROWS), 110)[0]
+    few = dataclasses.replace(ROWS, ready=0.998, coming=0.001, copied=0.0, on_cpu=0.0, left_out=0.001)
     drawn = lines(memory.origins, figures(few))
     assert drawn[1] == "█" * 30 + "▓·" and drawn[2] == "█ ready   100 %  ▓ coming   <1 %"
-    assert drawn[4] == "· left out <1 %"
+    assert drawn[4] == "· left out <1 %  ! answers vary"
 
 
 def test_substituted_and_dropped_appear_when_there_are_some() -> None:
