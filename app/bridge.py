@@ -115,6 +115,14 @@ class EngineFailed(Message):
         self.exit_code = failure.exit_code
 
 
+class ModelNotLoaded(Message):
+    """The model in `pack` could not be loaded, and the chat does without it."""
+
+    def __init__(self, pack: Path) -> None:
+        super().__init__()
+        self.pack = pack
+
+
 class HistoryTold(Message):
     """Something happened to the history."""
 
@@ -134,6 +142,11 @@ class EngineBridge:
         self._history = history
         self._recording: tuple[int, Answer] | None = None
         self.by_hand: SetQuality | None = None
+
+    @property
+    def pack(self) -> Path:
+        """The pack that is loaded, or being loaded."""
+        return self._client.pack
 
     def start(self, target: MessagePump) -> None:
         """Begin loading, and keep draining for as long as `target` lives."""

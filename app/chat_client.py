@@ -94,6 +94,11 @@ class ChatClient:
         self._running: tuple[int, Detokenizer] | None = None
         self._prepared: Generate | None = None
 
+    @property
+    def pack(self) -> Path:
+        """The pack that is loaded, or being loaded."""
+        return self._pack
+
     def start(self) -> None:
         """Begin loading in the background; returns at once."""
         self._begin_loading()

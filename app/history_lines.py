@@ -7,6 +7,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
+from ..models.catalog import short_name
 from .history.exporting import stamp
 from .history.records import LATEST, Hit, Message, Summary, shortened
 from .widgets.plain import printable
@@ -22,7 +23,7 @@ def summary(each: Summary) -> dict[str, Any]:
 
 def line(each: Summary) -> str:
     """A conversation of the list, for people."""
-    model = printable(each.model)[:20]
+    model = printable(short_name(each.model))[:20]
     return (
         f"{each.number:>5}  {_local(each.updated)}  {each.messages:>5}  {model:<20}  {shortened(_one_line(each.name))}"
     )

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,9 +20,10 @@ from textual.screen import Screen
 from textual.theme import Theme
 
 from ..engine.events import Sampling
-from ..models.catalog import find
+from ..models.catalog import find, reference
 from ..models.errors import FloeError
-from .bridge import EngineBridge, EngineFailed, EngineNotice
+from . import model_choice
+from .bridge import EngineBridge, EngineFailed, EngineNotice, ModelNotLoaded, ModelReady
 from .chat_client import ChatClient
 from .emoji import PlainEmoji
 from .history import History, Setup, history_file
@@ -88,10 +90,10 @@ class FloeChatApp(App[int]):
         own = self._settings.settings
         kept = history or History(None)
         self._bridge = EngineBridge(client, kept)
-        setup = Setup(sampling=sampling, system_prompt=system_prompt or "")
+        setup = Setup(reference(client.pack), sampling=sampling, system_prompt=system_prompt or "")
         persona = own.personas.get(own.persona)
         if persona is not None and persona.system_prompt == setup.system_prompt:
-            setup = Setup(sampling=sampling, system_prompt=setup.system_prompt, persona=own.persona)
+            setup = replace(setup, persona=own.persona)
         self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas)
         self._chat.know(
             (
@@ -106,6 +108,7 @@ class FloeChatApp(App[int]):
         self._exit_code = 0
         self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
         self._interrupted = -_TWICE_SECONDS  # when Ctrl+C was pressed last
+        self._untried: tuple[Path, str] | None = None  # the pack chosen last, and the model the settings named before
         self.setups = Setups()
 
     def get_default_screen(self) -> Screen[None]:
@@ -182,6 +185,18 @@ class FloeChatApp(App[int]):
     def on_engine_failed(self, event: EngineFailed) -> None:
         if not self._chat.presets:
             self._exit_code = event.exit_code
+
+    def on_model_ready(self, event: ModelReady) -> None:
+        """Whatever failed before, a model answers now."""
+        self._exit_code = 0
+        if self._untried is not None and self._untried[0] == Path(event.loaded.folder):
+            self._untried = None
+
+    def on_model_not_loaded(self, event: ModelNotLoaded) -> None:
+        """A model that was chosen and cannot be loaded is not the one to start with."""
+        if self._untried is not None and self._untried[0] == event.pack:
+            self._start_with(self._untried[1])
+            self._untried = None
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if isinstance(self.screen, TooSmallScreen):
@@ -292,16 +307,27 @@ class FloeChatApp(App[int]):
         await self._switch(name)
 
     async def _switch(self, name: str | None) -> None:
-        """Let the model `name` answer from now on."""
+        """Let the model `name`, which the person chose, answer from now on, and at the next start."""
         if name is None:
             return
         try:
             pack = find(name)
         except FloeError as error:
             self.notify(f"{error.cause} {error.hint}", title=error.title, severity="error", markup=False)
-        else:
-            if pack != self._chat.pack:
-                await self._chat.switch_model(pack)
+            return
+        self._untried = (pack, self._settings.settings.model)
+        self._start_with(name)
+        await self._chat.switch_model(pack)
+
+    def _start_with(self, model: str) -> None:
+        """Save which model the next start uses."""
+        if self._file is None:
+            return
+        try:
+            model_choice.start_with(self._file, model)
+        except FloeError as error:
+            self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
+        self._settings = read(self._file)
 
     def _open_help(self, _argument: str) -> None:
         self.action_help()

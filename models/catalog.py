@@ -53,8 +53,11 @@ def use_models_folder(folder: Path | None) -> None:
     _chosen_folder = expanded(folder) if folder else None
 
 
-def find(name: str) -> Path:
+def find(name: str, *, saved: bool = False) -> Path:
     """The packed folder that `name` means: "demo", a name in the models folder, or a path.
+
+    Args:
+        saved: it was saved earlier (see `reference`), so a path is absolute and means nothing in the current folder.
 
     Raises:
         UsageError: there is no such model. PackError: the folder is there but holds no finished pack.
@@ -64,8 +67,8 @@ def find(name: str) -> Path:
     try:
         if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
             return _checked(models_folder() / name)
-        if name and Path(name).expanduser().is_dir():
-            return _checked(Path(name).expanduser())
+        if name and (Path(name).is_absolute() or not saved) and Path(name).expanduser().is_dir():
+            return _checked(Path(name).expanduser().absolute())
     except (OSError, RuntimeError, ValueError):
         pass  # a name too long for the system, or a home of nobody: there is no such model either
     known = ", ".join(model.name for model in installed())
@@ -83,6 +86,19 @@ def name_of(folder: Path, packed_as: str) -> str:
         packed_as: the name in its manifest.
     """
     return folder.name if folder.parent == models_folder() else packed_as
+
+
+def reference(folder: Path) -> str:
+    """What `find` takes for the pack in `folder`, from any current folder: its name here, or its absolute path."""
+    if folder == asset("demo", "packed"):
+        return DEMO
+    absolute = folder.absolute()
+    return absolute.name if absolute.parent == models_folder().absolute() else str(absolute)
+
+
+def short_name(model: str) -> str:
+    """What to call a model that `find` takes: its name, or the last part of its path."""
+    return Path(model).name or model
 
 
 def installed() -> list[Installed]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from ...models.catalog import short_name
 from ..widgets.plain import printable
 from ..widgets.units import rate_of, seconds
 from .records import LATEST, AnswerStats, Message, Tree
@@ -42,7 +43,7 @@ def as_markdown(tree: Tree) -> str:
     """The branch that is shown, to be read; control characters appear as U+FFFD."""
     conversation, branch = tree.conversation, _shown(tree)
     begun = stamp(conversation.created)[:16].replace("T", " ") + " UTC"
-    facts = (conversation.setup.model, conversation.setup.preset or "", begun)
+    facts = (short_name(conversation.setup.model), conversation.setup.preset or "", begun)
     parts = [f"# {_one_line(tree.name)}", _one_line(" · ".join(fact for fact in facts if fact))]
     if conversation.setup.system_prompt:
         parts += ["## Instructions", conversation.setup.system_prompt]
@@ -129,6 +130,7 @@ def _fields(tree: Tree) -> dict[str, Any]:
         "created": stamp(conversation.created),
         "updated": stamp(conversation.updated),
         **asdict(conversation.setup),
+        "model": short_name(conversation.setup.model),  # where it is on this machine is nobody else's business
         "head": None if conversation.head is None else ids.get(conversation.head),
         "messages": [
             {

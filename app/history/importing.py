@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 
 from ...engine import ranges
 from ...engine.events import Sampling, SetQuality
+from ...models.catalog import short_name
 from ...models.errors import UsageError
 from .exporting import FORMAT, FORMAT_VERSION
 from .records import LATEST, MOST, AnswerStats, Attachment, Conversation, Message, Role, Setup, State, Tree
@@ -115,7 +116,7 @@ def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
         raise item.bad("head", f"names message {head}, which is not there")
     drawn = _Object(item.get("sampling", dict), f"{item.way}.sampling")
     setup = Setup(
-        item.get("model", str),
+        short_name(item.get("model", str)),  # a file may not name a folder that is read when the chat is opened
         item.maybe("preset", str),
         _sampling(drawn, tell),
         item.get("system_prompt", str),

@@ -40,9 +40,8 @@ class Chats(Acts):
         self._composer.remember([known.text for known in recent if known.role == "user" and known.text])
         if message is not None:
             await self._transcript.go_to(message)
-        model = self._dialogue.setup.model
-        if self._model and model and model != self._model:
-            await self._transcript.add(Note(f"This chat was begun with {model}; {self._model} answers from here on"))
+        if remark := await self._change_to_its_own():
+            await self._transcript.add(Note(remark))
 
     async def rename(self, title: str) -> None:
         """Give this chat a title."""

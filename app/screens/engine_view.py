@@ -9,6 +9,9 @@ from pathlib import Path
 from textual import on
 
 from ...engine.events import Loaded
+from ...models import catalog
+from ...models.errors import FloeError
+from .. import model_choice
 from ..bridge import EngineBridge, ModelLoading, ModelReady, PresetInForce
 from ..history import History, Setup
 from ..widgets.units import share
@@ -43,6 +46,7 @@ class EngineView(ChatView):
         self._window = 0
         self._pack: Path | None = None
         self._next_pack: Path | None = None
+        self._picked: Path | None = None  # by the person, for the chat on the screen
 
     @property
     def model(self) -> str:
@@ -95,11 +99,38 @@ class EngineView(ChatView):
 
     async def switch_model(self, pack: Path) -> None:
         """Let another model answer this chat from now on; a running answer is stopped first."""
-        self._next_pack = pack
-        if self._phase is Phase.ANSWERING:
+        if pack == self._expected and self._phase is not Phase.BROKEN:
+            self._belong_to(pack)
+        else:
+            self._picked = pack
+            await self._change_to(pack)
+
+    async def _change_to(self, pack: Path) -> None:
+        """Load `pack` now, or when the running answer has stopped."""
+        if self._phase in (Phase.ANSWERING, Phase.STOPPING):
+            self._next_pack = None if pack == self._bridge.pack else pack
             await self.action_stop()
-        elif self._phase is not Phase.STOPPING:
+        else:
             self._open(pack)
+
+    async def _change_to_its_own(self) -> str:
+        """Let this chat's own model answer. Returns a remark where it cannot, else ""."""
+        self._picked = None
+        model, expected = self._dialogue.setup.model, catalog.reference(self._expected)
+        if not model or model == expected:
+            return ""
+        try:
+            pack = catalog.find(model, saved=True)
+        except FloeError as error:
+            return model_choice.missing(model, error, "" if self._phase is Phase.BROKEN else expected)
+        if pack != self._expected:
+            await self._change_to(pack)
+        return ""
+
+    @property
+    def _expected(self) -> Path:
+        """The pack that answers the next question: another one may have to wait for the running answer's end."""
+        return self._next_pack or self._bridge.pack
 
     def _open(self, pack: Path) -> None:
         self._next_pack = None
@@ -125,8 +156,15 @@ class EngineView(ChatView):
     def _take(self, loaded: Loaded) -> None:
         self._presets, self._wanted_preset = loaded.presets, loaded.preset
         self._model, self._window, self._pack = loaded.model, loaded.context_window, Path(loaded.folder)
-        if self._dialogue.setup.model != self._model:
-            self._dialogue.set_up(replace(self._dialogue.setup, model=self._model))
+        if self._pack == self._picked:
+            self._belong_to(self._pack)
+        self._picked = None
+
+    def _belong_to(self, pack: Path) -> None:
+        """Save `pack` as the model of the chat on the screen."""
+        model = catalog.reference(pack)
+        if self._dialogue.setup.model != model:
+            self._dialogue.set_up(replace(self._dialogue.setup, model=model))
 
     @on(PresetInForce)
     def _show_preset(self, event: PresetInForce) -> None:
@@ -158,4 +196,4 @@ class EngineView(ChatView):
     def _setup_of_new(self, setup: Setup) -> Setup:
         """`setup` for a new conversation, with the model and the quality that are in force."""
         quality = self._bridge.by_hand if self._wanted_preset == _CUSTOM else None
-        return replace(setup, model=self._model, quality=quality)
+        return replace(setup, model=catalog.reference(self._expected), quality=quality)

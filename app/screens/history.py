@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from ...models.catalog import short_name
 from ...models.errors import FloeError
 from ..history import History, Hit, Summary
 from ..widgets.background import in_background
@@ -194,7 +195,7 @@ def _line(line: Line, *, here: bool) -> Hanging:
     mark = Content.styled("● " if here else "  ", "$primary")
     facts = [f"{line.number}", when(line.updated / 1000, time.time())]
     if isinstance(line, Summary):
-        facts += [f"{line.messages} message{'' if line.messages == 1 else 's'}", printable(line.model)]
+        facts += [f"{line.messages} message{'' if line.messages == 1 else 's'}", printable(short_name(line.model))]
     under = Content.styled(" · ".join(fact for fact in facts if fact), MUTED)
     if isinstance(line, Hit):
         found = Content(printable(line.snippet))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from textual import on
 
 from ...engine.events import Stats
 from ...models.errors import FloeError
-from ..bridge import AnswerFinished, AnswerText, EngineBridge, EngineFailed, PromptRead, StatsArrived
+from ..bridge import AnswerFinished, AnswerText, EngineBridge, EngineFailed, ModelNotLoaded, PromptRead, StatsArrived
 from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State, Unsent
 from ..widgets.answer import AnswerTurn
 from ..widgets.background import in_background
@@ -148,10 +149,23 @@ class Talk(EngineView):
         if answering:
             await self._become_ready("ready")
         elif self._phase is Phase.LOADING:
+            await self._do_without(self._bridge.pack)
+
+    async def _do_without(self, pack: Path) -> None:
+        """A model could not be loaded: the one that answered before answers again, if there was one."""
+        self.post_message(ModelNotLoaded(pack))
+        while self._queue:
+            await self._take_back(self._queue.pop())
+        before = self._pack
+        if before is None or before == pack:
             self._phase = Phase.BROKEN
             self._say("no model", "$error")
-            while self._queue:
-                await self._take_back(self._queue.pop())
+            return
+        self._picked = None
+        if not self._dialogue.ids:
+            self._belong_to(before)
+        await self._transcript.add(Note(f"{self._model} answers again"))
+        self._open(before)
 
     # Asking and answering
 

@@ -130,9 +130,11 @@ class ScriptedClient(ChatClient):
         self.wanted: list[str] = []
         self.dialled: list[SetQuality] = []
         self.cancelled = 0
+        self.opened: list[Path] = []
         self.started = False
         self.dropped = 0
         self.refuse: FloeError | None = None
+        self._pack = Path(LOADED.folder)
         self._updates: list[Update] = []
 
     def say(self, *updates: Update) -> None:
@@ -141,6 +143,10 @@ class ScriptedClient(ChatClient):
 
     def start(self) -> None:
         self.started = True
+
+    def open(self, pack: Path) -> None:
+        self._pack = pack
+        self.opened.append(pack)
 
     def poll(self, timeout: float = 0.0) -> list[Update]:
         updates, self._updates = self._updates, []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from floe_chat.app.chat_client import ChatClient
-from floe_chat.app.history import History
+from floe_chat.app.history import History, Setup
 from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.settings_file import change
+from floe_chat.app.settings_file import change, read
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.status_line import StatusLine
@@ -19,6 +21,7 @@ from floe_chat.models.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
 from .scripted import until, write
+from .wizardry import see, shown
 
 
 @pytest.fixture
@@ -54,12 +57,74 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
         branch = history.branch(history.conversation(kept.id).head)
         answered = [message.model for message in history.messages(branch) if message.role == "assistant"]
         assert answered[0] == "tiny" and answered[-1] == "other"
-        # A model that cannot be loaded is explained, and the first one can be had again.
-        (other / "config.json").write_text("{}")
-        await chat.switch_model(other)
-        await until(pilot, lambda: "no model" in chat.query_one(StatusLine).state)
+        assert history.conversation(kept.id).setup.model == "other"
+        # A pack outside the models folder is noted by its path.
         await chat.switch_model(tiny_pack)
         await until(pilot, lambda: chat.model == "tiny" and "ready" in chat.query_one(StatusLine).state)
+        assert history.settle()
+        assert history.conversation(kept.id).setup.model == str(tiny_pack)
+    history.close()
+    client.close()
+
+
+def is_ready(app: FloeChatApp, model: str) -> bool:
+    chat = app.screen_stack[0]
+    assert isinstance(chat, ChatScreen)
+    return chat.model == model and chat.query_one(StatusLine).state == "ready"
+
+
+async def test_the_last_model_chosen_is_the_one_to_start_with(tiny_pack: Path, other: Path, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    change(settings, {})
+    client = ChatClient(tiny_pack)
+    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6, settings=settings)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: is_ready(app, "tiny"))
+        assert read(settings).settings.model == catalog.DEMO  # --model alone changes nothing
+        await pilot.press("f6")
+        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and app.screen.highlighted is not None)
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: is_ready(app, "other"))
+        assert read(settings).settings.model == "other"
+        # One that cannot be loaded is explained; the one before answers again, and is the one to start with.
+        (catalog.models_folder() / "broken").mkdir()
+        for file in other.iterdir():
+            shutil.copy(file, catalog.models_folder() / "broken")
+        (catalog.models_folder() / "broken" / "config.json").write_text("{}")
+        await pilot.press("f6")
+        await until(pilot, lambda: isinstance(app.screen, ModelsScreen) and app.screen.highlighted is not None)
+        await pilot.press("down", "enter")
+        await see(pilot, "other answers again")
+        await until(pilot, lambda: is_ready(app, "other"))
+        assert read(settings).settings.model == "other"
+    client.close()
+
+
+async def test_a_chat_is_reopened_with_its_own_model(tiny_pack: Path, other: Path) -> None:
+    history, client = History(None), ChatClient(tiny_pack)
+    history.ask(history.begin(Setup("other")), None, "of the other")
+    history.ask(history.begin(Setup(str(tiny_pack))), None, "of tiny")
+    history.settle()
+    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6, history=history)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: is_ready(app, "tiny"))
+        for keys, words, model in ((("down", "enter"), "of the other", "other"), (("enter",), "of tiny", "tiny")):
+            await pilot.press("ctrl+r")
+            await see(pilot, "Enter opens", "of tiny", "of the other")
+            await pilot.press(*keys)
+            await until(pilot, lambda words=words, model=model: words in shown(pilot) and is_ready(app, model))
+        shutil.rmtree(other)
+        await pilot.press("ctrl+r")
+        await see(pilot, "of the other")
+        await pilot.press("down", "enter")
+        await see(pilot, "This chat was answered by other, which is not installed", "tiny answers instead.")
+        assert is_ready(app, "tiny")
+        # Asked there, the chat still belongs to its model: installed again, that answers.
+        await write(pilot, "one")
+        await pilot.press("enter")
+        await until(pilot, lambda: len(app.screen.query(AnswerTurn)) == 1 and is_ready(app, "tiny"))
+        assert history.settle()
+        assert [one.model for one in history.conversations()] == ["other", str(tiny_pack)]
     history.close()
     client.close()
 
