@@ -276,6 +276,8 @@ def main() -> None:
     # a decode step of full width took half as long again.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _take_streams()
+    # Whatever the umask allows, no other user may change what this program writes: packs, downloads, caches.
+    os.umask(os.umask(0o077) | 0o022)
     start_log()
     sys.exit(_run())
 

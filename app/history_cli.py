@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..models import private_file
 from ..models.errors import UsageError
-from . import private_file, progress
+from . import progress
 from .arguments import read_text
 from .command_names import SuggestingGroup
 
@@ -265,7 +266,7 @@ def _folder(output: str) -> Path | None:
     path = Path(output)
     if output.endswith(("/", os.sep)):
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            private_file.make_folder(path)
         except OSError as error:
             raise UsageError(f"{path} cannot be made", f"{error.strerror}.", "Give another folder.") from error
     return path if path.is_dir() else None
@@ -273,9 +274,12 @@ def _folder(output: str) -> Path | None:
 
 def _write(file: Path, text: str, force: bool) -> None:
     try:
-        (private_file.replace if force else private_file.create)(file, text)
+        if force and file.exists() and not file.is_file():
+            file.write_text(text, encoding="utf-8")  # into a device or a pipe, which nothing should replace
+        else:
+            (private_file.replace if force else private_file.create)(file, text)
     except FileExistsError as error:
-        raise UsageError(f"{file} exists", "It was left as it is.", "Use --force, or another name.") from error
+        raise UsageError(f"{file} exists", "It was not changed.", "Use --force, or another name.") from error
     except OSError as error:
-        raise UsageError(f"{file} cannot be written", f"{error.strerror}.", "Give another path.") from error
+        raise private_file.unwritable(file, error) from error
     progress.note(f"wrote {file}")

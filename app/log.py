@@ -1,23 +1,24 @@
-"""The log file: what went wrong in detail, for the person's own eyes; nothing is ever sent anywhere."""
+"""The log file: the details of what went wrong. Only its owner can read it, and nothing is ever sent anywhere."""
 
 from __future__ import annotations
 
 import logging
-import os
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import IO, Any
 
 import platformdirs
 
+from ..models import private_file
+
 
 def log_file() -> Path:
-    """Where the log lies; it is created by the first thing that is logged."""
+    """The log file. The first message that is logged creates it."""
     return Path(platformdirs.user_log_dir("floe-chat", appauthor=False)) / "floe-chat.log"
 
 
 def start_log() -> None:
-    """Send this program's log records to `log_file`, and none to the terminal, which the screen owns."""
+    """Send this program's log messages to `log_file`, and none to the terminal, which the screen owns."""
     logger = logging.getLogger("floe_chat")
     logger.propagate = False
     if not logger.handlers:
@@ -27,8 +28,8 @@ def start_log() -> None:
 class _PrivateFile(RotatingFileHandler):
     def _open(self) -> IO[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         path = Path(self.baseFilename)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, self.mode, encoding=self.encoding, opener=lambda p, f: os.open(p, f, 0o600))
+        private_file.own_folder(path.parent)
+        return open(path, self.mode, encoding=self.encoding, opener=lambda p, f: private_file.open_for(Path(p), f))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """A log that cannot be written must not break what it reports on."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import platformdirs
 
+from ..models import private_file
 from ..models.errors import FloeError, TryAgainError, UsageError
-from . import private_file
 from .settings import ACTIONS, KEYS, Key, Persona, Settings
 from .settings_check import FIELD_KEYS, Problem, check, trouble_with
 

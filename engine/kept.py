@@ -1,34 +1,39 @@
-"""What was measured on this machine, kept in the user's cache for the next start, in files that only they read."""
+"""What was measured on this machine, saved in the user's cache for the next start, in files that only they read."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
+from ..models import private_file
+
 _log = logging.getLogger("floe_chat.engine")
+_LARGEST = 1 << 20  # bytes of a file of rates: a few hundred are usual
 
 
 def rates_folder() -> Path:
-    """Where rates are kept."""
+    """The folder of measured rates."""
     return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "rates"
 
 
 def write(file: Path, fields: Mapping[str, Any]) -> None:
     """Replace `file` at once; a cache that cannot be written only means measuring again, which the log says."""
-    partial = file.with_suffix(f".{os.getpid()}.part")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(partial, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
-            json.dump(dict(fields), out)
-        partial.replace(file)
+        private_file.own_folder(file.parent)
+        private_file.replace(file, json.dumps(dict(fields)))
     except OSError as error:
-        _log.warning("What was measured could not be kept in %s: %s", file, error)
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        _log.warning("What was measured could not be saved in %s: %s", file, error)
+
+
+def read(file: Path) -> Any:
+    """What `write` saved, as JSON gives it.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is not JSON in UTF-8. RecursionError: it is nested too deeply.
+    """
+    return json.loads(private_file.read(file, _LARGEST))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -99,7 +98,7 @@ class Rates:
     def load(file: Path) -> Rates | None:
         """The rates that were kept, or None: there are none, or they are unusable, which the log explains."""
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            found: Any = kept.read(file)
             if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
                 raise ValueError("it is of another format")
             names = {field.name for field in dataclasses.fields(Rates)}

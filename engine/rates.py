@@ -7,7 +7,6 @@ is a reason instead. Everything takes a few seconds at the most.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import time
@@ -73,7 +72,7 @@ class Measured:
     def load(file: Path) -> Measured | None:
         """What was kept, or None: there is nothing, or it is unusable, which the log explains."""
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            found: Any = kept.read(file)
             if not isinstance(found, dict) or found.get("format") != _FORMAT:
                 raise ValueError("it is of another format")
             rates, reasons = dict(found["rates"]), dict(found["reasons"])

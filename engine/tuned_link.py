@@ -6,7 +6,6 @@ is copied; rows in place are read by the GPU's kernels, which takes no core but 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +95,7 @@ class Tuned:
         A record without a word about `in_place` is one of rows that were always staged.
         """
         try:
-            found: Any = json.loads(file.read_text(encoding="utf-8"))
+            found: Any = kept.read(file)
             if not isinstance(found, dict) or found.get("format") != _FORMAT:
                 raise ValueError("it is of another format")
             device, row_bytes, why_not = found["device"], found["row_bytes"], found.get("why_not", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import platformdirs
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
+
+from . import private_file
 
 _log = logging.getLogger("floe_chat.models")
 
@@ -58,25 +59,18 @@ def forget(pack: Path) -> None:
 
 
 def write(path: Path, heat: Heat) -> None:
-    """Keep heat in a file that only its owner may read: what a person asked about can be guessed from it.
+    """Save heat in a file that only its owner may read: what a person asked about can be guessed from it.
 
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    content = save({"scores": heat.scores, "uses": heat.uses.astype(np.float16)})
-    try:
-        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    private_file.own_folder(path.parent)
+    private_file.replace(path, save({"scores": heat.scores, "uses": heat.uses.astype(np.float16)}))
 
 
 def read(path: Path, layers: int, experts: int, neurons: int) -> Heat | None:
     """What `write` kept; None where there is nothing, or (told in the log) nothing that fits or makes sense."""
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         with safe_open(path, "np") as file:

@@ -20,12 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from . import private_file
 from .manifest import file_entry
 from .tensorfile import TensorFile
 
 FORMAT = "floe-chat source logits"
 LIMIT_BYTES = 2 << 30  # of all entries together, and so of one
 _NAME = "logits"
+_LARGEST = 1 << 16  # bytes of an entry's note
 
 
 def entry_bytes(positions: int, vocabulary: int) -> int:
@@ -68,7 +70,7 @@ def _folder() -> Path:
 
 def _load(folder: Path, key: str, shape: tuple[int, int, int]) -> Tensor:
     path = folder / f"{key}.safetensors"
-    fields = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+    fields = json.loads(private_file.read(folder / f"{key}.json", _LARGEST))
     if fields != {"format": FORMAT, "key": key, **dataclasses.asdict(file_entry(path))}:
         raise ValueError("their sha256 is not the one noted")
     with safe_open(path, "pt") as file:
@@ -79,26 +81,19 @@ def _load(folder: Path, key: str, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _store(folder: Path, key: str, logits: Tensor) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_file.own_folder(folder)
     _make_room(folder, logits.nbytes)
     path = folder / f"{key}.safetensors"
     partial = folder / f"{key}.{os.getpid()}.part"
     try:
-        _private(partial, "")
+        os.close(private_file.open_for(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
         with TensorFile(partial, {_NAME: (logits.dtype, tuple(logits.shape))}) as file:
             file[_NAME].copy_(logits)
         entry = dataclasses.asdict(file_entry(partial))
         partial.replace(path)
-        _private(partial, json.dumps({"format": FORMAT, "key": key, **entry}))
-        partial.replace(path.with_suffix(".json"))
+        private_file.replace(path.with_suffix(".json"), json.dumps({"format": FORMAT, "key": key, **entry}))
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read: the text that was evaluated can be guessed from logits."""
-    with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(text)
 
 
 def _make_room(folder: Path, nbytes: int) -> None:

@@ -17,10 +17,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..kernels.layouts import ExpertRows, UpWeights
-from . import foresight
+from . import foresight, private_file
 from .errors import UsageError
 from .manifest import FILE_NAME, Manifest, damaged, file_entry, layer_file
 from .widths import Stored
+
+_LARGEST_STAMP = 1 << 24  # bytes: some hundred per file of a pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +222,12 @@ class _Stamp:
 
     def valid(self) -> bool:
         try:
-            return json.loads(self._path.read_text(encoding="utf-8")) == self._seen()
-        except (OSError, ValueError):
+            stamp = private_file.read(self._path, _LARGEST_STAMP)
+            return private_file.is_ours(self._path) and json.loads(stamp) == self._seen()
+        except (OSError, ValueError, RecursionError):
             return False
 
     def write(self) -> None:
-        partial = self._path.with_suffix(".part")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self._seen()), encoding="utf-8")
-            partial.replace(self._path)
-        except OSError:  # a read-only or full cache only means that the next start checks again
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+        with suppress(OSError):  # in a read-only or full cache: the next start checks again
+            private_file.own_folder(self._path.parent)
+            private_file.replace(self._path, json.dumps(self._seen()))

@@ -13,6 +13,7 @@ from pathlib import Path
 import platformdirs
 
 from ...engine.events import Notice
+from ...models import private_file
 from ...models.errors import FloeError, TryAgainError
 from .processes import is_running
 from .records import now
@@ -60,11 +61,12 @@ def open_history(file: Path) -> Opened:
         )
     try:
         emptied = checked(file).exists() and file.exists() and not file.stat().st_size
-        _make_private(file)
+        notices = _make_private(file)
         found = inode(file)
         try:
             opened = _open(file)
-            return replace(opened, notices=(_emptied(file),)) if emptied else opened
+            notices += (_emptied(file),) if emptied else ()
+            return replace(opened, notices=(*notices, *opened.notices))
         except (*SQLITE_ERRORS, FloeError) as error:
             if not is_damage(error, opening=True):
                 raise
@@ -93,6 +95,12 @@ def open_to_read(file: Path) -> Opened:
             raise
         notice = Notice(error.title, f"{error.cause} It is read as it is.")
         return Opened(Store(connection), (notice,), 0)
+
+
+def parts(file: Path) -> list[Path]:
+    """Which there are of the file, its write-ahead log and the index of that."""
+    paths = (file.with_name(file.name + ending) for ending in ("", "-wal", "-shm"))
+    return [path for path in paths if path.exists()]
 
 
 def inode(file: Path) -> int | None:
@@ -160,20 +168,28 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
 
 def _reading_only(file: Path) -> sqlite3.Connection | None:
     """A connection that writes nothing; None where that is not possible, or where the tables are not ours."""
-    log, index = (file.with_name(file.name + ending).exists() for ending in ("-wal", "-shm"))
-    if log and not index:
+    file = file.resolve()
+    try:
+        for part in parts(file):
+            private_file.need_ordinary(part)  # SQLite would wait for a pipe
+    except OSError:
         return None
-    # Told that nothing changes, SQLite makes no log: it would have the file's mode, and nobody could write it later.
-    way = "mode=ro" if log else "mode=ro&immutable=1"
-    with suppress(*SQLITE_ERRORS):
-        connection = _configured(f"{file.absolute().as_uri()}?{way}")
-        try:
-            if version_of(connection) == VERSION and not lacking(connection):
-                return connection
-        except BaseException:
+    log = file.with_name(file.name + "-wal")
+    # An index of the log cannot be made on a full or read-only disk, and a failed opening leaves an unfinished one: a
+    # connection that has the file to itself has its index in memory. Where the log is empty, a connection that is told
+    # that nothing changes makes none: that would have the file's mode, and nobody could write it later.
+    full = log.exists() and log.stat().st_size > 0
+    ways = (("mode=ro",), ("mode=rw", "locking_mode = EXCLUSIVE")) if full else (("mode=ro&immutable=1",),)
+    for way, *first in ways:
+        with suppress(*SQLITE_ERRORS):
+            connection = _configured(f"{file.as_uri()}?{way}", *first)
+            try:
+                if version_of(connection) == VERSION and not lacking(connection):
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
             connection.close()
-            raise
-        connection.close()
     return None
 
 
@@ -189,7 +205,7 @@ def _check(connection: sqlite3.Connection, file: Path, *, suspect: bool) -> bool
     connection.execute("BEGIN IMMEDIATE")
     mended = mend_search(connection, suspect=suspect)
     connection.execute("COMMIT")
-    os.close(os.open(checked(file), os.O_WRONLY | os.O_CREAT, 0o600))
+    os.close(private_file.open_for(checked(file), os.O_WRONLY | os.O_CREAT))
     os.utime(checked(file))
     return mended
 
@@ -202,22 +218,32 @@ def _last_check(file: Path) -> float | None:
         return None
 
 
-def _configured(address: str) -> sqlite3.Connection:
+def _configured(address: str, *first: str) -> sqlite3.Connection:
     connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    # With a write-ahead log, NORMAL can lose the last commits to a power cut, never to a killed process.
-    for pragma in ("foreign_keys = ON", "synchronous = NORMAL", "secure_delete = ON"):
-        connection.execute(f"PRAGMA {pragma}")
+    try:
+        # With a write-ahead log, NORMAL can lose the last commits to a power cut, never to a killed process.
+        for pragma in (*first, "foreign_keys = ON", "synchronous = NORMAL", "secure_delete = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
-def _make_private(file: Path) -> None:
-    """Folder 0700, file 0600; SQLite gives -wal and -shm the file's own mode."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
-    for path in (file.parent, file):
-        mode = path.stat().st_mode
-        if mode & 0o077:
-            path.chmod(mode & 0o700)
+def _make_private(file: Path) -> tuple[Notice, ...]:
+    """Folder 0700, file 0600; SQLite gives -wal and -shm the file's own mode.
+
+    Raises:
+        OSError: it cannot be made, or it or its log is a folder, a pipe or a device, for which SQLite would wait.
+    """
+    private_file.own_folder(file.parent)
+    if not file.exists():
+        os.close(private_file.open_for(file, os.O_RDWR | os.O_CREAT))
+    # Not opened otherwise: closing it would take away the locks of this process's other connections.
+    for part in parts(file.resolve()):
+        private_file.need_ordinary(part)
+    private_file.own_file(file)
+    return (_readable(file),) if os.name != "nt" and file.stat().st_mode & 0o077 else ()
 
 
 def _refuse_foreign(file: Path) -> None:
@@ -246,6 +272,13 @@ def _refuse_foreign(file: Path) -> None:
         )
 
 
+def _readable(file: Path) -> Notice:
+    return Notice(
+        "Other users can read the history",
+        f"{file} is a link, and the mode of its target was not changed. To close it: chmod 600 {file.resolve()}",
+    )
+
+
 def _emptied(file: Path) -> Notice:
     return Notice(
         "The history was emptied",
@@ -256,9 +289,8 @@ def _emptied(file: Path) -> Notice:
 def _set_aside(file: Path) -> Path:
     kept = file.with_name(f"{file.stem}-damaged-{datetime.now():%Y-%m-%d-%H%M%S}{file.suffix}")
     checked(file).unlink(missing_ok=True)
-    for ending in ("", "-wal", "-shm"):  # what the log holds was not yet in the file
-        if (part := file.with_name(file.name + ending)).exists():
-            part.rename(kept.with_name(kept.name + ending))
+    for part in parts(file):  # what the log holds was not yet in the file
+        part.rename(kept.with_name(part.name.replace(file.name, kept.name, 1)))
     return kept
 
 

@@ -72,7 +72,8 @@ def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> 
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return _no_room(file)
     if isinstance(error, OSError):
-        return FloeError("The history cannot be saved", f"{file}: {error.strerror or error}.", _PERMISSION)
+        where = error.filename or file
+        return FloeError("The history cannot be saved", f"{where}: {error.strerror or error}.", _PERMISSION)
     if isinstance(error, UnicodeDecodeError):
         return damaged(file, "what it says of itself is no text")
     match _code(error):

@@ -67,6 +67,7 @@ class Writer:
         self._closing = False
         self._until = 0.0  # by `time.monotonic`: how long to try again after `close`
         self._ended = False
+        self._unsaved = False  # whether anything was written that only memory holds, against what was asked for
         self._thread = threading.Thread(target=self._run, name="floe-history", daemon=True)
         self._thread.start()
 
@@ -93,7 +94,7 @@ class Writer:
         self._until = time.monotonic() + timeout
         self._queue.put(None)
         self._thread.join(timeout)
-        return self._ended and not self._waiting and not self._damaged
+        return self._ended and not self._waiting and not self._damaged and not self._unsaved
 
     def _run(self) -> None:
         try:
@@ -104,6 +105,7 @@ class Writer:
                 if self._waiting or any(answer.collect() != text for answer, text in self._answers.items()):
                     self._write(store)
             with self.lock:
+                self._unsaved = self.failure is not None and bool(store.conversations(1))
                 store.close()
             self._ended = True
         # The thread's border: the chat goes on without its history, and the person knows.

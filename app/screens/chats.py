@@ -6,8 +6,8 @@ from pathlib import Path
 
 from textual import on
 
+from ...models import private_file
 from ...models.errors import FloeError, UsageError
-from .. import private_file
 from ..bridge import HistoryTold
 from ..history import Changed, Ready, Recovered, Trouble, Unsent, as_json, as_markdown, file_name
 from ..widgets.blocks import ErrorBlock, Note
@@ -110,9 +110,12 @@ class Chats(Acts):
         text = as_json([tree]) if file.suffix == ".json" else as_markdown(tree)
         try:
             private_file.create(file, text)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise FloeError(f"{file} cannot be written", f"{reason}.", "Give another name: /export FILE") from error
+        except FileExistsError as error:
+            raise UsageError(f"{file} exists", "It was not changed.", "Give another name: /export FILE") from error
+        except ValueError as error:
+            raise UsageError(f"{file} cannot be written", f"{error}.", "Give another name: /export FILE") from error
+        except OSError as error:
+            raise private_file.unwritable(file, error) from error
         await self._transcript.add(Note(f"Written to {file.absolute()}"))
 
     def attach(self, path: str) -> None:

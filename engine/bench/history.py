@@ -14,7 +14,10 @@ from typing import Any
 
 import platformdirs
 
+from ...models import private_file
 from .measure import NOISY
+
+_LARGEST = 1 << 26  # bytes of a file: a run takes a few kilobytes
 
 # What two runs have to share to be compared, of a table's facts.
 _SAME = ("model", "sizes", "threads", "prompt")
@@ -51,8 +54,8 @@ def append(file: Path, entry: Mapping[str, Any]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    private_file.own_folder(file.parent)
+    descriptor = private_file.open_for(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(descriptor, ("\n" + json.dumps(entry) + "\n").encode())
     finally:
@@ -62,7 +65,7 @@ def append(file: Path, entry: Mapping[str, Any]) -> None:
 def read(file: Path) -> list[dict[str, Any]]:
     """All runs that can be read, oldest first; torn or foreign lines are passed over."""
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = private_file.read(file, _LARGEST).decode("utf-8", "replace").splitlines()
     except OSError:
         return []
     return [entry for line in lines if (entry := _parsed(line)) is not None]

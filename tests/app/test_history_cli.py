@@ -168,7 +168,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_file: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("floe_chat.app.private_file.os.fsync", refuse)
+    monkeypatch.setattr("floe_chat.models.private_file.os.fsync", refuse)
 
 
 @pytest.mark.parametrize("force", [False, True], ids=["new", "force"])
@@ -181,7 +181,7 @@ def test_an_export_that_finds_no_room_leaves_what_was_there(
     for name, text in before.items():
         (folder / name).write_text(text)
     err = explained(history("export", 1, "-o", folder / "backup.json", *(["--force"] if force else [])), 1)
-    assert "no room" in err and "Make room" in err
+    assert "no room" in err and "Free some space" in err
     assert {path.name: path.read_text() for path in folder.iterdir()} == before
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,6 +201,40 @@ def test_only_the_owner_may_read_it(file: Path) -> None:
         os.umask(before)
 
 
+@pytest.mark.parametrize("part", ["history.db", "history.db-wal", "history.db-shm", "history.db-checked"])
+@pytest.mark.parametrize("what", ["pipe", "folder"])
+def test_a_pipe_or_folder_in_its_place_is_refused_at_once(file: Path, part: str, what: str) -> None:
+    if part != "history.db":
+        filled(file, 1)
+    strange = file.with_name(part)
+    strange.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    os.mkfifo(strange) if what == "pipe" else strange.mkdir()
+    os.utime(strange, (1, 1))
+    with pytest.raises(FloeError, match="The history cannot be") as caught:
+        open_history(file)
+    if part != "history.db-checked":
+        with pytest.raises(FloeError, match="The history cannot be"):
+            open_to_read(file)
+    assert "it is a folder" in caught.value.cause or "not an ordinary file" in caught.value.cause
+    assert part in caught.value.cause
+
+
+def test_what_a_link_points_to_keeps_its_mode(file: Path, tmp_path: Path) -> None:
+    filled(tmp_path / "theirs" / "chats.db", 1)
+    real = tmp_path / "theirs" / "chats.db"
+    real.parent.chmod(0o755)
+    real.chmod(0o644)
+    file.parent.mkdir()
+    file.symlink_to(real)
+    opened = open_history(file)
+    (notice,) = opened.notices
+    assert notice.title == "Other users can read the history" and str(real) in notice.cause
+    assert read_all(opened.store) == 30
+    opened.store.close()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (real.parent, real)] == [0o755, 0o644]
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks are waited for a moment only."""
@@ -368,6 +403,50 @@ def test_a_full_disk_is_told_and_what_waited_for_room_is_written_afterwards(smal
     assert history.settle(10) and history.messages([question])[0].text == text
     assert Recovered() in history.poll()
     assert history.close()
+
+
+def fill_up(disk: Path) -> None:
+    with (disk / "ballast").open("wb", buffering=0) as out, suppress(OSError):
+        while out.write(b"x" * 4096):
+            pass
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["closed", "killed"])
+def test_on_a_full_disk_the_history_is_read_again_and_again(small_disk: Path, log: bool) -> None:
+    file = small_disk / "history" / "history.db"
+    filled(file, 1)
+    if log:  # what a killed program leaves: its last chat is in the log alone, which has no index
+        opened = open_history(file)
+        with opened.store.transaction():
+            opened.store.add_conversation(new_id(), SETUP, "in the log")
+        content = {path.name: path.read_bytes() for path in file.parent.iterdir()}
+        opened.store.close()
+        for name in ("history.db", "history.db-wal"):
+            (file.parent / name).write_bytes(content[name])
+    fill_up(small_disk)
+    for time in range(3):
+        opened = open_to_read(file)
+        if time == 0 or not log:  # closing the first one brings the log into the file
+            assert [notice.title for notice in opened.notices] == ["The disk is full"]
+        assert read_all(opened.store) == 30
+        assert [each.name for each in opened.store.conversations(1)] == ["in the log" if log else "chat 0"]
+        opened.store.close()
+    (small_disk / "ballast").unlink()
+    opened = open_history(file)
+    assert opened.notices == () and read_all(opened.store) == 30 and len(opened.store.conversations()) == 1 + log
+    opened.store.close()
+
+
+def test_a_chat_that_a_full_disk_does_not_take_is_reported_at_the_end(small_disk: Path) -> None:
+    file = small_disk / "history" / "history.db"
+    filled(file, 1)
+    fill_up(small_disk)
+    looked = History(file)
+    assert looked.failure() is not None and looked.close()  # nothing was written
+    history = History(file)
+    with history.answering(history.ask(history.begin(SETUP), None, "Hello?"), "demo", "High") as answer:
+        answer.append("Hello.")
+    assert not history.close()
 
 
 @pytest.mark.parametrize("room", [0, 1, 4, 6, 8, 12])

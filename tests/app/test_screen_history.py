@@ -124,7 +124,7 @@ async def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monke
     def refuse(_file: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("floe_chat.app.private_file.os.fsync", refuse)
+    monkeypatch.setattr("floe_chat.models.private_file.os.fsync", refuse)
     client = ScriptedClient()
     async with ready(client, history=History(None)) as pilot:
         await exchange(pilot, client, "about ice", "floes drift")

@@ -1,0 +1,165 @@
+"""One way to make, replace and read the user's own files: others can neither read nor change them, whatever the umask,
+and nothing here waits for a pipe or reads a device.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from .errors import FloeError, UsageError
+
+MODE = 0o600
+
+_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+# Opening a pipe would otherwise wait for its other end. Windows has neither flag, and needs O_BINARY.
+_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and every missing folder above it with mode 0700; one that exists is left as it is.
+
+    Raises:
+        OSError: it cannot be made, or something else has its name.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileNotFoundError:
+        make_folder(folder.parent)  # `mkdir(parents=True)` would give these the umask's mode
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+
+
+def own_folder(folder: Path) -> None:
+    """Make a folder that only this program uses, and take away what others may do in one that exists.
+
+    One that is a link stays as it is: its owner chose that place.
+
+    Raises:
+        OSError: as `make_folder`.
+    """
+    make_folder(folder)
+    _close(folder, 0o700)
+
+
+def own_file(file: Path) -> None:
+    """Take away what others may do with a file that only this program uses; the target of a link stays as it is.
+
+    Raises:
+        OSError: its mode cannot be changed.
+    """
+    _close(file, MODE)
+
+
+def replace(file: Path, content: str | bytes) -> None:
+    """Write `content` beside `file` and rename it into place; the old file stays whole until then.
+
+    A link is followed: people keep such files elsewhere and link to them. The folder has to exist.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = file.resolve()
+    descriptor, name = tempfile.mkstemp(prefix=".floe-chat-", dir=file.parent)  # mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            out.write(content.encode("utf-8") if isinstance(content, str) else content)
+            out.flush()
+            os.fsync(out.fileno())
+        Path(name).replace(file)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise
+
+
+def create(file: Path, text: str) -> None:
+    """Write `text` into `file`, which must not exist yet.
+
+    Raises:
+        FileExistsError: it does. OSError: it cannot be written.
+    """
+    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE))  # so that no other program takes the name
+    try:
+        replace(file, text)
+    except BaseException:
+        with suppress(OSError):
+            file.unlink()
+        raise
+
+
+def open_for(file: Path, flags: int) -> int:
+    """A descriptor of `file` for `os.open`'s `flags`; a file that is created gets mode 0600.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, a pipe or a device.
+    """
+    if file.exists():
+        need_ordinary(file)  # first: opening a device can have effects of its own
+    descriptor = os.open(file, flags | _FLAGS, MODE)
+    try:
+        _need_ordinary(os.fstat(descriptor), file)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(file: Path, most: int) -> bytes:
+    """The content of an ordinary file of at most `most` bytes.
+
+    Raises:
+        OSError: it cannot be read, is a folder, a pipe or a device, or is larger.
+    """
+    with os.fdopen(open_for(file, os.O_RDONLY), "rb") as opened:
+        content = b"" if os.fstat(opened.fileno()).st_size > most else opened.read(most + 1)
+        if len(content) > most or os.fstat(opened.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {_size(most)}", str(file))
+    return content
+
+
+def need_ordinary(file: Path) -> None:
+    """Raises OSError: `file` is not there, or is a folder, a pipe or a device."""
+    _need_ordinary(file.stat(), file)
+
+
+def is_ours(file: Path) -> bool:
+    """Whether `file` and its folder are this user's and no other user can write there, so that nobody forged it."""
+    if os.name == "nt":  # profiles of users are closed to others there
+        return True
+    try:
+        found = file.lstat(), file.parent.stat()
+    except OSError:
+        return False
+    return all(each.st_uid == os.geteuid() and not each.st_mode & 0o022 for each in found)
+
+
+def _close(path: Path, mode: int) -> None:
+    found = path.lstat()
+    if not stat.S_ISLNK(found.st_mode) and found.st_mode & 0o077:
+        path.chmod(found.st_mode & mode)
+
+
+def unwritable(file: Path, error: OSError) -> FloeError:
+    """Why `file` cannot be written, for a person."""
+    if error.errno in _FULL:
+        cause, hint = f"There is no room left in {file.absolute().parent}.", "Free some space on that disk."
+        return FloeError(f"{file} cannot be written", cause, hint)
+    return UsageError(f"{file} cannot be written", f"{error.strerror or error}.", "Give another path.")
+
+
+def _need_ordinary(found: os.stat_result, file: Path) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EISDIR, "it is a folder", str(file))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not an ordinary file", str(file))
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20:,} MB" if count >= 1 << 20 else f"{count:,} bytes"

@@ -1,0 +1,98 @@
+"""The user's own files: private whatever the umask, whole, and never a pipe or a device that is waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from floe_chat.models import private_file
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="modes and pipes of POSIX")
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o077], ids=oct, autouse=True)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_folders_that_are_made_are_private_and_others_are_left_alone(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir(mode=0o755)
+    there.chmod(0o755)
+    private_file.make_folder(there / "a" / "b" / "c")
+    private_file.make_folder(there)
+    assert [mode(there / way) for way in ("a", "a/b", "a/b/c")] == [0o700] * 3 and mode(there) == 0o755
+    private_file.own_folder(there)
+    assert mode(there) == 0o700
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        private_file.make_folder(tmp_path / "file")
+    with pytest.raises(NotADirectoryError):
+        private_file.make_folder(tmp_path / "file" / "below")
+
+
+def test_what_a_link_points_to_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs").chmod(0o775)
+    (tmp_path / "theirs" / "file").touch()
+    (tmp_path / "theirs" / "file").chmod(0o664)
+    (tmp_path / "folder").symlink_to("theirs")
+    (tmp_path / "file").symlink_to("theirs/file")
+    private_file.own_folder(tmp_path / "folder")
+    private_file.own_file(tmp_path / "file")
+    assert (mode(tmp_path / "theirs"), mode(tmp_path / "theirs" / "file")) == (0o775, 0o664)
+
+
+def test_files_are_private_whole_and_replaced_through_links(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    private_file.create(file, "one")
+    link.symlink_to(file)
+    private_file.replace(link, b"two")
+    assert link.is_symlink() and file.read_text() == "two" and mode(file) == 0o600
+    with pytest.raises(FileExistsError):
+        private_file.create(file, "three")
+    assert file.read_text() == "two" and {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+    os.close(private_file.open_for(tmp_path / "new", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    assert mode(tmp_path / "new") == 0o600
+
+
+def test_only_ordinary_files_of_a_size_are_read_and_nothing_is_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    assert private_file.read(tmp_path / "link", 5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        private_file.read(tmp_path / "file", 4)
+    for strange, why in (("pipe", "not an ordinary file"), ("/dev/zero", "not an ordinary file"), (".", "a folder")):
+        for flags in (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_CREAT):
+            with pytest.raises(OSError, match=why):
+                private_file.open_for(tmp_path / strange, flags)
+        with pytest.raises(OSError, match=why):
+            private_file.read(tmp_path / strange, 5)
+    with pytest.raises(FileNotFoundError):
+        private_file.read(tmp_path / "nothing", 5)
+
+
+def test_a_file_where_others_can_write_is_not_ours(tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    private_file.own_folder(folder)
+    file = folder / "stamp"
+    private_file.create(file, "")
+    assert private_file.is_ours(file) and not private_file.is_ours(folder / "nothing")
+    file.chmod(0o620)
+    assert not private_file.is_ours(file)
+    file.chmod(0o600)
+    folder.chmod(0o777)
+    assert not private_file.is_ours(file)
+    private_file.own_folder(folder)
+    (folder / "link").symlink_to(file)
+    assert private_file.is_ours(file) and mode(folder) == 0o700
