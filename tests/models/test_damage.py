@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.loader import load
+from floe_chat.models import packed
 from floe_chat.models.errors import PackError
-from floe_chat.models.manifest import FILE_NAME, Manifest
+from floe_chat.models.manifest import FILE_NAME, FileEntry, Manifest, file_entry
 from floe_chat.models.packed import PackedModel
 from torch import Tensor
 
@@ -132,11 +134,10 @@ def test_a_second_opening_does_not_read_the_weights_again(copy: Path, monkeypatc
 def test_a_stamp_that_finds_no_room_leaves_nothing(
     copy: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, *_text: object, **_options: object) -> None:
-        path.touch()
+    def refuse(_file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr("floe_chat.models.private_file.os.fsync", refuse)
     PackedModel.open(copy)
     assert not [path for path in own_folders.rglob("*") if path.is_file() and "verified" in path.parts]
 
@@ -149,6 +150,36 @@ def test_a_garbage_stamp_only_means_checking_again(copy: Path, own_folders: Path
     stamps[0].write_bytes(garbage)
     flip(copy / LAYER, 20_000)
     refused(copy)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes of POSIX")
+@pytest.mark.parametrize("open_to_others", ["folder", "file"])
+def test_a_stamp_that_others_could_have_written_is_not_believed(
+    copy: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch, open_to_others: str
+) -> None:
+    before = os.umask(0)
+    try:
+        PackedModel.open(copy)
+    finally:
+        os.umask(before)
+    (stamp,) = [path for path in own_folders.rglob("*.json") if "verified" in path.parts]
+    made = [path for path in own_folders.rglob("*") if "floe-chat" in path.parts]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} <= {0o700, 0o600}
+    read: list[Path] = []
+
+    def look(path: Path) -> FileEntry:
+        read.append(path)
+        return file_entry(path)
+
+    monkeypatch.setattr(packed, "file_entry", look)
+    PackedModel.open(copy)
+    assert read == []
+    (stamp if open_to_others == "file" else stamp.parent).chmod(0o777)
+    PackedModel.open(copy)  # which closes both again
+    assert read
+    read.clear()
+    PackedModel.open(copy)
+    assert read == []
 
 
 def test_a_cache_that_cannot_be_written_only_means_checking_again(
