@@ -130,7 +130,8 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
     settings, options = _settled(ctx, options)
     client, sampling, max_tokens, system = _opened(options)
     setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
-    return run_plain(client, setup, max_tokens, History(history_file() if settings.save_history else None))
+    history = History(history_file() if settings.save_history else None)
+    return run_plain(client, setup, max_tokens, history, settings.personas)
 
 
 @cli.command()

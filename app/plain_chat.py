@@ -1,8 +1,8 @@
 """`floe-chat --plain`: the chat line by line, for screen readers, braille displays and slow lines.
 
-The screen is painted cell by cell, which no screen reader can follow. Here nothing is painted and no cursor moves: what
-is said goes to stdout as it comes, remarks go to stderr, each on lines of its own. Engine and history are the screen's,
-so a chat can be gone on with in either.
+The screen is painted cell by cell, which no screen reader can follow. Here nothing is painted and no cursor moves. The
+conversation goes to stdout as it comes, without Markdown's marks; remarks go to stderr, each on lines of its own.
+Engine and history are the screen's, so a chat can be continued in either.
 """
 
 from __future__ import annotations
@@ -10,40 +10,34 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
-from ..engine.events import Failed, Finished, Loaded, Notice
-from ..models.errors import FloeError, UsageError
+from ..engine.events import Failed, Finished, Loaded, Notice, SetQuality
+from ..models.errors import FloeError
 from .arguments import need_text
-from .chat_client import ChatClient, TextDelta
-from .history import Answer, AnswerStats, Conversation, History, Setup, Trouble, footer
-from .history.exchange import Exchange, ask_anew, ask_in
+from .chat_client import ChatClient, Submitted, TextDelta
+from .history import Answer, AnswerStats, Attachment, History, Message, Setup, Trouble
+from .plain_commands import PlainCommands
+from .plain_lines import remark, say
+from .plain_markdown import PlainMarkdown, plain_text
+from .screens.dialogue import Dialogue
+from .settings import Persona
 from .widgets.plain import printable
-
-_LISTED = 20
-_DIGITS = 18  # of a chat's number at the most: it fits 64 bits
-_HELP = """Write a question and press Enter. A line that ends in \\ goes on in the next one. Ctrl+C stops an answer.
-/new begins another chat; this one is kept.
-/history lists the chats that were written to last; /history WORDS those in which the words are found.
-/open NUMBER goes on with one of them, /last with the one that was written to last.
-/rename TITLE gives this chat a title.
-/preset NAME changes the quality from the next answer on; without a name it tells which there are.
-/stats tells the figures of the last answer.
-/help tells this again.
-/quit leaves, as Ctrl+D does."""
 
 
 class PlainChat:
     """One chat on stdin and stdout.
 
     Attributes:
-        failed: whether something that was written could not be done.
+        dialogue: the chat. setup: of new chats. presets: of the model that answers. files: attached to the next
+            question. stats: of the last answer. failed: whether something that was asked for could not be done.
 
     Args:
-        setup: model, instructions and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
-            EOFError at the end, and KeyboardInterrupt where somebody wants out of the line.
+        setup: model, system prompt and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
+            EOFError at the end, and KeyboardInterrupt where the person wants out of the line.
     """
 
     def __init__(
@@ -53,41 +47,62 @@ class PlainChat:
         setup: Setup,
         max_tokens: int,
         read: Callable[[str], str] = input,
+        personas: Mapping[str, Persona] | None = None,
     ) -> None:
-        self._client, self._history, self._setup, self._max_tokens = client, history, setup, max_tokens
+        self.client, self.history, self.setup, self._max_tokens = client, history, setup, max_tokens
+        self.dialogue = Dialogue(history, setup)
+        self.personas: Mapping[str, Persona] = personas or {}
         self._read = read
-        self._number: int | None = None  # of the chat; None before its first question
-        self._presets: tuple[str, ...] = ()
-        self._last: AnswerStats | None = None
+        self._commands = PlainCommands(self)
+        self._window = 0
+        self.presets: tuple[str, ...] = ()
+        self.model, self.preset = setup.model, setup.preset or ""
+        self.files: list[Attachment] = []
+        self.stats: AnswerStats | None = None
         self.failed = False
 
     def run(self) -> None:
         """Chat until the person leaves. Raises FloeError: no model can be loaded."""
+        self.client.start()
         self._load()
         while (text := self._question()) is not None:
             name, _space, argument = text.strip().partition(" ")
             try:
                 need_text("The line", text)
-                if name == "/quit":
+                if name in ("/quit", "/exit"):
                     return
                 if name.startswith("/"):
-                    self._obey(name, argument.strip())
+                    self._commands.obey(name, argument.strip())
                 elif name:
-                    self._ask(text)
+                    self.ask(text)
             except FloeError as error:
                 self.failed = True
-                _tell(str(error))
+                remark(str(error))
+
+    def use(self, pack: Path) -> None:
+        """Let the model in `pack` answer. Raises FloeError: it cannot be loaded; the one before answers again then."""
+        before = self.client.pack
+        self.client.open(pack)
+        try:
+            self._load()
+        except FloeError:
+            if before != pack:
+                self.client.open(before)
+                self._load()
+            raise
 
     def _load(self) -> None:
-        _tell("Loading the model.")
-        self._client.start()
+        remark("Loading the model.")
         while True:
-            for update in self._client.poll(timeout=0.1):
+            for update in self.client.poll(timeout=0.1):
                 match update:
                     case Loaded():
-                        self._presets = update.presets
-                        self._setup = replace(self._setup, model=update.model, preset=update.preset)
-                        _tell(f"{update.model} answers, with preset {update.preset}. /help tells what else there is.")
+                        self._window, self.presets = update.context_window, update.presets
+                        self.model, self.preset = update.model, update.preset
+                        self.setup = replace(self.setup, model=update.model, preset=update.preset)
+                        if not self.dialogue.ids:
+                            self.dialogue.setup = replace(self.dialogue.setup, model=update.model, preset=update.preset)
+                        remark(f"{update.model} answers at preset {update.preset}. /help lists the commands.")
                         return
                     case Failed():
                         raise _error(update)
@@ -104,104 +119,109 @@ class PlainChat:
                 return None
             except KeyboardInterrupt:
                 lines.clear()
-                _tell("\n/quit leaves.")
+                remark("\n/quit leaves.")
                 continue
             if not lines[-1].endswith("\\"):
                 return "\n".join(lines)
             lines[-1] = lines[-1][:-1]
 
-    def _obey(self, name: str, argument: str) -> None:
-        match name:
-            case "/help":
-                _tell(_HELP)
-            case "/new":
-                self._number = None
-                _tell("Another chat begins with your next question.")
-            case "/history":
-                _tell("\n".join(self._found(argument)) or ("Nothing is found." if argument else "None yet."))
-            case "/open":
-                if not argument.isdecimal() or len(argument) > _DIGITS:
-                    raise UsageError(f"{argument!r} is no number of a chat", "", "/history tells them.")
-                self._open(self._history.numbered(int(argument)))
-            case "/last":
-                if (newest := self._history.newest()) is None:
-                    raise UsageError("There is no earlier chat", "", "Write a question.")
-                self._open(newest)
-            case "/rename":
-                self._rename(argument)
-            case "/preset":
-                self._take_preset(argument)
-            case "/stats":
-                _tell(footer(self._last) if self._last else "No answer has been written yet.")
-            case _:
-                raise UsageError(f"There is no command {name}", "", "/help tells those that there are.")
+    def ask(self, text: str, instead: Message | None = None) -> None:
+        """Answer a question with the attached files, at the end or in the place of an earlier one.
 
-    def _found(self, words: str) -> list[str]:
-        """Chats as lines: the newest, or those that hold `words`."""
-        if words:
-            return list(dict.fromkeys(f"{hit.number}: {hit.name}" for hit in self._history.search(words, _LISTED)))
-        return [f"{one.number}: {one.name}, {one.messages} messages" for one in self._history.conversations(_LISTED)]
+        Raises:
+            FloeError: it does not fit the window, or the engine failed.
+        """
+        files = tuple(self.files) if instead is None else instead.attachments
+        question = self.dialogue.ask(text, files, instead)
+        try:
+            submitted = self._submit()
+        except FloeError:
+            self.dialogue.withdraw(question)
+            raise
+        if instead is None:
+            self.files.clear()
+        self._receive(submitted)
 
-    def _open(self, found: Conversation) -> None:
-        self._number = found.number
-        for message in self._history.messages(self._history.branch(found.head)):
-            _say(f"{'You' if message.role == 'user' else self._setup.model}: {message.text}")
+    def answer(self, instead: Message | None = None) -> None:
+        """Answer the last question, again `instead` of an answer that is there. Raises FloeError as `ask` does."""
+        self._receive(self._submit(instead), instead)
 
-    def _rename(self, title: str) -> None:
-        if self._number is None:
-            raise UsageError("There is no chat to rename yet", "", "Ask something first.")
-        if not title:
-            raise UsageError("A title is missing", "", "Such as: /rename Sea ice")
-        self._history.rename(self._history.numbered(self._number).id, " ".join(title.split()))
-        self._history.settle()
-        _tell(f"This chat is called {title}.")
+    def _submit(self, instead: Message | None = None) -> Submitted:
+        turns, seen = self.dialogue.turns(self._window, instead)
+        submitted = self.client.submit(turns, self.dialogue.setup.sampling, self._max_tokens)
+        if submitted.dropped:
+            left_out = f"{submitted.dropped} of {len(seen)} messages"
+            remark(f"The model does not see the oldest {left_out}: they no longer fit its window.")
+        return submitted
 
-    def _take_preset(self, name: str) -> None:
-        wanted = next((preset for preset in self._presets if preset.lower() == name.lower()), None)
-        if wanted is None:
-            _tell(f"Presets, best first: {', '.join(self._presets)}. In force: {self._setup.preset}.")
-            return
-        self._client.set_preset(wanted)
-        self._setup = replace(self._setup, preset=wanted)
-        _tell(f"{wanted} from the next answer on.")
+    def _receive(self, submitted: Submitted, instead: Message | None = None) -> None:
+        message, kept = self.dialogue.answering(self.model, self.preset, instead)
+        pieces: list[str] = []
+        self.stats, state = None, "failed"
+        try:
+            with kept, _interrupts(self.client.cancel):
+                self._write(submitted.request, kept, pieces)
+            state = "stopped" if self.stats is not None and self.stats.stop_reason == "cancelled" else "complete"
+        finally:
+            text = "".join(pieces)
+            if text.strip():
+                self.dialogue.ended(message, text, state, self.stats)
+            else:
+                self.dialogue.withdraw(message)
+            self.history.settle()
 
-    def _ask(self, text: str) -> None:
-        if self._number is None:
-            exchange = ask_anew(self._history, text, self._setup)
-        else:
-            exchange = ask_in(self._history, self._number, text, self._setup)
-        with exchange.keep() as kept, _interrupts(self._client.cancel):
-            self._answer(exchange, kept)
-        self._history.settle()
-        if self._number is None and (written := self._history.messages([kept.id])):
-            self._number = self._history.conversation(written[0].conversation).number
-
-    def _answer(self, exchange: Exchange, kept: Answer) -> None:
-        request = self._client.submit(exchange.turns, self._setup.sampling, self._max_tokens).request
-        sys.stdout.write(f"{printable(self._setup.model)}: ")
+    def _write(self, request: int, kept: Answer, pieces: list[str]) -> None:
+        """Print the answer as it comes, and collect its `pieces`."""
+        shown = PlainMarkdown()
+        sys.stdout.write(f"{printable(self.model)}: ")
         try:
             while True:
-                for update in self._client.poll(timeout=0.1):
+                for update in self.client.poll(timeout=0.1):
                     match update:
                         case TextDelta():
+                            pieces.append(update.text)
                             kept.append(update.text)
-                            sys.stdout.write(update.text)
+                            sys.stdout.write(shown.feed(update.text))
                             sys.stdout.flush()
                         case Finished(request=done) if done == request:
-                            self._last = AnswerStats.of(update.stats, update.reason)
-                            kept.finish(self._last, "stopped" if update.reason == "cancelled" else "complete")
+                            self.stats = AnswerStats.of(update.stats, update.reason)
+                            kept.finish(self.stats, "stopped" if update.reason == "cancelled" else "complete")
                             return
                         case Notice(title, cause):
-                            _tell(f"{title}. {cause}")
+                            remark(f"{title}. {cause}")
                         case Failed():
                             raise _error(update)
                         case _:
                             pass
         finally:
-            _say("")
+            say(shown.end())
+
+    def show(self) -> None:
+        """Print the chat from its beginning."""
+        for message in self.dialogue.messages(self.dialogue.ids):
+            if message.role == "user":
+                files = "".join(f" [{file.name}]" for file in message.attachments)
+                say(f"You: {message.text}{files}")
+            else:
+                say(f"{message.model}: {plain_text(message.text)}")
+
+    def set_quality(self, quality: SetQuality | str) -> None:
+        """Answer with a preset, or with shares set by hand."""
+        if isinstance(quality, str):
+            self.client.set_preset(quality)
+            self.preset = quality
+            self.setup = replace(self.setup, preset=quality)
+        else:
+            self.client.set_quality(quality)
 
 
-def run_plain(client: ChatClient, setup: Setup, max_tokens: int, history: History) -> int:
+def run_plain(
+    client: ChatClient,
+    setup: Setup,
+    max_tokens: int,
+    history: History,
+    personas: Mapping[str, Persona] | None = None,
+) -> int:
     """Chat line by line until the person leaves; returns the exit code.
 
     Where the lines do not come from a person at a terminal, it is 1 if one of them could not be obeyed or answered.
@@ -212,8 +232,8 @@ def run_plain(client: ChatClient, setup: Setup, max_tokens: int, history: Histor
     with suppress(ImportError):  # there is none on Windows; elsewhere it gives lines a history and cursor keys
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is no text is told of, line by line
-    chat = PlainChat(client, history, setup, max_tokens)
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text are reported line by line
+    chat = PlainChat(client, history, setup, max_tokens, personas=personas)
     try:
         chat.run()
     finally:
@@ -221,7 +241,7 @@ def run_plain(client: ChatClient, setup: Setup, max_tokens: int, history: Histor
         saved = history.close()
         for event in history.poll():
             if isinstance(event, Trouble):
-                _tell(f"{event.title}. {event.cause} {event.hint}")
+                remark(f"{event.title}. {event.cause} {event.hint}")
     return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
 
 
@@ -233,17 +253,6 @@ def _interrupts(stop: Callable[[], None]) -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{printable(text)}\n")
-    sys.stdout.flush()
-
-
-def _tell(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(f"{printable(text)}\n")
-    sys.stderr.flush()
 
 
 def _error(failed: Failed) -> FloeError:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
 from textual import on
 from textual.binding import Binding, BindingType
 
-from ...engine.events import Sampling
 from ...models.errors import FloeError, UsageError
 from ..bridge import EngineBridge
+from ..chat_setup import changed, with_persona
 from ..history import History, Setup
 from ..settings import Persona
 from ..widgets.blocks import ErrorBlock
@@ -22,7 +22,7 @@ from .chats import Chats
 from .commands import Command
 from .experts import ExpertsScreen
 from .quality import QualityScreen
-from .setup import SetupScreen, changed
+from .setup import SetupScreen
 
 # Before the text field's own keys: F6 would select a line there, and a person may give an action any other of them.
 _first = partial(Binding, show=False, priority=True)
@@ -136,14 +136,7 @@ class ChatScreen(Chats):
 
     def take_persona(self, name: str) -> None:
         """Use the instructions and sampling values of a persona."""
-        persona = self._personas.get(name)
-        if persona is None:
-            known = ", ".join(self._personas) or "none yet; add one to the settings file"
-            raise UsageError(f"There is no persona {name!r}", f"Known: {known}.")
-        setup = self._dialogue.setup
-        given = {f.name: value for f in fields(Sampling) if (value := getattr(persona, f.name, None)) is not None}
-        sampling = replace(setup.sampling, **given)
-        self._dialogue.set_up(replace(setup, system_prompt=persona.system_prompt, persona=name, sampling=sampling))
+        self._dialogue.set_up(with_persona(self._dialogue.setup, self._personas, name))
         self._show_name()
         self._status.remark(f"{name} answers from the next question on")
 

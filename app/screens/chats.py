@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from textual import on
 
-from ...models import private_file
 from ...models.errors import FloeError, UsageError
 from ..bridge import HistoryTold
-from ..history import Changed, Ready, Recovered, Trouble, Unsent, as_json, as_markdown, file_name
+from ..chat_file import write_chat
+from ..history import Changed, Ready, Recovered, Trouble, Unsent
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.files import meant
 from .acts import Acts
@@ -105,17 +103,7 @@ class Chats(Acts):
         if (conversation := self._dialogue.id) is None:
             raise UsageError("There is nothing to export yet", "", "Ask something first.")
         self._history.settle()
-        tree = self._history.tree(conversation)
-        file = meant(name) if name else Path(file_name(tree.conversation.number, self._dialogue.name, ".md"))
-        text = as_json([tree]) if file.suffix == ".json" else as_markdown(tree)
-        try:
-            private_file.create(file, text)
-        except FileExistsError as error:
-            raise UsageError(f"{file} exists", "It was not changed.", "Give another name: /export FILE") from error
-        except ValueError as error:
-            raise UsageError(f"{file} cannot be written", f"{error}.", "Give another name: /export FILE") from error
-        except OSError as error:
-            raise private_file.unwritable(file, error) from error
+        file = write_chat(self._history.tree(conversation), name)
         await self._transcript.add(Note(f"Written to {file.absolute()}"))
 
     def attach(self, path: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from textual import on
@@ -13,14 +13,13 @@ from textual.containers import Horizontal
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Select, Static, TextArea
 
-from ...engine.events import Sampling
 from ...models.errors import UsageError
+from ..chat_setup import NAMES, changed
 from ..history import Setup
 from ..settings import KEYS, Persona
 from ..widgets.hints import ScrollingPage, hints, key_of
 from ..widgets.plain import printable
 
-_NAMES = tuple(field.name for field in fields(Sampling))
 _MEANINGS = {key.field: key.description for key in KEYS} | {"seed": "The same number gives the same answer again."}
 
 
@@ -73,7 +72,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
             yield Static("Instructions", classes="heading")
             yield self._instructions
             yield Static("Sampling", classes="heading")
-            for name in _NAMES:
+            for name in NAMES:
                 value = getattr(self._setup.sampling, name)
                 field = Input("" if value is None else f"{value:g}", id=name, compact=True)
                 yield _row(name.replace("_", " "), field, _MEANINGS.get(name, ""))
@@ -89,7 +88,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         persona = self._personas.get(str(event.value))
         if persona is not None and str(event.value) != self._setup.persona:
             self._instructions.load_text(persona.system_prompt)
-            for name in _NAMES:
+            for name in NAMES:
                 if (value := getattr(persona, name, None)) is not None:
                     self.query_one(f"#{name}", Input).value = f"{value:g}"
 
@@ -103,7 +102,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         """Keep what was changed, if it can be."""
         sampling = self._setup.sampling
         try:
-            for name in _NAMES:
+            for name in NAMES:
                 sampling = changed(sampling, name, self.query_one(f"#{name}", Input).value.strip())
         except UsageError as error:
             self._trouble.update(f"{error.title}: {error.cause}")
@@ -116,26 +115,6 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         if (preset := self._quality.value) not in (Select.NULL, self._in_force):
             setup = replace(setup, preset=str(preset), quality=None)
         self.dismiss((" ".join(self._title.value.split()), setup))
-
-
-def changed(sampling: Sampling, name: str, value: str) -> Sampling:
-    """`sampling` with one value, given as it was typed.
-
-    Raises:
-        UsageError: no such value, or one out of range.
-    """
-    if name not in _NAMES:
-        raise UsageError(f"There is no sampling value {name!r}", "", f"There are {', '.join(_NAMES)}.")
-    if name == "seed" and value in ("", "none"):
-        return replace(sampling, seed=None)
-    try:
-        number = int(value) if name in ("top_k", "seed") else float(value)
-    except ValueError as error:
-        raise UsageError(f"{name} cannot be {value!r}", "It is a number.", "Such as: /set temperature 0.3") from error
-    key = next((key for key in KEYS if key.field == name), None)
-    if key is not None and (trouble := key.trouble(number)):
-        raise UsageError(f"{name} cannot be {value}", f"{trouble[:1].upper()}{trouble[1:]}.")
-    return replace(sampling, **{name: number})
 
 
 def _row(name: str, field: Input | Select[str], meaning: str = "") -> Horizontal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ from floe_chat.app.chat_client import Message, TextDelta, Update
 from floe_chat.app.cli import cli
 from floe_chat.app.history import History, Setup
 from floe_chat.app.plain_chat import PlainChat
+from floe_chat.app.settings import Persona
 from floe_chat.engine.events import Failed, Finished, Loading, Sampling
 from floe_chat.models.errors import FloeError
 
@@ -100,22 +102,21 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
         "No memory",
         "Take less.",
         "42 tokens",
-        "In force: Fast",
-        "2: New name, 2 messages\n1: fail",
-        "messages\n2: New name\n",
-        "no command /nothing",
+        "In use: Fast",
+        "1: New name, 3 messages\n1: New name\n",
+        "There is no command /nothing",
     ):
         assert words in told
-    assert "'99999999999999999999999' is no number of a chat" in told and "The line is not text" in told
-    assert "no such conversation" in told and "'x' is no number of a chat" in told
+    assert "'99999999999999999999999' is not the number of a chat" in told and "The line is not text" in told
+    assert "no such conversation" in told and "'x' is not the number of a chat" in told
 
 
-def test_the_last_chat_is_gone_on_with(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_chat_is_continued(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
     chat(kept, "/last", "/rename Early", "hello")
     client = chat(kept, "/last", "on")
     assert [message.text for message in client.asked[0][1:]] == ["hello", "HELLO!", "on"]
     told = capsys.readouterr().err
-    assert "There is no earlier chat" in told and "no chat to rename yet" in told
+    assert "There is no earlier chat" in told and "This chat is empty" in told
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +125,118 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.
     assert capsys.readouterr().out.startswith("scripted: and so on LONG!\n")
     tree = kept.tree((kept.newest() or pytest.fail("nothing is kept")).id)
     assert [message.state for message in tree.messages if message.role == "assistant"] == ["stopped", "stopped"]
+
+
+def test_a_question_is_edited_and_answered_again(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = chat(kept, "/again", "/edit too soon", "one", "two", "/edit too", "/again", "three")
+    system, one = Message("system", "Be brief."), (Message("user", "one"), Message("assistant", "ONE!"))
+    too = (Message("user", "too"), Message("assistant", "TOO!"))
+    assert client.asked[2:4] == [(system, *one, too[0])] * 2
+    assert client.asked[4] == (system, *one, *too, Message("user", "three"))
+    assert capsys.readouterr().err.count("no question in this chat yet") == 2
+    tree = kept.tree((kept.newest() or pytest.fail("nothing is saved")).id)
+    assert sorted(message.text for message in tree.messages) == sorted(
+        ["one", "ONE!", "two", "TWO!", "too", "TOO!", "TOO!", "three", "THREE!"]
+    )
+
+
+def test_files_are_attached_once(kept: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my notes.txt").write_text("ice\n")
+    client = chat(kept, f"/file {tmp_path}/none.txt", f"/file '{tmp_path}/my notes.txt'", "what?", "and?", "/last")
+    assert "ice" in client.asked[0][-1].text and "what?" in client.asked[0][-1].text
+    assert client.asked[1][-1].text == "and?"
+    told = capsys.readouterr()
+    assert "cannot be attached" in told.err and "Attached to your next question: my notes.txt." in told.err
+    assert "You: what? [my notes.txt]" in told.out
+
+
+def test_what_a_chat_is_answered_with_can_be_changed(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = Echo()
+    personas = {"pirate": Persona("Say arr.", temperature=0.1)}
+    lines = (
+        "/system",
+        "/system Be long.",
+        "/set temperature 0.3",
+        "/set top_k x",
+        "/set",
+        "hi",
+        "/persona",
+        "/new",
+        "new",
+    )
+    more = ("/persona nobody", "/persona pirate", "arr", "/system none", "bare")
+    setup = Setup(sampling=Sampling(), system_prompt="Be brief.")
+    PlainChat(client, kept, setup, 100, reader(*lines, *more), personas).run()
+    firsts = [asked[0] for asked in client.asked]
+    system = [Message("system", text) for text in ("Be long.", "Be brief.", "Say arr.")]
+    assert firsts == [*system, Message("user", "new")]
+    assert [sampling.temperature for sampling in client.samplings] == [0.3, Sampling().temperature, 0.1, 0.1]
+    told = capsys.readouterr().err
+    for words in ("Be brief.\n", "temperature: 0.3", "top_k cannot be 'x'", "Personas: pirate.", "no persona 'nobody'"):
+        assert words in told
+
+
+def test_a_chat_is_exported_deleted_and_brought_back(
+    kept: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat(
+        kept,
+        "/export",
+        "/delete",
+        "/undo",
+        "hi",
+        "/export",
+        "/export",
+        "/export x.json",
+        "/delete",
+        "/history",
+        "/undo",
+    )
+    told = capsys.readouterr()
+    assert told.err.count("This chat is empty") == 2 and "nothing to bring back" in told.err
+    assert told.err.count("Written to") == 2 and "cannot be written" in told.err
+    assert sorted(path.suffix for path in tmp_path.glob("*.*") if "history" not in path.name) == [".json", ".md"]
+    assert "There are no chats yet." in told.err and told.out.endswith("You: hi\nscripted: HI!\n")
+
+
+def test_other_names_and_mistyped_ones(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = chat(kept, "hi", "/retry", "/clear", "on", "/list", "/?", "/histroy", "/file", "/edit")
+    assert [len(asked) for asked in client.asked] == [2, 2, 2]
+    told = capsys.readouterr().err
+    assert "Did you mean /history?" in told and "1: hi, 2 messages" in told and "/quit: leaves" in told
+    assert "Write: /file PATH" in told and "Write: /edit TEXT" in told
+
+
+def test_an_answer_loses_its_marks_on_the_way_to_stdout_alone(
+    kept: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat(kept, "**hi** `x`", "/last")
+    assert capsys.readouterr().out == "scripted: HI X!\nYou: **hi** `x`\nscripted: HI X!\n"
+    newest = kept.newest() or pytest.fail("nothing is saved")
+    assert [message.text for message in kept.tree(newest.id).messages] == ["**hi** `x`", "**HI** `X`!"]
+
+
+def test_a_question_that_does_not_fit_is_not_saved(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
+    client = Echo()
+    client.refuse = FloeError("Too long", "It does not fit.", "Shorten it.")
+    PlainChat(client, kept, Setup(sampling=Sampling()), 100, reader("much", "hi")).run()
+    assert "Too long" in capsys.readouterr().err
+    newest = kept.newest() or pytest.fail("nothing is saved")
+    assert [message.text for message in kept.tree(newest.id).messages] == ["hi", "HI!"]
+    assert len(kept.conversations(5)) == 1
+
+
+def test_another_model_answers(tiny_pack: Path, exact_pack: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(exact_pack, tmp_path / "broken"))
+    (broken / "dense.safetensors").unlink()
+    lines = f"hi\n/models {exact_pack}\n/preset\n/models /nowhere\n/models {broken}\nhi again\n/models\n"
+    given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4"]
+    done = CliRunner().invoke(cli, given, input=lines, standalone_mode=False)
+    assert done.stdout.count("tiny: ") == 2, done.output
+    assert "best quality first: Exact, High" in done.stderr and "demo: " in done.stderr
+    assert "There is no model '/nowhere'" in done.stderr and "dense.safetensors" in done.stderr
+    assert done.stderr.count("tiny answers at preset") == 3  # the last model that worked again
 
 
 def test_a_model_that_cannot_be_loaded(kept: History) -> None:
