@@ -18,20 +18,21 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         "--source",
         type=click.Path(path_type=Path),
         metavar="FOLDER",
-        help="The checkpoint that was packed.  [default: the folder of that name beside the pack]",
+        help="The 16-bit checkpoint that was packed.  [default: the folder of that name beside the pack]",
     ),
     click.option(
         "--text",
         "text_file",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="What to predict, as UTF-8.  [default: the parts of the built-in text that packing did not use]",
+        help="The text to predict, in UTF-8.  [default: heldout.md beside the pack, else the parts of the built-in "
+        "text that packing did not use]",
     ),
     click.option(
         "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How much of the text to read."
     ),
     click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
-    click.option("--json", "as_json", is_flag=True, help="Print only the JSON object."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
 )
 
 
@@ -67,13 +68,34 @@ def source_of(pack: Path, given: Path | None) -> Path:
     )
 
 
+HELD_OUT = "heldout.md"
+"""A text beside a pack that neither its training nor its packing has seen: what it is measured on by default."""
+
+
+def _beside(pack: Path) -> Path | None:
+    file = pack.resolve().parent / HELD_OUT
+    return file if file.is_file() else None
+
+
+def text_name(pack: Path, file: Path | None) -> str:
+    """What to call the text: its file's name, or that it is the built-in one."""
+    return str(file) if file is not None else HELD_OUT if _beside(pack) else "the built-in text"
+
+
 def text_ids(pack: Path, file: Path | None) -> list[int]:
-    """The text by the pack's tokenizer. The built-in one lacks the passages that thresholds were measured on."""
+    """The text as the pack's tokenizer encodes it: `file`, or the one beside the pack, or the built-in one.
+
+    The built-in one lacks the passages that thresholds were measured on.
+
+    Raises:
+        UsageError: the file cannot be read. PackError: the tokenizer cannot be read.
+    """
     from tokenizers import Tokenizer
 
     from ..models.calibration import read_tokens
     from ..models.catalog import asset
 
+    file = file or _beside(pack)
     path = pack / "tokenizer.json"
     text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else read_text(file)
     try:

@@ -65,15 +65,18 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A preset and what it was measured to cost on this very pack; None where `floe-chat tune` has not run.
+    """A preset and its quality loss as measured on this very pack; None where `floe-chat tune` has not run.
 
     Attributes:
         kl: mean KL divergence from the 16-bit model, nats. bytes_per_token: of experts' weights read.
+        text: what `kl` was measured on, "" where that is not known. tokens: how many of it were predicted.
     """
 
     preset: Preset
     kl: float | None
     bytes_per_token: float | None
+    text: str = ""
+    tokens: int = 0
 
 
 Update = Event | TextDelta
@@ -216,7 +219,10 @@ class ChatClient:
         costs: list[Cost] = []
         for preset in quality.of(manifest):
             known = measured.get(preset.name)
-            costs.append(Cost(preset, known and known.kl, known and known.bytes_per_token))
+            if known is None:
+                costs.append(Cost(preset, None, None))
+            else:
+                costs.append(Cost(preset, known.kl, known.bytes_per_token, known.text, known.tokens))
         return tuple(costs)
 
     def cancel(self) -> None:

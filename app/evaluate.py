@@ -1,4 +1,4 @@
-"""`floe-chat eval`: a table of what each preset costs in quality, JSON as its last line; progress on stderr."""
+"""`floe-chat eval`: a table of each preset's quality loss, or JSON; progress on stderr."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..models.quantities import digits, divergence
 from . import progress
-from .against import comparing, source_of, text_ids
+from .against import comparing, source_of, text_ids, text_name
 from .progress import rounded
 from .widgets import units
 from .widgets.plain import printable
@@ -24,13 +25,14 @@ _HEAD = (
     f"{'greedy':>13}{'active':>8}{'bytes':>8}"
 )
 _LEGEND = (
-    "perplexity  of the next token; the source's own stands above",
-    "KL          divergence of the pack's next-token distribution from the source's, nats",
-    "same top    how often both find the same token likeliest",
+    "perplexity  of the next token; the source's own is above",
+    "KL          how far the pack's next-word probabilities move from the 16-bit source's, in nats:",
+    "            0 is identical, below 0.01 hard to notice, above 0.1 noticeable",
+    "same top    how often both find the same token most likely",
     "rms dp      root-mean-square change of the probability of the token that really follows",
     "greedy      after how many of {continued} tokens each continuation leaves the source's; - never",
-    "active      share of the chosen experts' neurons that were computed while continuing",
-    "bytes       of experts' weights that each of those tokens took",
+    "active      share of the chosen experts' neurons that were computed during the continuations",
+    "bytes       of experts' weights read for each of those tokens",
 )
 
 
@@ -42,7 +44,7 @@ _LEGEND = (
     "presets",
     multiple=True,
     metavar="NAME",
-    help='Only this one, or "No sparsity"; may be repeated.  [default: all that the pack can run]',
+    help='Measure only this preset, or "No sparsity"; may be repeated.  [default: all that the pack can run]',
 )
 def evaluate(
     model: str,
@@ -53,10 +55,10 @@ def evaluate(
     device: str,
     as_json: bool,
 ) -> None:
-    """Measure what packing and sparsity cost in quality: MODEL against the 16-bit checkpoint it was packed from.
+    """Measure the quality loss of MODEL: the pack at each preset against the 16-bit checkpoint it was packed from.
 
     The text is read in windows of 512 tokens; the second half of each is predicted. The checkpoint is read twice,
-    layer by layer, so it may be larger than memory; what it predicts is kept in the cache folder (at most 2.1 GB).
+    layer by layer, so it may be larger than memory; its predictions are cached (at most 2.1 GB).
 
     Example: floe-chat eval demo --preset Balanced --tokens 1024
     """
@@ -70,13 +72,14 @@ def evaluate(
         found = run(pack, origin, ids, presets, tokens, device, Told(progress.step, progress.note))
     finally:
         progress.clear()
-    if not as_json:
-        click.echo(table(found) + "\n")
-    text = "built-in" if text_file is None else str(text_file)
-    click.echo(json.dumps({"version": version("floe-chat"), "text": text, **_fields(found)}))
+    text = text_name(pack, text_file)
+    if as_json:
+        click.echo(json.dumps({"version": version("floe-chat"), "text": text, **_fields(found)}))
+    else:
+        click.echo(table(found, text))
 
 
-def table(found: Evaluation) -> str:
+def table(found: Evaluation, text: str) -> str:
     """The figures for people, 100 columns wide."""
     first = found.presets[0].divergence
     windows = "one window" if found.windows == 1 else f"{found.windows} windows"
@@ -84,8 +87,8 @@ def table(found: Evaluation) -> str:
     lines = [
         f"floe-chat {version('floe-chat')}, {found.model} against its 16-bit source {found.source}",
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
-        f"  text      {read}",
-        f"  source    perplexity {first.source_perplexity:.5g}",
+        f"  text      {Path(text).name}: {read}",
+        f"  source    perplexity {digits(first.source_perplexity)}",
         "",
         _HEAD,
         *map(_row, found.presets),
@@ -99,7 +102,7 @@ def _row(row: Measured) -> str:
     d = row.divergence
     greedy = " ".join("-" if place is None else str(place) for place in row.first_divergence)
     return (
-        f"{row.preset:<12}{d.perplexity:>11.5g}{d.kl_mean:>10.2e}{d.kl_99:>10.2e}{d.kl_max:>10.2e}"
+        f"{row.preset:<12}{digits(d.perplexity):>11}{divergence(d.kl_mean):>10}{divergence(d.kl_99):>10}{divergence(d.kl_max):>10}"
         f"{d.same_top * 100:>8.2f} %{d.dp_rms:>8.4f}{greedy:>13}{units.share(row.active_neurons):>8}"
         f"{units.size(row.bytes_per_token):>8}"
     )

@@ -71,7 +71,7 @@ class Found:
 )
 @click.option("--download", is_flag=True, help="Fetch the tasks' data sets from the Hugging Face Hub.")
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
-@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def harness(
     model: str,
     names: str,
@@ -103,7 +103,8 @@ def harness(
         note = f"{found.cut} requests were longer than the window of {found.window} tokens and lost their beginning."
         click.echo(f"floe-chat: {note}", err=True)
     if not as_json:
-        click.echo(table(found) + "\n")
+        click.echo(table(found))
+        return
     click.echo(json.dumps({"version": version("floe-chat"), **rounded(dataclasses.asdict(found))}))
 
 

@@ -1,4 +1,4 @@
-"""`floe-chat tune`: the measured frontier of a pack as a plot and tables, JSON as its last line; progress on stderr."""
+"""`floe-chat tune`: the measured frontier of a pack as a plot and tables, or JSON; progress on stderr."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..models.quantities import divergence
 from . import progress
-from .against import comparing, source_of, text_ids
+from .against import comparing, source_of, text_ids, text_name
 from .progress import rounded
 from .scatter import scatter
 from .widgets import units
@@ -28,13 +29,13 @@ _HEAD = (
     f"{'KL':>10}{'same top':>9}{'bytes':>9}{'bits':>6}{'absent':>7}"
 )
 _LEGEND = (
-    "widths       bits per weight of up/gate/down; rank: of a compensator for the rounding of up",
+    "widths       bits per weight of up/gate/down; rank: of a compensator for the quantization of up",
     "             *: fewer for this pack's narrow experts",
     "sparse       share of neurons left out by |up · x|",
     "             in an expert of mean score; more in those of a lower one (but in FloE's rows)",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
     "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
-    "KL           mean divergence of the next-token distribution from the source's, nats",
+    "KL           how far next-word probabilities move from the 16-bit source's, in nats (mean)",
     "bytes        of experts' weights per token; bits: the same per weight of the chosen experts",
     "absent       share of those bytes in experts not resident, if the last used half of them is",
 )
@@ -46,11 +47,10 @@ _LEGEND = (
 def tune(
     model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
 ) -> None:
-    """Measure what MODEL loses for every byte it does not read, and set its presets High, Balanced and Fast by that.
+    """Measure the quality loss of MODEL against the bytes it reads, and set its presets High, Balanced and Fast.
 
-    Each dial is measured alone, then the combinations that promise most: bits per weight, neurons and experts left
-    out. The 16-bit checkpoint is read layer by layer, as often as memory asks for. The presets are written into the
-    pack.
+    Each dial is measured alone, then the most promising combinations: bits per weight, neurons and experts skipped.
+    The 16-bit checkpoint is read layer by layer, as often as memory requires. The presets are written into the pack.
 
     Example: floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
     """
@@ -60,19 +60,21 @@ def tune(
 
     pack = find(model)
     origin = source_of(pack, source)
-    ids = text_ids(pack, text_file)
+    ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
     try:
-        found = run(pack, origin, ids, tokens, Told(progress.step, progress.note), widths=widths, device=device)
+        told = Told(progress.step, progress.note)
+        found = run(pack, origin, ids, tokens, told, text=Path(measured_on).name, widths=widths, device=device)
     finally:
         progress.clear()
     if not as_json:
-        click.echo(text(found) + "\n")
+        click.echo(text(found, measured_on))
+        return
     fields = {
         "version": version("floe-chat"),
         "model": found.model,
         "source": found.source,
         "widths": found.widths,
-        "text": "built-in" if text_file is None else str(text_file),
+        "text": measured_on,
         "scored": found.scored,
         "unskipped_kl": found.unskipped_kl,
         "presets": [{name: getattr(preset, name) for name in preset.__slots__} for preset in found.presets],
@@ -82,7 +84,7 @@ def tune(
     click.echo(json.dumps(rounded(fields)))
 
 
-def text(found: Tuning) -> str:
+def text(found: Tuning, measured_on: str) -> str:
     """Everything for people, 100 columns wide."""
     from ..engine.frontier import PROBES
 
@@ -94,7 +96,7 @@ def text(found: Tuning) -> str:
     lines = [
         f"floe-chat {version('floe-chat')}, {found.model} tuned on its 16-bit source {found.source}",
         f"  {found.widths}",
-        f"  {len(frontier.points)} settings, {found.scored} tokens predicted",
+        f"  {len(frontier.points)} settings, {found.scored} tokens of {Path(measured_on).name} predicted",
         "",
         *plot(frontier),
         "",
@@ -106,8 +108,10 @@ def text(found: Tuning) -> str:
         lines += ["", "To compare with", *_table([measured[setting] for setting in probes], probes)]
     alone = [point for point in frontier.points if _dials(point) == 1]
     lines += ["", "Each dial alone", *_table(alone, {}), "", *_LEGEND, "", "Presets, measured again on the pack itself"]
-    lines.append(f"  {'nothing left out':<18} KL {found.unskipped_kl:.2e}")
-    lines += [f"  {p.name:<18} KL {p.kl:.2e}   {units.size(p.bytes_per_token)} per token" for p in found.presets]
+    lines.append(f"  {'nothing left out':<18} KL {divergence(found.unskipped_kl)}")
+    lines += [
+        f"  {p.name:<18} KL {divergence(p.kl):<9} {units.size(p.bytes_per_token)} per token" for p in found.presets
+    ]
     return printable("\n".join(lines))
 
 
@@ -136,7 +140,7 @@ def _row(point: Point, name: str) -> str:
     widths = f"{s.up}/{s.gate}/{s.down}{'' if s.narrow is None else '*'}"
     stored = f"  {widths:<9}{s.rank or '-':>4}"
     skipped = f"{_part(s.sparsity):>7}{_part(s.product):>8}{_part(s.drop):>5}{_part(s.major):>6}"
-    figures = f"{d.kl_mean:>10.2e}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
+    figures = f"{divergence(d.kl_mean):>10}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
     absent = f"{units.share(point.missed / point.read if point.read else None):>7}"
     return f"{stored}{skipped}{figures}{absent}  {name or (f'alpha {s.alpha:g}' if s.alpha else '')}".rstrip()
 

@@ -46,12 +46,21 @@ class Tuning:
 
 
 def run(
-    pack: Path, source: Path, ids: Sequence[int], tokens: int, told: Told, *, widths: bool, device: str = "auto"
+    pack: Path,
+    source: Path,
+    ids: Sequence[int],
+    tokens: int,
+    told: Told,
+    *,
+    text: str,
+    widths: bool,
+    device: str = "auto",
 ) -> Tuning:
     """Search the frontier of a pack, and write the presets that follow into it.
 
     Args:
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
+        text: the name of the text, which the pack notes beside its presets.
         widths: whether other widths than the pack's are tried too. device: for the pack, as `load` takes it.
 
     Raises:
@@ -86,7 +95,9 @@ def run(
         preset = quality.tuned(name, s.sparsity, s.product, s.drop, s.major, weighed=s.weighed)
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
-        presets.append(Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0, s.weighed))
+        presets.append(
+            Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0, s.weighed, text, len(windows) * keep)
+        )
     dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told)).write(pack)
     return Tuning(
         model=facts.model,

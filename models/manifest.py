@@ -83,6 +83,7 @@ class Tuned:
         kl: mean KL divergence from the source that this pack was measured to have there, nats.
         bytes_per_token: of experts' weights that it was measured to read.
         weighed: whether its thresholds rise as the router's weight falls; packs tuned before there was that do not say.
+        text: what `kl` was measured on, "" where that was not noted. tokens: how many of it were predicted.
     """
 
     name: str
@@ -93,6 +94,8 @@ class Tuned:
     kl: float
     bytes_per_token: float
     weighed: bool = False
+    text: str = ""
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ def trimmed(value: float, significant: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def divergence(nats: float) -> str:
+    """A KL divergence: 0.0135; what float noise makes is below what anyone could notice."""
+    return "<0.000001" if 0 < nats < 1e-6 else digits(nats, 2 if nats < 1e-4 else 3)
+
+
 def estimate(low: float, mid: float, high: float) -> str:
     """An expected value and its range, two significant digits each: "950 (560 to 1,300)"."""
     return f"{digits(mid, 2)} ({digits(low, 2)} to {digits(high, 2)})"

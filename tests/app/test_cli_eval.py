@@ -58,17 +58,19 @@ def test_json_is_all_there_is_when_asked_for(tiny_pack: Path, tiny_checkpoint: P
         assert set(row) == ROW_FIELDS and row["kl_99"] <= row["kl_max"] and len(row["first_divergence"]) == 4
 
 
-def test_the_table_comes_first_and_json_is_the_last_line(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
+def test_the_table_has_the_figures_of_the_json(tiny_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
     arguments = ("--text", str(text), "--preset", "fast", "-p", "no sparsity")
     ran = run_eval(tiny_pack, tiny_checkpoint, *arguments)
     assert (ran.code, ran.err) == (0, "")
-    *lines, last = ran.out.splitlines()
-    rows = {row["preset"]: row for row in json.loads(last)["presets"]}
+    lines = ran.out.splitlines()
+    assert "{" not in ran.out and f"{text.name}: 128 tokens" in ran.out
+    asked_for = run_eval(tiny_pack, tiny_checkpoint, *arguments, "--json")
+    rows = {row["preset"]: row for row in json.loads(asked_for.out)["presets"]}
     assert list(rows) == ["No sparsity", "Fast"] and max(map(len, lines)) <= 100
     for name, row in rows.items():
         (line,) = (line for line in lines if line.startswith(f"{name} "))
-        perplexity, kl = map(float, line.removeprefix(name).split()[:2])
-        assert perplexity == pytest.approx(row["perplexity"], rel=1e-4)
+        perplexity, kl = map(float, line.removeprefix(name).replace(",", "").split()[:2])
+        assert perplexity == pytest.approx(row["perplexity"], rel=5e-3)
         assert kl == pytest.approx(row["kl_mean"], rel=5e-3)
     assert not any(line.startswith(("High", "Balanced")) for line in lines)
     assert run_eval(tiny_pack, tiny_checkpoint, *arguments) == ran, "same command, same figures"
@@ -81,6 +83,14 @@ def test_the_built_in_text_is_what_packing_did_not_see(tiny_pack: Path) -> None:
     assert len(ids) + passages.numel() == len(whole.encode())  # the test's tokenizer has a token per byte
     joined = " ".join(map(str, ids))
     assert not any(" ".join(map(str, passage)) in joined for passage in passages.tolist())
+
+
+def test_a_held_out_text_beside_the_pack_is_taken(tiny_pack: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "packed"))
+    (tmp_path / "heldout.md").write_text("The grey sky over the harbour. " * 9, encoding="utf-8")
+    ran = run_eval(pack, tiny_checkpoint, "-p", "High", "--json")
+    assert ran.code == 0 and json.loads(ran.out)["text"] == "heldout.md"
+    assert text_ids(pack, None) == text_ids(pack, tmp_path / "heldout.md")
 
 
 def test_the_source_beside_the_pack_is_found(
@@ -161,7 +171,7 @@ def test_extreme_figures_fit_the_table_and_json() -> None:
     wild = Divergence(10**6, 123456.7, float("inf"), 1e-12, 12.3, 99.9, 1.0, 0.9999)
     row = Measured("No sparsity", 0.0, wild, (None, 31, 31, 31), None, None)
     found = Evaluation("m", "s", "up 2 bit", "cpu", "native", 512, 1, 512, 256, 32, (row,))
-    lines = table(found).splitlines()
+    lines = table(found, "a text").splitlines()
     assert max(map(len, lines)) <= 100 and any("- 31 31 31" in line and "—" in line for line in lines)
     fields = command._fields(found)  # pyright: ignore[reportPrivateUsage]
     assert fields["presets"][0]["source_perplexity"] is None and json.dumps(fields, allow_nan=False)

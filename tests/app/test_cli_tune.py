@@ -51,17 +51,16 @@ def run_tune(pack: Path, source: Path, *options: str) -> Ran:
 
 def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_checkpoint: Path, text: Path) -> None:
     before = Manifest.read(own_pack)
-    ran = run_tune(own_pack, tiny_checkpoint, "--text", str(text))
+    ran = run_tune(own_pack, tiny_checkpoint, "--text", str(text), "--json")
     assert (ran.code, ran.err) == (0, "")
-    *lines, last = ran.out.splitlines()
-    assert max(map(len, lines)) <= 100
-    fields: dict[str, Any] = json.loads(last)
+    fields: dict[str, Any] = json.loads(ran.out)
     after = Manifest.read(own_pack)
     assert [preset.name for preset in after.tuned] == LEVELS == [preset["name"] for preset in fields["presets"]]
     assert (after.files, after.widths, before.tuned) == (before.files, before.widths, ())
     for tuned, printed in zip(after.tuned, fields["presets"], strict=True):
         assert tuned.kl > 0 and tuned.bytes_per_token > 0
         assert tuned.kl == pytest.approx(printed["kl"], rel=1e-4)
+        assert (tuned.text, tuned.tokens) == (text.name, fields["scored"])
         preset = quality.get(tuned.name, after)
         assert (preset.sparsity, preset.product, preset.drop, preset.major) == (
             *(tuned.sparsity, tuned.product, tuned.drop, tuned.major),
@@ -84,10 +83,10 @@ def test_the_pack_measures_about_what_the_frontier_said(tiny_checkpoint: Path, t
 def test_a_pack_with_narrow_experts_is_tuned_as_it_is(tiny_checkpoint: Path, text: Path, tmp_path: Path) -> None:
     make_pack(tiny_checkpoint, tmp_path / "pack", PackSpec(up=4, dense=16, narrow=Narrow(0.5, 2, 3, 3)))
     ran = run_tune(tmp_path / "pack", tiny_checkpoint, "--text", str(text))
-    *lines, last = ran.out.splitlines()
-    assert (ran.code, ran.err) == (0, "") and max(map(len, lines)) <= 100
+    lines = ran.out.splitlines()
+    assert (ran.code, ran.err) == (0, "") and max(map(len, lines)) <= 100 and "{" not in ran.out
     assert any(line.split()[0] == "4/4/4*" for line in lines if line.strip())
-    fields = json.loads(last)
+    fields = json.loads(run_tune(tmp_path / "pack", tiny_checkpoint, "--text", str(text), "--json").out)
     own = {"up": 4, "gate": 4, "down": 4, "narrow_share": 0.5, "narrow_up": 2, "narrow_gate": 3, "narrow_down": 3}
     (unskipped,) = [entry for entry in fields["points"] if entry["setting"] == own]
     assert unskipped["kl"] == pytest.approx(fields["unskipped_kl"], rel=1e-3)
