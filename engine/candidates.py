@@ -185,7 +185,7 @@ class _Experts(nn.Module):
         super().__init__()
         self._checkpoint, self._layer, self._settings, self._lead, self._size = checkpoint, layer, settings, lead, size
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
-        self._probabilities = torch.empty(0)
+        self._probabilities, self._normalized = torch.empty(0), selection.normalizes(router)
         router.register_forward_hook(self._note)
 
     def _note(self, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
@@ -196,7 +196,7 @@ class _Experts(nn.Module):
         lead, out = self._lead, torch.zeros_like(hidden)
         blocks = [slice(lead + i * self._size, lead + (i + 1) * self._size) for i in range(len(self._settings))]
         routes = [
-            _Route(setting, self._probabilities[block], top_k_index[block], top_k_weights[block])
+            _Route(setting, self._probabilities[block], top_k_index[block], top_k_weights[block], self._normalized)
             for setting, block in zip(self._settings, blocks, strict=True)
         ]
         self._probabilities = torch.empty(0)
@@ -228,11 +228,15 @@ class _Experts(nn.Module):
 class _Route:
     """Where a setting sends its tokens: index, weights, halves and eases (B, K), and whether the expert was absent."""
 
-    def __init__(self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor) -> None:
+    def __init__(
+        self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor, normalized: bool
+    ) -> None:
         capacity = max(1, round(RESIDENT_SHARE * probabilities.shape[1]))
         if setting.alpha:
             resident = selection.Residency(capacity)
-            index, weights = selection.substitute_all(probabilities, index, weights, resident, setting.alpha)
+            index, weights = selection.substitute_all(
+                probabilities, index, weights, resident, setting.alpha, normalized=normalized
+            )
         self.index, self.weights = index, weights
         halves = selection.halves(weights.tolist(), setting.drop, setting.major)
         self.halves = torch.tensor(halves)

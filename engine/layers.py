@@ -14,6 +14,7 @@ from ..kernels.step import DenseLayer, Heads, Projection, Router
 from ..models.bare import STATIC_ROPE
 from .dense import PackedLinear, join
 from .kv import BLOCK
+from .selection import normalizes
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
@@ -123,10 +124,9 @@ def _block(mlp: Any) -> tuple[Router | None, Callable[..., Tensor], str]:
     if not hasattr(mlp, "experts"):
         return None, mlp, "layers without experts"
     gate = mlp.gate
-    # Mixtral always shares the weight among the chosen, and keeps it in float32.
-    mixtral = not hasattr(gate, "norm_topk_prob")
-    dtype = torch.float32 if mixtral else gate.weight.dtype
-    router = Router(gate.weight, gate.top_k, mixtral or gate.norm_topk_prob, dtype)
+    # Mixtral keeps the weights in float32.
+    dtype = gate.weight.dtype if hasattr(gate, "norm_topk_prob") else torch.float32
+    router = Router(gate.weight, gate.top_k, normalizes(gate), dtype)
     parts = {name for name, _ in mlp.named_children()}
     if parts == {"gate", "experts"}:
         return router, mlp.experts, ""

@@ -202,7 +202,7 @@ class _Experts:
         for layer, following in pairwise(self._made):
             layer.following = following
         for layer, block in zip(self._made, model.model.layers, strict=True):
-            layer.router = block.mlp.gate.weight
+            layer.gate = block.mlp.gate
         if shared.parts.predictor != "none":
             ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
             shared.predictor = predictor.make(shared.parts.predictor, model, packed, ahead)

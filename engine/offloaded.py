@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class OffloadedLayer(MoELayer):
         packed: up projections and thresholds on the device, rows in RAM. ram: the same layer, all of it in RAM.
 
     Attributes:
-        following: the next layer; None for the last. router: (E, H) this layer's; without it no expert is replaced.
+        following: the next layer; None for the last. gate: this layer's router; without it no expert is replaced.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class OffloadedLayer(MoELayer):
         super().__init__(index, packed, control, telemetry)
         self.ram, self.shared = ram, shared
         self.following: OffloadedLayer | None = None
-        self.router: Tensor | None = None
+        self.gate: Any = None
         self._guess: tuple[Keys, Tensor] | None = None
         self._routed: Tensor | None = None  # the router's own choice, where others may stand in
         self._left_out: Tensor | None = None  # of a step's calls
@@ -67,13 +68,14 @@ class OffloadedLayer(MoELayer):
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
         preset, self._routed = self.plan.preset, None
-        if not preset.alpha or hidden.shape[0] > DECODE_TOKENS or self.router is None:
+        if not preset.alpha or hidden.shape[0] > DECODE_TOKENS or self.gate is None:
             return index, weights
         self._routed = index
-        probabilities = F.linear(hidden.float(), self.router.float()).softmax(-1)
+        probabilities = F.linear(hidden.float(), self.gate.weight.float()).softmax(-1)
         shares = self.packed.by_number(self.shared.pool.resident(self.index))
         (resident,) = self.shared.device.sent(torch.from_numpy(shares >= RESIDENT))
-        return selection.substitute_there(probabilities, index, weights, resident, preset.alpha)
+        normalized = selection.normalizes(self.gate)
+        return selection.substitute_there(probabilities, index, weights, resident, preset.alpha, normalized=normalized)
 
     def _work(self, chosen: Tensor, scores: Tensor) -> Work:
         """Of a few tokens all calls, also those that are left out by score: `_step` gives these a threshold that no

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -114,17 +114,25 @@ def substitute(scores: list[float], chosen: list[int], resident: Resident, alpha
     return sorted((swapped.get(expert, expert) for expert in chosen), key=lambda expert: -scores[expert])
 
 
+def normalizes(gate: Any) -> bool:
+    """Whether a router's weights of a token add up to a constant, or are the probabilities as they are.
+
+    Read from the router, as transformers names it (Mixtral's has no such field and always does), and not guessed from
+    the weights: in bfloat16 they differ from the float32 probabilities either way.
+    """
+    return bool(getattr(gate, "norm_topk_prob", True))
+
+
 def substitute_all(
-    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Resident, alpha: float
+    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Resident, alpha: float, *, normalized: bool
 ) -> tuple[Tensor, Tensor]:
     """`substitute` for token after token, each finding resident what those before it used.
 
     Args:
-        probabilities: (B, E) the router's. index, weights: (B, K) what it chose. Some families weigh experts by
-            their probabilities, others make these add up to a constant first; so do the weights of stand-ins.
+        probabilities: (B, E) the router's. index, weights: (B, K) what it chose. normalized: see `normalizes`.
 
     Returns:
-        index and weights, (B, K).
+        index and weights, (B, K); those of a token without a stand-in are the router's own.
     """
     rows: list[list[int]] = []
     for scores, chosen in zip(probabilities.tolist(), index.tolist(), strict=True):
@@ -133,16 +141,14 @@ def substitute_all(
             resident.use(expert)
         rows.append(row)
     taken = torch.tensor(rows, device=index.device)
-    kept = probabilities.gather(1, taken)
-    if not torch.allclose(probabilities.gather(1, index), weights.float()):
-        kept = kept / kept.sum(-1, keepdim=True) * weights.sum(-1, keepdim=True)
-    return taken, kept.to(weights.dtype)
+    swapped = (taken[:, :, None] != index[:, None]).all(-1).any(1, keepdim=True)
+    return _reweighed(probabilities, index, weights, taken, swapped, normalized=normalized)
 
 
 def substitute_there(
-    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Tensor, alpha: float
+    probabilities: Tensor, index: Tensor, weights: Tensor, resident: Tensor, alpha: float, *, normalized: bool
 ) -> tuple[Tensor, Tensor]:
-    """`substitute_all` where the tensors are, all tokens finding the same resident (E,) bool. Nobody waits for it."""
+    """`substitute_all` on the device of the tensors; all tokens find the same experts resident, (E,) bool."""
     among = index.shape[1]
     chosen = torch.zeros_like(probabilities, dtype=torch.bool).scatter(1, index, True)
     beta = probabilities.masked_fill(chosen, -torch.inf).amax(1, keepdim=True)
@@ -154,8 +160,15 @@ def substitute_there(
     kept = chosen.scatter(1, least.indices, chosen.gather(1, least.indices) & ~swapped)
     kept = kept.scatter(1, best.indices, kept.gather(1, best.indices) | swapped)
     taken = probabilities.masked_fill(~kept, -torch.inf).topk(among).indices
-    own, given = probabilities.gather(1, index), weights.to(probabilities.dtype)
-    plain = torch.isclose(own, given).all()
+    any_swapped = swapped.any(1, keepdim=True)
+    return _reweighed(probabilities, index, weights, taken, any_swapped, normalized=normalized)
+
+
+def _reweighed(
+    probabilities: Tensor, index: Tensor, weights: Tensor, taken: Tensor, swapped: Tensor, *, normalized: bool
+) -> tuple[Tensor, Tensor]:
+    """Experts (B, K) and their weights; of tokens (B, 1) that were not swapped the router's own index and weights."""
     found = probabilities.gather(1, taken)
-    scaled = found / found.sum(-1, keepdim=True) * given.sum(-1, keepdim=True)
-    return taken, torch.where(plain, found, scaled).to(weights.dtype)
+    if normalized:
+        found = found / found.sum(-1, keepdim=True) * weights.to(found.dtype).sum(-1, keepdim=True)
+    return torch.where(swapped, taken, index), torch.where(swapped, found.to(weights.dtype), weights)

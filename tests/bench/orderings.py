@@ -53,10 +53,11 @@ class Rule:
 class Experts(nn.Module):
     """A layer's experts in float32, by a rule that may change."""
 
-    def __init__(self, whole: Any, router: Tensor, rule: Rule) -> None:
+    def __init__(self, whole: Any, gate: Any, rule: Rule) -> None:
         super().__init__()
         self.gate, self.up = whole.gate_up_proj.chunk(2, 1)
-        self.down, self.router, self.rule = whole.down_proj, router, rule
+        self.down, self.router, self.rule = whole.down_proj, gate.weight, rule
+        self.normalized = selection.normalizes(gate)
         self.resident = selection.Residency(RESIDENT)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class Experts(nn.Module):
             scores = F.linear(hidden, self.router).softmax(-1)
             before, (index, weights) = (
                 index,
-                selection.substitute_all(scores, index, weights, self.resident, rule.alpha),
+                selection.substitute_all(scores, index, weights, self.resident, rule.alpha, normalized=self.normalized),
             )
             rule.left += int((index[:, :, None] != before[:, None]).all(-1).sum())
         if rule.drop:
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens = torch.tensor(ids[: count * WINDOW]).view(count, WINDOW)
     rule = Rule()
     for layer in model.model.layers:
-        layer.mlp.experts = Experts(layer.mlp.experts, layer.mlp.gate.weight, rule)
+        layer.mlp.experts = Experts(layer.mlp.experts, layer.mlp.gate, rule)
     found: dict[str, Any] = {"bench": "orderings", "tokens": tokens.numel()}
     with torch.inference_mode():
         whole, base, _ = measure(model.eval(), tokens, rule, Rule(), None)

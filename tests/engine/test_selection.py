@@ -96,19 +96,25 @@ def test_without_other_experts_nothing_is_replaced() -> None:
     assert substitute([0.6, 0.4], [0, 1], resident(), 2.0) == [0, 1]
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@DTYPES
 @pytest.mark.parametrize("normalized", [True, False])
-def test_stand_ins_get_the_weights_that_the_family_would_give_them(normalized: bool) -> None:
+def test_stand_ins_get_the_weights_that_the_family_would_give_them(normalized: bool, dtype: torch.dtype) -> None:
     probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.2, 0.3]])
     index = torch.tensor([[0, 1], [0, 2]])
     weights = probabilities.gather(1, index)
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
-    taken, new = substitute_all(probabilities, index, weights, resident(0, 1, capacity=2), 0.9)
+    taken, new = substitute_all(
+        probabilities, index, weights.to(dtype), resident(0, 1, capacity=2), 0.9, normalized=normalized
+    )
     assert taken.tolist() == [[0, 1], [0, 1]], "the second token takes what the first one left there"
     expected = torch.tensor([[0.5, 0.3], [0.5, 0.2]])
     if normalized:
         expected = expected / expected.sum(-1, keepdim=True)
-    torch.testing.assert_close(new, expected)
+    torch.testing.assert_close(new, expected.to(dtype))
 
 
 class Fixed:
@@ -124,10 +130,13 @@ class Fixed:
         return expert in self
 
 
+@DTYPES
 @pytest.mark.parametrize("among", [1, 2, 4, 6])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 1.0])
-def test_on_the_device_the_same_experts_stand_in(among: int, normalized: bool, alpha: float) -> None:
+def test_on_the_device_the_same_experts_stand_in(
+    among: int, normalized: bool, alpha: float, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(among)
     changed = 0
     for _ in range(60):
@@ -136,10 +145,19 @@ def test_on_the_device_the_same_experts_stand_in(among: int, normalized: bool, a
         weights, index = probabilities.topk(among)
         if normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        want = substitute_all(probabilities, index, weights, Fixed(resident.tolist()), alpha)
-        found = substitute_there(probabilities, index, weights, resident, alpha)
+        weights = weights.to(dtype)
+        want = substitute_all(probabilities, index, weights, Fixed(resident.tolist()), alpha, normalized=normalized)
+        found = substitute_there(probabilities, index, weights, resident, alpha, normalized=normalized)
         assert found[0].tolist() == want[0].tolist()
         torch.testing.assert_close(found[1], want[1])
+        for row in range(3):
+            own = probabilities[row, found[0][row]]
+            if found[0][row].tolist() == index[row].tolist():
+                assert torch.equal(found[1][row], weights[row])  # the router's own, to the last bit
+            elif normalized:
+                torch.testing.assert_close(found[1][row].float().sum(), weights[row].float().sum(), rtol=0.01, atol=0)
+            else:
+                assert torch.equal(found[1][row], own.to(dtype))
         changed += found[0].tolist() != index.tolist()
     assert (changed > 0) == (alpha > 0 and among < 6)
 

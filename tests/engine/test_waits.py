@@ -5,6 +5,8 @@ The device here is the CPU, so that nothing is really waited for; what is counte
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from floe_chat.engine.bench.weights import Shapes, make_rows, make_up
@@ -77,7 +79,7 @@ def layers(
         )
     made = [OffloadedLayer(i, packed, packed, shared, control, Telemetry(LAYERS, EXPERTS)) for i in range(LAYERS)]
     made[0].following = made[1]
-    made[0].router = made[1].router = weights(EXPERTS, HIDDEN).float()
+    made[0].gate = made[1].gate = SimpleNamespace(weight=weights(EXPERTS, HIDDEN).float())
     return made, shared
 
 

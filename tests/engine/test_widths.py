@@ -227,7 +227,7 @@ def test_experts_that_stand_in_are_told_by_number(loaded: LoadedModel) -> None:
     with offloaded(loaded, Preset("", 0.0, alpha=0.9, lossless=True), 0.7) as shared:
         for index, block in enumerate(loaded.model.model.layers):
             experts, before = block.mlp.experts, dict[str, Any]()
-            experts.router, own = block.mlp.gate.weight, loaded.packed.layer(index).by_place(np.arange(7))
+            experts.gate, own = block.mlp.gate, loaded.packed.layer(index).by_place(np.arange(7))
 
             def note(layer: Any, given: Any, index: int = index, before: dict[str, Any] = before) -> None:
                 before.update(shares=shared.pool.resident(index).copy(), asked=given[1].tolist())
