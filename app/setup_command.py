@@ -12,7 +12,7 @@ from ..models.errors import AccessError, FloeError, UsageError
 from .packing import time_left
 from .progress import clear, note, step
 from .setup_flow import Setup, SetupProgress
-from .setup_wish import Wish, bad_notes, discard, forget, meaning, unfinished, wish
+from .setup_wish import Wish, bad_notes, discard, forget, unfinished, wish
 from .setups import look_up
 from .widgets import units
 from .widgets.plain import printable
@@ -112,9 +112,10 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
 def _meaning(model: str | None) -> tuple[str | None, str | None]:
     """What `wish` would set up and call it; None twice if the model means nothing."""
     try:
-        return meaning(model) if model else (None, None)
+        source = catalog.source(model) if model else None
     except UsageError:
-        return None, None
+        source = None
+    return (source.place, source.name) if source else (None, None)
 
 
 def _check_same(wanted: Wish, given: dict[str, int]) -> None:

@@ -77,18 +77,18 @@ class Wish:
 
 
 def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = None) -> Wish:
-    """What `model` means: a listed name, a hub id, or the folder of a checkpoint; `bits`: widths by `Wish`'s names.
+    """A setup of `model`, which is anything that `catalog.source` understands; `bits`: widths by `Wish`'s names.
 
     Raises:
-        UsageError: it is none of these, or the name is taken or cannot be a folder's.
+        UsageError: it is no model, or the name is taken or cannot be a folder's.
     """
-    source, usual = meaning(model)
-    called = name or usual
+    source = catalog.source(model)
+    called = name or source.name
     if called == catalog.DEMO:
         raise UsageError("The name demo is taken", "It is the built-in model's.", "Choose another name with --name.")
     if not _is_name(called):
         raise UsageError(f"A model cannot be called {called!r}", "", "Choose letters, digits, '-' and '_' with --name.")
-    wanted = Wish(source, called, **(bits or {}))  # pyright: ignore[reportArgumentType]
+    wanted = Wish(source.place, called, commit=source.commit, **(bits or {}))  # pyright: ignore[reportArgumentType]
     if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
         raise UsageError(
             f"There is already a model called {called}",
@@ -97,27 +97,6 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
         )
     check_folders(wanted)
     return wanted
-
-
-def meaning(model: str) -> tuple[str, str]:
-    """The hub id or checkpoint folder that `model` means, and what the model is called unless somebody names it.
-
-    Raises:
-        UsageError: it means nothing.
-    """
-    entry = catalog.published(model)
-    source = entry.repo if entry and entry.repo else model
-    local = _local(source)
-    if local is not None:
-        source = str(local.resolve())
-    elif not re.fullmatch(_HUB_ID, source):
-        listed = ", ".join(known.name for known in catalog.PUBLISHED if known.repo)
-        raise UsageError(
-            f"There is no model {model!r} to set up",
-            f"Models that can be set up by name: {listed}.",
-            "Give one of these names, a hub id (owner/name), or the folder of a downloaded checkpoint.",
-        )
-    return source, entry.name if entry else Path(source).name.lower()
 
 
 def check_folders(wanted: Wish) -> None:

@@ -5,7 +5,7 @@ Widths are those that packing offers (`PackSpec`). Every choice has its reason i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..models import catalog
@@ -86,6 +86,20 @@ def make(
         download_s=entry.checkpoint_bytes / net_bytes_s if fetched and net_bytes_s else None,
         pack_s=None if entry.packed else _expert_weights(entry.sizes) / (PACKED_WEIGHTS_S * max(1, machine.cores)),
     )
+
+
+def in_order(plans: Iterable[Plan]) -> list[Plan]:
+    """The order in which a person should see them: models that run here before others, those that can chat before base
+    models, and the smaller first, since a person who is new wants an answer soon."""
+    return sorted(
+        plans,
+        key=lambda plan: (plan.chosen is None, plan.entry.chat is None, plan.entry.sizes.parameters, plan.entry.name),
+    )
+
+
+def offers(machine: Machine, entries: Iterable[Entry] = PUBLISHED, *, context: int = CONTEXT) -> list[Plan]:
+    """A plan of every published model on this machine, in the order to show them."""
+    return in_order(make(machine, entry, context=context) for entry in entries)
 
 
 def _choose(options: Sequence[Option]) -> Option | None:

@@ -1,13 +1,13 @@
-"""Which models there are: on this machine (the built-in demo, the user's models folder, any path), and what is known of
-those that could be fetched.
+"""Which models there are: on this machine (the built-in demo, the user's models folder, any path) and published ones.
 
-The command line asks here before it draws anything, so torch is not imported to say where a model lies.
+Every command, the screen and the settings resolve what a person typed here: `find` for a pack that answers, `described`
+for anything that can be planned, `source` for what can be set up or packed. The command line asks before it draws
+anything, so torch is not imported to find a model.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -16,12 +16,14 @@ from typing import Any
 
 import platformdirs
 
+from . import names, support
 from .errors import CheckpointError, FloeError, UsageError
 from .home import expanded
 from .published import APACHE, PUBLISHED, Entry, Sizes
 
 DEMO = "demo"
 FETCHED = ".download"  # ends the name of a folder with what was fetched of a model that is being set up
+_SHOWN = 60  # letters of a name in an error
 _LARGEST = 1 << 30  # of any one size: a configuration that names more is damaged
 
 _chosen_folder: Path | None = None  # the person's setting
@@ -29,7 +31,7 @@ _chosen_folder: Path | None = None  # the person's setting
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A packed model that can be named on the command line. `trouble` says why it cannot be used, or is None."""
+    """A packed model that can be named on the command line. `trouble`: why it cannot be used, or None."""
 
     name: str
     folder: Path
@@ -43,40 +45,76 @@ def asset(*parts: str) -> Path:
 
 
 def models_folder() -> Path:
-    """Where packed models are looked for by name: where `use_models_folder` said, or in the user's own data folder."""
+    """The folder of packed models: the one given to `use_models_folder`, or else the one in the user's data folder."""
     return _chosen_folder or Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "models"
 
 
 def use_models_folder(folder: Path | None) -> None:
-    """Look for models in `folder` from now on, in all of this process; None: in the user's own data folder."""
+    """Use `folder` for models in this process; None: the one in the user's data folder."""
     global _chosen_folder
     _chosen_folder = expanded(folder) if folder else None
 
 
 def find(name: str, *, saved: bool = False) -> Path:
-    """The packed folder that `name` means: "demo", a name in the models folder, or a path.
+    """The folder of the pack that `name` means: "demo", a name in the models folder or a part of it that only one
+    model has, the listed name or hub id (or address) that it was set up from, or a path.
 
     Args:
-        saved: it was saved earlier (see `reference`), so a path is absolute and means nothing in the current folder.
+        saved: it was saved earlier (see `reference`), so it is a whole name, or an absolute path.
 
     Raises:
-        UsageError: there is no such model. PackError: the folder is there but holds no finished pack.
+        UsageError: there is no such model, or there are several. PackError: the folder is there but holds no finished
+        pack.
     """
     if name == DEMO:
         return _checked(asset("demo", "packed"))
+    if (folder := _existing(name, saved=saved)) is not None:
+        return _checked(folder)
+    packs, whole = installed(), _called(name)
+    meant = [pack.name for pack in packs if pack.name == whole]
+    if not meant and not saved:
+        meant = names.matches(name, [pack.name for pack in packs if not pack.trouble])
+    if len(meant) == 1:
+        return next(pack.folder for pack in packs if pack.name == meant[0])
+    if meant:
+        raise UsageError(f"{name} can mean {' or '.join(meant)}", "", "Give more of the name.")
+    if (entry := listed(name)) is not None:
+        raise UsageError(
+            f"{entry.name} is not set up on this machine",
+            f"Installed: {', '.join(pack.name for pack in packs)}.",
+            f"Set it up first: floe-chat setup {entry.name}",
+        )
+    raise support.refused(name) or UsageError(
+        f"There is no model {_shown(name)}",
+        f"Installed: {', '.join(pack.name for pack in packs)}.",
+        names.did_you_mean(name, [pack.name for pack in packs])
+        or f"Give one of these names, or the folder of a packed model. Models by name are in {models_folder()}.",
+    )
+
+
+def _existing(name: str, *, saved: bool) -> Path | None:
+    """The folder of that very name in the models folder, or of that path."""
     try:
         if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
-            return _checked(models_folder() / name)
+            return models_folder() / name
         if name and (Path(name).is_absolute() or not saved) and Path(name).expanduser().is_dir():
-            return _checked(Path(name).expanduser().absolute())
+            return Path(name).expanduser().absolute()
     except (OSError, RuntimeError, ValueError):
-        pass  # a name too long for the system, or a home of nobody: there is no such model either
-    known = ", ".join(model.name for model in installed())
-    raise UsageError(
-        f"There is no model {name!r}",
-        f"Known here: {known}.",
-        f"Give one of these names or the folder of a packed model. Models by name live in {models_folder()}.",
-    )
+        pass  # a name too long for the system, or the home of an unknown user
+    return None
+
+
+def _called(name: str) -> str | None:
+    """What a model that was set up as `name`, a listed name, a hub id or an address, is usually called here."""
+    repo = names.hub_repo(name)
+    if (entry := published(repo.id if repo else name)) is not None:
+        return entry.name
+    return repo.id.rpartition("/")[2].lower() if repo else None
+
+
+def _shown(name: str) -> str:
+    """As it was typed, in quotes, but no longer than a line."""
+    return repr(name if len(name) <= _SHOWN else name[:_SHOWN] + "…")
 
 
 def name_of(folder: Path, packed_as: str) -> str:
@@ -113,7 +151,7 @@ def installed() -> list[Installed]:
         folders = [path for path in paths if path.is_dir() and not path.name.endswith(FETCHED)]
     except OSError as error:
         cause = f"{error.filename or models_folder()}: {error.strerror or error}."
-        raise FloeError("The models folder cannot be read", cause, "Give yourself the right to read it.") from error
+        raise FloeError("The models folder cannot be read", cause, "Check the permissions of the folder.") from error
     return found + [_look(path.name, path) for path in sorted(folders)]
 
 
@@ -123,39 +161,120 @@ def published(name: str) -> Entry | None:
     return next((entry for entry in PUBLISHED if wanted in (entry.name, (entry.repo or "").lower())), None)
 
 
-def described(model: str | Path | Mapping[str, Any]) -> Entry:
-    """What is known of a model: one that is listed, one on this machine, or any of a family that packs know.
+def listed(name: str) -> Entry | None:
+    """The listed model that a name, a part of one, a hub id or an address means; None if it means none.
 
-    Args:
-        model: a name that `find` knows, a listed name or hub id, the folder of a pack or a checkpoint, a hub id whose
-            config.json lies in the hub's own cache, or the fields of a config.json. No network is used.
+    Of several ("mixtral") it is the first in the list: the smallest that can chat.
+    """
+    if (entry := published(name)) is not None:
+        return entry
+    if (repo := names.hub_repo(name)) is not None:
+        return published(repo.id)
+    if any(sign in name for sign in "/\\") or support.refused(name):
+        return None
+    found = names.matches(name, [entry.name for entry in PUBLISHED])
+    return published(found[0]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a model can be packed from: the folder of a checkpoint, or a repository on the hub.
+
+    Attributes:
+        commit: of the repository, "" for what main is when it is asked. entry: the listed model that it is, if it is
+            one.
+    """
+
+    folder: Path | None = None
+    repo: str = ""
+    commit: str = ""
+    entry: Entry | None = None
+
+    @property
+    def place(self) -> str:
+        """The folder, or the hub id."""
+        return str(self.folder) if self.folder else self.repo
+
+    @property
+    def name(self) -> str:
+        """What the model is called if no other name is given."""
+        return self.entry.name if self.entry else Path(self.place).name.lower()
+
+
+def source(model: str) -> Source:
+    """What `model` is packed from: a folder, a listed name or a part of one, a hub id or the address of its page.
 
     Raises:
-        UsageError: there is no such model, or nothing is known of it here.
-        CheckpointError: it is no Mixture-of-Experts model of a known family, or its configuration makes no sense.
+        UsageError: it is none of these, with the reason if the name says one (GGUF, another family).
+    """
+    try:
+        folder = expanded(model) if model else None
+        if folder is not None and folder.is_dir() and published(model) is None:
+            return Source(folder=folder.resolve())
+    except (OSError, ValueError):
+        pass  # too long a name, or a place that may not be read
+    if (entry := listed(model)) is not None and entry.repo:
+        repo = names.hub_repo(model)
+        return Source(repo=entry.repo, commit=repo.commit if repo else "", entry=entry)
+    refused = support.refused(model)
+    repo = names.hub_repo(model)
+    # Of a repository config.json says what it is; its name tells only that nothing in it can be read.
+    if repo is not None and (refused is None or not refused.title.endswith("cannot be read yet")):
+        return Source(repo=repo.id, commit=repo.commit)
+    raise refused or _unknown(model)
+
+
+def described(model: str | Path | Mapping[str, Any]) -> Entry:
+    """What is known of a model: one that is listed, one on this machine, or any of a supported family.
+
+    Args:
+        model: whatever `find` and `listed` understand, the folder of a pack or a checkpoint, a hub id or address whose
+            config.json is in the hub's own cache, or the fields of a config.json. No network is used.
+
+    Raises:
+        UsageError: there is no such model, or nothing is known of it here. CheckpointError: its family is not
+        supported, it has no experts, or its configuration makes no sense.
     """
     if isinstance(model, Mapping):
         return Entry(str(model.get("_name_or_path") or "model"), _sizes(model, "The configuration"))
     if isinstance(model, str) and (entry := published(model)):
         return entry
     folder = _folder(str(model))
-    if folder is not None:
-        packed = (folder / "manifest.json").exists()
-        name = str(model) if str(model) == DEMO else folder.resolve().name
-        entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
-        return replace(entry, licence=APACHE, gated=False, chat="turns by its own template") if name == DEMO else entry
-    if isinstance(model, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", model) and (cached := _cached_config(model)):
-        return Entry(model.rpartition("/")[2].lower(), _sizes(_config(cached), model), model)
-    listed = ", ".join(entry.name for entry in PUBLISHED)
-    raise UsageError(
-        f"Nothing is known of a model {str(model)!r}",
-        f"Listed are: {listed}. Here are: {', '.join(known.name for known in installed())}.",
-        "Give one of these, a folder with a config.json, or a hub id whose config.json was downloaded before.",
+    if folder is None and isinstance(model, str):
+        if (entry := listed(model)) is not None:
+            return entry
+        if (repo := names.hub_repo(model)) is not None:
+            if cached := _cached_config(repo.id):
+                return Entry(repo.id.rpartition("/")[2].lower(), _sizes(_config(cached), repo.id), repo.id)
+            raise support.refused(repo.id) or UsageError(
+                f"Nothing is known of {repo.id} on this machine",
+                "`floe-chat plan` does not use the network, and its config.json was not downloaded before.",
+                f"`floe-chat setup {repo.id}` asks the hub, and shows the plan before it downloads anything.",
+            )
+        packs = [pack.name for pack in installed() if not pack.trouble]
+        if len(found := names.matches(model, packs)) == 1:
+            folder = _folder(found[0])
+    if folder is None:
+        raise support.refused(str(model)) or _unknown(str(model))
+    packed = (folder / "manifest.json").exists()
+    name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
+    entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
+    return replace(entry, licence=APACHE, gated=False, chat="turns by its own template") if name == DEMO else entry
+
+
+def _unknown(model: str) -> UsageError:
+    known = [entry.name for entry in PUBLISHED] + [pack.name for pack in installed()]
+    return UsageError(
+        f"There is no model {_shown(model)}",
+        f"Listed: {', '.join(entry.name for entry in PUBLISHED)}. "
+        f"Installed: {', '.join(pack.name for pack in installed())}.",
+        names.did_you_mean(model, known)
+        or "Give one of these names, a hub id (owner/name) or its address, or the folder of a downloaded checkpoint.",
     )
 
 
 def _folder(name: str) -> Path | None:
-    """Where a pack or a checkpoint of that name lies, if one does."""
+    """The folder of a pack or a checkpoint of that name or path, or None."""
     if name == DEMO:
         return asset("demo", "packed")
     try:
@@ -164,7 +283,7 @@ def _folder(name: str) -> Path | None:
             places.insert(0, models_folder() / name)
         return next((place for place in places if (place / "config.json").is_file()), None)
     except (OSError, RuntimeError, ValueError):
-        return None  # a name too long for the system, or a home of nobody
+        return None  # a name too long for the system, or the home of an unknown user
 
 
 def _cached_config(repo: str) -> Path | None:
@@ -180,21 +299,15 @@ def _config(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read", str(error), "Download it again.") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} does not describe a model", "It holds no fields.", "Download it again.")
+        raise CheckpointError(f"{path} does not describe a model", "It is not a JSON object.", "Download it again.")
     return fields
 
 
 def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
     """The architecture of a config.json; `what` names it in errors."""
-    from .checkpoint import FAMILIES
-
-    kind = fields.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(
-            f"{what} is no model that floe-chat knows",
-            f"Its model type is {kind!r}, which is not a Mixture-of-Experts model of a known family.",
-            f"Use a model of one of these types: {', '.join(sorted(FAMILIES))}.",
-        )
+    if (error := support.refused_type(fields, what)) is not None:
+        raise error
+    kind = str(fields["model_type"])
 
     def number(*names: str, default: int | None = None) -> int:
         value = next((fields[name] for name in names if fields.get(name) is not None), default)

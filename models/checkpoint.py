@@ -17,6 +17,7 @@ from torch import Tensor
 from .errors import CheckpointError, NoCheckpointError
 from .lean import import_library
 from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
+from .support import refused_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -88,23 +89,19 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     path = folder / "config.json"
     try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        model_type = fields.get("model_type")
+        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
         raise NoCheckpointError(
             f"There is no checkpoint at {folder}",
             "It has no config.json." if folder.is_dir() else "The folder does not exist.",
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",
         ) from None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read", str(error), "Download the checkpoint again.") from error
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise CheckpointError(
-            f"The checkpoint at {folder} cannot be packed",
-            f"Its model type is {model_type!r}, which is not a Mixture-of-Experts model that floe-chat knows.",
-            f"Use a checkpoint of one of these types: {known}.",
-        )
+    if (refused := refused_type(fields, f"The checkpoint at {folder}")) is not None:
+        raise refused
     import_library()
     from transformers import AutoConfig
 

@@ -1,4 +1,4 @@
-"""What is known of published models before the first byte: sizes, licence, terms, and whether they can chat."""
+"""Published models that floe-chat can set up: sizes, licence, terms, and whether they can chat."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Sizes:
 
     @property
     def small(self) -> int:
-        """Weights of all routers and norms, which no pack rounds."""
-        return self.layers * self.hidden * (self.experts + 2) + self.hidden
+        """Weights of all routers and norms, which every pack stores at 16 bits."""
+        normed = self.head_dim * (self.heads + self.kv_heads) if self.model_type == "olmoe" else 0  # queries and keys
+        return self.layers * (self.hidden * (self.experts + 2) + normed) + self.hidden
 
     @property
     def parameters(self) -> int:
@@ -51,14 +52,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model and what is known of it without its weights.
+    """A model as far as it is known without its weights.
 
     Attributes:
-        name: on our command line. repo: on the hub; None for one that is known by its folder alone.
-        folder: where it lies on this machine, None where it does not. packed: whether that is a pack already.
-        licence: as its publisher states it, "" where unknown. gated: whether the publisher asks to accept terms first,
+        name: on our command line. repo: on the hub; None for a model that is known by its folder alone.
+        folder: where it is stored on this machine, or None. packed: whether that folder is a pack already.
+        licence: as its publisher states it, "" if unknown. gated: whether the publisher asks to accept terms first,
             as last known; the hub decides at run time. chat: how turns are written, in words; None for a base model,
-            which knows no turns; "" where unknown.
+            which has no chat template; "" if unknown.
     """
 
     name: str
@@ -72,11 +73,25 @@ class Entry:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of the published weights: by the architecture, 16 bits each."""
+        """The size of the published weights, computed from the architecture: 16 bits each."""
         return 2 * self.sizes.parameters
 
 
-APACHE, _TURNS = "Apache-2.0", "[INST] turns, written by the template of its own tokenizer"
+APACHE = "Apache-2.0"
+_INST, _TAGS = "[INST] turns by its own chat template", "<|user|> and <|assistant|> turns by its own chat template"
+_OLMOE = Sizes(
+    model_type="olmoe",
+    layers=16,
+    hidden=2048,
+    intermediate=1024,
+    experts=64,
+    top_k=8,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    vocab=50304,
+    window=4096,
+)
 _8X7B = Sizes(
     model_type="mixtral",
     layers=32,
@@ -109,8 +124,18 @@ def _mistral(name: str, sizes: Sizes, repo: str, chat: str | None) -> Entry:
     return Entry(name, sizes, f"mistralai/{repo}", licence=APACHE, gated=True, chat=chat)
 
 
+# In the order in which they are listed where no machine is known (`engine.plan.in_order` knows one): the smallest that
+# can chat first, base models last.
 PUBLISHED = (
-    _mistral("mixtral-8x7b-instruct", _8X7B, "Mixtral-8x7B-Instruct-v0.1", _TURNS),
+    Entry(
+        "olmoe-1b-7b-instruct",
+        _OLMOE,
+        "allenai/OLMoE-1B-7B-0924-Instruct",
+        licence=APACHE,
+        gated=False,
+        chat=_TAGS,
+    ),
+    _mistral("mixtral-8x7b-instruct", _8X7B, "Mixtral-8x7B-Instruct-v0.1", _INST),
+    _mistral("mixtral-8x22b-instruct", _8X22B, "Mixtral-8x22B-Instruct-v0.1", _INST),
     _mistral("mixtral-8x7b", _8X7B, "Mixtral-8x7B-v0.1", None),
-    _mistral("mixtral-8x22b-instruct", _8X22B, "Mixtral-8x22B-Instruct-v0.1", _TURNS),
 )

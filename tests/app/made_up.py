@@ -42,7 +42,7 @@ HARDWARE = Hardware(
 )
 _RATES = {"memory read": 33.1e9, "rows 4 bit": 14e9, "disk read": 1.2e9}
 WISH = Wish("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b-instruct", home=MODELS)
-_MIXTRAL = PUBLISHED[0]
+_MIXTRAL = next(entry for entry in PUBLISHED if entry.name == "mixtral-8x7b-instruct")
 
 
 def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:

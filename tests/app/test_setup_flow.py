@@ -133,8 +133,8 @@ def test_terms_have_to_be_accepted_first(published: Path, tmp_path: Path, monkey
 
 def test_what_cannot_be_is_refused(tmp_path: Path, hub: FakeHub) -> None:
     for model, name, words in (
-        ("no such model", None, "no model 'no such model' to set up"),
-        ("~nobody-of-that-name/x", None, "no model '~nobody-of-that-name/x' to set up"),
+        ("no such model", None, "no model 'no such model'"),
+        ("~nobody-of-that-name/x", None, "no model '~nobody-of-that-name/x'"),
         ("x/" * 3000, None, "no model 'x/x/"),
         (REPO, "../escape", "cannot be called"),
         (REPO, "demo", "name demo is taken"),

@@ -233,7 +233,7 @@ async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: 
         await pilot.press("enter")
         await see(pilot, "Another model")
         for named, words in (
-            ("no such model", "There is no model 'no such model' to set up"),
+            ("no such model", "There is no model 'no such model'"),
             ("floe/absent", "There is no model floe/absent"),
         ):
             await pilot.press("end", "enter")

@@ -1,0 +1,117 @@
+"""What people type for a model: hub addresses, parts of names, misspellings. Pure text, no disk and no network."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
+
+from .errors import UsageError
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_LEAST = 2  # letters and digits of a part of a name
+_LONGEST = 400  # characters of a name or an address; what is longer is a pasted text
+_ALIKE = 0.6  # of difflib's ratio, from which on a name is offered instead of a misspelled one
+_PAGES = {"datasets": "a data set", "spaces": "a space", "collections": "a collection", "papers": "a paper"}
+_VIEWS = ("tree", "blob", "resolve", "raw", "commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A repository on the hub: `id` is owner/name; `commit` is "" for its main revision."""
+
+    id: str
+    commit: str = ""
+
+
+def hub_repo(text: str) -> Repo | None:
+    """The repository that an id (owner/name) or the address of a page or file of it names; None for anything else.
+
+    Addresses of huggingface.co, hf.co and mirrors are understood with or without https://, with /tree/main, /blob/...
+    and the like behind them. Whatever host they name, the hub that is asked is the one of HF_ENDPOINT.
+
+    Raises:
+        UsageError: the address of something else on a hub, or of a revision other than main.
+    """
+    text = text.strip()
+    if not text or len(text) > _LONGEST:
+        return None
+    if _ID.fullmatch(text) and "." not in text.partition("/")[0]:
+        return Repo(text)
+    if not re.match(r"(https?|hf)://|git@|(www\.)?(huggingface\.co|hf\.co|hf-mirror\.com)/", text, re.IGNORECASE):
+        return Repo(text) if _ID.fullmatch(text) and not text.startswith(".") else None
+    return _of_address(text)
+
+
+def _of_address(text: str) -> Repo:
+    address = re.sub(r"^git@([^:/]+):", r"https://\1/", text)
+    address = re.sub(r"^hf://", "https://hf.co/", address, flags=re.IGNORECASE)
+    try:
+        parts = [
+            unquote(part) for part in urlsplit(address if "://" in address else f"https://{address}").path.split("/")
+        ]
+    except ValueError:
+        parts = []
+    parts = [part for part in parts if part]
+    if parts and parts[0] in _PAGES:
+        raise UsageError(
+            f"{text} is not a model", f"It is the address of {_PAGES[parts[0]]}.", "Give the address of a model's page."
+        )
+    if len(parts) > 2 and parts[0] == "models":
+        del parts[0]
+    name = "/".join(parts[:2]).removesuffix(".git")
+    if len(parts) < 2 or not _ID.fullmatch(name):
+        raise UsageError(
+            f"{text} is not the address of a model",
+            "",
+            "Copy the address of the model's page, such as https://huggingface.co/allenai/OLMoE-1B-7B-0924-Instruct",
+        )
+    revision = parts[3] if len(parts) > 3 and parts[2] in _VIEWS else "main"
+    if revision == "main":
+        return Repo(name)
+    if re.fullmatch("[0-9a-f]{40}", revision):
+        return Repo(name, revision)
+    raise UsageError(
+        f"{text} is not the main revision",
+        f"It is the revision {revision}; floe-chat sets up main, or a commit by all 40 digits of its hash.",
+        f"Give {name}, or the address of a commit.",
+    )
+
+
+def matches(text: str, names: Iterable[str]) -> list[str]:
+    """The names that `text` can mean, in their order: that name itself in any spelling, else those that begin with it,
+    else those that contain it. Case and signs between letters do not count: "Mixtral 8x7B" is mixtral-8x7b."""
+    wanted = _letters(text)
+    known = {name: _letters(name) for name in names}
+    if len(wanted) < _LEAST:
+        return [name for name in known if name == text]
+    for same in (str.__eq__, str.startswith, str.__contains__):
+        if found := [name for name, letters in known.items() if same(letters, wanted)]:
+            return found
+    return []
+
+
+def similar(text: str, names: Sequence[str]) -> str | None:
+    """The name that `text` is probably a misspelling of; None if none is close. Parts of names count: "mixtrl"."""
+    wanted = _letters(text)[:_LONGEST]
+    best, ratio = None, _ALIKE
+    for name in names:
+        letters = _letters(name)
+        for candidate in (letters, letters[: len(wanted)]):
+            alike = difflib.SequenceMatcher(None, wanted, candidate).ratio()
+            # A part has to be closer than the whole: four letters of six are easily alike.
+            if alike > ratio + (0.15 if candidate != letters else 0):
+                best, ratio = name, alike
+    return best if len(wanted) >= _LEAST else None
+
+
+def did_you_mean(text: str, names: Sequence[str]) -> str:
+    """A sentence that offers the closest name, or ""."""
+    close = similar(text, names)
+    return f"Did you mean {close}?" if close else ""
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]+", "", text.lower())

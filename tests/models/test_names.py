@@ -1,0 +1,230 @@
+"""What people type for a model, and the reason why some models cannot be used."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.app.setup_wish import wish
+from floe_chat.models import names, support
+from floe_chat.models.catalog import asset, described, find, listed, models_folder, source
+from floe_chat.models.checkpoint import FAMILIES
+from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.published import PUBLISHED
+
+OLMOE = "allenai/OLMoE-1B-7B-0924-Instruct"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def packs(tiny_pack: Path) -> Callable[..., None]:
+    def install(*called: str) -> None:
+        for name in called:
+            shutil.copytree(tiny_pack, models_folder() / name)
+
+    return install
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            OLMOE,
+            f"https://huggingface.co/{OLMOE}",
+            f"  https://huggingface.co/{OLMOE}/  ",
+            f"https://huggingface.co/{OLMOE}/tree/main",
+            f"https://huggingface.co/{OLMOE}/blob/main/config.json",
+            f"https://huggingface.co/{OLMOE}?library=transformers#usage",
+            f"http://hf-mirror.com/{OLMOE}/resolve/main/model.safetensors",
+            f"https://modelscope.cn/models/{OLMOE}",
+            f"huggingface.co/{OLMOE}",
+            f"hf.co/{OLMOE}",
+            f"hf://{OLMOE}",
+            f"git@hf.co:{OLMOE}.git",
+            f"HTTPS://HuggingFace.co/{OLMOE}.git",
+            f"https://example.org/{OLMOE}/discussions",
+        ],
+    )
+    def test_all_mean_the_repository(self, text: str) -> None:
+        assert names.hub_repo(text) == names.Repo(OLMOE)
+        assert described(text).name == "olmoe-1b-7b-instruct" and source(text).repo == OLMOE
+        assert wish(text).name == "olmoe-1b-7b-instruct"
+
+    def test_a_commit_is_taken(self) -> None:
+        address = f"https://huggingface.co/{OLMOE}/tree/{COMMIT}"
+        assert names.hub_repo(address) == names.Repo(OLMOE, COMMIT) and wish(address).commit == COMMIT
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            (f"https://huggingface.co/{OLMOE}/tree/dev", "revision dev"),
+            ("https://huggingface.co/datasets/allenai/c4", "data set"),
+            ("https://huggingface.co/spaces/some/chat", "a space"),
+            ("https://huggingface.co/allenai", "not the address"),
+            ("https://", "not the address"),
+            ("https://[", "not the address"),
+        ],
+    )
+    def test_other_addresses_are_refused_with_the_reason(self, text: str, reason: str) -> None:
+        for resolve in (described, find, source):
+            with pytest.raises(UsageError) as caught:
+                resolve(text)
+            assert reason in str(caught.value) and caught.value.hint
+
+    @pytest.mark.parametrize(
+        "text", ["", "mixtral", "a/b/c", "/home/me/model", "./folder", "~/model", "x" * 5000, "../x"]
+    )
+    def test_what_is_no_repository(self, text: str) -> None:
+        assert names.hub_repo(text) is None
+
+
+class TestParts:
+    @pytest.mark.parametrize(
+        ("text", "name"),
+        [
+            ("mixtral", "mixtral-8x7b-instruct"),
+            ("Mixtral 8x7B", "mixtral-8x7b"),
+            ("mixtral:8x7b", "mixtral-8x7b"),
+            ("8x22b", "mixtral-8x22b-instruct"),
+            ("olmoe", "olmoe-1b-7b-instruct"),
+            ("OLMoE-1B-7B", "olmoe-1b-7b-instruct"),
+        ],
+    )
+    def test_a_listed_model_by_a_part_of_its_name(self, text: str, name: str) -> None:
+        entry = listed(text)
+        assert entry is not None and entry.name == name == described(text).name
+        assert source(text).entry == entry
+
+    def test_an_installed_model_by_a_part_that_only_it_has(self, packs: Callable[..., None]) -> None:
+        packs("mixtral-8x7b-instruct", "work-notes")
+        assert find("mixtral") == find("MIXTRAL") == models_folder() / "mixtral-8x7b-instruct"
+        assert find("notes") == models_folder() / "work-notes" and find("dem") == find("demo")
+        assert described("notes").folder == models_folder() / "work-notes"
+
+    def test_the_address_that_it_was_set_up_from(self, packs: Callable[..., None]) -> None:
+        packs("olmoe-1b-7b-instruct", "my-mixtral")
+        assert find(f"https://hf.co/{OLMOE}") == find(OLMOE) == models_folder() / "olmoe-1b-7b-instruct"
+        assert find("someone/My-Mixtral") == models_folder() / "my-mixtral"
+
+    @pytest.mark.parametrize("text", ["instruct", "mixtral", "mixtral-8x"])
+    def test_a_part_of_several_names_them(self, packs: Callable[..., None], text: str) -> None:
+        packs("mixtral-8x7b-instruct", "mixtral-8x22b-instruct")
+        with pytest.raises(UsageError, match=r"mixtral-8x22b-instruct or mixtral-8x7b-instruct") as caught:
+            find(text)
+        assert caught.value.exit_code == 2 and caught.value.hint
+        assert find("mixtral-8x7b") == models_folder() / "mixtral-8x7b-instruct"
+
+    def test_a_name_that_was_saved_is_whole(self, packs: Callable[..., None]) -> None:
+        packs("mixtral-8x7b-instruct")
+        assert find("mixtral-8x7b-instruct", saved=True) == find("mixtral")
+        with pytest.raises(UsageError):
+            find("mixtral", saved=True)
+
+    def test_a_listed_model_that_is_not_installed_names_the_setup(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            find("olmoe")
+        assert "not set up" in caught.value.title and "floe-chat setup olmoe-1b-7b-instruct" in caught.value.hint
+
+    @pytest.mark.parametrize(("text", "meant"), [("mixtrl", "mixtral"), ("omloe", "olmoe"), ("dmeo", "demo")])
+    def test_a_misspelling_is_offered_the_name(self, text: str, meant: str) -> None:
+        with pytest.raises(UsageError) as caught:
+            described(text)
+        assert f"Did you mean {meant}" in caught.value.hint
+
+    def test_nothing_is_offered_for_what_is_like_nothing(self) -> None:
+        assert names.similar("zzzzzz", ["mixtral-8x7b", "demo"]) is None and names.similar("", ["demo"]) is None
+
+
+class TestReasons:
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("qwen3", "Qwen3 MoE is not supported yet; Mixtral and OLMoE are"),
+            ("Qwen/Qwen3-30B-A3B", "Qwen3 MoE is not supported yet"),
+            ("https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen3 MoE is not supported yet"),
+            ("Qwen3.5-35B-A3B", "Qwen3.5 MoE is not supported yet"),
+            ("gpt-oss:20b", "gpt-oss is not supported yet"),
+            ("openai/gpt-oss-120b", "gpt-oss is not supported yet"),
+            ("deepseek-ai/DeepSeek-V3.1", "DeepSeek is not supported yet"),
+            ("deepseek", "DeepSeek is not supported yet"),
+            ("Phi-3.5-MoE-instruct", "Phi-3.5-MoE is not supported yet"),
+            ("zai-org/GLM-4.5-Air", "GLM-4.5 is not supported yet"),
+            ("google/gemma-4-26B-A4B-it", "Gemma 4 MoE is not supported yet"),
+            ("LFM2-8B-A1B", "LFM2 MoE is not supported yet"),
+            ("model.gguf", "GGUF cannot be read yet"),
+            ("~/Downloads/mixtral-8x7b-instruct-v0.1.Q4_K_M.gguf", "GGUF cannot be read yet"),
+            ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GGUF", "GGUF cannot be read yet"),
+            ("TheBloke/Mixtral-8x7B-Instruct-v0.1-AWQ", "AWQ cannot be read yet"),
+            ("llama3.1", "llama3.1 is not a Mixture-of-Experts model"),
+            ("mistralai/Mistral-7B-Instruct-v0.3", "is not a Mixture-of-Experts model"),
+            ("Qwen/Qwen3-8B", "is not a Mixture-of-Experts model"),
+            ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "is not a Mixture-of-Experts model"),
+        ],
+    )
+    def test_the_name_says_why(self, text: str, reason: str) -> None:
+        for resolve in (described, find):
+            with pytest.raises(FloeError) as caught:
+                resolve(text)
+            assert reason in caught.value.title and caught.value.hint and caught.value.exit_code == 2
+
+    @pytest.mark.parametrize(
+        "text", ["mistralai/Mixtral-8x7B-v0.1", "mlabonne/Beyonder-4x7B-v3", "x/Llama-3-8x8B", "a/olmoe-sft", "my-pack"]
+    )
+    def test_a_name_that_may_be_one_of_ours_is_not_refused(self, text: str) -> None:
+        assert support.refused(text) is None
+
+    def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
+        """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""
+        assert source("Qwen/Qwen3-30B-A3B").repo == "Qwen/Qwen3-30B-A3B"
+        with pytest.raises(UsageError, match="GGUF cannot be read yet"):
+            source("TheBloke/Mixtral-8x7B-v0.1-GGUF")
+
+    def test_an_unlisted_repository_is_left_to_setup(self) -> None:
+        with pytest.raises(UsageError) as caught:
+            described("https://huggingface.co/someone/New-MoE")
+        assert "floe-chat setup someone/New-MoE" in caught.value.hint
+
+    @pytest.mark.parametrize(
+        ("changed", "reason"),
+        [
+            ({"model_type": "qwen3_moe"}, "Qwen3 MoE is not supported yet; Mixtral and OLMoE are"),
+            ({"model_type": "brand_new", "n_routed_experts": 64}, "'brand_new' is not supported yet"),
+            (
+                {"model_type": "brand_new", "text_config": {"num_experts": 64}, "num_local_experts": None},
+                "not supported",
+            ),
+            ({"model_type": "llama", "num_local_experts": None}, "not a Mixture-of-Experts model"),
+            ({"model_type": None}, "does not describe a model"),
+        ],
+    )
+    def test_a_configuration_says_why(self, changed: dict[str, Any], reason: str) -> None:
+        fields = json.loads(asset("demo", "packed", "config.json").read_text())
+        with pytest.raises(FloeError) as caught:
+            described(fields | changed)
+        assert reason in caught.value.title and caught.value.hint
+
+    def test_what_can_be_packed_is_what_is_called_supported(self) -> None:
+        assert set(support.SUPPORTED) == set(FAMILIES)
+
+
+def test_whatever_is_typed_has_an_answer() -> None:
+    draw = random.Random(5)
+    seeds = [entry.name for entry in PUBLISHED] + [OLMOE, "https://hf.co/a/b", "demo", "qwen3", "x.gguf", "~u/x"]
+    for _ in range(400):
+        text = list(draw.choice(seeds))
+        for _ in range(draw.randrange(1, 6)):
+            text[draw.randrange(len(text)) : draw.randrange(len(text) + 1)] = draw.choice(
+                string.printable + "é\ud800\0"
+            )
+            text = text or ["a"]
+        for resolve in (described, find, source):
+            try:
+                resolve("".join(text))
+            except FloeError as error:
+                assert error.title and error.hint
