@@ -16,7 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..engine.events import Failed, Finished, Loaded, Notice, SetQuality
+from ..models import catalog
 from ..models.errors import FloeError
+from . import model_choice
 from .arguments import need_text
 from .chat_client import ChatClient, Submitted, TextDelta
 from .history import Answer, AnswerStats, Attachment, History, Message, Setup, Trouble
@@ -99,9 +101,10 @@ class PlainChat:
                     case Loaded():
                         self._window, self.presets = update.context_window, update.presets
                         self.model, self.preset = update.model, update.preset
-                        self.setup = replace(self.setup, model=update.model, preset=update.preset)
+                        answers = catalog.reference(self.client.pack)
+                        self.setup = replace(self.setup, model=answers, preset=update.preset)
                         if not self.dialogue.ids:
-                            self.dialogue.setup = replace(self.dialogue.setup, model=update.model, preset=update.preset)
+                            self.dialogue.set_up(replace(self.dialogue.setup, model=answers, preset=update.preset))
                         remark(f"{update.model} answers at preset {update.preset}. /help lists the commands.")
                         return
                     case Failed():
@@ -197,13 +200,20 @@ class PlainChat:
             say(shown.end())
 
     def show(self) -> None:
-        """Print the chat from its beginning."""
+        """Print the chat from its beginning, and let its own model answer it."""
         for message in self.dialogue.messages(self.dialogue.ids):
             if message.role == "user":
                 files = "".join(f" [{file.name}]" for file in message.attachments)
                 say(f"You: {message.text}{files}")
             else:
-                say(f"{message.model}: {plain_text(message.text)}")
+                say(f"{catalog.short_name(message.model)}: {plain_text(message.text)}")
+        own = self.dialogue.setup.model
+        if not own or own == catalog.reference(self.client.pack):
+            return
+        try:
+            self.use(catalog.find(own, saved=True))
+        except FloeError as error:
+            remark(model_choice.missing(own, error, self.model))
 
     def set_quality(self, quality: SetQuality | str) -> None:
         """Answer with a preset, or with shares set by hand."""

@@ -13,7 +13,9 @@ from ..models.quantities import size
 from .chat_file import write_chat
 from .chat_setup import changed, listed, with_persona
 from .history import Conversation, Message, footer, read_attachment
+from .model_choice import start_with
 from .plain_lines import remark
+from .settings_file import settings_file
 from .widgets.files import meant
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class PlainCommands:
             _Command("/export [FILE]", "writes this chat to a .md or .json file", self._export),
             _Command("/delete", "deletes this chat", self._delete),
             _Command("/undo", "brings back the chat that you deleted last", self._undo),
-            _Command("/models [NAME]", "lists the installed models, or lets NAME answer", self._models),
+            _Command("/models [NAME]", "lists the installed models, or lets NAME answer from now on", self._models),
             _Command("/preset [NAME]", "lists the quality presets, or uses NAME", self._preset),
             _Command(
                 "/system [TEXT]", "shows this chat's system prompt, or sets it; /system none removes it", self._system
@@ -159,6 +161,10 @@ class PlainCommands:
     def _models(self, name: str) -> None:
         if name:
             self._chat.use(catalog.find(name))
+            answers = catalog.reference(self._chat.client.pack)
+            start_with(settings_file(), answers)
+            if self._chat.dialogue.ids:
+                self._chat.dialogue.set_up(replace(self._chat.dialogue.setup, model=answers))
             return
         for one in catalog.installed():
             mark = " (answers now)" if one.folder == self._chat.client.pack else ""

@@ -15,6 +15,7 @@ from floe_chat.app.cli import cli
 from floe_chat.app.history import History, Setup
 from floe_chat.app.plain_chat import PlainChat
 from floe_chat.app.settings import Persona
+from floe_chat.app.settings_file import read, settings_file
 from floe_chat.engine.events import Failed, Finished, Loading, Sampling
 from floe_chat.models.errors import FloeError
 
@@ -195,7 +196,7 @@ def test_a_chat_is_exported_deleted_and_brought_back(
     )
     told = capsys.readouterr()
     assert told.err.count("This chat is empty") == 2 and "nothing to bring back" in told.err
-    assert told.err.count("Written to") == 2 and "cannot be written" in told.err
+    assert told.err.count("Written to") == 2 and "It was not changed." in told.err
     assert sorted(path.suffix for path in tmp_path.glob("*.*") if "history" not in path.name) == [".json", ".md"]
     assert "There are no chats yet." in told.err and told.out.endswith("You: hi\nscripted: HI!\n")
 
@@ -237,6 +238,19 @@ def test_another_model_answers(tiny_pack: Path, exact_pack: Path, tmp_path: Path
     assert "best quality first: Exact, High" in done.stderr and "demo: " in done.stderr
     assert "There is no model '/nowhere'" in done.stderr and "dense.safetensors" in done.stderr
     assert done.stderr.count("tiny answers at preset") == 3  # the last model that worked again
+    assert read(settings_file()).settings.model == str(exact_pack)
+    ran = run_cli("--plain", "--max-tokens", "2", stdin=b"/new\nbye\n/open 1\n/preset\n")
+    assert ran.code == 0 and "best quality first: Exact" in ran.err
+
+
+def test_a_chat_is_continued_by_its_own_model(tiny_pack: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(tiny_pack, tmp_path / "mine"))
+    assert run_cli("ask", "-m", str(mine), "--max-tokens", "2", "hi").code == 0
+    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", stdin=b"/models\n/last\n/models\non\n")
+    assert ran.code == 0 and ran.err.count("answers at preset") == 2, ran.err
+    shutil.rmtree(mine)
+    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", stdin=b"/last\non\n")
+    assert ran.err.count("answers at preset") == 1 and "mine, which is not installed any more" in ran.err, ran.err
 
 
 def test_a_model_that_cannot_be_loaded(kept: History) -> None:
