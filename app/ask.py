@@ -34,21 +34,15 @@ class Question:
     """What is asked, and of whom.
 
     Attributes:
-        setup: model and instructions, as the history notes them. going_on: with the last conversation; number: or with
-            this one. saved: whether question and answer are kept.
+        setup: model and system prompt, as the history saves them. number: of the saved chat to continue, None: a new
+            chat. saved: whether question and answer are saved.
     """
 
     text: str
     setup: Setup
     max_tokens: int
-    going_on: bool = False
     number: int | None = None
     saved: bool = True
-
-    @property
-    def continuing(self) -> bool:
-        """Whether it goes on with a conversation that is kept."""
-        return self.going_on or self.number is not None
 
 
 def ask(client: ChatClient, question: Question, form: Form) -> int:
@@ -65,15 +59,15 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
     client.start()
     file = history_file()
     # What is not saved may still continue a chat that is: it is read then, and nothing is written.
-    history = History(file if question.saved or (question.continuing and file.exists()) else None)
+    history = History(file if question.saved or (question.number is not None and file.exists()) else None)
     wait = 0.0
     try:
-        if question.continuing and (failure := history.failure()) is not None:
+        if question.number is not None and (failure := history.failure()) is not None:
             history.poll()  # which would tell it again
             raise failure
         loaded = _load(client)
         setup = replace(question.setup, preset=loaded.preset)
-        if question.continuing:
+        if question.number is not None:
             exchange = ask_in(history, question.number, question.text, setup)
         else:
             exchange = ask_anew(history, question.text, setup)

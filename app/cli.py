@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -32,11 +32,6 @@ from .terminal import EXIT_SIGNAL
 from .tune import tune
 from .verify import verify
 from .widgets.plain import printable
-
-if TYPE_CHECKING:
-    from ..engine.events import Sampling
-    from .chat_client import ChatClient
-    from .settings import Settings
 
 Command = Callable[..., Any]
 
@@ -86,14 +81,16 @@ def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command
 
 @click.group(cls=CommandGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @_with(*_MODEL, *_SAMPLING)
+@click.option("--continue", "-c", "continued", is_flag=True, help="Open the last chat, with its own model.")
+@click.option("--chat", type=NUMBER, metavar="N", help="Open this chat, with its own model; see `history list`.")
 @click.option("--plain", is_flag=True, help="Chat line by line, without a screen: for screen readers and slow lines.")
 @click.version_option(package_name="floe-chat", prog_name="floe-chat")
 @click.pass_context
-def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
+def cli(ctx: click.Context, plain: bool, continued: bool, chat: int | None, **options: Any) -> None:
     """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
 
-    Without a command, opens the chat screen. What the command line leaves open comes from the settings file, see
-    `floe-chat paths`.
+    Without a command, opens the chat screen with the model chosen last. Options that you leave out come from the
+    settings file, see `floe-chat paths`.
     """
     need_folder()
     _use_own_models_folder()
@@ -103,35 +100,36 @@ def cli(ctx: click.Context, plain: bool, **options: Any) -> None:
             raise click.UsageError(_misplaced(ctx.invoked_subcommand, given[0]))
         return
     if plain:
-        ctx.exit(_chat_plainly(ctx, options))
+        ctx.exit(_chat_plainly(ctx, options, last=continued, chat=chat))
     need_terminal()
     from .terminal import Terminal
 
     with Terminal() as terminal:  # before the imports that take a second
-        _, options = _settled(ctx, options)
-        opened = _opened(options)
+        from .beginning import begin
+
+        beginning = begin(ctx, options, last=continued, chat=chat)
         from .tui import run_app
 
-        code = run_app(terminal, *opened)
+        code = run_app(terminal, beginning)
     ctx.exit(code)
 
 
 def _misplaced(command: str, name: str) -> str:
-    option = "--" + name.replace("_", "-")
+    option = next(param.opts[0] for param in cli.params if param.name == name)
     if any(name == its.name for its in cli.commands[command].params):
         return f"{option} belongs after the command: floe-chat {command} {option} ..."
-    return f"floe-chat {command} has no {option}. What it has tells: floe-chat {command} --help"
+    return f"floe-chat {command} has no {option}. See floe-chat {command} --help"
 
 
-def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
-    from .history import History, Setup, history_file
+def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, chat: int | None) -> int:
+    from .beginning import begin, need_saving
+    from .history import History, history_file
     from .plain_chat import run_plain
 
-    settings, options = _settled(ctx, options)
-    client, sampling, max_tokens, system = _opened(options)
-    setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
-    history = History(history_file() if settings.save_history else None)
-    return run_plain(client, setup, max_tokens, history, settings.personas)
+    beginning = begin(ctx, options, last=last, chat=chat)
+    need_saving(beginning)
+    history = History(history_file() if beginning.settings.save_history else None)
+    return run_plain(beginning, history)
 
 
 @cli.command()
@@ -144,10 +142,13 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any]) -> int:
     type=click.Path(path_type=Path),
     help="Read the question, or what it is about, from a text file; may be given several times.",
 )
+@click.option("--continue", "-c", "continued", is_flag=True, help="Continue the last chat, with its own model.")
 @click.option(
-    "--continue", "-c", "going_on", is_flag=True, help="Go on with the conversation that was written to last."
+    *("--chat", "--conversation", "chat"),
+    type=NUMBER,
+    metavar="N",
+    help="Continue this chat, with its own model; see `history list`.",
 )
-@click.option("--conversation", type=NUMBER, metavar="N", help="Go on with this one; see `history list`.")
 @click.option("--no-save", is_flag=True, help="Do not save the question and its answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option("--json-lines", "as_lines", is_flag=True, help="Print a JSON object for each piece, and one at the end.")
@@ -157,8 +158,8 @@ def ask(
     ctx: click.Context,
     prompt: tuple[str, ...],
     files: tuple[Path, ...],
-    going_on: bool,
-    conversation: int | None,
+    continued: bool,
+    chat: int | None,
     no_save: bool,
     as_json: bool,
     as_lines: bool,
@@ -178,18 +179,18 @@ def ask(
     from .arguments import question
     from .ask import Question
     from .ask import ask as answer
-    from .history import Setup
+    from .beginning import begin
 
     if as_json and as_lines:
         raise click.UsageError("--json and --json-lines are two forms of the answer: give one of them.")
-    if going_on and conversation is not None:
-        raise click.UsageError("--continue means the last conversation: give it, or --conversation.")
     text = question(prompt, files)
-    settings, options = _settled(ctx, options)
-    client, sampling, max_tokens, system = _opened(options)
-    setup = Setup(options["model"], options["preset"], sampling, system or "", settings.persona)
-    asked = Question(text, setup, max_tokens, going_on, conversation, settings.save_history and not no_save)
-    ctx.exit(answer(client, asked, "json" if as_json else "lines" if as_lines else "text"))
+    beginning = begin(ctx, options, last=continued, chat=chat)
+    if beginning.remark:
+        click.echo(printable(f"floe-chat: {beginning.remark}"), err=True)
+    number = None if beginning.chat is None else beginning.chat.number
+    saved = beginning.settings.save_history and not no_save
+    asked = Question(text, beginning.setup, beginning.max_tokens, number, saved)
+    ctx.exit(answer(beginning.client, asked, "json" if as_json else "lines" if as_lines else "text"))
 
 
 def _use_own_models_folder() -> None:
@@ -199,31 +200,6 @@ def _use_own_models_folder() -> None:
 
     folder = read(settings_file()).settings.models_folder
     use_models_folder(Path(folder) if folder else None)
-
-
-def _settled(ctx: click.Context, options: dict[str, Any]) -> tuple[Settings, dict[str, Any]]:
-    """The settings, and the options with what they say where the command line says nothing."""
-    from .settings import fill
-    from .settings_file import read, settings_file
-
-    found = read(settings_file())
-    for problem in found.problems:
-        click.echo(printable(f"floe-chat: {settings_file()}: {problem} ({problem.effect})"), err=True)
-    given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    return found.settings, fill(options, given, found.settings)
-
-
-def _opened(options: dict[str, Any]) -> tuple[ChatClient, Sampling, int, str | None]:
-    """What answers, how it draws, how much, and its instructions."""
-    from ..models.catalog import find
-    from .arguments import memory_size, sampling_from
-    from .chat_client import ChatClient
-
-    rest = dict(options)
-    pack = find(rest.pop("model"))
-    preset, device, vram = (rest.pop(name) for name in ("preset", "device", "vram"))
-    sampling, max_tokens, system = sampling_from(rest, pack)
-    return ChatClient(pack, preset, device, memory_size(vram)), sampling, max_tokens, system
 
 
 @cli.command()

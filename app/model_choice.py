@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..models import catalog
 from ..models.errors import FloeError, UsageError
 from .settings_file import change, read
+
+if TYPE_CHECKING:
+    from .history import Conversation
+
+_FIRST_ID = 1 << 40  # of a chat: what is below is one of the numbers that `floe-chat history list` shows
 
 
 def start_with(file: Path, model: str) -> None:
@@ -28,3 +34,26 @@ def missing(model: str, error: FloeError, instead: str) -> str:
     why = "is not installed any more" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
     said = f"This chat was answered by {name}, which {why}."
     return f"{said} {catalog.short_name(instead)} answers instead." if instead else said
+
+
+def saved_chat(number: int | None) -> Conversation:
+    """The saved chat with this number or id, or the one that was written to last (None).
+
+    Raises:
+        UsageError: there is no such chat. FloeError: the history cannot be read.
+    """
+    from .history.opening import history_file, open_to_read, open_unsaved
+    from .history.trouble import explaining
+
+    file = history_file()
+    store = open_to_read(file).store if file.exists() else open_unsaved()  # to look for a chat makes no files
+    try:
+        with explaining(file):
+            if number is not None:
+                return store.conversation(number) if number >= _FIRST_ID else store.numbered(number)
+            found = store.newest()
+    finally:
+        store.close()
+    if found is None:
+        raise UsageError("There is no chat to continue", "No chat is saved yet.", "Start one without --continue.")
+    return found

@@ -20,8 +20,9 @@ from ..models import catalog
 from ..models.errors import FloeError
 from . import model_choice
 from .arguments import need_text
+from .beginning import Beginning
 from .chat_client import ChatClient, Submitted, TextDelta
-from .history import Answer, AnswerStats, Attachment, History, Message, Setup, Trouble
+from .history import Answer, AnswerStats, Attachment, Conversation, History, Message, Setup, Trouble
 from .plain_commands import PlainCommands
 from .plain_lines import remark, say
 from .plain_markdown import PlainMarkdown, plain_text
@@ -63,10 +64,17 @@ class PlainChat:
         self.stats: AnswerStats | None = None
         self.failed = False
 
-    def run(self) -> None:
-        """Chat until the person leaves. Raises FloeError: no model can be loaded."""
+    def run(self, chat: Conversation | None = None, *, own_model: bool = True) -> None:
+        """Chat until the person leaves, at first in the saved `chat` if one is given; `own_model`: as for `show`.
+
+        Raises:
+            FloeError: no model can be loaded.
+        """
         self.client.start()
         self._load()
+        if chat is not None:
+            self.dialogue.open(chat.id)
+            self.show(own_model=own_model)
         while (text := self._question()) is not None:
             name, _space, argument = text.strip().partition(" ")
             try:
@@ -199,8 +207,8 @@ class PlainChat:
         finally:
             say(shown.end())
 
-    def show(self) -> None:
-        """Print the chat from its beginning, and let its own model answer it."""
+    def show(self, *, own_model: bool = True) -> None:
+        """Print the chat from its beginning. With `own_model` its own model answers it, if that is still here."""
         for message in self.dialogue.messages(self.dialogue.ids):
             if message.role == "user":
                 files = "".join(f" [{file.name}]" for file in message.attachments)
@@ -208,7 +216,7 @@ class PlainChat:
             else:
                 say(f"{catalog.short_name(message.model)}: {plain_text(message.text)}")
         own = self.dialogue.setup.model
-        if not own or own == catalog.reference(self.client.pack):
+        if not own_model or not own or own == catalog.reference(self.client.pack):
             return
         try:
             self.use(catalog.find(own, saved=True))
@@ -225,13 +233,7 @@ class PlainChat:
             self.client.set_quality(quality)
 
 
-def run_plain(
-    client: ChatClient,
-    setup: Setup,
-    max_tokens: int,
-    history: History,
-    personas: Mapping[str, Persona] | None = None,
-) -> int:
+def run_plain(beginning: Beginning, history: History) -> int:
     """Chat line by line until the person leaves; returns the exit code.
 
     Where the lines do not come from a person at a terminal, it is 1 if one of them could not be obeyed or answered.
@@ -243,9 +245,10 @@ def run_plain(
         import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text are reported line by line
-    chat = PlainChat(client, history, setup, max_tokens, personas=personas)
+    client, personas = beginning.client, beginning.settings.personas
+    chat = PlainChat(client, history, beginning.setup, beginning.max_tokens, personas=personas)
     try:
-        chat.run()
+        chat.run(beginning.chat, own_model=beginning.own_model)
     finally:
         client.close()
         saved = history.close()

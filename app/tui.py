@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ from ..engine.events import Sampling
 from ..models.catalog import find, reference
 from ..models.errors import FloeError
 from . import model_choice
+from .beginning import Beginning, need_saving
 from .bridge import EngineBridge, EngineFailed, EngineNotice, ModelNotLoaded, ModelReady
 from .chat_client import ChatClient
 from .emoji import PlainEmoji
@@ -57,6 +58,14 @@ _PLAIN_EMOJI = PlainEmoji()
 lighten()
 
 
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """The saved chat to begin with. own_model: its own model answers, not the one that was asked for."""
+
+    conversation: int
+    own_model: bool = True
+
+
 class FloeChatApp(App[int]):
     """floe-chat's screen around one client. The app returns an exit code; who made the client and the history closes
     them."""
@@ -80,11 +89,12 @@ class FloeChatApp(App[int]):
         history: History | None = None,
         settings: Path | None = None,
         terminal: Terminal | None = None,
+        reopened: Reopened | None = None,
     ) -> None:
-        """`history`: where chats are kept, None: nowhere. `settings`: the file, None: the defaults. `terminal`: who
-        holds it until the screen is there."""
+        """`history`: where chats are saved, None: nowhere. `settings`: the file, None: the defaults. `terminal`: who
+        holds it until the screen is there. `reopened`: the saved chat to begin with, None: a new one."""
         super().__init__()
-        self._terminal = terminal
+        self._terminal, self._reopened = terminal, reopened
         self._file = settings
         self._settings = read(settings) if settings else Read(Settings())
         own = self._settings.settings
@@ -138,6 +148,8 @@ class FloeChatApp(App[int]):
         for key in early:
             self.post_message(key)
         self.set_interval(1.0, lambda: self._chat.say_beside(self.setups.words()))
+        if self._reopened is not None:
+            self._chat.call_later(self._chat.reopen, self._reopened.conversation, own_model=self._reopened.own_model)
         if self._file is not None and first_run(self._file):
             self._show_wizard(self._welcomed)
         self._tell_problems()
@@ -341,20 +353,24 @@ def _import_later() -> None:
     import_module("floe_chat.app.widgets.markdown")
 
 
-def run_app(
-    terminal: Terminal, client: ChatClient, sampling: Sampling, max_new_tokens: int, system_prompt: str | None
-) -> int:
-    """Show the chat until the person quits; returns the exit code."""
-    file = settings_file()
-    history = History(history_file() if read(file).settings.save_history else None)
+def run_app(terminal: Terminal, beginning: Beginning) -> int:
+    """Show the chat until the person quits; returns the exit code.
+
+    Raises:
+        UsageError: a saved chat is to be opened, and the settings turn saving off.
+    """
+    client, chat, saving = beginning.client, beginning.chat, beginning.settings.save_history
+    need_saving(beginning)
+    history = History(history_file() if saving else None)
     app = FloeChatApp(
         client,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        system_prompt=system_prompt,
+        sampling=beginning.sampling,
+        max_new_tokens=beginning.max_tokens,
+        system_prompt=beginning.system,
         history=history,
-        settings=file,
+        settings=settings_file(),
         terminal=terminal,
+        reopened=None if chat is None else Reopened(chat.id, beginning.own_model),
     )
 
     def close() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...models.catalog import short_name
 from ...models.errors import UsageError
 from .. import chat_client
 from .answer import Answer
@@ -45,7 +46,7 @@ def ask_in(
 
     def keep() -> Answer:
         question = history.ask(found.id, found.head, text, attachments)
-        return history.answering(question, setup.model, setup.preset or "")
+        return history.answering(question, short_name(setup.model), setup.preset or "")
 
     return Exchange(tuple(asked), keep)
 
@@ -55,7 +56,7 @@ def ask_anew(history: History, text: str, setup: Setup, attachments: Sequence[At
 
     def keep() -> Answer:
         question = history.ask(history.begin(setup), None, text, attachments)
-        return history.answering(question, setup.model, setup.preset or "")
+        return history.answering(question, short_name(setup.model), setup.preset or "")
 
     return Exchange((*turns((), setup.system_prompt), _turn("user", text, attachments)), keep)
 

@@ -26,8 +26,11 @@ class Chats(Acts):
         super().on_mount()
         self.set_interval(_KEEP_SECONDS, self.keep_unsent)
 
-    async def open(self, conversation: int, message: int | None = None) -> None:
-        """Show another chat; with `message`, on the branch that holds it and with it in view."""
+    async def open(self, conversation: int, message: int | None = None, *, own_model: bool = True) -> None:
+        """Show another chat; with `message`, on the branch that holds it and with it in view.
+
+        own_model: the model of that chat answers from now on, if it is still here.
+        """
         await self._leave()
         self._dialogue.open(conversation)
         if message is not None and message not in self._dialogue.ids:
@@ -38,8 +41,15 @@ class Chats(Acts):
         self._composer.remember([known.text for known in recent if known.role == "user" and known.text])
         if message is not None:
             await self._transcript.go_to(message)
-        if remark := await self._change_to_its_own():
+        if own_model and (remark := await self._change_to_its_own()):
             await self._transcript.add(Note(remark))
+
+    async def reopen(self, conversation: int, *, own_model: bool) -> None:
+        """`open` at the start of the program; what stands against it is shown."""
+        try:
+            await self.open(conversation, own_model=own_model)
+        except FloeError as error:
+            await self._transcript.add(_explained(error))
 
     async def rename(self, title: str) -> None:
         """Give this chat a title."""

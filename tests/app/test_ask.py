@@ -164,7 +164,7 @@ def test_a_chat_that_is_not_to_be_saved_is_not(tiny_pack: Path) -> None:
     ran = ask(tiny_pack, "hi", *SHORT, "--no-save")
     assert (ran.code, ran.err) == (0, "") and ran.out.strip()
     assert not history_file().exists()
-    assert "nothing to continue" in explained(ask(tiny_pack, "hi", *SHORT, "--no-save", "--continue"), 2).lower()
+    assert "no chat to continue" in explained(ask(tiny_pack, "hi", *SHORT, "--no-save", "--continue"), 2).lower()
     assert not history_file().exists()
 
 
