@@ -98,6 +98,7 @@ def load(
     _compare(folder, config, manifest.architecture)
     ram = [packed.layer(index) for index in range(manifest.architecture.layers)]
     choice = opening.choose(device, manifest, ram, config, vram)
+    choice.enforce()
     place = choice.place
     backend = kernels.choose(torch.device(place).type)
     threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
@@ -136,6 +137,8 @@ def load(
     )
     window = choice.window
     decoder = step.choose(model, window)
+    if choice.needs is not None and not isinstance(decoder, LeanDecoder):
+        window = min(window, choice.keys // choice.needs.kv)  # the library's cache takes nothing from the pool
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, packed, shared, decoder)

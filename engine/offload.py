@@ -17,6 +17,7 @@ from torch import Tensor
 from ..models.errors import FloeError
 from ..models.heat import Heat
 from ..models.packed import PackedLayer
+from ..models.quantities import memory as size
 from . import placement
 from .cache import Keys, NeuronPool, Policy, Slots
 from .devices import Device
@@ -248,17 +249,17 @@ class Offload:
         left = (self._memory.numel() - nbytes) // self._nbytes
         if left < min(self._least, self.pool.capacity):
             raise FloeError(
-                "The conversation is too long for the device's memory",
-                f"Its keys and values would take {nbytes / 2**20:,.0f} MB and leave {max(0, left):,} rows of weights.",
-                "Start a new one, or give more memory with --vram.",
+                "This chat no longer fits the device's memory",
+                f"Its keys and values need {size(nbytes)}, which leaves {max(0, left):,} rows of weights.",
+                "Start a new chat, or allow more memory with --vram.",
             )
         self.settle()
         if self._lent <= self._keys < nbytes:
             self.notices.append(
                 Notice(
-                    "The conversation takes memory from the pool of rows",
-                    f"It has become longer than was planned for: {left * self._nbytes / 2**20:,.0f} MB are left for "
-                    "rows, so that answers take longer. A new conversation gives the memory back.",
+                    "This chat takes memory from the pool of rows",
+                    f"It is longer than the reserved context. {size(left * self._nbytes)} is left for rows, so answers "
+                    "take longer. A new chat gives the memory back.",
                 )
             )
         self._lent = nbytes
@@ -301,7 +302,7 @@ class Offload:
         self.notices.append(
             Notice(
                 "The graphics card ran out of memory",
-                f"The pool of rows was made smaller, to {self.rows.nbytes / 2**20:,.0f} MB. The answer goes on.",
+                f"The pool of rows is now smaller: {size(self.rows.nbytes)}. The answer continues.",
             )
         )
         return True

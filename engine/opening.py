@@ -23,6 +23,7 @@ from ..models.quantities import memory as size
 from . import context, hardware, pinning, virtual
 from .devices import Device, VirtualDevice
 from .footprint import kv_element
+from .kv import GROUP
 from .links import CudaLink, ThrottledLink
 from .offload import Offload, Parts
 from .pinning import Pinned
@@ -32,8 +33,8 @@ from .transfer import Kind, Wanted
 from .tuned_link import Ends, open_link
 
 THROTTLED = "throttled:"
-KEPT_FREE = 0.08  # of a GPU's free memory, for torch's own needs and the desktop
-CONTEXT = 4096  # tokens whose keys and values are provided for, at the most
+KEPT_FREE = 0.08  # of the GPU memory that may be used, for a step's own tensors and for the desktop
+CONTEXT = 4096  # tokens whose keys and values are reserved, at the most
 # What cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
 GUESS = Rates(
     link_bytes_s=10e9,
@@ -53,7 +54,7 @@ class Needs:
     Attributes:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
-        kv: keys and values of one token. context: tokens that are provided for.
+        kv: keys and values of one token. context: tokens whose keys and values are reserved.
     """
 
     dense: int
@@ -89,12 +90,16 @@ class Needs:
         )
 
     def least(self) -> int:
-        """Bytes below which nothing works: all that is fixed, and the rows that one token can want of one layer."""
+        """The fewest bytes that work: all that is fixed, and the rows that one token can need in one layer."""
         return self._fixed() + self._working()
 
     def whole(self) -> int:
-        """Bytes with which all rows lie on the device."""
-        return self.dense + self.up + self.rows + self.context * self.kv
+        """Bytes with which all rows fit the device."""
+        return self._weights() + self.context * self._kv_as_it_grows()
+
+    def longest(self, budget: int, window: int) -> int:
+        """Tokens of the longest chat where all rows are on the device, which can give none of their memory away."""
+        return min(window, (budget - self._weights()) // self._kv_as_it_grows())
 
     def pool(self, budget: int) -> int:
         """Rows that fit the budget, at most all there are.
@@ -104,24 +109,31 @@ class Needs:
         """
         if budget < self.least():
             raise UsageError(
-                f"{size(budget)} of device memory are too little for this model",
-                f"The dense part takes {size(self.dense)}, the up projections {size(self.up)}; with the rows that one "
-                f"token wants and {self.context:,} tokens of context it is at least {size(self.least())}.",
-                "Give it that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
+                f"{size(budget)} of device memory is too little for this model",
+                f"It needs at least {size(self.least())}: {size(self.dense)} for the dense part, {size(self.up)} for "
+                f"the up projections, the rest for one token's rows and {self.context:,} tokens of context.",
+                "Allow that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
             )
         return min((budget - self._fixed()) // self.row, self.layers * self.experts * self.neurons)
 
     def beside(self, budget: int, window: int) -> tuple[int, int]:
-        """What keys and values may take of the budget, where the rows of `pool` have the rest: bytes that are theirs,
-        and the tokens of a conversation that may be as long as `window`. It may use the rows' memory too, all but what
-        one token can want of one layer.
+        """How keys and values share the budget with the rows of `pool`: the bytes reserved for them, and the tokens of
+        the longest chat, at most `window`. A long chat takes memory from the rows too, all but what one token can need
+        in one layer.
         """
         rows = self.pool(budget) * self.row
         own = min(budget - self._fixed() - rows + self.context * self.kv, window * self.kv)
         return own, min(window, (own + rows - self._working()) // self.kv)
 
+    def _weights(self) -> int:
+        return self.dense + self.up + self.rows
+
+    def _kv_as_it_grows(self) -> int:
+        """Bytes of a token's keys and values where they grow by copying: one group of layers is there twice then."""
+        return self.kv + self.kv * min(GROUP, self.layers) // self.layers
+
     def _working(self) -> int:
-        """The rows that one token can want of one layer."""
+        """The rows that one token can need in one layer."""
         return self.top_k * self.neurons * self.row
 
     def _fixed(self) -> int:
@@ -135,9 +147,10 @@ class Choice:
 
     Attributes:
         place: torch's name of the device. why: in words.
-        rows: how many rows the pool on the device holds; None where all lie on it, or none needs to. make: that device.
-        keys: bytes of device memory for keys and values beside it. window: tokens of the longest conversation.
-        budget: bytes of device memory that may be used; None where the CPU computes in RAM.
+        rows: how many rows the pool on the device holds; None where all are on it, or none needs to be. make: that
+            device. keys: bytes reserved for keys and values beside the pool. window: tokens of the longest chat.
+        budget: bytes of device memory that weights, keys and values may take; None where the CPU computes in RAM.
+        cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
     """
 
     place: str
@@ -148,6 +161,16 @@ class Choice:
     needs: Needs | None = None
     keys: int = 0
     budget: int | None = None
+    cap: int | None = None
+
+    def enforce(self) -> None:
+        """Have torch refuse what goes beyond the memory that may be used; the driver's own (0.3 to 0.5 GB) is not its.
+
+        Called before anything is put on the GPU. Without it a limit held for the pool alone.
+        """
+        if self.cap is not None:
+            share = min(1.0, self.cap / torch.cuda.mem_get_info(self.place)[1])
+            torch.cuda.set_per_process_memory_fraction(share, self.place)
 
 
 def choose(
@@ -174,15 +197,15 @@ def choose(
     if place == "cpu":
         return Choice(place, why, window)
     needs = Needs.of(manifest, layers, config, 2)
-    free = int(torch.cuda.mem_get_info(place)[0] * (1 - KEPT_FREE))
-    budget = min(free, vram or free)
+    free = torch.cuda.mem_get_info(place)[0]
+    cap = min(free, vram or free)
+    budget = int(cap * (1 - KEPT_FREE))
     if needs.whole() <= budget:
-        return Choice(place, f"{why} and the whole pack fits", window, budget=budget)
+        longest = needs.longest(budget, window)
+        return Choice(place, f"{why} and the whole pack fits", longest, budget=budget, cap=cap)
     if wanted == "auto" and budget < needs.least():
-        return Choice(
-            "cpu", f"{why} with {size(budget)} to use, of which {size(needs.least())} would be needed", window
-        )
-    why += f"; with {size(budget)} of its memory it holds a pool of rows, since all would take {size(needs.whole())}"
+        return Choice("cpu", f"{why} with {size(budget)} to use, and {size(needs.least())} is needed", window)
+    why += f"; with {size(budget)} of its memory it holds a pool of rows, since all need {size(needs.whole())}"
 
     def make(wanted: Wanted) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
@@ -190,7 +213,7 @@ def choose(
 
         return _measured(Ends(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
 
-    return _pooled(place, why, needs, window, budget, make)
+    return dataclasses.replace(_pooled(place, why, needs, window, budget, make), cap=cap)
 
 
 def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[Wanted], Device]) -> Choice:
@@ -217,10 +240,12 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate) or float(rate[:-2]) <= 0:
         raise UsageError(
-            f"The device {wanted!r} cannot be used", "", f'Name the rate of its link, as in "{THROTTLED}8gb".'
+            f"The device {wanted!r} cannot be used", "", f'Give the rate of its link, as in "{THROTTLED}8gb".'
         )
     if vram is None:
-        raise UsageError(f"{wanted} has no memory of its own", "", "Say how much of RAM stands for it: --vram 1gb.")
+        raise UsageError(
+            f"{wanted} has no memory of its own", "", "Give the amount of RAM that stands for it, such as --vram 1gb."
+        )
     speed = float(rate[:-2]) * 1e9
 
     def make(transfer: Wanted) -> Device:
@@ -245,7 +270,7 @@ def _measured(ends: Ends, wanted: Wanted, layers: Sequence[PackedLayer]) -> Devi
 
 
 def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
-    """The pool and the device of a choice; None where it has no pool."""
+    """The pool and the device of a choice; None where there is no pool."""
     if choice.rows is None or choice.make is None or choice.needs is None:
         return None
     fixed = {"up": choice.needs.up, "dense": choice.needs.dense}

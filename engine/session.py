@@ -31,6 +31,7 @@ from .events import (
     Unload,
     Unloaded,
 )
+from .exhausted import explained
 from .importing import import_torch
 
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ class Session:
                 self._fail(error.title, error.cause, error.hint, command, error.exit_code)
             # The thread's border: whatever goes wrong below must reach the user, and the engine must live on.
             except Exception as error:  # noqa: BLE001
+                if (told := explained(error)) is not None:
+                    _log.warning("%s: %s", type(command).__name__, error)
+                    self._fail(told.title, told.cause, told.hint, command, told.exit_code)
+                    continue
                 _log.exception("%s failed", type(command).__name__)
                 title = "The answer broke off" if isinstance(command, Generate) else "The engine failed"
                 hint = "This is a fault of floe-chat; the log has the details. Try again, or load the model anew."

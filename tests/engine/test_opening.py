@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import hardware, opening
+from floe_chat.engine import hardware, opening, step
 from floe_chat.engine.devices import VirtualDevice
 from floe_chat.engine.hardware import Gpu
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.opening import Choice, Needs
+from floe_chat.engine.step import LibraryDecoder
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packed import PackedModel
@@ -79,6 +81,64 @@ def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
     assert long.beside(1 << 40, 512) == (512 * needs.kv, 512)
 
 
+def test_where_all_rows_are_on_the_device_a_chat_is_no_longer_than_the_memory_left(needs: Needs) -> None:
+    """There is no pool that could give way: what was not there ended an answer as "a fault of floe-chat"."""
+    long = replace(needs, context=100)
+    assert long.longest(long.whole(), 512) == 100
+    token = long.whole() - replace(long, context=99).whole()
+    assert token >= long.kv  # as keys and values grow, a part of them is there twice
+    assert long.longest(long.whole() + 3 * token, 512) == 103
+    assert long.longest(1 << 40, 512) == 512
+
+
+def test_the_window_of_a_gpu_that_holds_all_follows_the_limit(
+    monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs
+) -> None:
+    a_gpu(monkeypatch, 1 << 30)
+    monkeypatch.setattr(opening, "CONTEXT", 100)
+    short = replace(needs, context=100)
+    tight = choose("auto", round(short.whole() / (1 - opening.KEPT_FREE)) + 1)
+    assert tight.rows is None and tight.window == 100
+    assert choose("auto").window == 512
+
+
+def test_a_limit_of_gpu_memory_is_enforced_also_where_the_whole_pack_fits(
+    monkeypatch: pytest.MonkeyPatch, choose: Choose
+) -> None:
+    a_gpu(monkeypatch, 1 << 30)
+    shares: list[tuple[float, str]] = []
+
+    def note(share: float, place: str) -> None:
+        shares.append((share, place))
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
+    for limit in (256 << 20, None):
+        choice = choose("auto", limit)
+        assert choice.rows is None and choice.budget is not None and choice.budget < (limit or 1 << 30)
+        choice.enforce()
+    assert shares == [((256 << 20) / (12 << 30), "cuda:0"), ((1 << 30) / (12 << 30), "cuda:0")]
+    choose("cpu").enforce()
+    choose("throttled:1gb", 64 << 20).enforce()
+    assert len(shares) == 2
+
+
+def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tiny_pack: Path, needs: Needs
+) -> None:
+    """It takes nothing from the pool, so that a longer window was promised memory that it could not get."""
+
+    def library(model: Any, _window: int) -> LibraryDecoder:
+        return LibraryDecoder(model)
+
+    monkeypatch.setattr(opening, "CONTEXT", 64)
+    monkeypatch.setattr(step, "choose", library)
+    short = replace(needs, context=64)
+    loaded, told = load(tiny_pack, None, "throttled:1gb", silent, vram=short.least(), library=True)
+    assert loaded.window == told.context_window == 64
+    assert answer(loaded, [1, *range(40, 70)], max_new_tokens=200).reason == "context"
+    loaded.close()
+
+
 def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
     with pytest.raises(UsageError) as refused:
         needs.pool(needs.least() - 1)
@@ -89,13 +149,15 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     a_gpu(monkeypatch, 1 << 30)
     whole = choose("auto")
     assert whole.place == "cuda:0" and whole.rows is None and "whole pack fits" in whole.why
+    assert whole.cap == 1 << 30 and whole.budget == int((1 << 30) * (1 - opening.KEPT_FREE))
     least = needs.least()
-    part = choose("cuda", least + 5 * needs.row)
+    limit = round((least + 5.5 * needs.row) / (1 - opening.KEPT_FREE))
+    part = choose("cuda", limit)
     assert part.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
-    assert part.budget == least + 5 * needs.row and whole.budget == int((1 << 30) * (1 - opening.KEPT_FREE))
+    assert part.cap == limit and part.budget == int(limit * (1 - opening.KEPT_FREE))
     # Too little for anything: by itself the CPU is taken, and says why; who asks for the GPU is told.
     nothing = choose("auto", least - 1)
-    assert nothing.place == "cpu" and nothing.rows is None and "would be needed" in nothing.why
+    assert nothing.place == "cpu" and nothing.rows is None and "is needed" in nothing.why
     assert nothing.budget is None
     with pytest.raises(UsageError, match="too little"):
         choose("cuda", least - 1)

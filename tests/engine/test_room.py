@@ -201,7 +201,7 @@ def test_more_than_was_planned_is_told_once_and_too_much_is_refused(pack: Path) 
         assert len(shared.notices) == told and shared.lent().numel() == nbytes
         assert shared.pool.capacity == len(shared.rows) == (whole - nbytes) // row
     assert "memory" in shared.notices[0].title
-    with pytest.raises(FloeError, match="too long") as refused:
+    with pytest.raises(FloeError, match="no longer fits") as refused:
         shared.lend(whole - 479 * row)
     assert refused.value.hint and shared.lent().numel() == 70_000  # as it was
     shared.close()

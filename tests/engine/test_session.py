@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from floe_chat.engine.events import (
     Cancel,
     Command,
@@ -122,6 +123,31 @@ def test_what_cannot_be_loaded_this_way_is_a_usage_error(tiny_pack: Path, preset
         engine.send(Load(str(tiny_pack), preset, device))
         failed = explained(engine.until((Failed, Loaded)))
     assert failed.exit_code == 2 and failed.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "title"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "The graphics card ran out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "This computer ran out of memory"),
+        (MemoryError(), "This computer ran out of memory"),
+    ],
+    ids=["gpu", "torch", "python"],
+)
+def test_memory_that_runs_out_is_an_ordinary_outcome(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, title: str
+) -> None:
+    def out(*_arguments: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MoELayer, "forward", out)
+        layer_by_layer(patch)
+        engine.send(asking(1, PROMPT))
+        failed = explained(engine.end_of(1))
+    assert failed.title == title and "new chat" in failed.hint and "fault" not in failed.hint
+    engine.send(asking(2, PROMPT))
+    assert isinstance(engine.end_of(2), Finished)
 
 
 def test_the_engine_survives_a_fault_in_a_layer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

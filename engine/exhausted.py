@@ -1,0 +1,28 @@
+"""Memory that ran out, in words: an ordinary outcome of a large model or a long chat, and no fault of the program."""
+
+from __future__ import annotations
+
+from ..models.errors import FloeError
+
+_ON_CPU = "can't allocate memory"  # what torch's allocator of RAM says, in a plain RuntimeError
+
+
+def explained(error: Exception) -> FloeError | None:
+    """What a person should know of an error that means that memory ran out; None for any other error.
+
+    torch is not imported here, so its error is known by name.
+    """
+    if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+        return FloeError(
+            "The graphics card ran out of memory",
+            "The model, this chat and what computes them need more than may be used.",
+            "Start a new chat, close other programs that use the card, or load the model with a lower --vram: more of "
+            "it then stays in RAM.",
+        )
+    if isinstance(error, MemoryError) or _ON_CPU in str(error):
+        return FloeError(
+            "This computer ran out of memory",
+            "The model, this chat and other programs need more RAM than there is.",
+            "Close other programs, start a new chat, or choose a smaller model.",
+        )
+    return None
