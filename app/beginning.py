@@ -14,7 +14,7 @@ from . import model_choice
 from .arguments import memory_size, sampling_from
 from .chat_client import ChatClient
 from .settings import fill
-from .settings_file import read, settings_file
+from .settings_file import read, settings_file, with_installed_model
 from .widgets.plain import printable
 
 if TYPE_CHECKING:
@@ -62,10 +62,12 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     """
     if last and chat is not None:
         raise click.UsageError("--continue opens the last chat. Give either --continue or --chat N.")
-    found = read(settings_file())
-    for problem in found.problems:
-        click.echo(printable(f"floe-chat: {settings_file()}: {problem} ({problem.effect})"), err=True)
     given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    found = read(settings_file())
+    if "model" not in given:
+        found = with_installed_model(found, settings_file())
+    for problem in found.problems:
+        click.echo(printable(f"floe-chat: {settings_file()}: {problem}; {problem.effect}"), err=True)
     options = fill(options, given, found.settings)
     saved = model_choice.saved_chat(chat) if last or chat is not None else None
     own_model, remark = "model" not in given, ""

@@ -29,7 +29,7 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
         raise UsageError(f"{name} cannot be {value!r}", "It is a number.", "Example: /set temperature 0.3") from error
     key = next((key for key in KEYS if key.field == name), None)
     if key is not None and (trouble := key.trouble(number)):
-        raise UsageError(f"{name} cannot be {value}", f"{trouble[:1].upper()}{trouble[1:]}.")
+        raise UsageError(f"{name} cannot be {value}", f"It {trouble}.")
     return replace(sampling, **{name: number})
 
 

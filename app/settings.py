@@ -1,13 +1,15 @@
-"""What a person may set, with a default, a range and a description each: one frozen dataclass.
+"""Every setting with its default, range and description: one frozen dataclass.
 
-The same descriptions make the documented file (`settings_file.py`) and the settings screen. The hub's address, tokens
-and proxies are no settings: they come from the environment, as Hugging Face's own tools read them.
+The documented file (`settings_file.py`) and the settings page are made from the same descriptions. The hub's address,
+tokens and proxies are not settings: they come from the environment, as Hugging Face's own tools read them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -18,26 +20,28 @@ from .arguments import memory_size
 
 ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "quit": ("ctrl+q", "Leave floe-chat"),
-        "help": ("f1", "All keys, and the panel's words"),
-        "palette": ("ctrl+p", "Every command by name"),
-        "stop": ("escape", "Stop the answer, or take a waiting question back"),
-        "new_chat": ("ctrl+n", "Begin another chat"),
-        "toggle_panel": ("f2", "The live panel"),
-        "next_preset": ("f3", "The next quality preset"),
-        "quality": ("f4", "The quality dial"),
-        "setup": ("f5", "This chat: instructions, persona, quality, sampling"),
-        "models": ("f6", "Models: installed, begun, and to be had"),
+        "quit": ("ctrl+q", "Quit floe-chat"),
+        "help": ("f1", "Keys, commands and the words of the panel"),
+        "palette": ("ctrl+p", "All commands by name"),
+        "stop": ("escape", "Stop the answer, or take back a queued question"),
+        "new_chat": ("ctrl+n", "Start a new chat"),
+        "toggle_panel": ("f2", "Show the live panel in full, compact, or not at all"),
+        "next_preset": ("f3", "Switch to the next quality preset"),
+        "quality": ("f4", "Quality: presets, and every value by hand"),
+        "setup": ("f5", "This chat: system prompt, persona, quality, sampling"),
+        "models": ("f6", "Models: installed, unfinished, and available"),
         "experts": ("f9", "Experts, layer by layer"),
-        "history": ("ctrl+r", "Earlier chats, and the search in them"),
+        "history": ("ctrl+r", "Earlier chats, and a search in them"),
         "regenerate": ("ctrl+t", "Answer the last question again"),
         "copy": ("ctrl+o", "Copy the last answer"),
-        "newline": ("ctrl+j", "A new line in the question"),
+        "newline": ("ctrl+j", "Start a new line in the question"),
         "editor": ("ctrl+g", "Write the question in $EDITOR"),
-        "redraw": ("ctrl+l", "Draw the screen anew"),
+        "redraw": ("ctrl+l", "Redraw the screen"),
     }
 )
-"""What has a key: the key it has by default (several: with commas between), and what it does."""
+"""What can have a key: its default key (or several, separated by commas), and what it does."""
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?|sim:\S+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,10 @@ class Key:
 
     Attributes:
         name: in the file, with its table, such as "sampling.top_p". field: in `Settings`.
-        default: None where the model or the machine decides, as `unset` says. example: a value to show then.
+        default: None where the model or the machine decides, as `unset` says. example: the value shown in that case.
         description: one or two sentences.
-        low, high: the range of a number, both included, but for `above_low`. choices: all that a text may be, if known.
+        low, high: the range of a number, both included, except for `above_low`. choices: every value of a text that
+            has few.
     """
 
     name: str
@@ -65,41 +70,66 @@ class Key:
 
     @property
     def values(self) -> str:
-        """What it may be, in words; "" where any text will do."""
+        """The values that it accepts, in words; "" where any text will do."""
         if self.choices:
             return ", ".join(self.choices)
         if self.kind in (bool, str):
             return "true or false" if self.kind is bool else ""
-        return f"{'above ' if self.above_low else ''}{self.low:,g} to {self.high:,.0f}"
+        if self.above_low:
+            return f"above {self.low:,g}, at most {self.high:,.0f}"
+        return f"{self.low:,g} to {self.high:,.0f}"
 
     def trouble(self, value: Any) -> str:
-        """Why `value` cannot be this setting, or ""."""
+        """What is wrong with `value`, as the rest of a sentence: "must be 0 to 5"; or ""."""
         if type(value) is not self.kind and not (self.kind is float and type(value) is int):
             kinds = {str: 'text in quotes, such as "this"', int: "a whole number", float: "a number"}
-            return f"it has to be {kinds.get(self.kind, self.values)}"
+            return f"must be {kinds.get(self.kind, self.values)}"
         if isinstance(value, str):
             return self._trouble_of_text(value)
         above = value > self.low if self.above_low else value >= self.low
         if not isinstance(value, bool) and not (above and value <= self.high):
-            return f"it has to be {self.values}"
+            return f"must be {self.values}"
         return ""
+
+    def typed(self, text: str) -> Any:
+        """The value that a person means by `text`; None if it is blank.
+
+        Raises:
+            UsageError: it cannot be this setting.
+        """
+        text = text.strip()
+        if not text:
+            return None
+        value: Any = text
+        if self.kind is bool:
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        elif self.kind is not str:
+            with suppress(ValueError):
+                value = self.kind(text)
+        same_kind = isinstance(value, self.kind)
+        if trouble := self.trouble(value) if same_kind else f"must be {self.values}":
+            shown = text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+            raise UsageError(f"{self.name} cannot be {shown!r}", f"It {trouble}.")
+        return value
 
     def _trouble_of_text(self, value: str) -> str:
         if self.choices and value not in self.choices:
-            return f"it has to be one of {self.values}"
+            return f"must be one of {self.values}"
+        if self.field == "device" and not _DEVICE.fullmatch(value):
+            return "must be auto, cpu, cuda, or one card such as cuda:1"
         if self.field == "vram":
             try:
                 memory_size(value)
-            except UsageError as error:
-                return f"{error.title}; write it such as 10gb"
+            except UsageError:
+                return "must be a size such as 10gb"
         if self.field != "system_prompt" and not value.isprintable():
-            return "it holds control characters"
-        return "" if value or self.default == "" else "it is empty"
+            return "contains control characters"
+        return "" if value or self.default == "" else "is empty"
 
 
 @dataclass(frozen=True, slots=True)
 class Persona:
-    """Instructions under a name, and the sampling values that go with them; None leaves what is in force."""
+    """A system prompt under a name, with sampling values of its own; None leaves a value as it is."""
 
     system_prompt: str = ""
     temperature: float | None = None
@@ -128,6 +158,7 @@ def _key(
 
 
 _MODELS_OWN = "the model's own value, or {}"
+_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,29 +166,40 @@ class Settings:
     """All settings; `KEYS` describes the plain ones.
 
     Attributes:
-        keys: for every action of `ACTIONS` its key. personas: by name.
+        keys: the key of every action of `ACTIONS`. personas: by name.
     """
 
-    model: str = _key("chat.model", "demo", "Which model answers: a name that `floe-chat doctor` lists, or a folder.")
+    model: str = _key(
+        "chat.model",
+        "demo",
+        "The model to start with: a name that `floe-chat models` lists, or the folder of a packed model. "
+        "Choosing a model on the screen changes this.",
+    )
     preset: str | None = _key(
         "chat.preset",
         None,
-        "Quality against speed; a chat can change it.",
-        unset="Balanced, or what the model has",
+        "The quality preset: Exact answers best, Fast answers soonest. A chat can change it.",
+        unset="Balanced, or the model's own",
         example="Balanced",
         choices=("Exact", "High", "Balanced", "Fast"),
     )
-    device: str = _key("chat.device", "auto", "Where to compute: auto, cpu, cuda or cuda:1.")
+    device: str = _key(
+        "chat.device", "auto", "Where the model runs: auto, cpu, cuda, or one of several cards, such as cuda:1."
+    )
     vram: str | None = _key(
-        "chat.vram", None, "The most GPU memory to use.", unset="what is free when the model loads", example="10gb"
+        "chat.vram",
+        None,
+        "The most GPU memory to use, such as 10gb.",
+        unset="all that is free when the model loads",
+        example="10gb",
     )
     max_tokens: int = _key("chat.max_tokens", 512, "The longest answer, in tokens.", low=1, high=MOST_TOKENS)
-    system_prompt: str = _key("chat.system_prompt", "", "Instructions that precede every new chat.")
-    persona: str = _key("chat.persona", "", "The persona of a new chat: a name from the personas below.")
+    system_prompt: str = _key("chat.system_prompt", "", "The system prompt of new chats.")
+    persona: str = _key("chat.persona", "", "The persona of new chats: the name of one of the personas below.")
     temperature: float | None = _key(
         "sampling.temperature",
         None,
-        "How freely words are drawn; 0 always takes the likeliest.",
+        "How much answers vary: 0 always takes the most likely token.",
         unset=_MODELS_OWN.format(0.7),
         example=0.7,
         low=0,
@@ -166,7 +208,7 @@ class Settings:
     top_k: int | None = _key(
         "sampling.top_k",
         None,
-        "Draw among so many of the likeliest tokens; 0 is off.",
+        "Sample from this many of the most likely tokens; 0 is off.",
         unset=_MODELS_OWN.format(0),
         example=0,
         low=0,
@@ -175,7 +217,7 @@ class Settings:
     top_p: float | None = _key(
         "sampling.top_p",
         None,
-        "Draw among the likeliest tokens up to this sum; 1 is off.",
+        "Sample from the most likely tokens whose probabilities add up to this; 1 is off.",
         unset=_MODELS_OWN.format(1),
         example=1.0,
         low=0,
@@ -185,7 +227,7 @@ class Settings:
     min_p: float | None = _key(
         "sampling.min_p",
         None,
-        "Drop tokens below this share of the likeliest; 0 is off.",
+        "Leave out tokens below this share of the most likely one's probability; 0 is off.",
         unset=_MODELS_OWN.format(0.05),
         example=0.05,
         low=0,
@@ -194,28 +236,30 @@ class Settings:
     repetition_penalty: float | None = _key(
         "sampling.repetition_penalty",
         None,
-        "Above 1 avoids repeats.",
+        "Values above 1 make repeated words less likely; 1 is off.",
         unset=_MODELS_OWN.format(1),
         example=1.0,
         low=0,
         high=10,
         above_low=True,
     )
-    theme: str = _key("screen.theme", "floe", "The colours; the palette's Theme shows those there are.")
-    panel: str = _key("screen.panel", "full", "The live panel at the start.", choices=("compact", "full", "hidden"))
-    save_history: bool = _key("history.save", True, "Whether chats are kept on this machine.")
+    theme: str = _key("screen.theme", "floe", "The colours; the settings page lists the themes.")
+    panel: str = _key(
+        "screen.panel", "full", "The live panel when floe-chat starts.", choices=("full", "compact", "hidden")
+    )
+    save_history: bool = _key("history.save", True, "Save chats on this machine.")
     models_folder: str | None = _key(
         "folders.models",
         None,
-        "Where packed models lie.",
-        unset="floe-chat's data folder; `floe-chat paths` shows it",
+        "The folder of packed models.",
+        unset="in floe-chat's data folder; `floe-chat paths` shows it",
         example="/data/models",
     )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: key for name, (key, _does) in ACTIONS.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
 
     def with_persona(self, name: str) -> Settings:
-        """These settings with the instructions and sampling values of persona `name`; "" changes nothing.
+        """These settings with the system prompt and sampling values of persona `name`; "" changes nothing.
 
         Raises:
             UsageError: there is no such persona.
@@ -223,8 +267,8 @@ class Settings:
         if not name:
             return self
         if name not in self.personas:
-            known = ", ".join(self.personas) or "none yet"
-            raise UsageError(f"There is no persona {name!r}", f"Known: {known}.", "Add it to the settings file.")
+            known = f"Personas: {', '.join(self.personas)}." if self.personas else "There are no personas yet."
+            raise UsageError(f"There is no persona {name!r}", known, "Add it to the settings file.")
         given = {field: value for field, value in asdict(self.personas[name]).items() if value not in (None, "")}
         return replace(self, persona=name, **given)
 
@@ -238,12 +282,12 @@ _OPTIONS = {"system": "system_prompt"}  # where the command line calls a setting
 
 
 def fill(options: Mapping[str, Any], given: Collection[str], settings: Settings) -> dict[str, Any]:
-    """The command line's `options`, where those that were not `given` come from `settings` and its persona.
+    """The command line's `options`; those that were not `given` come from `settings` and its persona.
 
-    What neither sets keeps the option's own default. Options that are no settings are passed on.
+    An option that neither sets keeps its default. Options that are not settings are passed on.
 
     Raises:
-        UsageError: the settings name a persona that there is not.
+        UsageError: the settings name a persona that does not exist.
     """
     chosen = settings.with_persona(settings.persona)
     known = {key.field for key in KEYS}

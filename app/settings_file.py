@@ -1,24 +1,25 @@
-"""The settings file: TOML, documented, the person's own; the program changes only the values it was told to change."""
+"""The settings file: documented TOML that belongs to the person. The program changes only the values it is asked to."""
 
 from __future__ import annotations
 
-import errno
 import re
-import stat
+import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
-from ..models import private_file
+from ..models import catalog, private_file
 from ..models.errors import FloeError, TryAgainError, UsageError
 from .settings import ACTIONS, KEYS, Key, Persona, Settings
-from .settings_check import FIELD_KEYS, Problem, check, trouble_with
+from .settings_check import FIELD_KEYS, Problem, check, trouble_with, whole_file
+from .toml_outline import Outline
 
 _LOCK_SECONDS = 5.0
+_WIDTH = 88  # columns of a comment in a new file
 _LARGEST = 1 << 20  # bytes of a settings file
 
 _Path = tuple[str, ...]
@@ -26,39 +27,62 @@ _Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The settings in force, and what of the file could not be taken: the defaults stand in for that alone."""
+    """The settings in force, and the problems of the file: only the settings they name have their defaults instead."""
 
     settings: Settings
     problems: tuple[Problem, ...] = ()
 
 
 def settings_file() -> Path:
-    """Where the settings lie."""
+    """The settings file of this user."""
     return Path(platformdirs.user_config_dir("floe-chat", appauthor=False)) / "settings.toml"
 
 
 def read(file: Path) -> Read:
-    """The settings in `file`, or the defaults if there is none; the file is not touched."""
+    """The settings in `file`, or the defaults if there is none; the file is not changed."""
     try:
-        text = _content(file).decode("utf-8-sig")
+        text = private_file.read(file, _LARGEST).decode("utf-8-sig")
     except FileNotFoundError:
         return Read(Settings())
     except OSError as error:
-        return Read(Settings(), (Problem(None, "", f"it cannot be read: {error.strerror}"),))
+        return Read(Settings(), (whole_file(None, f"it cannot be read: {error.strerror}"),))
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        return Read(Settings(), (Problem(line, "", "it is not UTF-8 text"),))
+        return Read(Settings(), (whole_file(line, "it is not UTF-8 text"),))
     return Read(*check(text))
+
+
+def with_installed_model(found: Read, file: Path) -> Read:
+    """What `read(file)` found, with the demo in the place of a model that is not installed, and a problem that says so.
+
+    Models are looked for in the folder that was chosen (`catalog.use_models_folder`).
+    """
+    model = found.settings.model
+    try:
+        catalog.find(model)
+    except FloeError as error:
+        reason = f"{model!r} is not installed" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
+        line = _line_of(file, ("chat", "model"))
+        problem = Problem(line, "chat.model", reason, f"the model {catalog.DEMO} is used")
+        return Read(replace(found.settings, model=catalog.DEMO), (*found.problems, problem))
+    return found
+
+
+def _line_of(file: Path, path: _Path) -> int | None:
+    try:
+        return Outline.of(private_file.read(file, _LARGEST).decode("utf-8-sig")).line(path)
+    except (OSError, ValueError):
+        return None
 
 
 def change(file: Path, values: Mapping[str, Any]) -> None:
     """Set the settings `values`, such as {"sampling.top_p": 0.9, "keys.quit": "f10"}; None unsets one.
 
-    All else in the file stays as it is, comments too; a file that is not there is begun as the documented one. What
-    another floe-chat changes at the same time is not lost.
+    Everything else in the file stays as it is, comments too. A file that does not exist begins as the documented one.
+    Changes that another floe-chat makes at the same time are not lost.
 
     Raises:
-        UsageError: a value or name that cannot be, or a mistake in the file, which is then left alone.
+        UsageError: an impossible value, no such setting, or a mistake in the file, which then is not changed.
         TryAgainError: another program is writing it. FloeError: it cannot be written.
     """
     for name, value in values.items():
@@ -68,9 +92,9 @@ def change(file: Path, values: Mapping[str, Any]) -> None:
 
 
 def change_persona(file: Path, name: str, persona: Persona | None) -> None:
-    """Set the persona `name`, or take it away (None). Raises as `change` does."""
+    """Set the persona `name`, or delete it (None). Raises as `change` does."""
     if not name.strip() or not name.isprintable():
-        raise UsageError("A persona needs a name", "", "Give it a word or a few.")
+        raise UsageError("A persona needs a name", "", "Give it a short name.")
     values = {} if persona is None else asdict(persona)
     for field, value in values.items():
         _need(field, "" if value is None else FIELD_KEYS[field].trouble(value), value)
@@ -79,9 +103,10 @@ def change_persona(file: Path, name: str, persona: Persona | None) -> None:
 
 
 def documented() -> str:
-    """The file as it is begun: every setting explained, and commented out at its default."""
+    """A new file: every setting explained, and commented out at its default."""
     lines = [
-        "# Settings of floe-chat. What is commented out is the default; the command line's options come first.",
+        "# Settings of floe-chat. To change one, remove the # in front of its line.",
+        "# Options on the command line take precedence over this file.",
         "",
     ]
     table = ""
@@ -90,11 +115,11 @@ def documented() -> str:
             table = key.name.split(".")[0]
             lines += [f"[{table}]"]
         lines += _explained(key)
-    lines += ["[keys]", '# Several keys for one action: with commas between, such as "f10,ctrl+q".']
+    lines += ["[keys]", '# An action can have several keys, separated by commas, such as "f10,ctrl+q".']
     lines += [f'#{action} = "{key}"  # {does}' for action, (key, does) in ACTIONS.items()]
     lines += [
         "",
-        "# Personas: instructions under a name, with sampling values of their own where wanted.",
+        "# Personas: a system prompt under a name; sampling values can be added.",
         "#[personas.Tutor]",
         '#system_prompt = "Explain in small steps, and ask me what I think comes next."',
         "#temperature = 0.5",
@@ -103,60 +128,113 @@ def documented() -> str:
 
 
 def _explained(key: Key) -> list[str]:
-    facts = [key.description]
-    if key.values:
-        facts.append(f"{key.values[:1].upper()}{key.values[1:]}.")
-    if key.unset:
-        facts.append(f"Not set: {key.unset}.")
+    facts = f"Values: {key.values}. " if key.values else ""
+    facts += f"If not set: {key.unset}." if key.unset else ""
+    said = [line for text in (key.description, facts) for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False)]
     shown = str(key.example).lower() if isinstance(key.example, bool) else key.example
     literal = f'"{shown}"' if key.kind is str else shown
-    return [f"# {' '.join(facts)}", f"#{key.name.split('.')[1]} = {literal}", ""]
+    return [*(f"# {line}" for line in said), f"#{key.name.split('.')[1]} = {literal}", ""]
 
 
 def _need(name: str, trouble: str, value: Any) -> None:
     if trouble:
-        raise UsageError(f"{name} cannot be {value!r}", f"{trouble[:1].upper()}{trouble[1:]}.")
+        raise UsageError(f"{name} cannot be {value!r}", f"It {trouble}.")
 
 
 def _edit(file: Path, edit: Callable[[str], str]) -> None:
-    """Replace the file by what `edit` makes of its text, at once, with nobody else in between."""
+    """Replace the file by what `edit` makes of its text, in one step that no other program can interrupt."""
     import filelock
 
     real = file.resolve()  # people keep such files elsewhere and link to them
     try:
-        real.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_file.make_folder(real.parent)
         with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=_LOCK_SECONDS, mode=0o600):
             try:
-                text = _content(real).decode("utf-8-sig")
+                text = private_file.read(real, _LARGEST).decode("utf-8-sig")
+                Outline.of(text)
                 tomllib.loads(text)
             except FileNotFoundError:
                 text = documented()
             except (ValueError, RecursionError) as error:
                 problem = read(real).problems[0]
-                raise UsageError(f"{file} has a mistake and was left as it is", f"{problem}.", "Correct it.") from error
-            private_file.replace(real, edit(text))
+                raise UsageError(f"{file} has a mistake and was not changed", f"{problem}.", "Correct it.") from error
+            try:
+                changed = edit(text)
+            except _UnchangeableError as error:
+                raise _unchangeable(file, text, error.path) from error
+            private_file.replace(real, changed)
     except filelock.Timeout as error:
-        raise TryAgainError("The settings are being written", f"By another program: {file}.", "Try again.") from error
+        cause = f"Another program is writing {file}."
+        raise TryAgainError("The settings are locked", cause, "Try again.") from error
     except OSError as error:
         cause = f"{file}: {error.strerror or error}."
-        raise FloeError("The settings cannot be saved", cause, "Give yourself the right to write there.") from error
+        hint = "Free some space on that disk." if error.errno in private_file.FULL else "Make it writable."
+        raise FloeError("The settings cannot be saved", cause, hint) from error
 
 
-def _content(file: Path) -> bytes:
-    """Raises OSError: it cannot be read, or is nothing that anybody would keep settings in."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no ordinary file", str(file))  # a pipe would be waited for
-    if found.st_size > _LARGEST:
-        raise OSError(errno.EFBIG, f"it has more than {_LARGEST >> 20} MB", str(file))
-    return file.read_bytes()
+def _unchangeable(file: Path, text: str, path: _Path) -> UsageError:
+    name = ".".join(path)
+    line, (_settings, problems) = Outline.of(text).line(path), check(text)
+    reason = next((str(problem) for problem in problems if f"{name}.".startswith(f"{problem.name}.")), "")
+    where = f"line {line}" if line is not None else "the file"
+    cause = f"{reason}." if reason else f"{where} has a form that floe-chat cannot change."
+    return UsageError(f"{file} was not changed", f"{cause[:1].upper()}{cause[1:]}", f"Set {name} there by hand.")
 
 
 def _with_values(text: str, values: Mapping[_Path, Any]) -> str:
-    """`text` with `values` at their places; None takes one away."""
+    """`text` with `values` in their places; None removes one.
+
+    Raises:
+        _UnchangeableError: the text says it in a form that cannot be changed without changing something else.
+    """
+    for path, value in values.items():
+        text = _with_value(text, path, value)
+    return text
+
+
+def _with_value(text: str, path: _Path, value: Any) -> str:
+    before = _flat(tomllib.loads(text))
+    wanted = {key: known for key, known in before.items() if key[: len(path)] != path}
+    if value is not None:
+        if any(len(key) > len(path) and key[: len(path)] == path for key in before):
+            raise _UnchangeableError(path)  # a table has its name
+        value = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        wanted[path] = repr(value)
+    if wanted == before:
+        return text
+    for write in (_uncommented, _edited):
+        changed = write(text, path, value)
+        if changed is not None and _means(changed, wanted):
+            return changed
+    raise _UnchangeableError(path)
+
+
+class _UnchangeableError(ValueError):
+    def __init__(self, path: _Path) -> None:
+        super().__init__(".".join(path))
+        self.path = path
+
+
+def _flat(values: Mapping[str, Any], above: _Path = ()) -> dict[_Path, str]:
+    """Every value of a document, as Python writes it, by its path."""
+    found: dict[_Path, str] = {}
+    for name, value in values.items():
+        found |= _flat(value, (*above, name)) if isinstance(value, dict) else {(*above, name): repr(value)}
+    return found
+
+
+def _means(text: str, wanted: Mapping[_Path, str]) -> bool:
+    try:
+        return _flat(tomllib.loads(text)) == wanted
+    except (ValueError, RecursionError):
+        return False
+
+
+def _edited(text: str, path: _Path, value: Any) -> str | None:
+    """`text` as tomlkit changes it; None where it cannot."""
     import tomlkit
 
-    for path, value in values.items():
+    try:
         document = tomlkit.parse(text)
         table: Any = document
         for name in path[:-1]:
@@ -165,27 +243,27 @@ def _with_values(text: str, values: Mapping[_Path, Any]) -> str:
             table = table.get(name, {})
         if value is None:
             table.pop(path[-1], None)
-        elif path[-1] in table or (uncommented := _uncommented(text, path, _item(value))) is None:
-            table[path[-1]] = _item(value)
         else:
-            text = uncommented
-            continue
-        text = tomlkit.dumps(document)
-    return text
+            table[path[-1]] = _item(value)
+        return tomlkit.dumps(document)
+    # tomlkit fails in many ways at files that are unusual but right; `_means` looks at what it returns.
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def _item(value: Any) -> Any:
     import tomlkit
 
     if isinstance(value, str):
-        value = value.encode("utf-8", "replace").decode()
         several = "\n" in value and "\r" not in value and not value.startswith("\n")
         return tomlkit.string(value, multiline=several)
     return tomlkit.item(value)
 
 
-def _uncommented(text: str, path: _Path, item: Any) -> str | None:
+def _uncommented(text: str, path: _Path, value: Any) -> str | None:
     """`text` with the line that shows the default, commented out in its table, replaced; None if there is none."""
+    if value is None:
+        return None
     header, comment = re.compile(r"\s*\["), re.compile(rf"#\s*{re.escape(path[-1])}\s*=")
     lines = text.split("\n")
     try:
@@ -196,18 +274,6 @@ def _uncommented(text: str, path: _Path, item: Any) -> str | None:
         if header.match(lines[at]):
             return None
         if comment.match(lines[at]):
-            lines[at] = f"{path[-1]} = {item.as_string()}"
-            changed = "\n".join(lines)
-            return changed if _holds(changed, path, item) else None
+            lines[at] = f"{path[-1]} = {_item(value).as_string()}"
+            return "\n".join(lines)
     return None
-
-
-def _holds(text: str, path: _Path, value: Any) -> bool:
-    # The line may have stood inside a text of several lines, where it is no comment.
-    try:
-        at: Any = tomllib.loads(text)
-        for name in path:
-            at = at[name]
-    except (ValueError, KeyError, TypeError):
-        return False
-    return bool(at == value)

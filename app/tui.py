@@ -34,7 +34,7 @@ from .screens.chat_view import ChatView
 from .screens.commands import Command
 from .screens.too_small import SMALLEST, TooSmallScreen
 from .settings import ACTIONS, Settings
-from .settings_file import Read, change, read, settings_file
+from .settings_file import Read, change, read, settings_file, with_installed_model
 from .setups import Setups, first_run
 from .terminal import EXIT_SIGNAL, Terminal
 from .widgets.background import in_background
@@ -96,7 +96,7 @@ class FloeChatApp(App[int]):
         super().__init__()
         self._terminal, self._reopened = terminal, reopened
         self._file = settings
-        self._settings = read(settings) if settings else Read(Settings())
+        self._settings = with_installed_model(read(settings), settings) if settings else Read(Settings())
         own = self._settings.settings
         kept = history or History(None)
         self._bridge = EngineBridge(client, kept)
@@ -155,14 +155,14 @@ class FloeChatApp(App[int]):
         self._tell_problems()
 
     def _tell_problems(self) -> None:
-        """Say in one toast what of the settings cannot be used: several would cover the text field."""
+        """Show in one toast which settings cannot be used: several would cover the text field."""
         if not (problems := self._settings.problems):
             return
-        told = [f"{problem} ({problem.effect})." for problem in problems[:_TOLD]]
+        told = [f"{problem}; {problem.effect}." for problem in problems[:_TOLD]]
         if len(problems) > _TOLD:
-            told.append(f"And {len(problems) - _TOLD} more: /settings shows them all.")
+            told.append(f"{len(problems) - _TOLD} more: /settings shows them all.")
         self.notify(
-            "\n".join([f"{self._file}:", *told, "The file was left as it is."]),
+            "\n".join([f"{self._file}:", *told, "The file was not changed."]),
             title="A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used",
             severity="warning",
             timeout=15,

@@ -15,7 +15,7 @@ from .errors import FloeError, UsageError
 
 MODE = 0o600
 
-_FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
+FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 # Opening a pipe would otherwise wait for its other end. Windows has neither flag, and needs O_BINARY.
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 
@@ -148,7 +148,7 @@ def _close(path: Path, mode: int) -> None:
 
 def unwritable(file: Path, error: OSError) -> FloeError:
     """Why `file` cannot be written, for a person."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         cause, hint = f"There is no room left in {file.absolute().parent}.", "Free some space on that disk."
         return FloeError(f"{file} cannot be written", cause, hint)
     return UsageError(f"{file} cannot be written", f"{error.strerror or error}.", "Give another path.")

@@ -33,17 +33,8 @@ class Setting(Input):
         self.saved = self.value
 
     def parsed(self) -> Any:
-        """What was written, as the setting's kind; None where nothing was. Raises ValueError: it cannot be that."""
-        text = self.value.strip()
-        if not text:
-            return None
-        if self.key is None or self.key.kind is str:
-            return text
-        if self.key.kind is bool:
-            if text.lower() not in ("true", "false"):
-                raise ValueError("it has to be true or false")
-            return text.lower() == "true"
-        return self.key.kind(text)
+        """The value that was typed; None if the field is blank. Raises UsageError: it cannot be this setting."""
+        return self.key.typed(self.value) if self.key is not None else self.value.strip() or None
 
 
 class SettingsScreen(ModalScreen[None]):
@@ -111,13 +102,11 @@ class SettingsScreen(ModalScreen[None]):
         if field.value == field.saved:
             return True
         if self._file is None:
-            return self._refuse(field, "there is no settings file here")
+            return self._refuse(field, "There is no settings file here")
         try:
             change(self._file, {field.setting: field.parsed()})
         except FloeError as error:
             return self._refuse(field, f"{error.title}. {error.cause} {error.hint}")
-        except ValueError as error:
-            return self._refuse(field, str(error))
         field.saved = field.value
         field.remove_class("-wrong")
         self._found = read(self._file)
@@ -126,7 +115,7 @@ class SettingsScreen(ModalScreen[None]):
 
     def _refuse(self, field: Setting, reason: str) -> bool:
         field.add_class("-wrong")
-        self._meaning.update(f"{field.setting}: {printable(reason)}")
+        self._meaning.update(printable(reason))
         self._meaning.add_class("-wrong")
         return False
 

@@ -16,7 +16,14 @@ import click
 import pytest
 from floe_chat.app.cli import cli
 from floe_chat.app.settings import ACTIONS, KEYS, Key, Persona, Settings, fill
-from floe_chat.app.settings_file import change, change_persona, documented, read, settings_file
+from floe_chat.app.settings_file import (
+    change,
+    change_persona,
+    documented,
+    read,
+    settings_file,
+    with_installed_model,
+)
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.ranges import check
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
@@ -72,15 +79,16 @@ def test_the_documented_file_means_the_defaults_and_so_does_each_of_its_lines(fi
     assert told(file) == []
     assert settings.personas.keys() == {"Tutor"} and settings.keys == Settings().keys
     assert all(getattr(settings, key.field) == key.example for key in KEYS)
-    assert max(map(len, documented().split("\n"))) <= 130
+    assert max(map(len, documented().split("\n"))) <= 90
 
 
 def test_every_key_is_documented_with_a_default_that_it_accepts() -> None:
     assert {key.name for key in KEYS} == GOOD.keys() | {"chat.persona"}
+    said = " ".join(documented().replace("\n# ", " ").split())
     for key in KEYS:
         assert key.description.endswith(".") and not key.trouble(key.example), key.name
         assert (key.default is None) == bool(key.unset) and getattr(Settings(), key.field) == key.default
-        assert key.description in documented()
+        assert key.description in said
     assert all(does in documented() for _key, does in ACTIONS.values())
 
 
@@ -141,41 +149,43 @@ def test_personas_are_added_changed_and_removed(file: Path) -> None:
 
 
 BAD = [
-    ("sampling.top_p", "0", "above 0 to 1"),
-    ("sampling.top_p", "nan", "above 0 to 1"),
+    ("sampling.top_p", "0", "must be above 0, at most 1"),
+    ("sampling.top_p", "nan", "must be above 0, at most 1"),
     ("sampling.top_p", "'much'", "a number"),
     ("sampling.top_p", "true", "a number"),
     ("sampling.top_k", "1.5", "a whole number"),
     ("sampling.top_k", "-1", "0 to 1,000,000"),
     ("sampling.temperature", "-0.1", "0 to 5"),
     ("sampling.min_p", "1.1", "0 to 1"),
-    ("sampling.repetition_penalty", "inf", "above 0 to 10"),
+    ("sampling.repetition_penalty", "inf", "above 0, at most 10"),
     ("chat.max_tokens", "0", "1 to 1,000,000"),
     ("chat.max_tokens", "99999999999999999999", "1 to 1,000,000"),
-    ("chat.preset", "'Best'", "one of Exact, High, Balanced, Fast"),
-    ("chat.vram", "'lots'", "no size of memory"),
-    ("chat.model", "''", "empty"),
+    ("chat.preset", "'Best'", "must be one of Exact, High, Balanced, Fast"),
+    ("chat.vram", "'lots'", "must be a size such as 10gb"),
+    ("chat.model", "''", "is empty"),
     ("chat.model", '"a\\u001bb"', "control characters"),
-    ("chat.persona", "'Nobody'", "no such name"),
-    ("screen.panel", "'Full'", "one of compact, full, hidden"),
+    ("chat.persona", "'Nobody'", "does not exist"),
+    ("screen.panel", "'Full'", "one of full, compact, hidden"),
     ("history.save", "'yes'", "true or false"),
     ("history.save", "1", "true or false"),
     ("keys.quit", "''", "a key"),
-    ("keys.quit", "'f1'", "the key of help already"),
-    ("keys.quit", "'ctrl+q,,f1'", "no key ''"),
-    ("keys.quit", "'nonsense+key'", "no key 'nonsense+key'"),
-    ("keys.quit", "'F12'", "is it f12?"),
-    ("keys.quit", "'escape'", "its own use"),
-    ("keys.help", "'a'", "typed into texts"),
-    ("keys.help", "'f12,shift+slash'", "typed into texts"),
-    ("keys.newline", "'enter'", "its own use"),
-    ("keys.fly", "'f9'", "no such name"),
-    ("chat.modle", "'demo'", "is it chat.model?"),
-    ("sampling.theme", "'floe'", "is it screen.theme?"),
-    ("smapling.top_p", "1.0", "is it sampling?"),
-    ("personas.X.top_p", "3", "above 0 to 1"),
-    ("personas.X.colour", "3", "no such name"),
-    ("personas.X", "3", "a table"),
+    ("keys.quit", "'f1'", "help has that key already"),
+    ("keys.quit", "'ctrl+q,,f1'", "cannot be ''"),
+    ("keys.quit", "'nonsense+key'", "cannot be 'nonsense+key', which is not a key"),
+    ("keys.quit", "'F12'", "did you mean f12?"),
+    ("keys.quit", "'escape'", "which text fields and pages use"),
+    ("keys.help", "'a'", "which types a character"),
+    ("keys.help", "'f12,shift+slash'", "which types a character"),
+    ("keys.newline", "'enter'", "which text fields and pages use"),
+    ("keys.fly", "'f9'", "is not a setting"),
+    ("chat.modle", "'demo'", "is not a setting; did you mean chat.model?"),
+    ("sampling.theme", "'floe'", "did you mean screen.theme?"),
+    ("smapling.top_p", "1.0", "did you mean sampling?"),
+    ("personas.X.top_p", "3", "above 0, at most 1"),
+    ("personas.X.colour", "3", "is not a setting"),
+    ("personas.X", "3", "must be a table"),
+    ("screen.panel.x", "1", "must be text"),
+    ("chat.device", "'gpu'", "must be auto, cpu, cuda"),
 ]
 
 
@@ -285,7 +295,7 @@ def test_a_file_that_somebody_is_writing_is_waited_for_and_then_told(
 
     monkeypatch.setattr("floe_chat.app.settings_file._LOCK_SECONDS", 0.05)
     file.parent.mkdir()
-    with filelock.FileLock(f"{file}.lock"), pytest.raises(TryAgainError, match="being written"):
+    with filelock.FileLock(f"{file}.lock"), pytest.raises(TryAgainError, match="are locked"):
         change(file, {"chat.model": "demo"})
 
 
@@ -345,7 +355,7 @@ def test_what_is_no_ordinary_file_is_neither_waited_for_nor_read_for_ever(file: 
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as large:
         large.truncate(1 << 40)
-    for strange, why in (("pipe", "no ordinary"), ("large", "more than 1 MB"), ("/dev/zero", "no ordinary")):
+    for strange, why in (("pipe", "not an ordinary"), ("large", "more than 1 MB"), ("/dev/zero", "not an ordinary")):
         found = read(tmp_path / strange)
         assert found.settings == Settings() and why in str(found.problems[0])
     file.parent.mkdir()
@@ -356,9 +366,105 @@ def test_what_is_no_ordinary_file_is_neither_waited_for_nor_read_for_ever(file: 
 
 @pytest.mark.parametrize(
     ("text", "effect"),
-    [("[sampling]\ntop_p = 7", "(the default is in force)"), ("[sampling", "(nothing of the file is in force")],
+    [("[sampling]\ntop_p = 7", "; its default is used"), ("[sampling", "; the file is ignored")],
 )
 def test_the_command_line_tells_what_is_done_instead(tiny_pack: Path, text: str, effect: str) -> None:
     written(settings_file(), text)
     ran = run_cli("ask", "hi", "-m", str(tiny_pack), "--max-tokens", "1")
     assert ran.code == 0 and effect in ran.err
+
+
+@pytest.mark.parametrize("text", ["screen = 5\n", "[chat]\nmodel = 'a'\n[[screen]]\n", "[screen.theme]\nx = 1\n"])
+def test_a_table_that_is_none_is_reported_and_never_written_over(file: Path, text: str) -> None:
+    written(file, text)
+    with pytest.raises(UsageError, match="was not changed") as caught:
+        change(file, {"screen.theme": "floe-light"})
+    line = text.count("\n", 0, text.index("screen")) + 1
+    assert caught.value.cause.startswith(f"Line {line}: screen") and "must be" in caught.value.cause
+    assert file.read_text() == text
+    with pytest.raises(UsageError, match="was not changed"):
+        change_persona(written(file, "personas.Tutor = 'x'\n"), "Tutor", Persona("y"))
+
+
+UNUSUAL = [
+    "chat = {model = 'a'}\n",
+    "chat.model = 'a'\nsampling.top_p = 0.5\n",
+    "['chat']\n\"model\" = 'a'\n",
+    "[chat]\nmodel = 'a'\n[sampling]\n[sampling.more]\nx = 1\n",
+    "[personas.X]\ntemperature = 1\n[chat]\nmodel='a'\n[personas.Y]\ntop_k = 1\n",
+]
+
+
+@pytest.mark.parametrize("text", UNUSUAL)
+def test_however_a_file_is_written_a_change_changes_one_value(file: Path, text: str) -> None:
+    before = tomllib.loads(text)
+    for name, value in (("chat.model", "b"), ("sampling.top_p", 0.25), ("chat.max_tokens", 7), ("chat.model", None)):
+        change(written(file, text), {name: value})
+        table, key = name.split(".")
+        wanted = {**before, table: {**before.get(table, {}), key: value}}
+        if value is None:
+            del wanted[table][key]
+        found = tomllib.loads(file.read_text())
+        assert {name: value for name, value in found.items() if value} == {n: v for n, v in wanted.items() if v}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[a]\n" + ".".join(["a"] * 5000) + " = 1\n", 2),
+        ("x = '''\n\n'''\n[" + ".".join(['"a"'] * 5000) + "]\n", 4),
+        ("x = {" + ".".join(["a"] * 5000) + " = 1}\n", 1),
+        ("[chat]\n" + "".join(f"key{number} = 1\n" for number in range(20_000)), 10_001),
+    ],
+    ids=["key", "header", "inline", "many"],
+)
+def test_a_file_that_would_take_for_ever_is_refused_with_its_line(file: Path, text: str, line: int) -> None:
+    (problem,) = read(written(file, text)).problems
+    assert problem.line == line and "more than" in problem.reason
+    with pytest.raises(UsageError, match="has a mistake"):
+        change(file, {"chat.model": "demo"})
+
+
+def test_thousands_of_mistakes_are_counted_and_the_first_are_shown(file: Path) -> None:
+    written(file, "[chat]\nmodel = 'a'\n" + "".join(f"modle{number} = 1\n" for number in range(5000)))
+    found = read(file)
+    *shown, last = found.problems
+    assert [problem.line for problem in shown] == list(range(3, 53)) and "did you mean chat.model?" in str(shown[0])
+    assert str(last) == "4,950 more settings cannot be used" and found.settings.model == "a"
+
+
+def test_what_is_typed_is_read_as_the_setting_means_it() -> None:
+    keys = {key.name: key for key in KEYS}
+    assert keys["sampling.temperature"].typed(" 0.5 ") == 0.5 and keys["sampling.top_k"].typed("") is None
+    assert keys["history.save"].typed("True") is True and keys["chat.model"].typed("a b") == "a b"
+    for name, text in (
+        ("sampling.temperature", "hot"),
+        ("sampling.temperature", "nan"),
+        ("sampling.top_k", "9" * 5000),
+        ("chat.max_tokens", "1.5"),
+        ("history.save", "perhaps"),
+        ("chat.device", "gpu"),
+        ("screen.panel", "wide"),
+    ):
+        with pytest.raises(UsageError, match=f"{name} cannot be '{text[:40]}") as caught:
+            keys[name].typed(text)
+        assert caught.value.cause.startswith("It must be ") and len(str(caught.value)) < 200
+        assert "convert" not in str(caught.value) and "literal" not in str(caught.value)
+
+
+def test_a_model_that_is_not_installed_does_not_lock_anybody_out(file: Path, tiny_pack: Path, tmp_path: Path) -> None:
+    for model in ("hot", str(tmp_path), "a/b", "x" * 5000, "~nobody/x"):
+        written(file, f"[screen]\npanel = 'hidden'\n[chat]\n\nmodel = '{model}'\n")
+        found = with_installed_model(read(file), file)
+        (problem,) = found.problems
+        assert found.settings == Settings(panel="hidden") and problem.line == 5
+        assert problem.name == "chat.model" and problem.effect == "the model demo is used"
+    change(file, {"chat.model": str(tiny_pack)})
+    assert with_installed_model(read(file), file) == read(file)
+    written(settings_file(), "[chat]\nmodel = 'hot'\n")
+    ran = run_cli("ask", "hi", "--max-tokens", "1")
+    assert ran.code == 0
+    assert f"{settings_file()}: line 2: chat.model 'hot' is not installed; the model demo is used" in ran.err
+    ran = run_cli("ask", "hi", "--model", str(tiny_pack), "--max-tokens", "1")
+    assert ran.code == 0 and "hot" not in ran.err
+    assert run_cli("ask", "hi", "--model", "hot").code == 2
