@@ -80,7 +80,7 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     pack = catalog.find(options.pop("model"))
     preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
     sampling, max_tokens, system = sampling_from(options, pack)
-    client = ChatClient(pack, preset, device, memory_size(vram))
+    client = ChatClient(pack, preset, device, memory_size(vram), found.settings.advanced)
     return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark)
 
 

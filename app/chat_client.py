@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.events import (
+    Advanced,
     Cancel,
     Event,
     Failed,
@@ -85,9 +86,16 @@ Update = Event | TextDelta
 class ChatClient:
     """Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`."""
 
-    def __init__(self, pack: Path, preset: str | None = None, device: str = "auto", vram: int | None = None) -> None:
+    def __init__(
+        self,
+        pack: Path,
+        preset: str | None = None,
+        device: str = "auto",
+        vram: int | None = None,
+        advanced: Advanced | None = None,
+    ) -> None:
         self._pack = pack
-        self._load = Load(str(pack), preset, device, vram)
+        self._load = Load(str(pack), preset, device, vram, advanced or Advanced())
         self._session = Session()
         self._format: ChatFormat | FloeError | None = None
         self._format_ready = threading.Event()

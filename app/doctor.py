@@ -1,4 +1,4 @@
-"""`floe-chat doctor`: what the machine has, each figure with its source, which paths would run on it, and why."""
+"""`floe-chat doctor`: what the machine has, each figure with its source, and what would run on it and why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from ..engine import hardware, rates, tuned_link
+from ..engine.events import Advanced
 from ..engine.gpus import Gpu
 from ..engine.hardware import Hardware
 from ..engine.rates import Measured
@@ -17,13 +18,14 @@ from ..models import catalog
 from ..models.errors import FloeError
 from .bench_table import measuring
 from .log import log_file
+from .settings_file import read, settings_file
 from .widgets.plain import printable
 
 _NAME, _VALUE = 14, 40
 
 
 def report(*, as_json: bool, measure: bool = False) -> str:
-    """The findings, as text for people or as one JSON object; with `measure`, rates are measured anew first."""
+    """The findings, as text for people or as one JSON object; with `measure`, rates are measured again first."""
     found = hardware.probe(catalog.models_folder())
     paths = hardware.compute_paths()
     try:
@@ -32,14 +34,16 @@ def report(*, as_json: bool, measure: bool = False) -> str:
         models, trouble = [], f"{error.title}: {error.cause}"
     measured = _measured() if measure else rates.Measured.load(rates.kept_file())
     links = tuple(tuned_link.all_kept())
+    advanced = read(settings_file()).settings.advanced
     if not as_json:
-        return _text(found, measured, paths, links, models, trouble)
+        return _text(found, measured, paths, links, advanced, models, trouble)
     fields: dict[str, Any] = {
         "version": version("floe-chat"),
         "hardware": dataclasses.asdict(found),
         "measured": dataclasses.asdict(measured) if measured else None,
         "paths": [dataclasses.asdict(path) for path in paths],
         "links": [dataclasses.asdict(link) for link in links],
+        "advanced": dataclasses.asdict(advanced),
         "models": [{**dataclasses.asdict(model), "folder": str(model.folder)} for model in models],
         "models_trouble": trouble or None,
         "log_file": str(log_file()),
@@ -58,6 +62,7 @@ def _text(
     measured: Measured | None,
     paths: tuple[hardware.ComputePath, ...],
     links: tuple[Tuned, ...],
+    advanced: Advanced,
     models: list[catalog.Installed],
     trouble: str,
 ) -> str:
@@ -74,6 +79,9 @@ def _text(
             "Paths",
             *(_line(path.device, path.backend or "not available", path.reason) for path in paths),
             *_links(found, links),
+            "",
+            "Advanced settings, for models larger than the GPU's memory",
+            *_advanced(advanced),
             "",
             "Models",
             *(_line(model.name, model.trouble or f"{_gb(model.bytes)}, {model.folder}") for model in models),
@@ -137,6 +145,13 @@ def _links(found: Hardware, links: tuple[Tuned, ...]) -> Iterator[str]:
         kind = "staged" if link.why_not else link.faster()
         beside = link.beside(kind) or "in place was not tried"
         yield _line("transfer", f"{link.device}, rows of {link.row_bytes:,} bytes", f"{link.describe(kind)} ({beside})")
+
+
+def _advanced(advanced: Advanced) -> Iterator[str]:
+    for name, default in dataclasses.asdict(Advanced()).items():
+        value = getattr(advanced, name)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        yield _line(name.replace("_", " "), shown, "default" if value == default else f"set in {settings_file()}")
 
 
 def _line(name: str, value: str, source: str = "") -> str:

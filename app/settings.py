@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, cast
 
-from ..engine.ranges import MOST_TOKENS, MOST_TOP_K
+from ..engine.events import Advanced
+from ..engine.ranges import MOST_TOKENS, MOST_TOP_K, PREDICTORS, TRANSFERS
 from ..models.errors import UsageError
 from .arguments import memory_size
 
@@ -255,8 +256,30 @@ class Settings:
         unset="in floe-chat's data folder; `floe-chat paths` shows it",
         example="/data/models",
     )
+    predictor: str = _key(
+        "advanced.predictor",
+        "auto",
+        "What is prefetched for the next layer, from the next start on; none prefetches nothing.",
+        choices=PREDICTORS,
+    )
+    cpu_share: bool = _key(
+        "advanced.cpu_share",
+        True,
+        "Whether the CPU computes a share of what is not in GPU memory, from the next start on.",
+    )
+    transfer: str = _key(
+        "advanced.transfer",
+        "auto",
+        "How weights are copied to the GPU, from the next start on; auto takes what was measured to be faster.",
+        choices=TRANSFERS,
+    )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: key for name, (key, _does) in ACTIONS.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
+
+    @property
+    def advanced(self) -> Advanced:
+        """Those of the table [advanced], which matter for models larger than the GPU's memory."""
+        return Advanced(self.predictor, self.cpu_share, self.transfer)
 
     def with_persona(self, name: str) -> Settings:
         """These settings with the system prompt and sampling values of persona `name`; "" changes nothing.

@@ -26,6 +26,29 @@ class Sampling:
     seed: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """How the engine works where device memory holds a part of the rows only; nothing else is affected.
+
+    Attributes:
+        predictor: what names the next layer's rows, one of `ranges.PREDICTORS`. cpu_share: whether the CPU computes a
+            share of the rows that are not in device memory. transfer: how rows are copied, of `ranges.TRANSFERS`.
+    """
+
+    predictor: str = "auto"
+    cpu_share: bool = True
+    transfer: str = "auto"
+
+    def changed(self) -> tuple[str, ...]:
+        """What differs from the default, in words."""
+        words = (
+            ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
+            ("" if self.cpu_share else "no CPU share"),
+            ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
+        )
+        return tuple(word for word in words if word)
+
+
 # Commands -----------------------------------------------------------------------------------------------------------
 
 
@@ -40,6 +63,7 @@ class Load:
     preset: str | None = None
     device: str = "auto"
     vram: int | None = None
+    advanced: Advanced = Advanced()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +141,7 @@ class Loaded:
         widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit, dense 8 bit".
         device: where it computes. backend: which kernels run there. reason: why these and no others.
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
+        advanced: in words, which advanced settings in force differ from the default.
     """
 
     model: str
@@ -131,6 +156,7 @@ class Loaded:
     reason: str
     seconds: float
     memory_bytes: int
+    advanced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,17 +316,17 @@ _KINDS: dict[str, type[Any]] = {
     for kind in (
         *(Load, Generate, Cancel, SetPreset, SetQuality, Unload, Shutdown),
         *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Notice, Finished, Unloaded, Failed),
-        *(Sampling, Rows),
+        *(Sampling, Advanced, Rows),
     )
 }
 
 
-def encode(message: Command | Event | Sampling | Rows) -> dict[str, Any]:
+def encode(message: Command | Event | Sampling | Advanced | Rows) -> dict[str, Any]:
     """A JSON-ready dict of a command or event; `decode` gives an equal object back."""
     fields: dict[str, Any] = {"kind": type(message).__name__}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        fields[field.name] = encode(value) if isinstance(value, Sampling | Stats | Rows) else value
+        fields[field.name] = encode(value) if isinstance(value, Sampling | Advanced | Stats | Rows) else value
     return fields
 
 

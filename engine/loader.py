@@ -24,7 +24,7 @@ from ..models.manifest import Architecture, damaged
 from ..models.packed import NarrowExperts, PackedLayer, PackedModel
 from . import hardware, opening, predictor, quality, step
 from .dense import PackedLinear
-from .events import Loaded
+from .events import Advanced, Loaded
 from .moe import STREAMED_CHUNK, Control, MoELayer
 from .offload import Offload, Parts
 from .offloaded import OffloadedLayer
@@ -73,6 +73,7 @@ def load(
     report: Report,
     *,
     vram: int | None = None,
+    advanced: Advanced | None = None,
     parts: Parts | None = None,
     library: bool = False,
 ) -> tuple[LoadedModel, Loaded]:
@@ -80,7 +81,8 @@ def load(
 
     Args:
         preset: None for the default one. device: "auto", "cpu", "cuda", "cuda:N" or a test device, see opening.py.
-        vram: the most of a device's memory to use, in bytes. parts: of the engine, where rows lie in RAM.
+        vram: the most of a device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
+            parts: the same in full, for measurements.
         report: called with a step in words and the share that is done, 0..1.
         library: whether `model` has to be transformers' own, which can be called. Importing that takes longer than all
             else here, so it is left out where the lean pass can do without.
@@ -117,7 +119,8 @@ def load(
 
     # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
     dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
-    shared = opening.offload(choice, ram, parts or Parts())
+    advanced = advanced or Advanced()
+    shared = opening.offload(choice, ram, parts or Parts.of(advanced))
     experts = _Experts(ram, place, shared, control, telemetry, report)
     library = library or not bare.knows(config)
     if library:
@@ -157,6 +160,7 @@ def load(
         reason=f"{backend.reason}; {decoder.reason}; on {place}, since {choice.why}; {why_threads}{moves}",
         seconds=time.perf_counter() - started,
         memory_bytes=parameter_bytes + packed_bytes + experts.nbytes,
+        advanced=() if shared is None else advanced.changed(),
     )
     return LoadedModel(model, decoder, packed, control, telemetry, window, place, shared), loaded
 

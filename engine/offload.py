@@ -8,21 +8,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.errors import FloeError
+from ..models.errors import FloeError, UsageError
 from ..models.heat import Heat
 from ..models.packed import PackedLayer
 from ..models.quantities import memory as size
 from . import placement
 from .cache import Keys, NeuronPool, Policy, Slots
 from .devices import Device
-from .events import Notice
+from .events import Advanced, Notice
 from .kv import Store
+from .ranges import PREDICTORS, TRANSFERS
 from .transfer import Transfer, Wanted
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ PIECE, PIECES = 200, 12
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which parts of the engine work; each can be switched, to see what it is worth. None changes a token.
+    """Which parts of the engine work; each can be switched off, to see what it is worth.
+
+    None changes what is computed, only the order of sums: an answer differs by rounding, as between two processors.
 
     Attributes:
         eviction: what the pool gives up first, see cache.py. cpu: whether the CPU computes a share of the absent rows.
@@ -52,6 +55,23 @@ class Parts:
     whole: float = placement.WHOLE
     predictor: str = "auto"
     transfer: Wanted = "auto"
+
+    @classmethod
+    def of(cls, advanced: Advanced) -> Parts:
+        """By a person's settings.
+
+        Raises:
+            UsageError: there is no such predictor or transfer.
+        """
+        for what, value, choices in (
+            ("predictor", advanced.predictor, PREDICTORS),
+            ("transfer", advanced.transfer, TRANSFERS),
+        ):
+            if value not in choices:
+                raise UsageError(
+                    f"There is no {what} {value!r}", "", f"Set advanced.{what} to one of {', '.join(choices)}."
+                )
+        return cls(cpu=advanced.cpu_share, predictor=advanced.predictor, transfer=cast(Wanted, advanced.transfer))
 
 
 class Offload:

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..models.errors import UsageError
 from ..models.foresight import Lookahead, carry
 from ..models.packed import PackedModel
+from .ranges import PREDICTORS
 
-PREDICTORS = ("auto", "gate", "learned", "partial")
 Ahead = Callable[[int, Tensor | None], Tensor]
 
 
@@ -106,13 +106,13 @@ class PartialPredictor(GatePredictor):
 
 
 def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None) -> Predictor:
-    """The predictor `name` for a loaded model; "auto" is the learned one where the pack has it.
+    """The predictor `name` for a loaded model, not "none"; "auto" is the learned one where the pack has it.
 
     Args:
         ahead: of the decoder, for "partial"; None where it has none.
 
     Raises:
-        UsageError: there is no such predictor, or it cannot be had here. PackError: its weights are damaged.
+        UsageError: there is no such predictor, or it does not work with this model. PackError: its weights are damaged.
     """
     if name not in PREDICTORS:
         raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
@@ -123,7 +123,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None)
         raise UsageError(
             'The predictor "partial" does not work with this model',
             "It needs floe-chat's own pass through the dense layers; here transformers' modules run.",
-            'Choose "learned" or "gate".',
+            "Set advanced.predictor to learned or gate.",
         )
     if name == "learned" or (name == "auto" and packed.has_lookahead()):
         device, dtype = routers[0].device, routers[0].dtype

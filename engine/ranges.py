@@ -1,4 +1,4 @@
-"""Which sampling values and shares may be asked for; without torch, since commands check before anything is stored."""
+"""Which values a person may set; without torch, since commands check before anything is stored."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from .events import Sampling
 
 MOST_TOP_K = 1_000_000  # more than any vocabulary has
 MOST_TOKENS = 1_000_000  # of one answer
+PREDICTORS = ("auto", "learned", "gate", "partial", "none")  # see predictor.py; "none" prefetches nothing
+TRANSFERS = ("auto", "staged", "in place")  # see tuned_link.py
 
 _VALID = {
     "temperature": "0 (greedy) to 5",

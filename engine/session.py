@@ -156,6 +156,7 @@ class Session:
             command.device,
             lambda step, share: self._events.put(Loading(step, share)),
             vram=command.vram,
+            advanced=command.advanced,
         )
         self._loaded, self._kv = loaded, KVCache()
         self._events.put(event)

@@ -226,9 +226,9 @@ def choose(
 
 
 def cannot(obstacle: str) -> UsageError:
-    """Somebody insists on what this machine cannot do."""
+    """The error for a transfer that was asked for and does not work on this machine."""
     why = obstacle[:1].upper() + obstacle[1:] + "."
-    return UsageError("Rows cannot be read in place here", why, 'Leave the transfer at "auto", or choose "staged".')
+    return UsageError("Rows cannot be read in place here", why, "Set advanced.transfer to auto or staged.")
 
 
 def measure(

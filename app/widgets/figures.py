@@ -152,6 +152,7 @@ def backend(figures: Figures, width: int) -> Content:
             heading("Backend", width),
             Content(f"{loaded.device} · {loaded.backend}"),
             Content(loaded.widths),
+            *([Content.styled(f"Advanced: {', '.join(loaded.advanced)}", "$warning")] if loaded.advanced else []),
             muted(f"Why: {loaded.reason}"),
         ]
     )

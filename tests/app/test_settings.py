@@ -46,6 +46,9 @@ GOOD = {
     "screen.panel": "compact",
     "history.save": False,
     "folders.models": "/models",
+    "advanced.predictor": "none",
+    "advanced.cpu_share": False,
+    "advanced.transfer": "staged",
 }
 
 

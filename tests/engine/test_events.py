@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from floe_chat.engine import events
-from floe_chat.engine.events import Command, Event, Rows, Sampling, decode, encode
+from floe_chat.engine.events import Advanced, Command, Event, Rows, Sampling, decode, encode
 
-KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling, Rows]
+KINDS: list[type[Any]] = [*typing.get_args(Command), *typing.get_args(Event), Sampling, Advanced, Rows]
 
 
 def some_value(kind: Any, chance: random.Random) -> Any:

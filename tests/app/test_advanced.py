@@ -1,0 +1,70 @@
+"""Advanced settings: written in the file, in force in the engine of every kind of chat, shown where they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from floe_chat.app.settings_file import change, read, settings_file
+from floe_chat.app.widgets import figures as draw
+from floe_chat.app.widgets.figures import Figures
+from floe_chat.engine.events import Advanced, Finished, Load, Loaded
+from floe_chat.models.errors import UsageError
+
+from ..engine.driver import Engine, asking
+from ..helpers import explained, run_cli
+from .scripted import LOADED
+
+OTHERS = Advanced("none", cpu_share=False, transfer="staged")
+ON_A_TEST_DEVICE = ("--device", "throttled:1gb", "--vram", "64mb")
+
+
+def test_the_engine_works_as_it_is_told(tiny_pack: Path) -> None:
+    with Engine() as engine:
+        engine.send(Load(str(tiny_pack), None, "throttled:1gb", 1 << 28, OTHERS))
+        assert engine.until(Loaded).advanced == ("predictor none", "no CPU share", "transfer staged")
+        engine.send(asking(1, [1, 40, 41, 42], tokens=4))
+        rows = engine.until(Finished).stats.rows
+        assert rows is not None and rows.on_cpu == 0 and rows.recall is None
+        # Where all rows are in place none of it matters, and none is shown.
+        engine.send(Load(str(tiny_pack), None, "cpu", None, OTHERS))
+        assert engine.until(Loaded).advanced == ()
+
+
+@pytest.mark.parametrize("arguments", [("ask", "hi"), ("--plain",)], ids=" ".join)
+def test_a_setting_reaches_the_engine(arguments: tuple[str, ...]) -> None:
+    """No test device can read rows in place: the engine refuses, and names the setting."""
+    change(settings_file(), {"advanced.transfer": "in place"})
+    told = explained(run_cli(*arguments, *ON_A_TEST_DEVICE), 2)
+    assert "in place" in told and "advanced.transfer" in told
+    change(settings_file(), {"advanced.transfer": None})
+    assert run_cli(*arguments, *ON_A_TEST_DEVICE).code == 0
+
+
+def test_settings_make_the_engines_record() -> None:
+    assert read(settings_file()).settings.advanced == Advanced()
+    change(
+        settings_file(),
+        {"advanced.predictor": "none", "advanced.cpu_share": False, "advanced.transfer": "staged"},
+    )
+    assert read(settings_file()).settings.advanced == OTHERS
+    with pytest.raises(UsageError, match=r"advanced\.predictor cannot be 'magic'"):
+        change(settings_file(), {"advanced.predictor": "magic"})
+
+
+def test_doctor_shows_them() -> None:
+    assert json.loads(run_cli("doctor", "--json").out)["advanced"] == dataclasses.asdict(Advanced())
+    change(settings_file(), {"advanced.cpu_share": False})
+    assert json.loads(run_cli("doctor", "--json").out)["advanced"]["cpu_share"] is False
+    lines = {words[0]: words[1:] for line in run_cli("doctor").out.splitlines() if (words := line.split())}
+    assert lines["predictor"] == ["auto", "default"] and lines["transfer"] == ["auto", "default"]
+    shares = [line for line in run_cli("doctor").out.splitlines() if "cpu share" in line]
+    assert len(shares) == 1 and "false" in shares[0] and str(settings_file()) in shares[0]
+
+
+def test_the_panel_shows_what_differs() -> None:
+    assert "Advanced" not in draw.backend(Figures(loaded=LOADED), 32).plain
+    other = dataclasses.replace(LOADED, advanced=OTHERS.changed())
+    assert "Advanced: predictor none, no CPU share, transfer staged" in draw.backend(Figures(loaded=other), 32).plain
