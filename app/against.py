@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..models.errors import PackError, UsageError
+from ..models.errors import UsageError
 from .arguments import read_text
 
 Command = Callable[..., Any]
@@ -88,21 +88,15 @@ def text_ids(pack: Path, file: Path | None) -> list[int]:
     The built-in one lacks the passages that thresholds were measured on.
 
     Raises:
-        UsageError: the file cannot be read. PackError: the tokenizer cannot be read.
+        PackError: the tokenizer cannot be used. UsageError: the file cannot be read.
     """
-    from tokenizers import Tokenizer
-
     from ..models.calibration import read_tokens
     from ..models.catalog import asset
+    from ..models.chat_process import encode
 
     file = file or _beside(pack)
-    path = pack / "tokenizer.json"
     text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else read_text(file)
-    try:
-        ids: list[int] = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
-    # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
-    except Exception as error:
-        raise PackError(f"{path} cannot be read", str(error), "Restore it from the source checkpoint.") from error
+    ids = encode(pack, text)
     return ids if file is not None else _without(ids, read_tokens(pack, text).tolist())
 
 

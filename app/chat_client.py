@@ -1,6 +1,7 @@
 """One engine and one model's chat format behind a small interface: messages in, text out. It knows no screen.
 
-The screen and `floe-chat ask` both talk to this class; they never see a token id.
+The screen and `floe-chat ask` both use this class; they never see a token id. Tokenizer and chat template are programs
+by whoever published the model, so they run in a process of their own (models/chat_process.py).
 """
 
 from __future__ import annotations
@@ -25,15 +26,14 @@ from ..engine.events import (
     SetQuality,
     Shutdown,
     Tokens,
+    Unload,
 )
 from ..engine.session import Session
-from ..models.errors import FloeError, TryAgainError, UsageError
+from ..models.chat_process import ChatProcess, Fitted, TooLong, most_text
+from ..models.errors import FloeError, TryAgainError, UsageError, damaged
 
 if TYPE_CHECKING:
     from ..engine.quality import Preset
-    from ..models.chat_format import ChatFormat, Detokenizer
-
-_PRIMING = 8  # tokens; more than any character takes bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,13 @@ class ChatClient:
         self._pack = pack
         self._load = Load(str(pack), preset, device, vram, advanced or Advanced())
         self._session = Session()
-        self._format: ChatFormat | FloeError | None = None
-        self._format_ready = threading.Event()
+        self._format: ChatProcess | FloeError | None = None
+        self._format_lock, self._format_ready = threading.Lock(), threading.Event()
+        self._closed = False
         self._held: Loaded | None = None
         self._window = 0
         self._last_request = 0
-        self._running: tuple[int, Detokenizer] | None = None
+        self._running: int | None = None
         self._prepared: Generate | None = None
 
     @property
@@ -116,13 +117,13 @@ class ChatClient:
         self._session.start()
 
     def open(self, pack: Path) -> None:
-        """Let the model in `pack` answer from now on, on the same device; `poll` tells as after `start`.
+        """Let the model in `pack` answer from now on, on the same device; `poll` reports as after `start`.
 
-        What runs ends first: cancel it, or wait for it.
+        A running answer ends first: cancel it, or wait for it.
         """
+        self._close_format()
         self._pack, self._load = pack, replace(self._load, pack=str(pack), preset=None)
-        self._format, self._held, self._window = None, None, 0
-        self._format_ready = threading.Event()
+        self._held, self._window = None, 0
         self._begin_loading()
 
     def _begin_loading(self) -> None:
@@ -137,20 +138,35 @@ class ChatClient:
         if self._held is not None and self._format_ready.is_set():
             events.insert(0, self._held)
             self._held = None
+        ids: list[int] = []  # of the running answer: all that came since the last call become text at once
         for event in events:
             match event:
                 case Tokens():
-                    if self._running and self._running[0] == event.request:
-                        updates.append(TextDelta(event.request, self._running[1].push(event.ids)))
+                    if event.request == self._running:
+                        ids += event.ids
                 case Loaded():
                     updates += self._model_ready(event)
                 case Finished() | Failed():
-                    if self._running and event.request == self._running[0]:
+                    updates += self._text(ids)
+                    ids = []
+                    if event.request == self._running:
                         self._running = None
                     updates.append(event)
                 case _:
                     updates.append(event)
-        return updates
+        return updates + self._text(ids)
+
+    def _text(self, ids: list[int]) -> list[Update]:
+        """What these tokens of the running answer say; its failure where the model's tokenizer fails."""
+        request = self._running
+        if not ids or request is None or not isinstance(self._format, ChatProcess):
+            return []
+        try:
+            return [TextDelta(request, self._format.push(ids))]
+        except FloeError as error:
+            self._session.send(Cancel(request))
+            self._running = None
+            return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
 
     def submit(
         self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
@@ -163,27 +179,25 @@ class ChatClient:
     def prepare(
         self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
     ) -> Submitted:
-        """Make a prompt of `messages` (the last one is the user's) for an answer that goes on where `answer` ends.
+        """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends.
 
         From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
+        Takes as long as the model's template and tokenizer do, which is a few seconds at the most.
 
         Raises:
             FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
-                template refuses the turns. A sampling value out of range arrives as `Failed`.
+                template refuses the turns, fails, or takes too long. A sampling value out of range arrives as `Failed`.
         """
-        if self._window == 0 or self._format is None or isinstance(self._format, FloeError):
+        chat = self._format
+        if self._window == 0 or not isinstance(chat, ChatProcess):
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        begun = tuple(self._format.encode_text(answer)) if answer else ()
-        prompt, dropped = self._fit(self._format, messages, max_new_tokens, begun)
+        fitted = self._fit(chat, messages, max_new_tokens, answer, begin=True)
         self._last_request += 1
-        decoder = self._format.decoder()
-        decoder.push(begun[-_PRIMING:])  # a decoder drops the space before its very first word
-        self._running = (self._last_request, decoder)
-        stop_ids = self._format.stop_ids
-        self._prepared = Generate(self._last_request, tuple(prompt), sampling, max_new_tokens, stop_ids)
-        return Submitted(self._last_request, len(prompt), dropped)
+        self._running = self._last_request
+        self._prepared = Generate(self._running, tuple(fitted.ids), sampling, max_new_tokens, chat.stop_ids)
+        return Submitted(self._running, len(fitted.ids), fitted.dropped)
 
     def begin(self) -> None:
         """Let the engine compute the answer that was prepared."""
@@ -192,32 +206,36 @@ class ChatClient:
             self._prepared = None
 
     def count(self, text: str) -> int | None:
-        """How many tokens `text` takes by itself; None while the model is not ready."""
-        if self._format is None or isinstance(self._format, FloeError):
+        """How many tokens `text` takes by itself; None while the model is not ready, or where its tokenizer fails."""
+        chat = self._format
+        if not isinstance(chat, ChatProcess) or not chat.alive:
             return None
-        return len(self._format.encode_text(text))
+        try:
+            return chat.count(text)
+        except FloeError:
+            return None
 
     def context_of(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[int, int] | None:
-        """How many tokens a chat takes before its next question, and how many of its oldest messages leave for that to
-        fit with its answer; for any thread.
+        """How many tokens a chat takes before its next question, and how many of its oldest messages are left out so
+        that the question and its answer fit; for any thread.
 
-        None while the model is not ready, or where its template refuses the chat.
+        None while the model is not ready, or where its template refuses the chat or fails.
         """
         chat = self._format
-        if chat is None or isinstance(chat, FloeError):
+        if not isinstance(chat, ChatProcess) or not chat.alive:
             return None
         asked = [] if messages and messages[-1].role == "user" else [Message("user", "")]
         try:
-            prompt, dropped = self._fit(chat, (*messages, *asked), max_new_tokens, ())
+            fitted = self._fit(chat, (*messages, *asked), max_new_tokens)
         except FloeError:
             return None
-        return len(prompt), dropped
+        return len(fitted.ids), fitted.dropped
 
     def costs(self) -> tuple[Cost, ...]:
         """The presets of the loaded pack, best first, and what each was measured to cost.
 
         Raises:
-            FloeError: the pack is gone.
+            FloeError: the pack cannot be read any more.
         """
         from ..engine import quality
         from ..models.manifest import Manifest
@@ -236,7 +254,7 @@ class ChatClient:
     def cancel(self) -> None:
         """Stop the running answer, if there is one."""
         if self._running is not None:
-            self._session.send(Cancel(self._running[0]))
+            self._session.send(Cancel(self._running))
 
     def set_preset(self, preset: str) -> None:
         """Change the quality preset from the next token on."""
@@ -247,7 +265,9 @@ class ChatClient:
         self._session.send(quality)
 
     def close(self) -> None:
-        """End the engine; never hangs: the thread is a daemon and is given half a second to leave by itself."""
+        """End the engine; never hangs: the thread is a daemon and gets half a second to end by itself."""
+        self._closed = True
+        self._close_format()
         self._session.send(Shutdown())
         self._session.join(0.5)
 
@@ -258,62 +278,94 @@ class ChatClient:
         if not self._format_ready.is_set():
             self._held = event
             return []
-        if isinstance(self._format, FloeError):
-            error = self._format
+        error = self._format if isinstance(self._format, FloeError) else self._foreign_token(event)
+        if error is not None:
+            self._session.send(Unload())
             return [Failed(error.title, error.cause, error.hint, None, error.exit_code)]
         self._window = event.context_window
         return [event]
 
-    def _read_format(self, pack: Path, ready: threading.Event) -> None:
-        found: ChatFormat | FloeError
-        try:
-            from ..models.chat_format import ChatFormat
+    def _foreign_token(self, event: Loaded) -> FloeError | None:
+        """Why the tokenizer is not this model's; None if the model has all of its tokens."""
+        if not isinstance(self._format, ChatProcess) or self._format.largest[0] < event.vocabulary:
+            return None
+        number, text = self._format.largest
+        return damaged(
+            self._pack,
+            f"Its tokenizer has a token {number:,} ({text[:40]!r}); the model has {event.vocabulary:,} tokens.",
+        )
 
-            found = ChatFormat(pack)
+    def _read_format(self, pack: Path, ready: threading.Event) -> None:
+        found: ChatProcess | FloeError
+        try:
+            found = ChatProcess(pack)
         except FloeError as error:
             found = error
         # This thread's border: without an answer here the model would never be ready.
         except Exception as error:  # noqa: BLE001
-            found = FloeError("The tokenizer failed", f"{type(error).__name__}: {error}", "Pack the model again.")
-        if ready is self._format_ready:  # no other model was asked for meanwhile
-            self._format = found
+            cause = f"{type(error).__name__}: {error}"
+            found = FloeError("The tokenizer's process cannot be started", cause, "Close other programs and try again.")
+        with self._format_lock:
+            wanted = ready is self._format_ready and not self._closed  # no other model was asked for meanwhile
+            if wanted:
+                self._format = found
+        if not wanted and isinstance(found, ChatProcess):
+            found.close()
         ready.set()
 
+    def _close_format(self) -> None:
+        with self._format_lock:
+            chat, self._format, self._format_ready = self._format, None, threading.Event()
+        if isinstance(chat, ChatProcess):
+            chat.close()
+
     def _fit(
-        self, chat: ChatFormat, messages: Sequence[Message], max_new_tokens: int, begun: Sequence[int]
-    ) -> tuple[list[int], int]:
-        """The prompt with the beginning of the answer, and how many of the oldest messages it leaves out."""
+        self,
+        chat: ChatProcess,
+        messages: Sequence[Message],
+        max_new_tokens: int,
+        answer: str = "",
+        *,
+        begin: bool = False,
+    ) -> Fitted:
+        """The prompt, with the beginning of the answer, of as many of the latest messages as fit the window."""
         from ..engine import context
 
-        system = [message for message in messages[:1] if message.role == "system"]
-        turns = list(messages[len(system) :])
         limit = self._window - context.room_for_answer(self._window, max_new_tokens)
+        offered = _offered(messages, most_text(limit, chat.longest))
+        if isinstance(offered, TooLong):
+            raise self._too_long(offered, limit)
+        kept, left_out = offered
+        fitted = chat.fit([{"role": m.role, "content": m.text} for m in kept], limit, answer, begin=begin)
+        if isinstance(fitted, TooLong):
+            raise self._too_long(fitted, limit)
+        return replace(fitted, dropped=fitted.dropped + left_out)
 
-        most = (len(turns) + 1) // 2  # a question leaves together with its answer
+    def _too_long(self, found: TooLong, limit: int) -> UsageError:
+        what = "system prompt" if found.system else "message"
+        needs = "It has more text than fits" if found.tokens is None else f"The prompt takes {found.tokens:,} tokens"
+        return UsageError(
+            f"The {what} is too long for the model's context window",
+            f"{needs}. The window holds {self._window:,} tokens, and {self._window - limit:,} of them are reserved for"
+            " the answer.",
+            f"Shorten the {what}, or ask for a shorter answer (--max-tokens).",
+        )
 
-        def first(rounds: int) -> int:
-            return 0 if rounds == most else len(turns) + 1 - 2 * rounds
 
-        def prompt(rounds: int) -> list[int]:
-            kept = (*system, *turns[first(rounds) :])
-            return chat.encode([{"role": m.role, "content": m.text} for m in kept]) + list(begun)
+def _offered(messages: Sequence[Message], most: int) -> tuple[Sequence[Message], int] | TooLong:
+    """The latest messages of no more than `most` characters, and how many older ones are left out.
 
-        best, fits, over, step = prompt(1), 1, most + 1, 1
-        if len(best) > limit:
-            bare = chat.encode([{"role": m.role, "content": m.text} for m in (*system, Message("user", ""))])
-            long = "message is" if len(bare) <= limit else "instructions are"
-            raise UsageError(
-                f"The {long} too long for the model's window",
-                f"{len(best):,} tokens with the model's own marks; the window holds {self._window:,}"
-                f" and {self._window - limit:,} of them are kept for the answer.",
-                f"Shorten the {long.split()[0]}, or ask for a shorter answer (--max-tokens).",
-            )
-        # In steps that double, then by halves: a chat of thousands of turns is not encoded thousands of times.
-        while over - fits > 1:
-            rounds = min(fits + step, most) if over > most else (fits + over) // 2
-            longer = prompt(rounds)
-            if len(longer) <= limit:
-                best, fits, step = longer, rounds, step * 2
-            else:
-                over = rounds
-        return best, first(fits)
+    A system message at the front stays, and a question is left out together with its answer, as `ChatFormat.fit` does.
+    """
+    system = messages[:1] if messages and messages[0].role == "system" else ()
+    turns, first = messages[len(system) :], len(messages) - len(system)
+    left = most - sum(len(message.text) for message in system)
+    if left < 0:
+        return TooLong(None, system=True)
+    while first > 0:
+        earlier = max(0, first - (1 if first == len(turns) else 2))
+        left -= sum(len(message.text) for message in turns[earlier:first])
+        if left < 0:
+            break
+        first = earlier
+    return TooLong(None, system=False) if first == len(turns) > 0 else ((*system, *turns[first:]), first)

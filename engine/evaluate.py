@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..models import logits_cache
 from ..models.checkpoint import Checkpoint
-from ..models.errors import PackError
+from ..models.errors import PackError, damaged
 from ..models.lean import import_model_code
-from ..models.manifest import Manifest, damaged
+from ..models.manifest import Manifest
 from . import quality
 from .divergence import Divergence, Scores, score, summarize
 from .events import Sampling

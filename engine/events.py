@@ -136,7 +136,7 @@ class Loaded:
 
     Attributes:
         model: the pack's name, folder: where it lies. source: where its weights came from.
-        context_window: tokens that prompt and answer may take together.
+        context_window: tokens that prompt and answer may take together. vocabulary: tokens that the model knows.
         presets: the presets this pack can run, best first. preset: the one in force.
         widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit, dense 8 bit".
         device: where it computes. backend: which kernels run there. reason: why these and no others.
@@ -148,6 +148,7 @@ class Loaded:
     folder: str
     source: str
     context_window: int
+    vocabulary: int
     presets: tuple[str, ...]
     preset: str
     widths: str

@@ -19,8 +19,9 @@ from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
 from ..models import bare, configuration, heat, skeleton
 from ..models.catalog import name_of
 from ..models.checkpoint import FAMILIES, read_config
+from ..models.errors import damaged
 from ..models.lean import import_model_code
-from ..models.manifest import Architecture, damaged
+from ..models.manifest import Architecture
 from ..models.packed import NarrowExperts, PackedLayer, PackedModel
 from . import hardware, opening, predictor, quality, step
 from .dense import PackedLinear
@@ -152,6 +153,7 @@ def load(
         folder=str(folder),
         source=manifest.source.name,
         context_window=window,
+        vocabulary=config.vocab_size,
         presets=quality.available(manifest),
         preset=chosen.name,
         widths=manifest.widths.describe(),

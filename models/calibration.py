@@ -8,17 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import CheckpointError
+from .chat_process import encode
+from .errors import CheckpointError, PackError
 
 QUANTILES = 101  # entries of a threshold table: the percentiles 0, 1 ... 100
 MEASURES = ("gate", "abs_gate", "gate_up", "abs_gate_up")
 ORDER_BY = MEASURES.index("abs_gate")  # best on Mixtral and OLMoE (DualSparse-MoE section 5.3.4)
 _SAMPLE = 1 << 22  # values that a quantile table looks at, at the most: sorting more gains no digits
-
-TEXT_SHAPE = (
-    16,
-    256,
-)  # passages and tokens of each: every expert of a balanced Mixtral layer sees about 1,000
+# Passages and tokens of each: every expert of a balanced Mixtral layer sees about 1,000.
+TEXT_SHAPE = (16, 256)
 
 
 def read_tokens(folder: Path, text: str) -> Tensor:
@@ -28,10 +26,8 @@ def read_tokens(folder: Path, text: str) -> Tensor:
         (N, T) int64, TEXT_SHAPE or as much of it as the text has.
 
     Raises:
-        CheckpointError: no tokenizer.json, or one that cannot be read.
+        CheckpointError: no tokenizer.json, or one that cannot be used.
     """
-    from tokenizers import Tokenizer
-
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
@@ -40,12 +36,11 @@ def read_tokens(folder: Path, text: str) -> Tensor:
             "Download the model's tokenizer files into that folder.",
         )
     try:
-        ids = Tokenizer.from_file(str(path)).encode(text, add_special_tokens=False).ids
-    # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read", str(error), "Download that file again.") from error
+        ids = encode(folder, text)
+    except PackError as error:
+        raise CheckpointError(f"{path} cannot be read", error.cause, "Download that file again.") from error
     if not ids:
-        raise CheckpointError(f"{path} turns the calibration text into nothing", "", "Download that file again.")
+        raise CheckpointError(f"{path} makes no tokens of the calibration text", "", "Download that file again.")
     rows, length = TEXT_SHAPE
     length = min(length, len(ids))
     rows = min(rows, len(ids) // length)

@@ -1,135 +1,179 @@
-"""A packed model's tokenizer and chat template: messages to token ids, token ids to text as they come."""
+"""A packed model's chat template around its tokenizer: messages to token ids.
+
+Template and tokenizer are programs by whoever published the model. The chat runs this file in a process of its own, see
+chat_process.py.
+"""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from jinja2 import TemplateError
 
-from .chat_template import ChatTemplate
-from .errors import PackError, UsageError
-from .lean import import_library
+from .chat_process import most_text
+from .chat_template import ChatTemplate, TooMuchError
+from .chat_tokens import Detokenizer, Tokens, contained, first_line
+from .errors import PackError, UsageError, verify_hint
+from .lean import import_library, untimed
 
-_log = logging.getLogger("floe_chat.models")
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt's token ids, and how many of the oldest messages it leaves out."""
+
+    ids: list[int]
+    dropped: int
+
+
+class TooLongError(Exception):
+    """Not even the last message fits.
+
+    Attributes:
+        tokens: of the prompt; None for one with more text than could ever fit, which is not tokenized.
+        system: whether the system prompt is too long already, without any message.
+    """
+
+    def __init__(self, tokens: int | None, *, system: bool) -> None:
+        super().__init__("the last message does not fit")
+        self.tokens, self.system = tokens, system
 
 
 class ChatFormat:
-    """What turns a conversation into a prompt.
+    """Turns a conversation into a prompt.
 
     Attributes:
         stop_ids: tokens that end an answer, from generation_config.json, config.json and the tokenizer.
+        tokens: the tokenizer. reason: why transformers reads the template; "" where floe-chat does.
+        step: called with "chat template" or "tokenizer" before either runs.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises PackError: no tokenizer in `folder`, or one that cannot be read."""
-        try:
-            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    def __init__(self, folder: Path, step: Callable[[str], None] = lambda _: None) -> None:
+        """Raises PackError: the tokenizer or the template in `folder` is missing, or cannot be used."""
+        self._folder, self.step = folder, step
+        step("tokenizer")
+        self.tokens = Tokens(folder)
+        step("chat template")
+        with contained(f"The chat template at {folder} cannot be read", folder):
             found = _read(folder)
-        # tokenizers reports a damaged file as a bare Exception, so nothing narrower can be caught here.
-        except Exception as error:
-            raise PackError(
-                f"The tokenizer at {folder} cannot be read",
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
-                "Restore tokenizer.json and tokenizer_config.json from the source checkpoint.",
-            ) from error
         if found is None:
             raise PackError(
                 f"The model at {folder} has no chat template",
                 "It is a base model: it continues text but does not know turns.",
                 "Use the model's instruction-tuned version.",
             )
-        self._template, self._tokens = found
-        # What a file of another program's may ask for: a prompt is neither cut nor filled up.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        eos = self._tokens.get("eos_token")
-        self.stop_ids = _stop_ids(folder, None if eos is None else self._tokenizer.token_to_id(eos))
-        self._added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self._template, self._named, self.reason = found
+        eos = self._named.get("eos_token")
+        self.stop_ids = _stop_ids(folder, None if eos is None else self.tokens.id_of(eos))
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode(self, messages: Sequence[Mapping[str, str]], most: int | None = None) -> list[int]:
         """The prompt that asks for the next answer.
 
         Args:
             messages: {"role": "system" | "user" | "assistant", "content": text} in order; the last is the user's.
+            most: characters that the prompt may have; None for any number.
 
-        Text that spells a control token of the model ("</s>") is broken up first, so that nobody's text can end a
-        turn or open one.
+        Text that spells a control token of the model ("</s>") is broken up first, so that no text can end a turn or
+        open one.
 
         Raises:
             UsageError: the model's template does not accept these roles in this order.
+            PackError: the template or the tokenizer fails, or the prompt is empty.
+            TooMuchError: more text than `most`.
         """
-        safe = [{"role": m["role"], "content": self._defuse(m["content"])} for m in messages]
-        try:
-            prompt = self._template.render(safe, self._tokens)
-        # A template is a program: besides its own errors it can divide by zero or add a number to a list.
-        except Exception as error:
-            raise UsageError(
-                "The model's chat template refuses this conversation",
-                str(error),
-                "Turns must alternate between you and the model, starting with you.",
-            ) from error
+        self.step("chat template")
+        safe = [{"role": m["role"], "content": self.tokens.defused(m["content"])} for m in messages]
+        prompt = self._render(safe, most)
+        self.step("tokenizer")
         # The template writes the begin token itself: adding special tokens again would double it.
-        return list(self._tokenizer.encode(prompt, add_special_tokens=False).ids)
+        ids = self.tokens.encode(prompt)
+        if not ids:
+            wrote = "Its chat template writes nothing." if not prompt else "Its tokenizer makes no tokens of a prompt."
+            raise PackError(f"The model at {self._folder} cannot chat", wrote, verify_hint(self._folder))
+        return ids
+
+    def _render(self, messages: Sequence[Mapping[str, str]], most: int | None) -> str:
+        try:
+            return self._template.render(messages, self._named, most)
+        except TooMuchError:
+            raise
+        except TemplateError as error:
+            if type(error) is TemplateError:  # what raise_exception raises; other errors are mistakes of the template
+                raise UsageError(
+                    "The model's chat template refuses this conversation",
+                    first_line(error),
+                    "Turns must alternate between you and the model, starting with you.",
+                ) from error
+            raise self._faulty(error) from error
+        # A template is a program: it can divide by zero, add a number to a list, or run out of memory.
+        except Exception as error:
+            raise self._faulty(error) from error
+
+    def _faulty(self, error: Exception) -> PackError:
+        cause = "It needs more memory than it may use." if isinstance(error, MemoryError) else first_line(error)
+        return PackError(f"The chat template at {self._folder} fails", cause, verify_hint(self._folder))
 
     def encode_text(self, text: str) -> list[int]:
-        """Plain text to ids, without special tokens (for calibration and counting)."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Plain text to ids, without special tokens. Raises PackError as `Tokens.encode`."""
+        self.step("tokenizer")
+        return self.tokens.encode(text)
+
+    def fit(self, messages: Sequence[Mapping[str, str]], limit: int, answer: str = "") -> Prompt:
+        """As many of the latest messages as fit into `limit` tokens, followed by the beginning of an answer.
+
+        A system message at the front stays, and a question is left out together with its answer.
+
+        Raises:
+            TooLongError: the last message alone does not fit. Otherwise as `encode`.
+        """
+        begun = self.encode_text(answer) if answer else []
+        system = list(messages[:1]) if messages and messages[0]["role"] == "system" else []
+        turns = list(messages[len(system) :])
+        most = most_text(limit, self.tokens.longest)
+        rounds_in_all = (len(turns) + 1) // 2
+
+        def first(rounds: int) -> int:
+            return 0 if rounds == rounds_in_all else len(turns) + 1 - 2 * rounds
+
+        def prompt(kept: Sequence[Mapping[str, str]]) -> list[int] | None:
+            """None for more text than could ever fit."""
+            try:
+                return self.encode(kept, most) + begun
+            except TooMuchError:
+                return None
+
+        best = prompt((*system, *turns[first(1) :]))
+        if best is None or len(best) > limit:
+            bare = prompt((*system, {"role": "user", "content": ""}))
+            over = bare is None or len(bare) > limit
+            if over and not system:
+                raise PackError(
+                    f"The model at {self._folder} cannot chat",
+                    "Its chat template writes more than fits into its context window, whatever the message.",
+                    verify_hint(self._folder),
+                )
+            raise TooLongError(None if best is None else len(best), system=over)
+        # In steps that double, then by halves: a chat of thousands of turns is not encoded thousands of times.
+        fits, over, step = 1, rounds_in_all + 1, 1
+        while over - fits > 1:
+            rounds = min(fits + step, rounds_in_all) if over > rounds_in_all else (fits + over) // 2
+            longer = prompt((*system, *turns[first(rounds) :]))
+            if longer is not None and len(longer) <= limit:
+                best, fits, step = longer, rounds, step * 2
+            else:
+                over = rounds
+        return Prompt(best, first(fits))
 
     def decoder(self) -> Detokenizer:
-        """A fresh incremental decoder for one answer."""
-        return Detokenizer(self._tokenizer)
-
-    def _defuse(self, text: str) -> str:
-        for token in self._added:
-            broken = token[0] + "\u200b" + token[1:] if len(token) > 1 else ""
-            text = text.replace(token, broken)
-        return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
-
-
-class Detokenizer:
-    """Token ids to text, piece by piece: holds back bytes until a character is whole. Special tokens are dropped."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with `ids`; control characters that a terminal would obey are made visible."""
-        return visible("".join(map(self._step, ids)))
-
-    def _step(self, token: int) -> str:
-        try:
-            return self._stream.step(self._tokenizer, token) or ""
-        # Bytes that form no character change what was decoded before them; the library gives up on such a stream
-        # with a bare Exception.
-        except Exception:  # noqa: BLE001
-            self._stream = DecodeStream(skip_special_tokens=True)
-            return "\ufffd" + (self._stream.step(self._tokenizer, token) or "")
-
-
-def visible(text: str) -> str:
-    """`text` with control characters, newline and tab apart, as their Unicode pictures, so none reaches a terminal.
-
-    C0 controls become U+2400..., DEL U+2421, C1 controls and Unicode's direction overrides U+FFFD; carriage returns go.
-    """
-    return text.translate(_VISIBLE)
-
-
-_VISIBLE: dict[int, int | None] = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
-    ord("\r"): None,
-    0x7F: 0x2421,
-}
+        """A new incremental decoder for one answer."""
+        return self.tokens.decoder()
 
 
 class _Template(Protocol):
-    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str: ...
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str], most: int | None) -> str: ...
 
 
 class _LibraryTemplate:
@@ -138,13 +182,18 @@ class _LibraryTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str], most: int | None) -> str:
         """`tokens`: those that the tokenizer names itself."""
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        if most is not None and len(text) > most:
+            raise TooMuchError(most)
+        return text
 
 
-def _read(folder: Path) -> tuple[_Template, dict[str, str]] | None:
-    """The chat template in `folder`, and its special tokens by their names; None for a base model.
+def _read(folder: Path) -> tuple[_Template, dict[str, str], str] | None:
+    """The chat template in `folder`, its special tokens by their names, and why transformers reads it or "".
+
+    None for a base model.
 
     Raises:
         Exception: of any kind, for files that cannot be read.
@@ -166,24 +215,27 @@ def _read(folder: Path) -> tuple[_Template, dict[str, str]] | None:
         reason = "it asks for code of its own"
     if not reason:
         contents = {name: _content(token) for name, token in named.items()}
-        return template, {name: content for name, content in contents.items() if content is not None}
-    _log.info("transformers reads the tokenizer at %s, since %s", folder, reason)
-    import_library()
-    from transformers import AutoTokenizer
+        return template, {name: content for name, content in contents.items() if content is not None}, ""
+    with untimed():
+        import_library()
+        from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    return _LibraryTemplate(tokenizer), tokenizer.special_tokens_map
+    return _LibraryTemplate(tokenizer), tokenizer.special_tokens_map, reason
 
 
 def _source(folder: Path, fields: Mapping[str, Any]) -> str | None:
     """The template in its own file, or else the one of tokenizer_config.json: the default one where there are more."""
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        source = fields.get("chat_template")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = fields.get("chat_template")
     if isinstance(source, list):
         source = {named["name"]: named["template"] for named in source}
-    return source["default"] if isinstance(source, dict) else source
+    source = source["default"] if isinstance(source, dict) else source
+    if source is not None and not isinstance(source, str):
+        raise TypeError(f"The chat template is a {type(source).__name__}.")
+    return source
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -192,10 +244,9 @@ def _object(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: it holds something else.
     """
-    try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         return {}
+    fields: Any = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(fields, dict):
         raise ValueError(f"{path.name} holds no object")
     return fields
@@ -211,9 +262,9 @@ def _stop_ids(folder: Path, eos: int | None) -> tuple[int, ...]:
     ids = {eos} if eos is not None else set[int]()
     for name in ("generation_config.json", "config.json"):
         try:
-            fields = json.loads((folder / name).read_text(encoding="utf-8"))
+            fields = _object(folder / name)
         except (OSError, ValueError, RecursionError):
             continue
-        value = fields.get("eos_token_id") if isinstance(fields, dict) else None
+        value = fields.get("eos_token_id")
         ids |= {item for item in (value if isinstance(value, list) else [value]) if type(item) is int}
-    return tuple(sorted(ids))
+    return tuple(sorted(item for item in ids if 0 <= item < 1 << 31))

@@ -1,8 +1,8 @@
 """A model's chat template, run as transformers runs it: the same sandbox, functions and tags, without its import.
 
-A template is a program from the hub. It runs in Jinja's sandbox, sees plain strings alone, and can reach neither
-Python's internals nor files; what is allowed beyond Jinja's own is written down here once, after
-transformers/utils/chat_template_utils.py.
+A template is a program from the hub. It runs in Jinja's sandbox, sees only plain strings, and cannot reach Python's
+internals or files. What is allowed beyond Jinja's own is listed here, after transformers/utils/chat_template_utils.py.
+The sandbox limits neither time nor memory: chat_process.py does.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 
+class TooMuchError(Exception):
+    """A template wrote more text than it may."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"more than {most:,} characters")
+
+
 class ChatTemplate:
     """One model's template.
 
     Attributes:
-        names: what it reads beside what it sets itself and what every template is given.
+        names: variables that it reads and does not set itself.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: the source is not a template.
     """
 
     def __init__(self, source: str) -> None:
@@ -39,20 +46,34 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ValueError(f"Line {error.lineno} of its chat template is wrong: {error.message}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str]) -> str:
-        """The text of a prompt that asks for the next answer; `tokens` are special tokens by their names.
+    def render(self, messages: Sequence[Mapping[str, str]], tokens: Mapping[str, str], most: int | None = None) -> str:
+        """The text of a prompt that asks for the next answer.
+
+        Args:
+            tokens: special tokens by their names. most: characters that the text may have; None for any number.
 
         Raises:
-            Exception: of any kind, since a template is a program.
+            TooMuchError: the template writes more. Exception: of any kind, since a template is a program.
         """
         given = [dict(message) for message in messages]
-        return self._template.render(
+        pieces: list[str] = []
+        left = most
+        for piece in self._template.generate(
             **{**tokens, "messages": given, "tools": None, "documents": None, "add_generation_prompt": True}
-        )
+        ):
+            pieces.append(piece)
+            if left is not None and most is not None and (left := left - len(piece)) < 0:
+                raise TooMuchError(most)
+        return "".join(pieces)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # constants are computed when they are rendered, where what they take is limited
+        extensions=[_Generation, loopcontrols],
+    )
     made.filters["tojson"] = _tojson
     own: Any = {
         "raise_exception": _raise_exception,
@@ -65,7 +86,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the model's own words for those who train on them: here it only renders them."""
+    """`{% generation %}`, which marks the model's own words for training. Here it only renders them."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
 
@@ -79,7 +100,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` for templates: makes dictionaries, and has nothing else of the type's to reach for."""
+    """`dict` for templates: makes dictionaries and exposes nothing else of the type."""
 
     def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
         return dict(*args, **named)
@@ -89,7 +110,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's, but for names that begin with an underscore, through which one could get out of the sandbox."""
+    """Jinja's, without names that begin with an underscore: through those a template could leave the sandbox."""
 
     def __init__(*args: Any, **named: Any) -> None:  # `namespace(self=...)` is allowed, as in Jinja
         self, values = args[0], dict(*args[1:], **named)
@@ -104,7 +125,7 @@ class _Namespace(Namespace):
 
 def _check(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a template may not keep anything as {name!r}")
+        raise SecurityError(f"a template may not set {name!r}")
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,6 +1,9 @@
-"""The one family of errors that a person may see: what happened, why, and what to do."""
+"""The one family of errors that a person sees: what happened, why, and what to do."""
 
 from __future__ import annotations
+
+import shlex
+from pathlib import Path
 
 _MOST = 2000  # characters of each part
 
@@ -44,23 +47,23 @@ class PackError(FloeError):
 
 
 class NoPackError(PackError):
-    """What was named is no packed model at all."""
+    """The folder is not a packed model."""
 
     exit_code = 2
 
 
 class CheckpointError(FloeError):
-    """A source checkpoint that cannot be read or is not a Mixture-of-Experts model we know."""
+    """A source checkpoint that cannot be read, or is not a Mixture-of-Experts model of a supported family."""
 
 
 class NoCheckpointError(CheckpointError):
-    """What was named is no checkpoint at all."""
+    """The folder is not a checkpoint."""
 
     exit_code = 2
 
 
 class HubError(FloeError):
-    """A hub that does not have what was asked for, or sends something else."""
+    """A hub that lacks what was asked for, or sends something else."""
 
 
 class AccessError(HubError):
@@ -69,3 +72,13 @@ class AccessError(HubError):
 
 def _cut(text: str) -> str:
     return text if len(text) <= _MOST else f"{text[:_MOST]} …"
+
+
+def damaged(folder: Path, cause: str) -> PackError:
+    """The error for a packed folder whose files cannot be trusted."""
+    return PackError(f"The packed model at {folder} is damaged", cause, verify_hint(folder))
+
+
+def verify_hint(folder: Path) -> str:
+    """What to do about a packed folder whose files cannot be used."""
+    return f"Run `floe-chat verify {shlex.quote(str(folder))}` to see what is damaged and how to repair it."

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -254,15 +253,6 @@ def _unfinished(folder: Path) -> PackError:
         f"{folder} holds no packed model",
         "It has no manifest.json.",
         "Check the path, or pack a checkpoint into it.",
-    )
-
-
-def damaged(folder: Path, cause: str) -> PackError:
-    """The error for a packed folder whose files cannot be trusted."""
-    return PackError(
-        f"The packed model at {folder} is damaged",
-        cause,
-        f"What is damaged, and how to repair it, tells: floe-chat verify {shlex.quote(str(folder))}",
     )
 
 

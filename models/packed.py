@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..kernels.layouts import ExpertRows, UpWeights
 from . import foresight, private_file
-from .errors import UsageError
-from .manifest import FILE_NAME, Manifest, damaged, file_entry, layer_file
+from .errors import UsageError, damaged
+from .manifest import FILE_NAME, Manifest, file_entry, layer_file
 from .widths import Stored
 
 _LARGEST_STAMP = 1 << 24  # bytes: some hundred per file of a pack

@@ -26,6 +26,7 @@ LOADED = Loaded(
     folder="/models/scripted",
     source="a test",
     context_window=1000,
+    vocabulary=500,
     presets=("Exact", "Balanced", "Fast"),
     preset="Balanced",
     widths="up 2 bit, rows 4 bit",

@@ -327,8 +327,8 @@ def test_a_question_longer_than_the_window_is_a_usage_error(tiny_pack: Path) -> 
     assert run_cli("history", "list").out == ""
 
 
-def test_instructions_longer_than_the_window_are_named(tiny_pack: Path) -> None:
-    assert "instructions are too long" in explained(ask(tiny_pack, "hi", "--system", "x" * 600), 2)
+def test_a_system_prompt_longer_than_the_window_is_named(tiny_pack: Path) -> None:
+    assert "system prompt is too long" in explained(ask(tiny_pack, "hi", "--system", "x" * 600), 2)
 
 
 def test_a_question_that_fills_the_window_is_answered(tiny_pack: Path) -> None:

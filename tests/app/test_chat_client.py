@@ -6,14 +6,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from floe_chat.app.chat_client import ChatClient, Message, Submitted, TextDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling, SetQuality, Stats
-from floe_chat.models.errors import TryAgainError, UsageError
+from floe_chat.models.errors import PackError, TryAgainError, UsageError
 
-from ..helpers import reseal
+from ..helpers import edit_json, reseal
 
 DEADLINE_S = 120.0
 GREEDY = Sampling(temperature=0)
@@ -247,3 +247,89 @@ def test_a_client_can_be_closed_at_any_time(tiny_pack: Path) -> None:
     loading.close()
     loading.close()
     assert not [update for update in loading.poll() if isinstance(update, Failed)]
+
+
+def crafted(pack: Path, folder: Path, name: str, change: Callable[[Any], None]) -> Path:
+    """A copy of a pack by somebody who crafts one: one JSON file is changed, and all checksums are right."""
+    shutil.copytree(pack, folder)
+    edit_json(folder / name, change)
+    reseal(folder)
+    return folder
+
+
+def opened(pack: Path) -> tuple[ChatClient, Loaded | Failed]:
+    client = ChatClient(pack, None, "cpu")
+    client.start()
+    return client, until(client, Loaded, Failed)[0]
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}, "added_tokens": []},
+    ],
+    ids=["precompiled", "merge"],
+)
+def test_a_tokenizer_that_panics_is_reported(tiny_pack: Path, tmp_path: Path, tokenizer: dict[str, Any]) -> None:
+    pack = crafted(tiny_pack, tmp_path / "pack", "tokenizer.json", lambda fields: fields.update(tokenizer))
+    client, failed = opened(pack)
+    assert isinstance(failed, Failed) and "tokenizer" in failed.title and str(pack) in failed.hint
+    with pytest.raises(TryAgainError):
+        client.submit(HI, GREEDY, 4)
+    client.open(tiny_pack)  # another model answers as ever
+    assert isinstance(until(client, Loaded, Failed)[0], Loaded)
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+    client.close()
+
+
+def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pack: Path, tmp_path: Path) -> None:
+    loops = "{% if 'loop' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    pack = crafted(
+        tiny_pack,
+        tmp_path / "pack",
+        "tokenizer_config.json",
+        lambda fields: fields.update(chat_template=loops + "{% endfor %}{% endif %}" + fields["chat_template"]),
+    )
+    client, loaded = opened(pack)
+    assert isinstance(loaded, Loaded)
+    with pytest.raises(PackError, match="chat template"):
+        client.submit([Message("user", "loop")], GREEDY, 4)
+    assert client.count("hi") is None and client.context_of(HI, 4) is None  # nothing is started for a figure alone
+    client.submit(HI, GREEDY, 4)
+    assert answered(client)[1].reason == "length"
+    client.close()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tiny_pack: Path, tmp_path: Path) -> None:
+    def add(fields: Any) -> None:
+        fields["model"]["vocab"]["word"] = 259
+
+    client, failed = opened(crafted(tiny_pack, tmp_path / "pack", "tokenizer.json", add))
+    assert isinstance(failed, Failed) and "damaged" in failed.title and "259 ('word')" in failed.cause
+    client.close()
+
+
+def test_a_tokenizer_that_fails_in_an_answer_ends_it(tiny_pack: Path, tmp_path: Path) -> None:
+    def grow(fields: Any) -> None:
+        more = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 100_000}
+        fields["decoder"] = {"type": "Sequence", "decoders": [fields["decoder"], more]}
+
+    client, loaded = opened(crafted(tiny_pack, tmp_path / "pack", "tokenizer.json", grow))
+    assert isinstance(loaded, Loaded)
+    submitted = client.submit(HI, GREEDY, 40)
+    failed = until(client, Failed)[0]
+    assert failed.request == submitted.request and "tokenizer" in failed.title
+    client.submit(HI, GREEDY, 1)
+    client.close()
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(client: ChatClient) -> None:
+    with pytest.raises(UsageError, match="message is too long") as caught:
+        client.submit([Message("user", "word " * 3_000_000)], GREEDY, 4)
+    assert "more text than fits" in caught.value.cause
+    with pytest.raises(UsageError, match="system prompt is too long"):
+        client.submit([Message("system", "word " * 3_000_000), *HI], GREEDY, 4)
+    old = [Message(role, "word " * 300_000) for role in ("user", "assistant")] * 2
+    assert client.submit([*old, *HI], GREEDY, 4).dropped == 4

@@ -18,7 +18,7 @@ from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.status_line import StatusLine
 from floe_chat.app.widgets.turns import UserTurn
 from floe_chat.engine.events import Sampling
-from floe_chat.models.chat_format import ChatFormat
+from floe_chat.models.chat_process import ChatProcess
 from floe_chat.models.pack import PackSpec
 from textual.pilot import Pilot
 from textual.widgets import Markdown
@@ -60,7 +60,7 @@ class HeldClient(ChatClient):
         self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
     ) -> Submitted:
         self.asked.append(list(messages))
-        if self._endless and isinstance(self._format, ChatFormat):
+        if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
         return super().prepare(messages, sampling, max_new_tokens, answer)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models.chat_format import ChatFormat, Detokenizer, visible
-from floe_chat.models.errors import PackError, UsageError
+from floe_chat.models.chat_format import ChatFormat
+from floe_chat.models.chat_tokens import Detokenizer, visible
+from floe_chat.models.errors import FloeError, PackError, UsageError
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from ..helpers import edit_json
@@ -189,26 +190,28 @@ def test_text_that_is_no_unicode_is_refused_or_replaced(chat: ChatFormat, text: 
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "kind"),
     [
-        "{{ raise_exception('no such turn') }}",
-        "{{ messages[7].content }}",
-        "{{ 1 / 0 }}",
-        "{{ messages + 1 }}",
-        "{{ ''.__class__.__mro__ }}",
+        ("{{ raise_exception('no such turn') }}", UsageError),
+        ("{{ messages[7].content }}", PackError),
+        ("{{ 1 / 0 }}", PackError),
+        ("{{ messages + 1 }}", PackError),
+        ("{{ ''.__class__.__mro__ }}", PackError),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", PackError),
+        ("{% if false %}anything{% endif %}", PackError),
     ],
 )
-def test_errors_of_the_template_are_explained(copy: Path, template: str) -> None:
+def test_errors_of_the_template_are_explained(copy: Path, template: str, kind: type[FloeError]) -> None:
     def change(fields: Any) -> None:
         fields["chat_template"] = template
 
     edit_json(copy / "tokenizer_config.json", change)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(kind) as caught:
         ask(ChatFormat(copy), "hi")
-    assert caught.value.title and caught.value.cause
+    assert caught.value.title and caught.value.cause and caught.value.hint
 
 
-def test_what_is_no_template_is_told_at_once(copy: Path) -> None:
+def test_a_template_that_cannot_be_parsed_is_explained(copy: Path) -> None:
     edit_json(copy / "tokenizer_config.json", lambda fields: fields.update(chat_template="{% if %}"))
     with pytest.raises(PackError, match="cannot be read") as caught:
         ChatFormat(copy)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from floe_chat.models.chat_format import ChatFormat
+from floe_chat.models.chat_process import ChatProcess, Fitted
 from floe_chat.models.errors import PackError
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
@@ -138,9 +139,14 @@ def test_a_token_that_no_file_names_is_asked_of_transformers(
         fields["tokenizer_class"] = kind
 
     edit_json(folder / "tokenizer_config.json", change)
+    own = same(folder)
+    assert own.reason == f"no file names its {unnamed}"
     with caplog.at_level(logging.INFO, "floe_chat.models"):
-        same(folder)
-    assert f"transformers reads the tokenizer at {folder}, since no file names its {unnamed}" in caplog.text
+        chat = ChatProcess(folder)  # where transformers has to do with less memory
+    fitted = chat.fit(TALK, 500)
+    chat.close()
+    assert isinstance(fitted, Fitted) and fitted.ids == own.encode(TALK) and chat.stop_ids == own.stop_ids
+    assert f"transformers reads the tokenizer at {folder}: no file names its {unnamed}" in caplog.text
 
 
 def test_code_beside_a_tokenizer_is_not_run(folder: Path) -> None:

@@ -1,0 +1,247 @@
+"""A model's tokenizer and template are a stranger's programs: what they do ends in an error, and the chat lives on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.models import chat_process
+from floe_chat.models.chat_format import ChatFormat
+from floe_chat.models.chat_process import ChatProcess, Fitted, TooLong, encode
+from floe_chat.models.errors import FloeError, PackError, UsageError
+
+from ..helpers import TEMPLATE, edit_json, write_tokenizer
+
+HI = [{"role": "user", "content": "hi"}]
+LONG = [{"role": role, "content": f"{number} and so on"} for number in range(40) for role in ("user", "assistant")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def chat(folder: Path) -> Iterator[ChatProcess]:
+    opened = ChatProcess(folder)
+    yield opened
+    opened.close()
+
+
+def template(folder: Path, source: str) -> None:
+    edit_json(folder / "tokenizer_config.json", lambda fields: fields.update(chat_template=source))
+
+
+def refused(folder: Path, messages: list[dict[str, str]] = HI) -> FloeError:
+    """The error that a chat with this folder ends in; the process behind it is gone or works."""
+    try:
+        opened = ChatProcess(folder)
+    except FloeError as error:
+        return error
+    try:
+        with pytest.raises(FloeError) as caught:
+            opened.fit(messages, 200)
+        return caught.value
+    finally:
+        opened.close()
+
+
+def test_it_says_what_the_format_itself_would(folder: Path, chat: ChatProcess) -> None:
+    own = ChatFormat(folder)
+    assert chat.stop_ids == own.stop_ids == (2,) and chat.largest == own.tokens.largest
+    for limit in (60, 200, 10_000):
+        prompt = own.fit([*LONG, *HI], limit, "well")
+        assert chat.fit([*LONG, *HI], limit, "well") == Fitted(prompt.ids, prompt.dropped)
+        assert len(prompt.ids) <= limit
+    assert chat.fit([*LONG, *HI], 10_000) == Fitted(own.encode([*LONG, *HI]), 0)
+    assert chat.count("hello") == 5 == len(encode(folder, "hello"))
+    assert chat.fit(HI, 100, "well", begin=True) == Fitted([*own.encode(HI), *own.encode_text("well")], 0)
+    assert chat.push(own.encode_text("🎉\x1b[1m")) == "🎉␛[1m"
+    with pytest.raises(UsageError, match="refuses"):
+        chat.fit([{"role": "narrator", "content": ""}], 100)
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([{"role": "user", "content": "x" * 300}], TooLong(1 + 300 + len("[INST]  [/INST]"), system=False)),
+        ([{"role": "user", "content": "x" * 3_000_000}], TooLong(None, system=False)),
+        ([{"role": "system", "content": "x" * 3_000_000}, *HI], TooLong(None, system=True)),
+    ],
+    ids=["tokens", "characters", "system"],
+)
+def test_what_cannot_fit_is_not_tokenized(chat: ChatProcess, messages: list[dict[str, str]], found: TooLong) -> None:
+    assert chat.fit(messages, 100) == found
+
+
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "panics when it is read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "panics at a merge": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}, "added_tokens": []},
+    "has no unknown token": {
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "added_tokens": [],
+    },
+    "takes all memory": {
+        "normalizer": {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * (1 << 20)},
+        "pre_tokenizer": None,
+    },
+    "has no tokens": {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_fails_is_named(folder: Path, name: str) -> None:
+    edit_json(folder / "tokenizer.json", lambda fields: fields.update(TOKENIZERS[name]))
+    error = refused(folder, [{"role": "user", "content": "x" * 10_000}])
+    assert isinstance(error, PackError) and "tokenizer" in error.title and error.cause and "verify" in error.hint
+    with pytest.raises(PackError, match="tokenizer"):
+        encode(folder, "x" * 10_000)
+
+
+TEMPLATES = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "writes": "{{ 'a' * 30000000 }}",
+    "writes much more": "{{ 'a' * 3000000000 }}",
+    "writes without end": "{% for i in range(99999) %}{{ 'a' * 9999 }}{% endfor %}",
+    "fills up": "{{ 'x' | center(1000000000) }}",
+    "formats": "{{ '%1000000000d' | format(1) }}",
+    "replaces": "{{ ('a' * 99999).replace('', 'b' * 99999) }}",
+    "doubles": "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "nests": "{% set n = namespace(x=[]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "batches": "{{ ([1] | batch(1000000000, 0) | list)[0] | length }}",
+    "recurses": "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}",
+    "computes": "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
+    "lipsum": "{{ lipsum(n=100000) }}",
+    "writes nothing": "{% if false %}anything{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_fails_is_named(folder: Path, name: str) -> None:
+    template(folder, TEMPLATES[name])
+    error = refused(folder)
+    assert isinstance(error, PackError) and "verify" in error.hint
+    assert "chat template" in error.title + error.cause
+
+
+def test_after_a_request_that_ended_the_process_the_next_one_is_answered(folder: Path) -> None:
+    template(folder, "{% if messages | length > 1 %}" + TEMPLATES["loops"] + "{% endif %}" + TEMPLATE)
+    opened = ChatProcess(folder)
+    good = opened.fit(HI, 100)
+    with pytest.raises(PackError, match="chat template") as caught:
+        opened.fit([HI[0], {"role": "assistant", "content": ""}, *HI], 100)
+    assert "stopped" in caught.value.cause and not opened.alive
+    assert opened.fit(HI, 100) == good and opened.alive
+    opened.close()
+
+
+def test_a_process_that_does_nothing_is_not_waited_for(
+    folder: Path, chat: ChatProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_process, "_GRACE_S", 0.0)
+    monkeypatch.setattr(chat_process, "_REQUEST_S", 0.5)
+    os.kill(number_of(chat), signal.SIGSTOP)
+    with pytest.raises(PackError, match="tokenizer") as caught:
+        chat.fit(HI, 100)
+    assert "did not answer" in caught.value.cause
+
+
+def test_a_process_that_was_ended_is_explained(chat: ChatProcess) -> None:
+    os.kill(number_of(chat), signal.SIGABRT)
+    with pytest.raises(PackError) as caught:
+        chat.fit(HI, 100)
+    assert "SIGABRT" in caught.value.cause
+    assert isinstance(chat.fit(HI, 100), Fitted)
+
+
+def test_closing_ends_a_request(folder: Path) -> None:
+    template(folder, "{% if messages | length > 1 %}" + TEMPLATES["loops"] + "{% endif %}" + TEMPLATE)
+    opened = ChatProcess(folder)
+    child = number_of(opened)
+    errors: list[FloeError] = []
+
+    def ask() -> None:
+        try:
+            opened.fit([*HI, *HI], 100)
+        except FloeError as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    opened.close()
+    asking.join(60)
+    assert errors and not opened.alive
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    with pytest.raises(PackError, match="closed"):
+        opened.fit(HI, 100)
+
+
+def test_a_panic_is_not_written_to_the_terminal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    edit_json(folder / "tokenizer.json", lambda fields: fields.update(TOKENIZERS["panics when it is read"]))
+    assert "Precompiled" in refused(folder).cause
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_decoder_that_makes_a_book_of_a_token_is_refused(folder: Path) -> None:
+    book = {"type": "Replace", "pattern": {"String": "a"}, "content": "x" * 100_000}
+    edit_json(
+        folder / "tokenizer.json",
+        lambda fields: fields.update(decoder={"type": "Sequence", "decoders": [fields["decoder"], book]}),
+    )
+    opened = ChatProcess(folder)
+    ids = encode(folder, "ba")
+    assert opened.push(ids[:1]) == "b"
+    with pytest.raises(PackError, match="tokenizer") as caught:
+        opened.push(ids[1:])
+    assert "characters" in caught.value.cause
+    opened.close()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_pipe_in_a_files_place_is_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    try:
+        ChatProcess(folder).close()
+        assert name == "chat_template.jinja"  # the other file has a template too
+    except PackError as error:
+        assert error.cause
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokenizers", "jinja2", "json", "floe_chat"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    opened = ChatProcess(folder)
+    assert isinstance(opened.fit(HI, 100), Fitted)
+    opened.close()
+
+
+def test_half_a_reply_is_none(tmp_path: Path) -> None:
+    for content in (b"", b"\x04", b"\x04\0\0\0\0\0\0\0{", b"\x02\0\0\0\0\0\0\0{]"):
+        (tmp_path / "reply").write_bytes(content)
+        with (tmp_path / "reply").open("rb") as file:
+            assert chat_process.receive(file) is None
+    with (tmp_path / "reply").open("wb") as file:
+        chat_process.send(file, {"text": "\ud800 and more"})
+    with (tmp_path / "reply").open("rb") as file:
+        assert chat_process.receive(file) == {"text": "\ud800 and more"}
+    assert json.loads((tmp_path / "reply").read_bytes()[8:])
+
+
+def number_of(chat: ChatProcess) -> int:
+    """The process's number."""
+    child = chat._child  # pyright: ignore[reportPrivateUsage]
+    assert child is not None
+    return child.number
