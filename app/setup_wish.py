@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models import catalog, own_json
+from ..models import catalog, small_json
 from ..models.errors import FloeError, UsageError
 from ..models.home import expanded, is_folder_name
 from .disk_use import files
@@ -161,7 +161,7 @@ def _notes() -> list[Wish | BadNote]:
 
 def _read(path: Path) -> Wish | BadNote:
     try:
-        fields = own_json.read(path)
+        fields = small_json.read(path)
         wanted = Wish(**_checked(fields))
         if wanted.name != path.name.removesuffix(_NOTE):  # else forgetting it would delete another folder
             raise ValueError("it names another model than its file does")

@@ -16,7 +16,7 @@ from typing import Any
 
 import platformdirs
 
-from . import names, support
+from . import names, private_file, support
 from .errors import CheckpointError, FloeError, UsageError
 from .home import expanded
 from .published import APACHE, PUBLISHED, Entry, Sizes
@@ -24,6 +24,7 @@ from .published import APACHE, PUBLISHED, Entry, Sizes
 DEMO = "demo"
 FETCHED = ".download"  # ends the name of a folder with what was fetched of a model that is being set up
 _SHOWN = 60  # letters of a name in an error
+_LARGEST_FILE = 4 << 20  # bytes of a config.json
 _LARGEST = 1 << 30  # of any one size: a configuration that names more is damaged
 
 _chosen_folder: Path | None = None  # the person's setting
@@ -295,7 +296,7 @@ def _cached_config(repo: str) -> Path | None:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(private_file.read(path, _LARGEST_FILE))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read", str(error), "Download it again.") from error
     if not isinstance(fields, dict):

@@ -1,4 +1,4 @@
-"""A file that arrives in pieces: NAME.part on the disk, and beside it a journal of what is in it for certain."""
+"""A file that arrives in pieces: NAME.part on the disk, and beside it a journal of the bytes that are in it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
+from . import small_json
 from .hub_files import RepoFile
 
 _GIVEN_BACK = 128 << 10  # bytes
-_BLOCK = 4 << 20  # bytes read at a time while a hash is taken: so often is it asked whether to stop
+_BLOCK = 4 << 20  # bytes read at a time for a hash, between two questions whether to stop
 
 
 class Ranges:
@@ -54,13 +55,13 @@ class Ranges:
 
 
 class PartFile:
-    """`file` being written into `folder`, going on where an earlier process was stopped.
+    """`file` being written into `folder`, continued where an earlier process stopped.
 
-    What the journal claims is on the disk: it is written after the bytes are, so a kill or a power cut loses only what
-    came since. Bytes are written and `finish`ed by one thread; `sync` may run in another one beside it.
+    The journal is written after the bytes, so they are on the disk, and a kill or a power cut loses only later ones.
+    One thread writes and `finish`es; `sync` may run in another one at the same time.
 
     Attributes:
-        written: the file with the bytes. done: which ones are in it. news: why an earlier part was of no use, or None.
+        written: the file with the bytes. done: the ones in it. news: why an earlier part could not be used, or None.
 
     Raises:
         OSError: the folder cannot be written.
@@ -73,12 +74,14 @@ class PartFile:
         self._lock = threading.Lock()
         self._open = True
         self.done, self.news = _resumed(folder, file)
+        if not self.done.total:
+            self.written.unlink(missing_ok=True)  # whatever it is: a link would lead elsewhere, a pipe hang
         self._raw = self.written.open("r+b" if self.done.total else "wb", buffering=0)
         self._saved = self.done.total
         self._turn = self._recorded = 0
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Put `data` at `offset`. Raises: OSError, such as ENOSPC; what was written before stays."""
+        """Write `data` at `offset`. Raises: OSError, such as ENOSPC; earlier bytes stay."""
         self._raw.seek(offset)
         view = memoryview(data)
         while view:
@@ -90,8 +93,8 @@ class PartFile:
     def sync(self, *, durable: bool = True) -> None:
         """Record in the journal what has been written so far.
 
-        With `durable`, only once it is on the disk, which can take seconds. Without, a power cut in the next moments
-        could make the journal claim too much; the hash would tell, and the file be fetched again.
+        With `durable`, only once it is on the disk, which can take seconds. Without, the journal could claim too much
+        after a power cut; then the hash is wrong and the file is fetched again.
         """
         with self._lock:
             if not self._open or self.done.total == self._saved:
@@ -114,7 +117,7 @@ class PartFile:
                 self._saved, self._recorded = total, turn
 
     def close(self) -> None:
-        """Stop writing; what is there is recorded."""
+        """Stop writing; the bytes so far are recorded."""
         try:
             self.sync(durable=False)
         except OSError:
@@ -133,12 +136,12 @@ class PartFile:
             self.done = Ranges([*kept, (start, end)] if end > start else kept)
             self._raw.truncate(end)
             self._turn += 1
-            self._recorded = self._turn  # what a sync under way would record is not so any more
+            self._recorded = self._turn  # a sync under way would record bytes that are gone
 
     def finish(self) -> Path:
-        """Give the whole and verified file its name; it is on the disk for certain.
+        """Give the whole and verified file its name, once it is on the disk.
 
-        Raises: InterruptedError: it has been closed meanwhile.
+        Raises: InterruptedError: the part was closed meanwhile.
         """
         os.fsync(self._raw.fileno())
         with self._lock:
@@ -151,7 +154,7 @@ class PartFile:
         return self.path
 
     def discard(self) -> None:
-        """Forget everything that arrived."""
+        """Delete everything that arrived."""
         with self._lock:
             self._open = False
             self._raw.close()
@@ -160,7 +163,7 @@ class PartFile:
 
 
 def bytes_here(folder: Path, file: RepoFile) -> int:
-    """How many bytes of `file` earlier downloads have left in `folder`, whole or in part."""
+    """Bytes of `file` that earlier downloads left in `folder`, whole or in part."""
     path = folder / file.name
     if path.is_file() and path.stat().st_size == file.size:
         return file.size
@@ -196,21 +199,23 @@ def _names(folder: Path, file: RepoFile) -> tuple[Path, Path]:
 
 
 def _resumed(folder: Path, file: RepoFile) -> tuple[Ranges, str | None]:
-    """What the journal says is in the part, or nothing and why its bytes are of no use."""
+    """The bytes in the part by its journal, or none and why they cannot be used."""
     part, journal = _names(folder, file)
-    if not part.exists():
+    if part.is_symlink() or not part.is_file():
         return Ranges(), None
     try:
-        fields = json.loads(journal.read_text(encoding="utf-8"))
-        intervals = [(int(start), int(end)) for start, end in fields["ranges"]]
+        fields = small_json.read(journal)
+        intervals = [(start, end) for start, end in fields["ranges"]]
+        if any(type(offset) is not int for interval in intervals for offset in interval):
+            raise ValueError("an offset is not a whole number")
         same = (fields["hash"], fields["size"]) == (file.hash, file.size)
     except FileNotFoundError:
         return Ranges(), None  # stopped before the first entry
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return Ranges(), f"The journal of {part.name} cannot be read: it is fetched anew."
+    except (OSError, ValueError, KeyError, TypeError):
+        return Ranges(), f"The journal of {part.name} cannot be read: {file.name} is fetched again."
     if not same:
-        return Ranges(), f"{file.name} has changed on the hub: it is fetched anew."
+        return Ranges(), f"{file.name} has changed on the hub: it is fetched again."
     here = part.stat().st_size
     if any(not 0 <= start < end <= here for start, end in intervals) or here > file.size:
-        return Ranges(), f"{part.name} does not fit its journal: it is fetched anew."
+        return Ranges(), f"{part.name} does not fit its journal: {file.name} is fetched again."
     return Ranges(intervals), None

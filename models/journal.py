@@ -1,31 +1,37 @@
-"""What an interrupted pack has finished: an append-only journal, and the state of calibration at the last layer's end.
+"""What an interrupted pack has finished: an append-only journal, and the state of calibration after the last layer.
 
-Both lie in a folder of their own beside the pack's files until the manifest is written. A line is added only when the
-bytes that it speaks of are on the disk, so whatever the journal says may be relied on after a kill or a power cut; a
-last line that is torn is nothing that was finished.
+Both are in a folder of their own beside the pack's files until the manifest is written. A line is added only when the
+bytes that it records are on the disk, so the journal holds after a kill or a power cut; a torn last line is ignored.
+Lines and working tensors carry checksums: a pack that continued from damaged ones would be wrong, and sealed as right.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from . import private_file
 from .errors import FloeError, UsageError
 from .manifest import FileEntry
-from .tensorfile import write_tensors
+from .tensorfile import Plan, write_tensors
 from .widths import Rare
 
 FOLDER = "packing"
 Settings = dict[str, str | int | None]
 _NAME = "journal.jsonl"
+_DIGEST = "sha256"  # the working tensor that is the others' checksum
+_LARGEST = 64 << 20  # bytes: 25 for each expert and each dense tensor
 _WORDS = {  # the rest are parts and their widths
     "source": "source",
     "device": "device",
@@ -38,10 +44,10 @@ class Journal:
     """The journal of one pack. Open it with `open`; safe to use from several threads.
 
     Attributes:
-        folder: where working files lie. settings: that the pack was begun with. resumed: whether there was one.
-        dense: published names of the dense tensors that are finished. experts: (layer, expert) likewise.
-        files: finished files of the pack, hashed. rare: which experts of a layer are narrow, decided before the first
-            of the layer's is packed.
+        folder: with the working files. settings: that the pack was started with. resumed: whether there was a journal.
+        dense: published names of the finished dense tensors. experts: (layer, expert) of the finished experts.
+        files: finished files of the pack, hashed. rare: which experts of a layer are narrow, decided before the
+            layer's first expert is packed.
     """
 
     def __init__(self, folder: Path, settings: Settings, *, resumed: bool) -> None:
@@ -59,12 +65,12 @@ class Journal:
 
     @classmethod
     def open(cls, pack: Path, settings: Settings) -> Journal:
-        """Go on with the journal in the folder of a pack, or begin one.
+        """Continue the journal in the folder of a pack, or start one.
 
-        The number of threads does not have to be the same: sums depend on it, so the one of the beginning is kept.
+        The number of threads may differ: sums depend on it, so the journal's number is used.
 
         Raises:
-            UsageError: the pack was begun with other settings; says which. FloeError: the journal is damaged.
+            UsageError: the pack was started with other settings; says which. FloeError: the journal is damaged.
         """
         path = pack / FOLDER / _NAME
         if not path.is_file():
@@ -74,14 +80,14 @@ class Journal:
             partial.replace(path)
             return cls(path.parent, settings, resumed=False)
         try:
-            whole, _, torn = path.read_bytes().rpartition(b"\n")
-            first, *lines = [json.loads(line) for line in whole.splitlines()]
+            whole, _, torn = private_file.read(path, _LARGEST).rpartition(b"\n")
+            first, *lines = [_read_line(line) for line in whole.splitlines()]
             begun: Settings = dict(first["settings"])
             journal = cls(path.parent, begun, resumed=True)
             for line in lines:
                 journal._take(line)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise lost(pack, f"Its journal cannot be read: {error}.") from error
+            raise lost(pack, f"Its journal is damaged: {error}.") from error
         _compare(pack, begun, settings)
         if torn:
             os.truncate(path, len(whole) + 1)
@@ -103,19 +109,39 @@ class Journal:
         """This file is finished."""
         self._note({"file": name, "size": entry.size, "sha256": entry.sha256})
 
-    def keep(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep working tensors under a name, all of them or none, in the place of earlier ones."""
+    def keep(self, name: str, tensors: Mapping[str, Tensor], *, sealed: bool = True) -> None:
+        """Store working tensors under a name, all of them or none, in place of earlier ones.
+
+        Args:
+            sealed: with a checksum. Files that are later written in place have none.
+        """
         partial = self.folder / f"{name}.part"
-        write_tensors(partial, tensors)
+        write_tensors(partial, {**tensors, _DIGEST: _digest(tensors)} if sealed else tensors)
         partial.replace(self.folder / f"{name}.safetensors")
         _sync_folder(self.folder)
 
-    def kept(self, name: str) -> dict[str, Tensor] | None:
-        """What was kept under a name."""
+    def kept(self, name: str, plan: Plan | None = None) -> dict[str, Tensor] | None:
+        """The tensors that were stored under a name, or None.
+
+        Args:
+            plan: dtype and shape by name, if they were stored without a checksum.
+
+        Raises:
+            FloeError: they are damaged.
+        """
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
             return None
-        return {name: tensor for name, tensor in load_file(path).items() if not name.startswith("_pad.")}
+        try:
+            found = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("_pad.")}
+            if plan is not None:
+                if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()} != plan:
+                    raise ValueError("it holds other tensors")
+            elif not torch.equal(found.pop(_DIGEST), _digest(found)):
+                raise ValueError("its checksum is wrong")
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise lost(self.folder.parent, f"{path.name} is damaged: {error}.") from error
+        return found
 
     def _note(self, line: dict[str, Any]) -> None:
         with self._lock:
@@ -133,50 +159,67 @@ class Journal:
             case {"file": str(name), "size": int(size), "sha256": str(sha256)}:
                 self.files[name] = FileEntry(size, sha256)
             case _:
-                raise ValueError(f"{line} means nothing")
+                raise ValueError("a line has no meaning")
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
+    """sha256 of working tensors: uint8 (32,)."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
 def text_digest(tokens: Tensor) -> str:
     """A sha256 that stands for calibration tokens (N, T)."""
-    import hashlib
-
     return hashlib.sha256(repr(tuple(tokens.shape)).encode() + tokens.to(torch.int64).numpy().tobytes()).hexdigest()
 
 
 def lost(pack: Path, cause: str) -> FloeError:
-    """The error for an interrupted pack that cannot be gone on with."""
+    """The error for an interrupted pack that cannot be continued."""
     return FloeError(
-        f"The interrupted pack at {pack} cannot be continued", cause, "Start it over: add --fresh to the command."
+        f"The interrupted pack at {pack} cannot be continued",
+        cause,
+        "Start again: add --fresh to `floe-chat pack`, or delete an unfinished setup with `floe-chat setup --forget`.",
     )
 
 
 def _compare(pack: Path, begun: Settings, asked: Settings) -> None:
     causes = {
-        "version": "Another version of floe-chat began it.",
-        "weights": "The source's weights are not those that it was begun with.",
-        "text": "It was begun with another calibration text.",
+        "version": "Another version of floe-chat started it.",
+        "weights": "The source's weights have changed since it was started.",
+        "text": "It was started with another calibration text.",
     }
     for name in (*causes, *asked):
         if name != "threads" and begun.get(name) != asked.get(name):
             width = " bit" if name not in _WORDS else ""
             before, now = (settings.get(name) or "none" for settings in (begun, asked))
-            told = f"Its {_WORDS.get(name, name)} is {before}{width}, not {now}{width}."
+            changed = f"Its {_WORDS.get(name, name)} is {before}{width}, not {now}{width}."
             raise UsageError(
-                f"The interrupted pack at {pack} was begun with other settings",
-                causes.get(name, told),
-                "Give it those to continue, or add --fresh to start over.",
+                f"The interrupted pack at {pack} was started with other settings",
+                causes.get(name, changed),
+                "Use the same settings to continue, or add --fresh to start again.",
             )
 
 
 def _write_line(path: Path, line: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    text = json.dumps(line, separators=(",", ":")).encode()
+    with path.open("ab") as file:
+        file.write(b"%08x %s\n" % (zlib.crc32(text), text))
         file.flush()
         os.fsync(file.fileno())
 
 
+def _read_line(line: bytes) -> dict[str, Any]:
+    """A line as `_write_line` wrote it. Raises: ValueError: it is damaged."""
+    if int(line[:8], 16) != zlib.crc32(line[9:]):
+        raise ValueError("the checksum of a line is wrong")
+    return json.loads(line[9:])
+
+
 def _sync_folder(folder: Path) -> None:
-    """Make a rename last; systems that cannot open a folder keep renames themselves."""
+    """Flush a rename to the disk; systems that cannot open a folder do that themselves."""
     if os.name == "nt":
         return
     fd = os.open(folder, os.O_RDONLY)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
+from . import private_file
 from .errors import NoPackError, PackError
 from .tensorfile import Plan
 from .widths import Narrow, Rare, Stored, Widths
@@ -22,6 +23,7 @@ FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 MIXED_VERSION = 4  # of packs some of whose experts are narrower, which programs that read 3 do not know
 FILE_NAME = "manifest.json"
+_LARGEST = 16 << 20  # bytes of it: narrow experts are listed one by one
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
 COPIED = (  # as published, where the source has them
@@ -203,7 +205,7 @@ class Manifest:
                 "Check the path, or pack one.",
             )
         try:
-            fields = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+            fields = json.loads(private_file.read(folder / FILE_NAME, _LARGEST))
         except FileNotFoundError:
             raise _unfinished(folder) from None
         except (OSError, ValueError, RecursionError) as error:

@@ -40,7 +40,7 @@ from .pack_run import Packing, Progress
 from .widths import Narrow
 from .workplace import claimed
 
-_JOURNAL_VERSION = 1
+_JOURNAL_VERSION = 2
 _STATES = 4  # working copies of the calibration's hidden states that the disk has to hold
 
 

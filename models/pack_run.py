@@ -19,7 +19,7 @@ from .dense_part import DensePart
 from .journal import Journal, lost
 from .layer_pass import LayerPass
 from .manifest import COPIED, Manifest, file_entry, layer_file
-from .pack_experts import PackingExperts, measures_name
+from .pack_experts import PackingExperts, measures_name, measures_plan
 from .reading_order import ReadingOrder
 from .tensorfile import TensorFile, write_tensors
 
@@ -179,7 +179,8 @@ class Packing:
         return pool.submit(hash_it)
 
     def _write_profile(self) -> None:
-        measures = [self._journal.kept(measures_name(layer)) for layer in range(self._layers)]
+        plan = measures_plan(self._manifest.architecture)
+        measures = [self._journal.kept(measures_name(layer), plan) for layer in range(self._layers)]
         if None in measures:
             raise lost(self._folder, f"{measures_name(measures.index(None))} is missing.")
         names = ("popularity", "importance", "router_score")

@@ -89,7 +89,7 @@ def _keep_measures(journal: Journal, packed: PackedModel) -> None:
     profile, a = packed.profile(), packed.manifest.architecture
     for layer in range(a.layers):
         names = ("popularity", "importance", "router_score")
-        journal.keep(measures_name(layer), {name: profile[name][layer] for name in names})
+        journal.keep(measures_name(layer), {name: profile[name][layer] for name in names}, sealed=False)
     if packed.has_lookahead():
         recalls = profile[foresight.RECALL].tolist()
         for layer, (found, recall) in enumerate(zip(packed.lookahead(), recalls, strict=True)):

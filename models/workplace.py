@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from . import journal, own_json
+from . import journal, small_json
 from .errors import FloeError, TryAgainError, UsageError
 from .journal import Journal, Settings
 from .manifest import COPIED, FILE_NAME, UNFINISHED
@@ -104,9 +104,10 @@ def _lock(file: BinaryIO) -> bool:
 
 def _holder(marker: Path) -> str:
     try:
-        return f"It is process {int(own_json.read(marker)['pid'])}."
+        pid = small_json.read(marker)["pid"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+    return f"It is process {pid}." if type(pid) is int and 0 < pid < 1 << 32 else ""
 
 
 def is_ours(folder: Path) -> bool:

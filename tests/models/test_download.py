@@ -231,7 +231,7 @@ def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew_with_the_reason(
         download.wait_all()
         notices = download.progress().notices
     assert same(tmp_path, published, SHARDS[:1]) and leftovers(tmp_path) == []
-    assert any("anew" in notice for notice in notices) == (case != "no journal")
+    assert any("again" in notice for notice in notices) == (case != "no journal")
 
 
 def test_what_a_journal_does_not_claim_is_fetched_again(hub: FakeHub, published: Path, tmp_path: Path) -> None:

@@ -214,6 +214,18 @@ def test_a_damaged_journal_is_explained(tmp_path: Path, source: Path, line: byte
     assert "--fresh" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["journal.jsonl", "state.safetensors"])
+def test_a_flipped_bit_in_a_working_file_is_noticed(tmp_path: Path, source: Path, name: str) -> None:
+    cut_at(tmp_path, source, 1, 2)
+    path = tmp_path / journal.FOLDER / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FloeError, match="cannot be continued") as caught:
+        packed(source, tmp_path)
+    assert "damaged" in caught.value.cause
+
+
 @pytest.mark.parametrize("name", ["layer_00.safetensors", "layer_01.safetensors", "dense.safetensors"])
 @pytest.mark.parametrize("damage", ["missing", "short"])
 def test_files_that_were_lost_meanwhile_are_noticed(tmp_path: Path, source: Path, name: str, damage: str) -> None:
