@@ -23,16 +23,16 @@ class Backend:
 
     Attributes:
         name: "native ..." (our C++ on the CPU), "triton" (on a GPU) or "reference" (plain torch).
-        device: the kind of device it was chosen for. reason: why this one, for the panel and `doctor`.
+        device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
         up_list: `up_gemv` for whom nobody waits: where each call's neurons end (P,), and room for all neurons and
             values, of which those up to the last end count. None where that cannot be.
-        checks_active: whether its `sparse_swiglu` itself refuses neurons out of range, listed twice or absent.
+        checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do.
     """
 
     name: str
     device: str
     reason: str
-    checks_active: bool
+    checks: bool
     up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, int], Active]
     sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
     moe_step: Callable[
@@ -46,36 +46,40 @@ class Backend:
 
 
 @cache
-def choose(device: str) -> Backend:
-    """The backend for a kind of device ("cpu", "cuda").
+def choose(device: torch.device | str) -> Backend:
+    """The backend for a device: "cpu", or one GPU ("cuda:1"; "cuda" is the first). Each GPU gets what it can run.
 
     Raises:
-        ValueError: torch cannot compute on that kind of device here.
+        ValueError: torch cannot compute on that device here.
     """
-    if device == "cpu":
+    kind, _, number = str(device).partition(":")
+    if kind == "cpu":
         return _cpu()
-    if device != "cuda":
-        raise ValueError(f"no kernels for device {device!r}; valid are cpu, cuda")
+    if kind != "cuda":
+        raise ValueError(f"no kernels for device {str(device)!r}; valid are cpu, cuda and cuda:N")
     if not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA device")
-    return _cuda()
+    there = torch.cuda.device_count()
+    if number and not (number.isdecimal() and int(number) < there):
+        raise ValueError(f"no CUDA device {number!r}; torch sees {there}, from cuda:0 on")
+    return _cuda(int(number or 0))
 
 
-def _cuda() -> Backend:
-    capability = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+def _cuda(index: int) -> Backend:
+    capability, device = torch.cuda.get_device_capability(index), f"cuda:{index}"
     of = f"compute capability {capability[0]}.{capability[1]}"
     if capability < TRITON_FROM:
-        wanted = ".".join(map(str, TRITON_FROM))
-        return _reference("cuda", f"plain torch, since the Triton kernels need {wanted} or newer and this GPU has {of}")
+        needed = ".".join(map(str, TRITON_FROM))
+        return _reference(device, f"plain torch, since the Triton kernels need {needed} or newer and this GPU has {of}")
     try:
         from . import triton  # here, since it is slow to import and absent where no GPU could use it
     except ImportError as error:
-        return _reference("cuda", f"plain torch, since Triton cannot be imported: {error}")
+        return _reference(device, f"plain torch, since Triton cannot be imported: {error}")
     return Backend(
         name="triton",
-        device="cuda",
+        device=device,
         reason=f"Triton kernels for {of}",
-        checks_active=False,
+        checks=False,
         up_gemv=triton.up_gemv,
         up_list=triton.up_list,
         sparse_swiglu=triton.sparse_swiglu,
@@ -98,7 +102,7 @@ def _cpu() -> Backend:
         name=f"native {isa.name}",
         device="cpu",
         reason=isa.reason,
-        checks_active=True,
+        checks=True,
         up_gemv=native.up_gemv,
         sparse_swiglu=native.sparse_swiglu,
         moe_step=native.moe_step,
@@ -114,7 +118,7 @@ def _reference(device: str, reason: str) -> Backend:
         name="reference",
         device=device,
         reason=reason,
-        checks_active=False,
+        checks=False,
         up_gemv=reference.up_gemv,
         sparse_swiglu=reference.sparse_swiglu,
         moe_step=reference.moe_step,

@@ -14,11 +14,13 @@ Group scales. HQQ's affine code: w = (q - zero) * scale, one float16 pair per gr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from .checks import SCALES, described, require
 
 WIDTHS = (2, 3, 4, 8, 16)
 ALIGN = 64  # bytes: a cache line, and the alignment of every tensor and neuron record
@@ -183,7 +185,7 @@ class VectorLayout:
 
     def __post_init__(self) -> None:
         _check_width(self.bits)
-        if self.group < 1 or self.n % self.group:
+        if self.n < 1 or self.group < 1 or self.n % self.group:
             raise ValueError(f"a group of {self.group} does not divide {self.n} values")
 
     @property
@@ -224,6 +226,11 @@ class RowLayout:
     float16: torch.dtype
     least: int = 0
 
+    def __post_init__(self) -> None:
+        _check_float16(self.float16)
+        if self.gate.n != self.down.n:
+            raise ValueError(f"a gate row of {self.gate.n} values, but a down column of {self.down.n}")
+
     @property
     def used(self) -> int:
         """Bytes that a record takes where nothing asks for more."""
@@ -261,9 +268,39 @@ class UpLayout:
     vector: VectorLayout
     float16: torch.dtype
 
+    def __post_init__(self) -> None:
+        _check_float16(self.float16)
+
     @property
     def row_bytes(self) -> int:
         return packed_bytes(self.vector.n, self.vector.bits)
+
+
+def _check_float16(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"16-bit values are float16 or bfloat16, not {dtype}")
+
+
+def _require_rows(name: str, given: Tensor, dimensions: tuple[str, ...], nbytes: int) -> None:
+    """Refuse bytes that are not rows of `nbytes`."""
+    if given.dtype != torch.uint8 or given.ndim != len(dimensions) + 1 or given.shape[-1] != nbytes:
+        raise ValueError(f"{name} must be uint8 of shape ({', '.join(dimensions)}, {nbytes}), not {described(given)}")
+
+
+def _checked(
+    name: str, dimensions: tuple[str, ...], vector: VectorLayout, q: Tensor, scale: Tensor, zero: Tensor
+) -> bool:
+    """Whether all are contiguous; refuses those that do not fit the layout and each other."""
+    _require_rows(f"{name}.q", q, dimensions, packed_bytes(vector.n, vector.bits))
+    shape = (*q.shape[:-1], vector.groups)
+    require(f"{name}.scale", scale, SCALES, shape, q.device, whole=False)
+    require(f"{name}.zero", zero, SCALES, shape, q.device, whole=False)
+    return q.is_contiguous() and scale.is_contiguous() and zero.is_contiguous()
+
+
+def _require_all(device: torch.device, parts: dict[str, Tensor]) -> None:
+    for name, part in parts.items():
+        require(name, part, (part.dtype,), tuple(part.shape), device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,13 +309,32 @@ class LinearWeights:
 
     Attributes:
         vector: one row. q: (N, packed_bytes(K)) uint8. scale, zero: (N, groups) float16. Never 16 bit: such a layer
-            stays the library's.
+            stays the library's. whole: whether all are contiguous.
+
+    Raises:
+        ValueError: tensors of another type or shape, or on several devices.
     """
 
     vector: VectorLayout
     q: Tensor
     scale: Tensor
     zero: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.vector.bits == 16:
+            raise ValueError("a linear layer of 16-bit values is stored as it is, not as codes")
+        whole = _checked("weights", ("N",), self.vector, self.q, self.scale, self.zero)
+        object.__setattr__(self, "whole", whole)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse weights that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not (self.q.is_cpu or self.q.device == device):
+            _require_all(device, {"weights.q": self.q, "weights.scale": self.scale, "weights.zero": self.zero})
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The (N, K) matrix."""
@@ -290,13 +346,31 @@ class UpWeights:
     """The up projections of one layer's E experts, as stored.
 
     Attributes:
-        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit.
+        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit. whole: whether all
+            are contiguous.
+
+    Raises:
+        ValueError: tensors of another type or shape, or on several devices.
     """
 
     layout: UpLayout
     q: Tensor
     scale: Tensor
     zero: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        whole = _checked("up", ("E", "F"), self.layout.vector, self.q, self.scale, self.zero)
+        object.__setattr__(self, "whole", whole)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse weights that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not (self.q.is_cpu or self.q.device == device):
+            _require_all(device, {"up.q": self.q, "up.scale": self.scale, "up.zero": self.zero})
 
     def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
         """The (F, H) matrix of `expert`."""
@@ -317,16 +391,81 @@ class UpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """The neuron records of one layer's E experts: `data` is (E, F, layout.nbytes) uint8."""
+    """The neuron records of one layer's E experts.
+
+    Attributes:
+        data: (E, F, layout.nbytes) uint8. whole: whether it is contiguous.
+
+    Raises:
+        ValueError: data of another type or shape.
+    """
 
     layout: RowLayout
     data: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _require_rows("rows.data", self.data, ("E", "F"), self.layout.nbytes)
+        object.__setattr__(self, "whole", self.data.is_contiguous())
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.data.shape[0]
+
+    @property
+    def neurons(self) -> int:
+        """F."""
+        return self.data.shape[1]
+
+    def check(self, device: torch.device) -> None:
+        """Refuse records that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not (self.data.is_cpu or self.data.device == device):
+            _require_all(device, {"rows.data": self.data})
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRows:
-    """Neuron records kept in a pool: `data` (S, layout.nbytes) uint8, `slots` (E, F) int32, -1 for an absent neuron."""
+    """Neuron records in a pool.
+
+    Attributes:
+        data: (S, layout.nbytes) uint8. slots: (E, F) int32, -1 for an absent neuron. whole: whether both are
+            contiguous.
+
+    Raises:
+        ValueError: tensors of another type or shape.
+    """
 
     layout: RowLayout
     data: Tensor
     slots: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _require_rows("rows.data", self.data, ("S",), self.layout.nbytes)
+        if self.slots.dtype != torch.int32 or self.slots.ndim != 2:
+            raise ValueError(f"rows.slots must be int32 of shape (E, F), not {described(self.slots)}")
+        object.__setattr__(self, "whole", self.data.is_contiguous() and self.slots.is_contiguous())
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.slots.shape[0]
+
+    @property
+    def neurons(self) -> int:
+        """F."""
+        return self.slots.shape[1]
+
+    def check(self, device: torch.device) -> None:
+        """Refuse a pool that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not all(part.is_cpu or part.device == device for part in (self.data, self.slots)):
+            _require_all(device, {"rows.data": self.data, "rows.slots": self.slots})

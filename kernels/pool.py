@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from .checks import index
+
 FREE, FILLING, READY = 0, 1, 2  # a slot's state
 STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE = range(7)  # places in `RowTable.counters`
 # What is known of a slot, side by side, so that looking through many reads memory once.
@@ -47,6 +49,16 @@ class Rule:
     turn: float
     use_rate: float
     largest_growth: float
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: values with which no search would end or no mean be a number."""
+        if min(self.sample, self.smallest_window) < 1:
+            raise ValueError(f"eviction must look at 1 slot at least, not {self.sample} and {self.smallest_window}")
+        if not (0 <= self.use_rate < 1 and self.largest_growth >= 1):
+            raise ValueError(
+                f"use_rate must be from 0 up to 1 and largest_growth 1 or more, not {self.use_rate} and "
+                f"{self.largest_growth}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +117,15 @@ class RowTable:
         """No slot yet.
 
         Raises:
-            ValueError: more neurons than a key can name.
+            ValueError: no neurons, or more than a key can name; means of other shapes or types.
         """
+        if min(layers, experts, neurons) < 1:
+            raise ValueError(f"a pool needs layers, experts and neurons, not {layers}, {experts} and {neurons}")
         if layers * experts * neurons >= 1 << 31:
             raise ValueError(f"{layers * experts * neurons} neurons are more than a pool can name")
+        require("recent", means.recent, np.float64, (layers, experts))
+        require("growth", means.growth, np.float64, (layers, experts))
+        require("raw", means.raw, np.float32, (layers, experts * neurons))
         self.layers, self.experts, self.neurons = layers, experts, neurons
         self.rule, self.means = rule, means
         self.capacity, self.width = 0, experts * neurons
@@ -131,7 +148,7 @@ class RowTable:
         Raises:
             ValueError: an index out of range. Nothing has changed then.
         """
-        self._check(experts, offsets, neurons, width)
+        self._check(layer, experts, offsets, neurons, width)
         counts = np.diff(offsets)
         keys = np.repeat(experts * width, counts) + neurons
         slots = self.slots[layer * self.width + keys]
@@ -156,6 +173,8 @@ class RowTable:
         Raises:
             ValueError: a key out of range, present or named twice. Nothing has changed then.
         """
+        index("layer", layer, self.layers)
+        require("keys", keys, np.int64, (keys.size,))
         table = self.slots[layer * self.width : (layer + 1) * self.width]
         # A negative key read without its sign is larger than any.
         if keys.size and int(keys.view(np.uint64).max()) >= self.width:
@@ -186,7 +205,12 @@ class RowTable:
         return taken
 
     def spare(self, wanted: int) -> None:
-        """Give up rows now so that so many slots are free for urgent rows: so nobody waits for that later."""
+        """Give up rows now so that so many slots are free for urgent rows: so nobody waits for that later.
+
+        Raises:
+            ValueError: fewer than none.
+        """
+        wanted = self._slots(wanted)
         free = int(self.counters[FREE_COUNT])
         if free < wanted:
             self._put_free(self._evict(wanted - free, urgent=True))
@@ -198,6 +222,7 @@ class RowTable:
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
         """
+        require("slots", slots, np.int32, (slots.size,))
         if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < self.capacity:
             raise ValueError(f"a slot is out of range 0..{self.capacity - 1}")
         if (self.words[slots] & 3 != FILLING).any() or np.unique(slots).size != slots.size:
@@ -214,10 +239,11 @@ class RowTable:
         """More slots, all free, or fewer: rows in slots from `capacity` on are dropped.
 
         Raises:
-            ValueError: one of those is filling or in use, or capacity is negative. Nothing has changed then.
+            ValueError: one of those is filling or in use, or capacity is negative or more than a slot can name. Nothing
+                has changed then.
         """
-        if capacity < 0:
-            raise ValueError(f"a pool of {capacity} slots")
+        if not 0 <= capacity < 1 << 31:
+            raise ValueError(f"a pool of {capacity} slots; it can have from 0 to 2^31 - 1")
         before, kept = self.capacity, min(self.capacity, capacity)
         words = self.words[kept:before]
         if ((words & 3 == FILLING) | (words == self._stamp() + READY)).any():
@@ -243,16 +269,26 @@ class RowTable:
         """The word of a free slot that this step uses."""
         return 4 * (int(self.counters[STEP]) & _STEPS)
 
-    def _check(self, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int) -> None:
+    def _slots(self, wanted: int) -> int:
+        """As many as that, or all."""
+        if wanted < 0:
+            raise ValueError(f"{wanted} slots cannot be spared")
+        return min(wanted, self.capacity)
+
+    def _check(
+        self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
+    ) -> None:
+        index("layer", layer, self.layers)
+        require("experts", experts, np.int64, (experts.size,))
+        require("offsets", offsets, np.int64, (experts.size + 1,))
+        require("neurons", neurons, np.int64, (neurons.size,))
         if width < 1 or self.neurons % width:
             raise ValueError(f"experts of {width} neurons are not parts of {self.neurons}")
         if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < self.width // width:
             raise ValueError(f"an expert is out of range 0..{self.width // width - 1}")
         if neurons.size and not 0 <= int(neurons.min()) <= int(neurons.max()) < width:
             raise ValueError(f"a neuron is out of range 0..{width - 1}")
-        rising = offsets.size == experts.size + 1 and not offsets[0] and bool((np.diff(offsets) >= 0).all())
-        if not rising or offsets[-1] != neurons.size:
-            raise ValueError("offsets must rise from 0 to the number of neurons, one interval per call")
+        _check_offsets(offsets, neurons.size)
 
     def _note(self, layer: int, keys: Keys) -> None:
         expert, rate = keys // self.neurons, self.rule.use_rate
@@ -330,8 +366,13 @@ def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
     """The first `kept` (P,) neurons of each call, and the rest.
 
     Raises:
-        ValueError: more than a call has, or less than none.
+        ValueError: more than a call has, or less than none; arrays that do not fit each other.
     """
+    require("kept", kept, np.int64, (kept.size,))
+    require("offsets", part.offsets, np.int64, (kept.size + 1,))
+    require("at", part.at, np.int64, (part.at.size,))
+    require("places", part.places, np.int64, (part.at.size,))
+    _check_offsets(part.offsets, part.at.size)
     starts, ends = part.offsets[:-1], part.offsets[1:]
     if (kept < 0).any() or (kept > ends - starts).any():
         raise ValueError("a call cannot keep more neurons than it has")
@@ -345,24 +386,56 @@ def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> P
     return Part(np.concatenate(([0], np.cumsum(ends - starts))), part.at[of], part.places[of])
 
 
-def landing(index: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
+def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
     """The slots (N,) of a transfer as int64, once it is known that nothing in it is out of range.
 
     Args:
-        index: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.
+        source: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.
 
     Raises:
-        ValueError: a row or slot out of range, or a slot named twice.
+        ValueError: a row or slot out of range, or a slot named twice; not as many rows as slots.
     """
-    if index.size:
+    check_landing(source, slots, rows, capacity)
+    if source.size:
         ordered = np.sort(slots)
-        if index.min() < 0 or index.max() >= rows:
+        if source.min() < 0 or source.max() >= rows:
             raise ValueError(f"row out of range 0..{rows - 1}")
         if ordered[0] < 0 or ordered[-1] >= capacity:
             raise ValueError(f"slot out of range 0..{capacity - 1}")
         if (ordered[1:] == ordered[:-1]).any():
             raise ValueError("a slot is written twice")
     return slots.astype(np.int64)
+
+
+def check_landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> None:
+    """Refuse arguments of `landing` of other shapes or types.
+
+    Raises:
+        ValueError: what an argument must be and what it is.
+    """
+    require("source", source, np.int64, (source.size,))
+    require("slots", slots, np.int32, (source.size,))
+    for name, count in (("rows", rows), ("capacity", capacity)):
+        if not 0 <= count < 1 << 63:
+            raise ValueError(f"{name} must be a number from 0 on, not {count}")
+
+
+def require(name: str, array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> None:
+    """Refuse an array that an operation cannot take.
+
+    Raises:
+        ValueError: another type or shape, or not contiguous; names what it must be and what it is.
+    """
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(
+            f"{name} must be contiguous {np.dtype(dtype)} of shape {shape}, "
+            f"not {array.dtype} of shape {array.shape} with strides {array.strides}"
+        )
+
+
+def _check_offsets(offsets: NDArray[np.int64], count: int) -> None:
+    if offsets[0] or (np.diff(offsets) < 0).any() or offsets[-1] != count:
+        raise ValueError(f"offsets must rise from 0 to the number of neurons, {count}")
 
 
 def _low(count: int | np.int64) -> np.int32:

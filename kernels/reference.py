@@ -73,7 +73,10 @@ def sparse_swiglu(
         chosen = slice(offsets[call], offsets[call + 1])
         neurons = active.neurons[chosen]
         if isinstance(rows, PoolRows):
-            records = rows.data.index_select(0, rows.slots[expert][neurons])
+            slots = rows.slots[expert][neurons]
+            if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= len(rows.data)):
+                raise ValueError("a neuron is not in the pool, or its slot is out of range")
+            records = rows.data.index_select(0, slots)
         else:
             records = rows.data[expert].index_select(0, neurons)
         gate, down = rows.layout.read(records, x.dtype)

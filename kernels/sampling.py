@@ -8,12 +8,25 @@ has the score -inf.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .checks import BYTES, FLOATS, require
+
 Warper = Callable[[Tensor, Tensor], Tensor]
+
+
+class NotNumbersError(ValueError):
+    """Logits without a largest one: NaN or infinity among them, or nothing but -infinity.
+
+    The weights of a model are not numbers then, or what became of its activations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("the logits are not numbers that a token could be drawn from")
 
 
 class LogitsProcessorList(list[Warper]):
@@ -94,6 +107,22 @@ class Filters(NamedTuple):
     min_p: float = 0.0
     penalty: float = 1.0
 
+    def check(self) -> None:
+        """Refuse values that no distribution has.
+
+        Raises:
+            ValueError: names the field and its range.
+        """
+        # Written so that NaN fits nowhere.
+        if not 0 <= self.temperature < inf:
+            raise ValueError(f"temperature must be a number from 0 on, not {self.temperature}")
+        if not 0 <= self.top_k < 1 << 63:
+            raise ValueError(f"top_k must be from 0 to 2^63 - 1, not {self.top_k}")
+        if not (0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
+            raise ValueError(f"top_p must be above 0 up to 1 and min_p from 0 to 1, not {self.top_p} and {self.min_p}")
+        if not 0 < self.penalty < inf:
+            raise ValueError(f"penalty must be a number above 0, not {self.penalty}")
+
     def warpers(self) -> LogitsProcessorList:
         """One after the other what they ask for."""
         found = LogitsProcessorList()
@@ -118,15 +147,34 @@ def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None =
         logits: (V,) floating point; computed in float64. seen: (V,) uint8, not 0 for tokens that are there already.
 
     Raises:
-        ValueError: logits that nothing can be drawn from.
+        NotNumbersError: logits that nothing can be drawn from, at any temperature. ValueError: filters or a number
+            outside their ranges, tensors that do not fit.
     """
+    filters.check()
+    check_draw(logits, uniform, seen)
     ids = torch.empty(1, 0, dtype=torch.int64) if seen is None else seen.nonzero().T
     scores = filters.warpers()(ids, logits[None].double())
+    if not scores.max().isfinite():  # NaN is larger than any number
+        raise NotNumbersError
     if filters.temperature == 0:
         return int(scores.argmax())
-    if not scores.max().isfinite():
-        raise ValueError("the logits are not numbers that a token could be drawn from")
     shares = scores[0].softmax(-1)
     reached = shares.cumsum(-1)
     first = int(torch.searchsorted(reached, reached[-1] * uniform, right=True))
     return min(first, int(shares.nonzero()[-1]))  # rounding may take the number beyond them all
+
+
+def check_draw(logits: Tensor, uniform: float, seen: Tensor | None) -> None:
+    """Refuse arguments of `draw` that do not fit.
+
+    Raises:
+        ValueError: what it must be and what it is.
+    """
+    count = logits.numel()
+    if not count:
+        raise ValueError("there are no logits to draw from")
+    require("logits", logits, FLOATS, (count,), logits.device, whole=False)
+    if seen is not None:
+        require("seen", seen, BYTES, (count,), logits.device, whole=False)
+    if not 0 <= uniform < 1:
+        raise ValueError(f"a token is drawn by a number from 0 up to 1, not {uniform}")

@@ -75,8 +75,8 @@ int64_t floe_draw(const floe_sampling *sampling, const float *logits, int64_t co
         if (seen != nullptr && seen[i]) scores[i] = scores[i] < 0 ? scores[i] * s.penalty : scores[i] / s.penalty;
     }
     const int64_t best = largest(scores, count);
-    if (s.temperature == 0) return best;
     if (!std::isfinite(scores[best])) return FLOE_NOT_A_NUMBER;
+    if (s.temperature == 0) return best;
     for (int64_t i = 0; i < count; i++) scores[i] /= s.temperature;
     double least = -INFINITY;
     if (s.top_k > 0 && s.top_k < count) least = least_of(std::copy_n(scores, count, room) - count, count, s.top_k);

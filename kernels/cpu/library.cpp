@@ -2,6 +2,7 @@
 #include "buffers.h"
 #include "cpu_features.h"
 #include "expert_ops.h"
+#include "marks.h"
 #include "thread_pool.h"
 
 #include <atomic>
@@ -174,6 +175,8 @@ int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, const int
                       const uint8_t *records) {
     if (row_bytes < 1 || slots < 0 || count < 0) return FLOE_BAD_SHAPE;
     if (!in_range(slot, count, slots)) return FLOE_BAD_INDEX;
+    thread_local Marks marks; // two threads would write a slot that is named twice
+    if (const int error = marks.once(slot, count, slots)) return error;
     struct Context {
         uint8_t *pool;
         const int64_t *slot;

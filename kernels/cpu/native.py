@@ -1,8 +1,8 @@
 """The CPU kernels compiled from C++: the operations of `reference.py`, close to what the memory can deliver.
 
-The library (`floe.h`) is built with the package where a C++ compiler is at hand. Tensors are handed over by address;
-the library checks sizes and indices itself before it touches them. x may be float32, bfloat16 or float16: it is
-computed in float32, so results are at least as exact as the reference's.
+The library (`floe.h`) is built with the package where a C++ compiler is installed. Tensors are handed over by address,
+so each operation checks its arguments first (`arguments.py`); the library checks indices. x may be float32, bfloat16 or
+float16: it is computed in float32, so results are at least as exact as the reference's.
 
 Environment: FLOE_CPU_ISA = avx512, avx2 or portable forces an instruction set (an error where the CPU lacks it);
 FLOE_CPU_LIBRARY names another build of the library.
@@ -15,6 +15,8 @@ from ctypes import byref, c_int64, c_uint64
 import torch
 from torch import Tensor
 
+from .. import arguments
+from ..checks import BYTES, CPU, INDICES, described, indices, require
 from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
 from ..types import Active, Calls
 from .native_library import (
@@ -59,19 +61,21 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call]; ascending within a call.
 
     Raises:
-        ValueError: sizes or indices that do not fit.
+        ValueError: tensors or indices that do not fit.
     """
+    arguments.up_gemv(x, up, calls, thresholds, x_bits)
     loaded = library()
     x32, tokens, experts = _float32(x), _int64(calls.tokens), _int64(calls.experts)
     limits, offsets = _float32(thresholds), torch.empty(calls.experts.numel() + 1, dtype=torch.int64)
-    q, scale, zero = _bytes(up.q), up.scale.contiguous(), up.zero.contiguous()
     total = loaded.floe_up_gemv(
         *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
-        *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0], q.shape[1]),
+        *(up.q.data_ptr(), up.scale.data_ptr(), up.zero.data_ptr(), *up.q.shape[:2]),
         *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), limits.data_ptr()),
         *(_digits(x, x_bits), torch.get_num_threads(), offsets.data_ptr()),
     )
-    check(total)
+    if total < 0:
+        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+        check(total)
     # They wait in the library, in this thread, until there are tensors of the right size for them.
     neurons = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
@@ -97,8 +101,9 @@ def sparse_swiglu(
         y (B, H), and how many neurons of every call reached the second threshold (P,) int64.
 
     Raises:
-        ValueError: sizes or indices that do not fit, or a neuron twice within one call.
+        ValueError: tensors or indices that do not fit, or a neuron twice within one call.
     """
+    arguments.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
     loaded = library()
     x32, tokens, experts, weights = (
         _float32(x),
@@ -107,24 +112,22 @@ def sparse_swiglu(
         _float32(calls.weights),
     )
     offsets, neurons, values = _int64(active.offsets), _int64(active.neurons), _float32(active.values)
+    if int(offsets[-1]) != neurons.numel():
+        arguments.active_in_range(rows, calls, active)
     limits = None if down_thresholds is None else _float32(down_thresholds)
-    data = _bytes(rows.data)
-    slots = None if isinstance(rows, ExpertRows) else rows.slots.to(torch.int32).contiguous()
-    shape = data.shape[:2] if slots is None else slots.shape
-    if int(offsets[-1]) != neurons.numel() or neurons.numel() != values.numel():
-        raise ValueError("offsets must end at the number of neurons, with one value each")
     gate, down = row_vectors(rows.layout)
     y, kept = torch.empty(x32.shape), torch.empty(experts.numel(), dtype=torch.int64)
-    check(
-        loaded.floe_sparse_swiglu(
-            *(x32.data_ptr(), x32.shape[0], gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
-            *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
-            *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
-            *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
-            *(None if limits is None else limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
-            *(y.data_ptr(), kept.data_ptr()),
-        )
+    code = loaded.floe_sparse_swiglu(
+        *(x32.data_ptr(), x32.shape[0], gate, down, *_records(rows)),
+        *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
+        *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
+        *(None if limits is None else limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
+        *(y.data_ptr(), kept.data_ptr()),
     )
+    if code < 0:
+        arguments.calls_in_range(x.shape[0], calls, rows.experts)
+        arguments.active_in_range(rows, calls, active)
+        check(code)
     return _as(y, x.dtype), kept
 
 
@@ -142,27 +145,24 @@ def moe_step(
     counts: how many neurons of every call were active, and how many of those reached the second threshold.
 
     Raises:
-        ValueError: sizes or indices that do not fit, or an active neuron that a pool does not hold.
+        ValueError: tensors or indices that do not fit, or an active neuron that a pool does not hold.
     """
+    arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
     x32, tokens, experts = _float32(x), _int64(calls.tokens), _int64(calls.experts)
     weights, limits = _float32(calls.weights), _float32(thresholds)
     down_limits = None if down_thresholds is None else _float32(down_thresholds)
-    q, scale, zero, data = _bytes(up.q), up.scale.contiguous(), up.zero.contiguous(), _bytes(rows.data)
-    slots = None if isinstance(rows, ExpertRows) else rows.slots.to(torch.int32).contiguous()
-    shape = data.shape[:2] if slots is None else slots.shape
     gate, down = row_vectors(rows.layout)
     y, counts = torch.empty(x32.shape), torch.empty((experts.numel(), 2), dtype=torch.int64)
-    check(
-        library().floe_moe_step(
-            *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
-            *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
-            *(gate, down, data.data_ptr(), *shape, rows.layout.nbytes),
-            *((None, 0) if slots is None else (slots.data_ptr(), data.shape[0])),
-            *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr(), limits.data_ptr()),
-            *(None if down_limits is None else down_limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
-            *(y.data_ptr(), counts.data_ptr()),
-        )
+    code = library().floe_moe_step(
+        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
+        *(up.q.data_ptr(), up.scale.data_ptr(), up.zero.data_ptr(), gate, down, *_records(rows)),
+        *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr(), limits.data_ptr()),
+        *(None if down_limits is None else down_limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
+        *(y.data_ptr(), counts.data_ptr()),
     )
+    if code < 0:
+        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+        check(code)
     return _as(y, x.dtype), counts
 
 
@@ -180,25 +180,20 @@ def expert_swiglu(
     Also, over all tokens, how many neurons were active and how many of those reached the second threshold.
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: tensors that do not fit, or no such expert.
     """
+    arguments.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
     x32, gate_down = _float32(x), row_vectors(rows.layout)
-    q, data = _bytes(up.q[expert]), _bytes(rows.data[expert])
-    scale, zero = up.scale[expert].contiguous(), up.zero[expert].contiguous()
+    parts = up.q[expert], up.scale[expert], up.zero[expert], rows.data[expert]
     limits = _float32(thresholds)
     down_limits = None if down_thresholds is None else _float32(down_thresholds)
     y, kept = torch.empty(x32.shape), c_int64()
+    q, scale, zero, data = (part.data_ptr() for part in parts)
     active = library().floe_expert_swiglu(
-        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
-        *(q.data_ptr(), scale.data_ptr(), zero.data_ptr()),
-        *(*gate_down, data.data_ptr(), *data.shape, limits.data_ptr()),
-        *(
-            None if down_limits is None else down_limits.data_ptr(),
-            _digits(x, x_bits),
-            torch.get_num_threads(),
-            y.data_ptr(),
-            byref(kept),
-        ),
+        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16), q, scale, zero),
+        *(*gate_down, data, *parts[3].shape, limits.data_ptr()),
+        *(None if down_limits is None else down_limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
+        *(y.data_ptr(), byref(kept)),
     )
     check(active)
     return _as(y, x.dtype), active, kept.value
@@ -208,15 +203,15 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
     """y = x · Wᵀ: x (B, K) -> (B, N).
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: tensors that do not fit.
     """
-    x32, q = _float32(x), _bytes(weights.q)
-    scale, zero = weights.scale.contiguous(), weights.zero.contiguous()
+    arguments.linear(x, weights, x_bits)
+    x32, q = _float32(x), weights.q
     y = torch.empty(x32.shape[0], q.shape[0])
     check(
         library().floe_linear(
             *(x32.data_ptr(), x32.shape[0], vector(weights.vector, torch.float16)),
-            *(q.data_ptr(), scale.data_ptr(), zero.data_ptr(), q.shape[0]),
+            *(q.data_ptr(), weights.scale.data_ptr(), weights.zero.data_ptr(), q.shape[0]),
             *(_digits(x, x_bits), torch.get_num_threads(), y.data_ptr()),
         )
     )
@@ -227,49 +222,68 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
     """Copy the records of `neurons` (N,) of one expert, in the order given, into out (N, layout.nbytes) uint8.
 
     Raises:
-        ValueError: an index out of range, or a buffer that is not contiguous.
+        ValueError: an index out of range, or a buffer that does not fit.
     """
-    data, index = rows.data[expert], _int64(neurons)
-    source = _bytes(data)
-    _writable(out)
-    check(
-        library().floe_gather_rows(
-            *(source.data_ptr(), *source.shape, index.data_ptr(), index.numel()),
-            *(torch.get_num_threads(), out.data_ptr()),
-        )
+    arguments.gather_rows(rows, expert, neurons, out, CPU)
+    source, index = rows.data[expert], _int64(neurons)
+    code = library().floe_gather_rows(
+        *(source.data_ptr(), *source.shape, index.data_ptr(), index.numel()),
+        *(torch.get_num_threads(), out.data_ptr()),
     )
+    if code < 0:
+        indices("neuron", neurons, rows.neurons)
+        check(code)
 
 
 def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     """Copy records (N, nbytes) uint8 into pool[slots], pool (S, nbytes) uint8; the inverse of a gather.
 
     Raises:
-        ValueError: a slot out of range, or a pool that is not contiguous.
+        ValueError: a slot out of range or named twice, or records that do not fit the pool.
     """
-    index, source = _int64(slots), _bytes(records)
-    _writable(pool)
-    check(
-        library().floe_pool_scatter(
-            *(pool.data_ptr(), *pool.shape, index.data_ptr(), index.numel()),
-            *(torch.get_num_threads(), source.data_ptr()),
-        )
+    arguments.pool_scatter(pool, slots, records, CPU)
+    index = _int64(slots)
+    code = library().floe_pool_scatter(
+        *(pool.data_ptr(), *pool.shape, index.data_ptr(), index.numel()),
+        *(torch.get_num_threads(), records.data_ptr()),
     )
+    if code < 0:
+        arguments.slots_in_range(slots, pool.shape[0])
+        check(code)
 
 
 def advise_hugepages(tensor: Tensor) -> bool:
-    """Ask for huge pages behind a large tensor before it is filled; False where the system has none to give."""
+    """Ask for huge pages behind a large tensor before it is filled; False where the system has none to give.
+
+    Raises:
+        ValueError: it is not contiguous, or not on the CPU.
+    """
+    require("tensor", tensor, (tensor.dtype,), tuple(tensor.shape))
     return library().floe_advise_hugepages(tensor.data_ptr(), tensor.nbytes) == OK
 
 
 def read(tensor: Tensor) -> int:
-    """Read a contiguous tensor as fast as plain loads go, for a benchmark's floor; returns a checksum."""
+    """Read a tensor as fast as plain loads go, for a benchmark's floor; returns a checksum.
+
+    Raises:
+        ValueError: it is not contiguous, or not on the CPU.
+    """
+    require("tensor", tensor, (tensor.dtype,), tuple(tensor.shape))
     checksum = c_uint64()
     check(library().floe_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads(), byref(checksum)))
     return checksum.value
 
 
 def read_rows(rows: Tensor, index: Tensor) -> int:
-    """Read the rows `index` of (N, nbytes) uint8 likewise."""
+    """Read the rows `index` of (N, nbytes) uint8 likewise.
+
+    Raises:
+        ValueError: tensors that do not fit, or an index out of range.
+    """
+    if rows.ndim != 2:
+        raise ValueError(f"rows must be uint8 of shape (N, nbytes), not {described(rows)}")
+    require("rows", rows, BYTES, tuple(rows.shape))
+    require("index", index, INDICES, (index.numel(),))
     checksum = c_uint64()
     check(
         library().floe_read_rows(
@@ -280,6 +294,13 @@ def read_rows(rows: Tensor, index: Tensor) -> int:
     return checksum.value
 
 
+def _records(rows: ExpertRows | PoolRows) -> tuple[int | None, ...]:
+    """Address of the records, experts, neurons, bytes of a record, address of the slots and how many there are."""
+    if isinstance(rows, ExpertRows):
+        return rows.data.data_ptr(), *rows.data.shape, None, 0
+    return rows.data.data_ptr(), *rows.slots.shape, rows.layout.nbytes, rows.slots.data_ptr(), rows.data.shape[0]
+
+
 def _digits(x: Tensor, x_bits: int) -> int:
     """8-bit digits that x is cut into, two at most of 16-bit floats, which have fewer than 15 bits."""
     digits = _DIGITS[x_bits]
@@ -287,23 +308,15 @@ def _digits(x: Tensor, x_bits: int) -> int:
 
 
 def _float32(tensor: Tensor) -> Tensor:
+    """Checked already, but for its device: where x lies, so do the others."""
+    if not tensor.is_cpu:
+        raise ValueError(f"the compiled kernels take tensors on {CPU}, not on {tensor.device}")
     return _as(tensor, torch.float32).contiguous()
 
 
 def _int64(tensor: Tensor) -> Tensor:
-    return _as(tensor, torch.int64).contiguous()
+    return tensor.contiguous()
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)  # to() takes microseconds to do nothing
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-        raise ValueError("weights must be contiguous uint8")
-    return tensor
-
-
-def _writable(tensor: Tensor) -> None:
-    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-        raise ValueError("the destination must be contiguous uint8")

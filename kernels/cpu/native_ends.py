@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sampling import Filters
+from ..checks import BYTES, described
+from ..sampling import Filters, check_draw
 from ..step import Ends
-from .native_library import check, isa, library_path
-from .native_step import Matrix, address, matrix
+from .native_library import address, check, isa, library_path
+from .native_step import Matrix, digits, matrix
 
 
 class EndsStruct(Structure):
@@ -32,7 +33,12 @@ class Sampling(Structure):
 
     @classmethod
     def of(cls, filters: Filters) -> Sampling:
-        """As the library is told of it."""
+        """As the library reads them.
+
+        Raises:
+            ValueError: a value outside its range.
+        """
+        filters.check()
         return cls(filters.temperature, filters.top_p, filters.min_p, filters.penalty, filters.top_k)
 
 
@@ -41,41 +47,45 @@ class NativeEnds:
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
-        ValueError: weights that do not fit each other, are not float32, or do not lie on the CPU in one piece.
+        ValueError: weights that do not fit each other, are not float32, or are not contiguous on the CPU.
     """
 
     def __init__(self, ends: Ends) -> None:
         self._function = _function("floe_head", c_int, POINTER(EndsStruct), c_void_p, c_int, c_int, c_void_p)
         self._weights = ends  # they must outlive the addresses
+        if ends.embedding.ndim != 2 or not ends.embedding.numel():
+            raise ValueError(f"embedding must be float32 of shape (V, H), not {described(ends.embedding)}")
         self.vocabulary, self.hidden = ends.embedding.shape
         self.struct = EndsStruct(
             *(self.hidden, self.vocabulary, ends.eps),
-            *(address(ends.embedding, ends.embedding.numel()), address(ends.norm, self.hidden), matrix(ends.head)),
+            address("embedding", ends.embedding, (self.vocabulary, self.hidden)),
+            address("norm", ends.norm, (self.hidden,)),
+            matrix("head", ends.head, self.vocabulary, self.hidden),
         )
-        if self.struct.head.rows != self.vocabulary or self.struct.head.n != self.hidden:
-            raise ValueError("a head that does not fit the embedding")
 
     def logits(self, x: Tensor, x_bits: int = 22) -> Tensor:
         """As `step.Ends.logits`; x_bits as for the other operations.
 
         Raises:
-            ValueError: x of another size, not float32 or not in one piece.
+            ValueError: x of another shape, not float32, not contiguous or not on the CPU.
         """
         out = torch.empty(1, self.vocabulary)
-        given = address(x, self.hidden)
-        check(self._function(byref(self.struct), given, -(-x_bits // 8), torch.get_num_threads(), out.data_ptr()))
+        given = address("x", x, (1, self.hidden))
+        check(self._function(byref(self.struct), given, digits(x_bits), torch.get_num_threads(), out.data_ptr()))
         return out
 
 
 def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None = None) -> int:
-    """As `sampling.draw`, from float32 logits in one piece.
+    """As `sampling.draw`, from contiguous float32 logits.
 
     Raises:
-        NativeUnavailableError: the compiled kernels cannot be used here. ValueError: as that.
+        NativeUnavailableError: the compiled kernels cannot be used here. ValueError: as `sampling.draw`.
     """
+    check_draw(logits, uniform, seen)
     function = _function("floe_draw", c_int64, POINTER(Sampling), c_void_p, c_int64, c_void_p, c_double)
-    place = None if seen is None else address(seen, logits.numel(), torch.uint8)
-    token = function(byref(Sampling.of(filters)), address(logits, logits.numel()), logits.numel(), place, uniform)
+    count = logits.numel()
+    place = None if seen is None else address("seen", seen, (count,), BYTES)
+    token = function(byref(Sampling.of(filters)), address("logits", logits, (count,)), count, place, uniform)
     check(token)
     return token
 

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels' library: where it lies, what its functions take, and the instruction set that it uses."""
+"""The compiled CPU kernels' library: where it is, what its functions take, and the instruction set that it uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from ..checks import Dtypes, Shape, require
 from ..layouts import RowLayout, VectorLayout
+from ..sampling import NotNumbersError
 
 ISAS = ("avx512", "avx2", "portable")
 _VERSION = 8
@@ -21,8 +23,8 @@ _ERRORS = {
     -1: "sizes that no layout has",
     -2: "an index out of range, or offsets that do not rise",
     -3: "a neuron is listed twice in one call",
-    -7: "the logits are not numbers that a token could be drawn from",
 }
+_NOT_NUMBERS = -7
 
 
 class NativeUnavailableError(RuntimeError):
@@ -108,14 +110,27 @@ def row_vectors(layout: RowLayout) -> tuple[Vector, Vector]:
     return vector(layout.gate, layout.float16), vector(layout.down, layout.float16)
 
 
+def address(name: str, tensor: torch.Tensor, shape: Shape, dtypes: Dtypes = (torch.float32,)) -> int:
+    """Where the values are.
+
+    Raises:
+        ValueError: another shape or type, not contiguous, or not on the CPU.
+    """
+    require(name, tensor, dtypes, shape)
+    return tensor.data_ptr()
+
+
 def check(code: int) -> None:
     """What an operation returned.
 
     Raises:
-        ValueError: sizes or indices that do not fit. MemoryError: there was none left.
+        ValueError: sizes or indices that do not fit. NotNumbersError: logits without a largest one. MemoryError: there
+            was none left.
     """
     if code >= 0:
         return
+    if code == _NOT_NUMBERS:
+        raise NotNumbersError
     if code in _ERRORS:
         raise ValueError(_ERRORS[code])
     raise MemoryError("the CPU kernels got no memory")

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import pool
-from ..pool import CELL, Keys, Located, Means, Part, RowTable, Rule, Slots
+from ..checks import index
+from ..pool import Keys, Located, Means, Part, RowTable, Rule, Slots
 from . import native
 from .native import NativeUnavailableError
 
@@ -53,14 +54,16 @@ class NativeTable(RowTable):
     ) -> Located:
         """See `RowTable`."""
         calls, total = experts.size, neurons.size
+        given = (
+            _address("experts", experts, (calls,)),
+            _address("offsets", offsets, (calls + 1,)),
+            _address("neurons", neurons, (total,)),
+        )
         parts, lists = np.empty((3, calls + 1), np.int64), np.empty((6, total), np.int64)
         # An offset that ends elsewhere would have the library read beyond the neurons.
         code = -1
-        if offsets.size == calls + 1 and offsets[-1] == total:
-            code = self._locate(
-                *(self._pointer, layer, width, calls, _address(experts), _address(offsets), _address(neurons)),
-                *(_address(parts), _address(lists)),
-            )
+        if offsets[-1] == total and 0 <= layer < self.layers and 1 <= width <= self.neurons:
+            code = self._locate(self._pointer, layer, width, calls, *given, _place(parts), _place(lists))
         if code:
             _check_memory(code)
             return super().locate(layer, experts, offsets, neurons, width)
@@ -69,8 +72,9 @@ class NativeTable(RowTable):
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
         """See `RowTable`."""
-        slots = np.empty(keys.size, np.int32)
-        taken = self._reserve(self._pointer, layer, keys.size, _address(keys), urgent, _address(slots, np.int32))
+        index("layer", layer, self.layers)
+        slots, given = np.empty(keys.size, np.int32), _address("keys", keys, (keys.size,))
+        taken = self._reserve(self._pointer, layer, keys.size, given, urgent, _place(slots))
         if taken < 0:
             _check_memory(taken)
             return super().reserve(layer, keys, urgent=urgent)
@@ -78,11 +82,12 @@ class NativeTable(RowTable):
 
     def spare(self, wanted: int) -> None:
         """See `RowTable`."""
-        _check_memory(self._spare(self._pointer, wanted))
+        _check_memory(self._spare(self._pointer, self._slots(wanted)))
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
         """See `RowTable`."""
-        if self._settle(self._pointer, slots.size, _address(slots, np.int32), arrived):
+        given = _address("slots", slots, (slots.size,), np.int32)
+        if self._settle(self._pointer, slots.size, given, arrived):
             super().settle(slots, arrived=arrived)
 
     def resize(self, capacity: int) -> None:
@@ -96,9 +101,8 @@ class NativeTable(RowTable):
         self._pool = _Pool(
             *(self.layers, self.experts, self.neurons, self.capacity, rule.by_score, rule.marks_use, rule.sample),
             *(rule.smallest_window, rule.turn, rule.use_rate, rule.largest_growth, rule.prefetch_worth),
-            *(_address(means.recent, np.float64), _address(means.growth, np.float64), _address(means.raw, np.float32)),
-            *(_address(self.slots, np.int32), _address(self.free, np.int32), _address(self.cells, CELL)),
-            *(_address(self.residents), _address(self.counters)),
+            *map(_place, (means.recent, means.growth, means.raw, self.slots, self.free, self.cells)),
+            *map(_place, (self.residents, self.counters)),
         )
         self._pointer = byref(self._pool)
 
@@ -125,25 +129,28 @@ def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
         found = functions().cut
     except NativeUnavailableError:
         return pool.cut(part, kept)
+    given = (
+        *(_address("offsets", part.offsets, (calls + 1,)), _address("kept", kept, (calls,))),
+        *(_address("at", part.at, (total,)), _address("places", part.places, (total,))),
+    )
     offsets, lists = np.empty((2, calls + 1), np.int64), np.empty((2, total), np.int64)
-    given = (_address(array) for array in (part.offsets, kept, part.at, part.places, offsets, lists[0], lists[1]))
     # An offset that ends elsewhere would have the library read beyond the neurons.
-    fits = part.offsets.size == calls + 1 and part.offsets[-1] == total == part.places.size
-    if not fits or found(calls, *given):
+    if part.offsets[-1] != total or found(calls, *given, *map(_place, (offsets, lists[0], lists[1]))):
         return pool.cut(part, kept)
     middle = int(offsets[0, -1])
     return Part(offsets[0], *lists[:, :middle]), Part(offsets[1], *lists[:, middle:])
 
 
-def landing(index: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
+def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
     """See `pool.landing`, which runs where the library is not there."""
-    places = np.empty(index.size, np.int64)
     try:
         check = functions().landing
     except NativeUnavailableError:
-        return pool.landing(index, slots, rows, capacity)
-    given = (index.size, _address(index), _address(slots, np.int32), rows, capacity, _address(places))
-    return pool.landing(index, slots, rows, capacity) if check(*given) else places
+        return pool.landing(source, slots, rows, capacity)
+    pool.check_landing(source, slots, rows, capacity)
+    places = np.empty(source.size, np.int64)
+    given = (source.size, _place(source), _place(slots), rows, capacity, _place(places))
+    return pool.landing(source, slots, rows, capacity) if check(*given) else places
 
 
 class _Functions(NamedTuple):
@@ -188,8 +195,15 @@ def _check_memory(code: int) -> None:
         raise MemoryError("the pool's tables got no memory")
 
 
-def _address(array: NDArray[Any], dtype: Any = np.int64) -> int | None:
-    if array.dtype != dtype or not array.flags.c_contiguous:
-        raise ValueError(f"{np.dtype(dtype)} in one piece is wanted, not {array.dtype} of {array.shape}")
-    # `array.ctypes` would take five times as long.
-    return addressof(c_char.from_buffer(array.data)) if array.size else None
+def _address(name: str, array: NDArray[Any], shape: tuple[int, ...], dtype: Any = np.int64) -> int | None:
+    pool.require(name, array, dtype, shape)
+    return _place(array)
+
+
+def _place(array: NDArray[Any]) -> int | None:
+    """The address of a contiguous array; None if it is empty."""
+    if not array.size:
+        return None
+    if not array.flags.writeable:
+        return array.ctypes.data
+    return addressof(c_char.from_buffer(array.data))  # five times as fast

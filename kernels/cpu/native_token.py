@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import BYTES, CPU, Shape, index, require
 from ..sampling import Filters
 from ..step import ExpertLayer
 from .native_ends import EndsStruct, NativeEnds, Sampling
-from .native_library import Vector, check, isa, library_path, row_vectors, vector
-from .native_step import Layer, NativeStep, address
+from .native_library import Vector, address, check, isa, library_path, row_vectors, vector
+from .native_step import Layer, NativeStep, digits
 
 _STOPPED = -6
 
@@ -93,14 +94,16 @@ class NativeToken:
 
     def __init__(self, dense: Sequence[NativeStep], experts: Sequence[ExpertLayer]) -> None:
         self._function, self._decode = _functions()
+        if not dense or len(dense) != len(experts):
+            raise ValueError(f"{len(dense)} dense layers, but experts of {len(experts)}")
         self._kept = dense, experts  # they must outlive the addresses
         self._dense = (POINTER(Layer) * len(dense))(*(ctypes.pointer(step.layer) for step in dense))
         self._experts = (_Experts * len(experts))(*map(_experts, experts))
         one = dense[0].layer
-        self._hidden, self._top_k, self._rope = one.hidden, one.top_k, 2 * one.dim
-        self._stored, self._form = 2 * one.kv_heads * one.dim, dense[0].kept  # of a token
-        if any(step.kept != self._form for step in dense):
-            raise ValueError("layers keep keys and values in several forms")
+        self._hidden, self._top_k = one.hidden, one.top_k
+        self._rope, self._stored, self._form = (2, one.dim), (2 * one.kv_heads, one.dim), dense[0].kept  # of a token
+        if any(step.stored != dense[0].stored for step in dense):
+            raise ValueError("layers store keys and values in different shapes or types")
 
     def __call__(
         self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int, bits: tuple[int, int], stop: c_int32
@@ -116,12 +119,12 @@ class NativeToken:
             ValueError: sizes that do not fit each other, or a position that kv has no room for.
         """
         layers = len(kv)
+        require("x", x, (torch.float32,), (1, self._hidden), whole=False)
         stream = x.clone(memory_format=torch.contiguous_format)
         chosen, weights, counts = self._room(layers)
-        if stream.shape != (1, self._hidden) or stream.dtype != torch.float32:
-            raise ValueError(f"x of shape {tuple(x.shape)} and {x.dtype}")
         code = self._function(
-            *(layers, self._dense, self._experts, stream.data_ptr(), *self._where(rope, 1, kv, position)),
+            *(layers, self._dense, self._experts, stream.data_ptr()),
+            *self._where(rope, self._rope, kv, position),
             *self._how(bits, stop),
             *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
         )
@@ -154,15 +157,20 @@ class NativeToken:
             ValueError: as the call of one token; logits that nothing can be drawn from.
         """
         most, layers = len(how.uniforms), len(kv)
-        chosen, weights, counts = self._room(most, layers)
+        if not most:
+            raise ValueError("no number to draw a token by")
         if ends.hidden != self._hidden:
             raise ValueError(f"ends of {ends.hidden} values for layers of {self._hidden}")
+        index("token", token, ends.vocabulary)
+        if not all(0 <= uniform < 1 for uniform in how.uniforms):
+            raise ValueError("tokens are drawn by numbers from 0 up to 1")
+        chosen, weights, counts = self._room(most, layers)
         tokens, at = (c_int64 * most)(), (c_double * most)()
         found = self._decode(
             *(byref(_Model(layers, self._dense, self._experts, ends.struct)), byref(Sampling.of(how.filters))),
-            *(*self._where(rope, most, kv, position), *self._how(bits, stop)),
+            *(*self._where(rope, (most, *self._rope), kv, position), *self._how(bits, stop)),
             *(token, most, seconds, (c_int64 * len(how.last))(*how.last), len(how.last)),
-            None if how.seen is None else address(how.seen, ends.vocabulary, torch.uint8),
+            None if how.seen is None else address("seen", how.seen, (ends.vocabulary,), BYTES),
             *((c_double * most)(*how.uniforms), tokens, at),
             *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
         )
@@ -176,20 +184,16 @@ class NativeToken:
         shape = *sizes, self._top_k
         return torch.empty(shape, dtype=torch.int64), torch.empty(shape), torch.empty(*shape, 2, 2, dtype=torch.int64)
 
-    def _where(self, rope: Tensor, tokens: int, kv: Sequence[Tensor], position: int) -> tuple[Any, ...]:
+    def _where(self, rope: Tensor, shape: Shape, kv: Sequence[Tensor], position: int) -> tuple[Any, ...]:
         if not 0 < len(kv) <= len(self._dense):
-            raise ValueError(f"keys and values of {len(kv)} layers")
-        first = kv[0]
-        if first[:1].numel() != self._stored or rope.numel() != tokens * self._rope:
-            raise ValueError(f"keys and values of {tuple(first.shape)}, rope of {tuple(rope.shape)}")
-        if rope.dtype != torch.float32 or not rope.is_contiguous():
-            raise ValueError("rope is not float32 in one piece")
-        if any(part.dtype != self._form or not part.is_contiguous() or part.shape != first.shape for part in kv):
-            raise ValueError(f"keys and values are not {self._form} of one size in one piece each")
-        return rope.data_ptr(), (c_void_p * len(kv))(*(part.data_ptr() for part in kv)), len(first), position
+            raise ValueError(f"keys and values of {len(kv)} layers; there are {len(self._dense)}")
+        capacity = kv[0].shape[0] if kv[0].ndim else 0
+        index("position", position, capacity)
+        stores = [address("kv", part, (capacity, *self._stored), (self._form,)) for part in kv]
+        return address("rope", rope, shape), (c_void_p * len(kv))(*stores), capacity, position
 
     def _how(self, bits: tuple[int, int], stop: c_int32) -> tuple[Any, ...]:
-        return *(-(-each // 8) for each in bits), torch.get_num_threads(), byref(stop)
+        return *(digits(each) for each in bits), torch.get_num_threads(), byref(stop)
 
 
 _WHERE = c_void_p, POINTER(c_void_p), c_int64, c_int64  # rope, kv, capacity, position
@@ -212,17 +216,16 @@ def _functions() -> tuple[Any, Any]:
 
 def _experts(layer: ExpertLayer) -> _Experts:
     up, rows, products = layer.up, layer.rows, layer.products
-    limits = [layer.thresholds] if products is None else [layer.thresholds, products]
-    whole = up.q, up.scale, up.zero, rows.data, *limits
-    if any(not part.is_cpu or not part.is_contiguous() for part in whole):
-        raise ValueError("experts do not lie on the CPU in one piece")
-    each = all(limit.dtype == torch.float32 and limit.shape == rows.data.shape[:1] for limit in limits)
-    if not each or up.q.shape[:2] != rows.data.shape[:2]:
-        raise ValueError("experts whose parts do not fit each other")
+    up.check(CPU)
+    rows.check(CPU)
+    if (*up.q.shape[:2], up.layout.vector.n) != (rows.experts, rows.neurons, rows.layout.gate.n):
+        raise ValueError(f"up of {tuple(up.q.shape[:2])} experts and neurons, but rows of {tuple(rows.data.shape[:2])}")
+    if layer.parts not in (1, 2):
+        raise ValueError(f"an expert has 1 or 2 parts, not {layer.parts}")
+    limits = address("thresholds", layer.thresholds, (rows.experts,))
     return _Experts(
         *(vector(up.layout.vector, up.layout.float16), *row_vectors(rows.layout)),
         *(part.data_ptr() for part in (up.q, up.scale, up.zero, rows.data)),
-        *(*rows.data.shape[:2], rows.layout.nbytes),
-        *(layer.thresholds.data_ptr(), None if products is None else products.data_ptr()),
+        *(*rows.data.shape, limits, None if products is None else address("products", products, (rows.experts,))),
         *(layer.drop, layer.major, layer.parts, layer.weighed),
     )

@@ -4,12 +4,11 @@
 #include "buffers.h"
 #include "eviction.h"
 #include "floe.h"
+#include "marks.h"
 
 #include <string.h>
 
 #include <algorithm>
-#include <new>
-#include <vector>
 
 namespace floe {
 namespace {
@@ -123,14 +122,6 @@ int claim(int32_t *table, int64_t count, const int64_t *keys) {
     return FLOE_REPEATED;
 }
 
-// Which slots a transfer has named, kept at zero between calls.
-struct Marks {
-    std::vector<uint8_t> of;
-    void clear(const int32_t *slots, int64_t count) {
-        for (int64_t i = 0; i < count; i++) of[(size_t)slots[i]] = 0;
-    }
-};
-
 } // namespace
 } // namespace floe
 
@@ -139,7 +130,7 @@ using namespace floe;
 int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t width, int64_t calls, const int64_t *experts,
                      const int64_t *offsets, const int64_t *neurons, int64_t *parts, int64_t *lists) {
     const floe_pool &p = *pool;
-    if (width < 1 || p.neurons % width || layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
+    if (calls < 0 || width < 1 || p.neurons % width || layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
     if (!within(experts, calls, expert_width(p) / width) || !rise(offsets, calls)) return FLOE_BAD_INDEX;
     const int64_t total = offsets[calls];
     if (!within(neurons, total, width)) return FLOE_BAD_INDEX;
@@ -177,7 +168,7 @@ int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t width, int64_
 int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, int urgent,
                           int32_t *slots) {
     const floe_pool &p = *pool;
-    if (layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
+    if (count < 0 || layer < 0 || layer >= p.layers) return FLOE_BAD_SHAPE;
     if (!within(keys, count, expert_width(p))) return FLOE_BAD_INDEX;
     int32_t *table = p.slots + layer * expert_width(p);
     int64_t &free_count = p.counters[FLOE_POOL_FREE], &spare = p.counters[FLOE_POOL_SPARE];
@@ -205,6 +196,8 @@ int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, c
 int floe_pool_spare(const floe_pool *pool, int64_t wanted) {
     const floe_pool &p = *pool;
     int64_t &free_count = p.counters[FLOE_POOL_FREE];
+    if (wanted < 0) return FLOE_BAD_SHAPE;
+    wanted = std::min(wanted, p.capacity); // so that no product of it is too large
     if (free_count < wanted) {
         Candidates found;
         float *factors = nullptr;
@@ -266,18 +259,13 @@ int floe_cut(int64_t calls, const int64_t *offsets, const int64_t *kept, const i
 int floe_landing(int64_t count, const int64_t *index, const int32_t *slots, int64_t rows, int64_t capacity,
                  int64_t *places) {
     thread_local Marks marks;
+    if (count < 0 || rows < 0 || capacity < 0) return FLOE_BAD_SHAPE;
     if (!within(index, count, rows)) return FLOE_BAD_INDEX;
-    try {
-        if ((int64_t)marks.of.size() < capacity) marks.of.resize((size_t)capacity);
-    } catch (const std::bad_alloc &) {
-        return FLOE_NO_MEMORY;
+    int64_t end = 0; // no slot lies beyond, however many there are
+    for (int64_t i = 0; i < count; i++) {
+        if (slots[i] < 0 || slots[i] >= capacity) return FLOE_BAD_INDEX;
+        places[i] = slots[i];
+        end = std::max<int64_t>(end, slots[i] + (int64_t)1);
     }
-    int64_t named = 0;
-    while (named < count && slots[named] >= 0 && slots[named] < capacity && !marks.of[(size_t)slots[named]]) {
-        marks.of[(size_t)slots[named]] = 1;
-        places[named] = slots[named];
-        named++;
-    }
-    marks.clear(slots, named);
-    return named == count ? FLOE_OK : FLOE_REPEATED;
+    return marks.once(slots, count, end);
 }

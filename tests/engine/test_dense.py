@@ -139,9 +139,12 @@ def test_sizes_that_do_not_fit_are_refused_before_memory_is_read() -> None:
     for shape in ((1, 39), (1, 41), (2, 3, 20)):
         with pytest.raises(ValueError, match="width"):
             layer(torch.randn(shape))
-    for bad in (replace(good, q=codes[:, 1:]), replace(good, scale=scale[1:]), replace(good, zero=scale[:, :0])):
+    for bad in ({"q": codes[:, 1:]}, {"scale": scale[1:]}, {"zero": scale[:, :0]}):
         with pytest.raises(ValueError, match="weights"):
-            PackedLinear(bad, None, Control(EVERYTHING))
+            replace(good, **bad)
+    strided = codes.repeat_interleave(2, 0)[::2]
+    with pytest.raises(ValueError, match=r"weights\.q must be contiguous"):
+        PackedLinear(replace(good, q=strided), None, Control(EVERYTHING))
 
 
 def test_memory_counts_the_codes(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -193,6 +194,7 @@ def test_sparse_swiglu_takes_16_bit_x(isa: str, dtype: torch.dtype) -> None:
         make_calls(8, 2, 16),
         choose_active(16, 100, 0.3, shuffled=False),
     )
+    active = replace(active, values=active.values.to(dtype))
     y, _ = native.sparse_swiglu(x, rows, calls, active)
     assert y.dtype == dtype
     assert relative(y, exact_swiglu(x, gate, down, calls, active)) <= TOLERANCE[dtype]
@@ -297,7 +299,7 @@ def test_rows_move(isa: str, nbytes: int) -> None:
     g = torch.Generator().manual_seed(7)
     data = torch.randint(0, 256, (2, 300, nbytes), dtype=torch.uint8, generator=g)
     layout = VectorLayout(1, 8, 1)
-    rows = ExpertRows(RowLayout(layout, layout, torch.bfloat16), data)
+    rows = ExpertRows(RowLayout(layout, layout, torch.bfloat16, least=nbytes), data)
     for neurons in (torch.empty(0, dtype=torch.int64), torch.randperm(300, generator=g)[:123]):
         out = torch.full((neurons.numel(), nbytes), 255, dtype=torch.uint8)
         native.gather_rows(rows, 1, neurons, out)

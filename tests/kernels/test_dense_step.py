@@ -229,11 +229,6 @@ def changed_heads(**changes: Any) -> DenseLayer:
     return replace(LAYER, heads=replace(LAYER.heads, **changes))
 
 
-def changed_codes(**changes: Any) -> DenseLayer:
-    assert isinstance(CODES.qkv.weight, LinearWeights)
-    return replace(CODES, qkv=Projection(replace(CODES.qkv.weight, **changes)))
-
-
 def a_router(*shape: int, top_k: int) -> Router:
     return Router(torch.zeros(shape), top_k, shares=True)
 
@@ -252,15 +247,15 @@ def a_router(*shape: int, top_k: int) -> Router:
         pytest.param(changed_heads(dim=13), id="odd-heads"),
         pytest.param(changed_heads(keys=0), id="no-key-heads"),
         pytest.param(changed_heads(window=-1), id="negative-window"),
+        pytest.param(changed_heads(window=0), id="no-window"),
+        pytest.param(changed_heads(window=1 << 64), id="window-beyond-64-bit"),
+        pytest.param(changed_heads(queries=1 << 62, keys=1 << 62), id="more-heads-than-numbers"),
         pytest.param(changed_heads(q_norm=torch.ones(12)), id="one-norm"),
         pytest.param(changed_heads(q_norm=torch.ones(12), k_norm=torch.ones(24)), id="norms-of-two-kinds"),
         pytest.param(replace(LAYER, router=a_router(5, 47, top_k=2)), id="narrow-router"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=6)), id="more-than-all-experts"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=0)), id="no-expert"),
         pytest.param(changed_heads(kept=torch.bfloat16), id="store-of-bfloat16"),
-        pytest.param(changed_codes(vector=VectorLayout(128, 8, 64)), id="codes-of-another-width"),
-        pytest.param(changed_codes(scale=torch.ones(256, 1).half()), id="fewer-scales"),
-        pytest.param(changed_codes(zero=torch.zeros(256, 2)), id="zeros-of-32-bit"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
@@ -283,6 +278,11 @@ def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:
         pytest.param({"position": -1}, id="position-negative"),
         pytest.param({"position": CAPACITY}, id="position-too-large"),
         pytest.param({"position": 1 << 40}, id="position-far-too-large"),
+        pytest.param({"position": 1 << 64}, id="position-beyond-64-bit"),
+        pytest.param({"x": torch.ones(1, 48, device="meta")}, id="x-elsewhere"),
+        pytest.param({"rope": torch.ones(2, 12, device="meta")}, id="rope-elsewhere"),
+        pytest.param({"rope": torch.ones(24)}, id="flat-rope"),
+        pytest.param({"kv": torch.zeros(CAPACITY, 4, 12, device="meta")}, id="store-elsewhere"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_and_nothing_is_written(changes: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from floe_chat.kernels import sampling
 from floe_chat.kernels.cpu.native_ends import draw
-from floe_chat.kernels.sampling import Filters
+from floe_chat.kernels.sampling import Filters, NotNumbersError
 from torch import Tensor
 
 INF, NAN, LARGEST = math.inf, math.nan, 1 - 2**-53
@@ -59,15 +59,36 @@ def test_numbers_pick_tokens_by_their_probabilities() -> None:
         assert taken == [0, 0, 1, 1, 3, 3]
 
 
-@pytest.mark.parametrize("wrong", [NAN, INF], ids=str)
-def test_what_is_not_a_number_is_not_drawn_from(wrong: float) -> None:
-    logits = torch.tensor([1.0, wrong, 2.0])
+@pytest.mark.parametrize("logits", [[1.0, NAN, 2.0], [1.0, INF, 2.0], [-INF, -INF, -INF], [NAN, NAN, NAN]], ids=str)
+@pytest.mark.parametrize("filters", [Filters(0.0), Filters(0.0, penalty=1.3), Filters(1.0), Filters(0.5, 2, 0.9, 0.1)])
+def test_logits_that_are_not_numbers_are_refused_at_any_temperature(filters: Filters, logits: list[float]) -> None:
     for take in (draw, sampling.draw):
-        assert take(logits, Filters(0.0), 0.5) == 1  # the largest, as torch has it
-        with pytest.raises(ValueError, match="not numbers"):
-            take(logits, Filters(1.0), 0.5)
-        with pytest.raises(ValueError, match="not numbers"):
-            take(torch.full((3,), -INF), Filters(1.0), 0.5)
+        with pytest.raises(NotNumbersError, match="not numbers"):
+            take(torch.tensor(logits), filters, 0.5, torch.ones(3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        *(Filters(wrong) for wrong in (-1.0, NAN, INF)),
+        *(Filters(1.0, top_k=wrong) for wrong in (-1, 1 << 63, (1 << 64) + 1)),
+        *(Filters(1.0, top_p=wrong) for wrong in (0.0, 1.5, NAN)),
+        *(Filters(1.0, min_p=wrong) for wrong in (-0.5, 1.5, NAN)),
+        *(Filters(1.0, penalty=wrong) for wrong in (0.0, -1.0, NAN, INF)),
+    ],
+    ids=str,
+)
+def test_filters_outside_their_ranges_are_refused(filters: Filters) -> None:
+    for take in (draw, sampling.draw):
+        with pytest.raises(ValueError, match="must be"):
+            take(torch.zeros(3), filters, 0.5)
+
+
+@pytest.mark.parametrize("uniform", [-0.1, 1.0, NAN], ids=str)
+def test_numbers_outside_0_to_1_are_refused(uniform: float) -> None:
+    for take in (draw, sampling.draw):
+        with pytest.raises(ValueError, match="a number from 0 up to 1"):
+            take(torch.zeros(3), Filters(1.0), uniform)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,0 +1,173 @@
+"""What every operation checks before it computes, once for all backends.
+
+One function per operation checks types, shapes, devices and strides, without reading a tensor's values: so it costs a
+few microseconds and no GPU is waited for. `calls_in_range`, `active_in_range` and `slots_in_range` read the values; the
+compiled kernels check those themselves, and use these only to say what was wrong.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import BYTES, FLOATS, INDICES, apart, described, index, indices, require
+from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
+from .types import X_BITS, Active, Calls
+
+
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:
+    """See `kernels.up_gemv`."""
+    _x(x, up.layout.vector.n, x_bits)
+    up.check(x.device)
+    _calls(x, calls)
+    _limits("thresholds", thresholds, calls.experts, x)
+
+
+def sparse_swiglu(
+    x: Tensor,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    active: Active,
+    down_thresholds: Tensor | None,
+    x_bits: int,
+) -> None:
+    """See `kernels.sparse_swiglu`."""
+    _x(x, rows.layout.gate.n, x_bits)
+    rows.check(x.device)
+    _calls(x, calls)
+    require("offsets", active.offsets, INDICES, (calls.experts.numel() + 1,), whole=False)
+    count = active.neurons.numel()
+    require("neurons", active.neurons, INDICES, (count,), x.device, whole=False)
+    require("values", active.values, (x.dtype,), (count,), x.device, whole=False)
+    _limits("down_thresholds", down_thresholds, calls.experts, x)
+
+
+def moe_step(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None,
+    x_bits: int,
+) -> None:
+    """See `kernels.moe_step`."""
+    _x(x, up.layout.vector.n, x_bits)
+    up.check(x.device)
+    rows.check(x.device)
+    _same_experts(up, rows)
+    _calls(x, calls)
+    _limits("thresholds", thresholds, calls.experts, x)
+    _limits("down_thresholds", down_thresholds, calls.experts, x)
+
+
+def expert_swiglu(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows,
+    expert: int,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None,
+    x_bits: int,
+) -> None:
+    """See `kernels.expert_swiglu`."""
+    _x(x, up.layout.vector.n, x_bits)
+    up.check(x.device)
+    rows.check(x.device)
+    _same_experts(up, rows)
+    index("expert", expert, rows.data.shape[0])
+    for name, limits in (("thresholds", thresholds), ("down_thresholds", down_thresholds)):
+        if limits is not None:
+            require(name, limits, FLOATS, (x.shape[0],), x.device, whole=False)
+
+
+def linear(x: Tensor, weights: LinearWeights, x_bits: int) -> None:
+    """See `kernels.linear`."""
+    _x(x, weights.vector.n, x_bits)
+    weights.check(x.device)
+
+
+def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor, device: torch.device) -> None:
+    """See `kernels.gather_rows`; `device` copies."""
+    rows.check(device)
+    index("expert", expert, rows.data.shape[0])
+    require("neurons", neurons, INDICES, (neurons.numel(),), device, whole=False)
+    require("out", out, BYTES, (neurons.numel(), rows.data.shape[2]), device)
+    apart("out", out, "rows", rows.data)
+
+
+def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor, device: torch.device) -> None:
+    """See `kernels.pool_scatter`; `device` copies."""
+    if pool.ndim != 2 or not pool.shape[1]:
+        raise ValueError(f"pool must be uint8 of shape (S, nbytes), not {described(pool)}")
+    require("pool", pool, BYTES, tuple(pool.shape), device)
+    require("slots", slots, INDICES, (slots.numel(),), device, whole=False)
+    require("records", records, BYTES, (slots.numel(), pool.shape[1]), device)
+    apart("pool", pool, "records", records)
+
+
+def calls_in_range(tokens: int, calls: Calls, experts: int) -> None:
+    """All tokens and experts of the calls exist.
+
+    Raises:
+        ValueError: an index out of range.
+    """
+    indices("token", calls.tokens, tokens)
+    indices("expert", calls.experts, experts)
+
+
+def active_in_range(rows: ExpertRows | PoolRows, calls: Calls, active: Active) -> None:
+    """Offsets rise from 0 to the number of neurons; each neuron exists, is named once in a call, and is in the pool.
+
+    Raises:
+        ValueError: which of these is not so.
+    """
+    offsets, count = active.offsets.tolist(), active.neurons.numel()
+    if offsets[0] != 0 or offsets[-1] != count or sorted(offsets) != offsets:
+        raise ValueError(f"offsets must rise from 0 to the number of neurons, {count}")
+    neurons = rows.neurons
+    indices("neuron", active.neurons, neurons)
+    owner = torch.repeat_interleave(active.offsets.diff().to(active.neurons.device))
+    if (owner * neurons + active.neurons).unique().numel() != count:
+        raise ValueError("a neuron is listed twice in one call")
+    if isinstance(rows, PoolRows):
+        slots = rows.slots.to(owner.device)[calls.experts.to(owner.device)[owner], active.neurons]
+        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= rows.data.shape[0]):
+            raise ValueError(f"a neuron is not in the pool, or its slot is out of range 0..{rows.data.shape[0] - 1}")
+
+
+def slots_in_range(slots: Tensor, capacity: int) -> None:
+    """All slots (N,) exist and none is named twice.
+
+    Raises:
+        ValueError: which of these is not so.
+    """
+    indices("slot", slots, capacity)
+    if slots.unique().numel() != slots.numel():
+        raise ValueError("a slot is written twice")
+
+
+def _x(x: Tensor, hidden: int, x_bits: int) -> None:
+    if x_bits not in X_BITS:
+        raise ValueError(f"x_bits must be one of {', '.join(map(str, X_BITS))}, not {x_bits}")
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != hidden or x.dtype not in FLOATS:
+        raise ValueError(f"x must be float of shape (B, {hidden}), not {described(x)}")
+
+
+def _calls(x: Tensor, calls: Calls) -> None:
+    shape, device = (calls.experts.numel(),), x.device
+    require("experts", calls.experts, INDICES, shape, device, whole=False)
+    require("tokens", calls.tokens, INDICES, shape, device, whole=False)
+    require("weights", calls.weights, FLOATS, shape, device, whole=False)
+
+
+def _limits(name: str, limits: Tensor | None, experts: Tensor, x: Tensor) -> None:
+    if limits is not None:
+        require(name, limits, FLOATS, tuple(experts.shape), x.device, whole=False)
+
+
+def _same_experts(up: UpWeights, rows: ExpertRows | PoolRows) -> None:
+    mine, theirs = (*up.q.shape[:2], up.layout.vector.n), (rows.experts, rows.neurons, rows.layout.gate.n)
+    if mine != theirs:
+        raise ValueError(f"up has (experts, neurons, hidden) {tuple(mine)}, but rows have {theirs}")
