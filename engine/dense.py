@@ -25,7 +25,7 @@ class PackedLinear(nn.Module):
         self.weights, self.bias, self.control = weights, bias, control
         # Looked at once, on no tokens: at small sizes the checks of each call would take as long as its computing.
         kernels.linear(weights.scale.new_empty(0, weights.vector.n), weights)
-        self._linear = kernels.choose(weights.q.device.type).linear
+        self._linear = kernels.choose(weights.q.device).linear
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) floating point -> (..., N) of x's dtype.

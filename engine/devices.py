@@ -183,7 +183,7 @@ class Device:
     # are the model's own router's, and active neurons the pool's.
 
     def _list(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Listed:
-        listed = None if x.is_cpu else kernels.choose(x.device.type).up_list
+        listed = None if x.is_cpu else kernels.choose(x.device).up_list
         if listed is not None:
             return listed(x, up, calls, thresholds, x_bits)
         found = self._find(x, up, calls, thresholds, x_bits)
@@ -192,14 +192,14 @@ class Device:
     def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         if x.is_cpu:
             return kernels.up_gemv(x, up, calls, thresholds, x_bits=x_bits)
-        return kernels.choose(x.device.type).up_gemv(x, up, calls, thresholds, x_bits)
+        return kernels.choose(x.device).up_gemv(x, up, calls, thresholds, x_bits)
 
     def _sum(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
         if x.is_cpu:
             return kernels.sparse_swiglu(x, rows, calls, active, limits, x_bits=x_bits)
-        return kernels.choose(x.device.type).sparse_swiglu(x, rows, calls, active, limits, x_bits)
+        return kernels.choose(x.device).sparse_swiglu(x, rows, calls, active, limits, x_bits)
 
     def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
         """Start work on `count` times `nbytes` bytes."""

@@ -57,7 +57,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ComputePath:
-    """Which kernels a kind of device would run, and why; `backend` is None where the device is not there."""
+    """Which kernels a device would run, and why; `backend` is None where there is no such device."""
 
     device: str
     backend: str | None
@@ -65,13 +65,11 @@ class ComputePath:
 
 
 def compute_paths() -> tuple[ComputePath, ...]:
-    """The path that each kind of device would take on this machine."""
-    cpu = kernels.choose("cpu")
+    """The path that the CPU and each GPU of this machine would take."""
     gpus, reason = _gpus()
-    if not gpus:
-        return ComputePath("cpu", cpu.name, cpu.reason), ComputePath("cuda", None, reason)
-    cuda = kernels.choose("cuda")
-    return ComputePath("cpu", cpu.name, cpu.reason), ComputePath("cuda", cuda.name, cuda.reason)
+    chosen = [kernels.choose(device) for device in ("cpu", *(f"cuda:{index}" for index in range(len(gpus))))]
+    paths = tuple(ComputePath(backend.device, backend.name, backend.reason) for backend in chosen)
+    return paths if gpus else (*paths, ComputePath("cuda", None, reason))
 
 
 def probe(folder: Path, root: Path = ROOT) -> Hardware:

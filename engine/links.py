@@ -108,7 +108,7 @@ class CudaLink(Mover):
         Raises:
             ValueError: no such size, or zero_copy without the Triton kernels. RuntimeError: no memory.
         """
-        self._cpu, self._gpu = kernels.choose("cpu"), kernels.choose(device.type)
+        self._cpu, self._gpu = kernels.choose("cpu"), kernels.choose(device)
         if zero_copy and self._gpu.name == "reference":
             raise ValueError(f"rows cannot be read in place: {self._gpu.reason}")
         self.zero_copy, self._pinned = zero_copy, pinned

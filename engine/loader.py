@@ -103,7 +103,7 @@ def load(
     choice = opening.choose(device, manifest, ram, config, vram)
     choice.enforce()
     place = choice.place
-    backend = kernels.choose(torch.device(place).type)
+    backend = kernels.choose(place)
     threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
     torch.set_num_threads(threads)
     control = Control(chosen)

@@ -83,7 +83,7 @@ def why_not(place: str, nbytes: int) -> str:
 
     Nothing is pinned here, so that the driver may still refuse.
     """
-    backend = kernels.choose(torch.device(place).type)
+    backend = kernels.choose(place)
     if backend.name == "reference":
         return f"only the Triton kernels read RAM: {backend.reason}"
     found = hardware.probe(Path())

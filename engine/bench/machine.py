@@ -54,7 +54,7 @@ def backend(device: str) -> kernels.Backend:
         FloeError: kernels that were forced and cannot run.
     """
     try:
-        return kernels.choose(device.partition(":")[0])
+        return kernels.choose(device)
     except native.NativeUnavailableError as error:
         raise FloeError("The CPU kernels cannot run", f"{error}.", "Unset FLOE_CPU_ISA.") from error
 

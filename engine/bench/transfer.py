@@ -178,7 +178,7 @@ def in_place(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
     wanted = chosen.to(gpu)
     streams: list[Any] = [torch.cuda.Stream(gpu) if cuda else None for _ in range(IN_PLACE_STREAMS)]
     # Without the checks in front of it, which would wait for the GPU to fetch what they look at.
-    gather = kernels.choose(torch.device(gpu).type).gather_rows
+    gather = kernels.choose(gpu).gather_rows
 
     def read(turn: int, chunk: int) -> int:
         for index, (those, place) in enumerate(zip(wanted.split(chunk), target.split(chunk), strict=True)):

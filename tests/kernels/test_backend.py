@@ -51,11 +51,16 @@ def test_gpus_that_triton_supports_get_its_kernels(monkeypatch: pytest.MonkeyPat
     assert "8.6" in chosen.reason
 
 
-def test_older_gpus_get_the_reference_and_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpus(monkeypatch, (8, 6), (7, 0))
-    chosen = backend.choose.__wrapped__("cuda")
-    assert chosen.name == "reference"
-    assert "7.5 or newer" in chosen.reason and "7.0" in chosen.reason
+def test_each_gpu_gets_what_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("floe_chat.kernels.triton")
+    pretend_gpus(monkeypatch, (8, 6), (7, 0), (9, 0))
+    chosen = [backend.choose.__wrapped__(device) for device in ("cuda", "cuda:0", torch.device("cuda", 1), "cuda:2")]
+    assert [one.name for one in chosen] == ["triton", "triton", "reference", "triton"]
+    assert [one.device for one in chosen] == ["cuda:0", "cuda:0", "cuda:1", "cuda:2"]
+    assert "7.5 or newer" in chosen[2].reason and "7.0" in chosen[2].reason
+    for absent in ("cuda:3", "cuda:-1", "cuda:x"):
+        with pytest.raises(ValueError, match="torch sees 3"):
+            backend.choose.__wrapped__(absent)
 
 
 def test_without_triton_a_gpu_gets_the_reference_and_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,5 +73,5 @@ def test_without_triton_a_gpu_gets_the_reference_and_is_told_why(monkeypatch: py
 
 
 def test_other_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="valid are cpu, cuda"):
+    with pytest.raises(ValueError, match="valid are cpu, cuda and cuda:N"):
         backend.choose("tpu")
