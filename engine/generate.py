@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels.sampling import NotNumbersError
+from ..models.errors import PackError
 from .events import Sampling
 from .kv import KVCache
 from .moe import Control
@@ -58,6 +60,7 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, or one that leaves no room in the window.
+        PackError: the logits are not numbers that a token could be drawn from.
         Cancelled: `control.cancelled` was set; seen at the next layer. `kv` is valid with what was computed.
     """
     if not 0 < len(prompt) < window:
@@ -76,11 +79,19 @@ def generate(
     telemetry.prefill_done(telemetry.clock() - started)
     control.counting = True
     most = min(max_new_tokens, window - len(prompt))
-    for token, at in _drawn(decoder, kv, logits, sampler, most, stop_ids, control, telemetry):
-        if token in stop_ids:
-            return "stop"
-        telemetry.token(at)
-        yield Step(token, len(prompt), at)
+    try:
+        for token, at in _drawn(decoder, kv, logits, sampler, most, stop_ids, control, telemetry):
+            if token in stop_ids:
+                return "stop"
+            telemetry.token(at)
+            yield Step(token, len(prompt), at)
+    except NotNumbersError as error:
+        raise PackError(
+            "The packed model computes values that are not numbers",
+            "No token can be drawn from its logits: the pack's weights, or the activations that follow from them, are "
+            "NaN or infinite.",
+            "Run `floe-chat verify` with the name of the model to see whether its files are damaged.",
+        ) from error
     return "length" if len(prompt) + most < window else "context"
 
 

@@ -51,7 +51,7 @@ class Sampler:
         """The next token. logits: (1, V).
 
         Raises:
-            ValueError: logits that nothing can be drawn from.
+            NotNumbersError: logits that nothing can be drawn from.
         """
         row = logits[0].float().cpu().contiguous()
         token = self._draw(row, self.filters, self.uniforms(1)[0], self.seen(len(row)))
@@ -71,6 +71,6 @@ class Sampler:
         return torch.zeros(vocabulary, dtype=torch.uint8).index_fill_(0, torch.tensor(self._ids), 1)
 
     def took(self, tokens: Sequence[int]) -> None:
-        """These were drawn, by this or by somebody else who was given its numbers."""
+        """These were drawn, by this sampler or with the numbers that it gave."""
         del self._ahead[: len(tokens)]
         self._ids += tokens

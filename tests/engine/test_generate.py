@@ -18,7 +18,8 @@ from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled, MoELayer
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LibraryDecoder
-from floe_chat.models.errors import UsageError
+from floe_chat.kernels.sampling import draw
+from floe_chat.models.errors import PackError, UsageError
 
 from .driver import GREEDY, answer, layer_by_layer, open_model
 
@@ -303,3 +304,33 @@ def test_an_answer_may_claim_half_the_window(wanted: int, room: int) -> None:
 
 def test_greedy_is_what_the_names_say() -> None:
     assert GREEDY.temperature == 0
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["prompt", "later"])
+@pytest.mark.parametrize("path", ["compiled", "layer by layer", "library", "plain"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=1)], ids=["greedy", "sampled"])
+def test_logits_that_are_not_numbers_blame_the_pack(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, path: str, later: bool
+) -> None:
+    if path == "layer by layer":
+        layer_by_layer(monkeypatch)
+    if path == "library":
+        monkeypatch.setattr(loaded, "decoder", LibraryDecoder(loaded.model))
+    if path == "plain":
+        monkeypatch.setattr("floe_chat.engine.sampling.native_ends.draw", draw)
+        layer_by_layer(monkeypatch)
+    prompt = prompt_of(5)
+    drawn = answer(loaded, prompt, sampling=sampling, max_new_tokens=1).tokens
+    weight: torch.Tensor = loaded.model.model.embed_tokens.weight
+    assert drawn[0] not in prompt
+    spoiled, kept = (drawn if later else prompt[-1:]), weight.detach().clone()
+    try:
+        with torch.no_grad():
+            weight[spoiled] = torch.nan
+        with pytest.raises(PackError, match="not numbers") as error:
+            answer(loaded, prompt, sampling=sampling, max_new_tokens=4)
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+    assert "floe-chat verify" in error.value.hint and "weights" in error.value.cause
+    assert answer(loaded, prompt, sampling=sampling, max_new_tokens=1).tokens == drawn
