@@ -30,6 +30,7 @@ from torch import Tensor
 from ..helpers import make_checkpoint, make_pack, relative_rms
 from .driver import answer as generated
 from .driver import open_model
+from .margins import CLEAR, clear_prompt, jitter, layers_of, prompt_of, watched
 
 # The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
 SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
@@ -39,7 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden": 64, "intermediate": 98, "experts": 5, "layers": 3},
     "olmoe": {"hidden": 36, "intermediate": 50, "experts": 7, "top_k": 3, "layers": 2},
 }
-PROMPT = [1, *torch.randint(3, 250, (40,), generator=torch.Generator().manual_seed(3)).tolist()]
+PROMPT = prompt_of(3)  # where no answers are compared; `prompt` is for those
+Answer = tuple[Tensor, list[int]]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -112,10 +114,10 @@ def forward(loaded: LoadedModel, ids: Sequence[int], kv: Any) -> Tensor:
         return loaded.model(input_ids=torch.tensor([list(ids)]), past_key_values=kv, use_cache=True).logits[0]
 
 
-def answer(loaded: LoadedModel, tokens: int = 10) -> tuple[Tensor, list[int]]:
+def answer(loaded: LoadedModel, prompt: list[int], tokens: int = 10) -> Answer:
     """Logits of the prompt and of a greedy answer, and its tokens; decode is counted."""
     kv, drawn = cache(), list[int]()
-    logits = [forward(loaded, PROMPT, kv)]
+    logits = [forward(loaded, prompt, kv)]
     loaded.control.counting = True
     for _ in range(tokens):
         drawn.append(int(logits[-1][-1].argmax()))
@@ -131,13 +133,69 @@ def loaded(pack: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def expected(loaded: LoadedModel) -> dict[str, tuple[Tensor, list[int]]]:
-    """The answers by the reference's plain torch, without any pool."""
-    found: dict[str, tuple[Tensor, list[int]]] = {}
+def answered(loaded: LoadedModel) -> tuple[list[int], dict[str, Answer]]:
+    """A prompt and its answers without any pool, in which no neuron is at its threshold."""
+
+    def run(prompt: list[int]) -> dict[str, Answer]:
+        found: dict[str, Answer] = {}
+        for preset in (SKIPPING, PLAIN, EVERYTHING):
+            loaded.control.preset = preset
+            found[preset.name] = answer(loaded, prompt)
+        return found
+
+    return clear_prompt(loaded, run)
+
+
+@pytest.fixture(scope="module")
+def prompt(answered: tuple[list[int], dict[str, Answer]]) -> list[int]:
+    return answered[0]
+
+
+@pytest.fixture(scope="module")
+def expected(answered: tuple[list[int], dict[str, Answer]]) -> dict[str, Answer]:
+    """The prompt's answers by preset."""
+    return answered[1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_clear_prompts_answer_does_not_hang_on_last_places(
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], seed: int
+) -> None:
     for preset in (SKIPPING, PLAIN, EVERYTHING):
         loaded.control.preset = preset
-        found[preset.name] = answer(loaded)
-    return found
+        with jitter(loaded, seed):
+            logits, tokens = answer(loaded, prompt)
+        assert relative_rms(logits, expected[preset.name][0]) <= 1e-5
+        assert tokens == expected[preset.name][1]
+
+
+def test_a_prompt_that_brings_a_neuron_to_its_threshold_is_not_clear(loaded: LoadedModel, prompt: list[int]) -> None:
+    """What other processors' sums decide otherwise: with the last places of numbers, logits change."""
+    loaded.control.preset = PLAIN
+    layer, given = layers_of(loaded)[-1], list[tuple[Tensor, Tensor, Tensor]]()
+    handle = layer.register_forward_pre_hook(lambda _layer, args: given.append(args))
+    before = forward(loaded, prompt, cache())
+    handle.remove()
+    hidden, index, _ = given[0]
+    expert = int(index[5, 0])
+    values = (layer.packed.up.dense(expert, torch.float32) @ hidden[5].float()).abs()
+    thresholds = layer.plan.thresholds.clone()
+    thresholds[expert] = values[(values - thresholds[expert]).abs().argmin()]
+    layer.plan.thresholds, kept = thresholds, layer.plan.thresholds
+    try:
+        with watched(loaded) as margins:
+            whole = forward(loaded, prompt, cache())
+        assert margins.least < 1e-6 < CLEAR and f"layer {layer.index}" in margins.where
+        with pytest.raises(AssertionError, match="to its threshold"):
+            clear_prompt(loaded, lambda ids: forward(loaded, ids, cache()), [prompt])
+        apart = list[float]()
+        for seed in range(12):
+            with jitter(loaded, seed):
+                apart.append(relative_rms(forward(loaded, prompt, cache()), whole))
+        assert max(apart) > 1e-4 > 1e-5 > min(apart)
+    finally:
+        layer.plan.thresholds = kept
+    assert torch.equal(forward(loaded, prompt, cache()), before)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 1.0])
@@ -157,7 +215,8 @@ def expected(loaded: LoadedModel) -> dict[str, tuple[Tensor, list[int]]]:
 )
 def test_tokens_do_not_depend_on_where_rows_are(
     loaded: LoadedModel,
-    expected: dict[str, tuple[Tensor, list[int]]],
+    prompt: list[int],
+    expected: dict[str, Answer],
     share: float,
     kind: str,
     predict: bool,
@@ -166,7 +225,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
 ) -> None:
     parts = Parts(cpu=cpu is not None)
     with offloaded(loaded, preset, share, kind=kind, predict=predict, cpu=cpu or 2e9, parts=parts) as shared:
-        logits, tokens = answer(loaded)
+        logits, tokens = answer(loaded, prompt)
         assert relative_rms(logits, expected[preset.name][0]) <= 1e-5
         assert tokens == expected[preset.name][1]
         for layer in loaded.telemetry.layers:
@@ -197,13 +256,13 @@ def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
 @pytest.mark.parametrize("eviction", ["score", "lru", "fifo"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_nor_on_what_is_evicted_nor_on_threads(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]], eviction: Any, threads: int
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], eviction: Any, threads: int
 ) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with offloaded(loaded, EVERYTHING, 0.3, parts=Parts(eviction=eviction)):
-            logits, tokens = answer(loaded)
+            logits, tokens = answer(loaded, prompt)
     finally:
         torch.set_num_threads(before)
     assert relative_rms(logits, expected["Everything"][0]) <= 1e-5
@@ -211,11 +270,11 @@ def test_nor_on_what_is_evicted_nor_on_threads(
 
 
 def test_a_pool_may_change_its_size_between_tokens(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]]
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer]
 ) -> None:
     with offloaded(loaded, SKIPPING, 0.5) as shared:
         kv = cache()
-        logits = [forward(loaded, PROMPT, kv)]
+        logits = [forward(loaded, prompt, kv)]
         for step, token in enumerate(expected["Skipping"][1]):
             if step % 2:
                 size = (3, 40, 333, 11)[step // 2 % 4]
@@ -235,24 +294,24 @@ def _held(shared: Offload) -> Any:
 
 
 def test_a_preset_may_change_between_tokens(loaded: LoadedModel) -> None:
-    def run(loaded: LoadedModel) -> Tensor:
+    def run(prompt: list[int]) -> Tensor:
         kv = cache()
-        logits = [forward(loaded, PROMPT, kv)]
+        loaded.control.preset = SKIPPING
+        logits = [forward(loaded, prompt, kv)]
         for step, preset in enumerate((PLAIN, SKIPPING, EVERYTHING, SKIPPING)):
             loaded.control.preset = preset
             logits.append(forward(loaded, [7 + step], kv))
         return torch.cat(logits)
 
-    loaded.control.preset = SKIPPING
-    want = run(loaded)
+    prompt, want = clear_prompt(loaded, run)
     with offloaded(loaded, SKIPPING, 0.2):
-        assert relative_rms(run(loaded), want) <= 1e-5
+        assert relative_rms(run(prompt), want) <= 1e-5
 
 
 @pytest.mark.parametrize("at_layer", [0, 1])
 @pytest.mark.parametrize("ids", [PROMPT, PROMPT[:1]], ids=["prompt", "token"])
 def test_cancelled_at_any_layer_it_answers_the_next_time(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]], at_layer: int, ids: list[int]
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], at_layer: int, ids: list[int]
 ) -> None:
     with offloaded(loaded, SKIPPING, 0.1):
         layer = loaded.model.model.layers[at_layer].mlp.experts
@@ -265,11 +324,11 @@ def test_cancelled_at_any_layer_it_answers_the_next_time(
             forward(loaded, ids, cache())
         handle.remove()
         loaded.control.cancelled.clear()
-        assert relative_rms(answer(loaded)[0], expected["Skipping"][0]) <= 1e-5
+        assert relative_rms(answer(loaded, prompt)[0], expected["Skipping"][0]) <= 1e-5
 
 
 def test_cancelled_between_the_experts_of_a_prompt(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]]
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer]
 ) -> None:
     with offloaded(loaded, SKIPPING, 0.1, parts=Parts(cpu=False)) as shared:
         original = shared.device.expert
@@ -283,13 +342,14 @@ def test_cancelled_between_the_experts_of_a_prompt(
             forward(loaded, PROMPT, cache())
         shared.device.expert = original  # pyright: ignore[reportAttributeAccessIssue]
         loaded.control.cancelled.clear()
-        assert relative_rms(answer(loaded)[0], expected["Skipping"][0]) <= 1e-5
+        assert relative_rms(answer(loaded, prompt)[0], expected["Skipping"][0]) <= 1e-5
 
 
 @pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
 def test_a_prompts_experts_come_before_their_layers_turn(
     loaded: LoadedModel,
-    expected: dict[str, tuple[Tensor, list[int]]],
+    prompt: list[int],
+    expected: dict[str, Answer],
     monkeypatch: pytest.MonkeyPatch,
     preset: Preset,
 ) -> None:
@@ -307,9 +367,9 @@ def test_a_prompts_experts_come_before_their_layers_turn(
                 monkeypatch.setattr(Prompt, "_send_ahead", nothing)
             else:
                 monkeypatch.setattr(shared.pool, "likeliest", likeliest)
-            logits = forward(loaded, PROMPT, cache())
+            logits = forward(loaded, prompt, cache())
             monkeypatch.undo()
-            assert relative_rms(logits, expected[preset.name][0][: len(PROMPT)]) <= 1e-5
+            assert relative_rms(logits, expected[preset.name][0][: len(prompt)]) <= 1e-5
             assert shared.early is None
             return shared.device.now(), shared.device.link.bytes_moved
 
@@ -320,21 +380,25 @@ def test_a_prompts_experts_come_before_their_layers_turn(
     assert used and min(used) < alone[0]  # the same bytes, sooner
 
 
-def test_lenient_leaves_out_weak_rows_alone_and_brings_them(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]]
-) -> None:
+def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel) -> None:
     """With nothing in the pool an answer is that of the higher sparsity, to which the weak rows are the difference."""
     lenient = replace(PLAIN, name="Lenient", lenient=True)
     assert lenient.late is not None and lenient.late > lenient.sparsity
-    token, place = expected["Plain"][1][:1], len(PROMPT)
-    loaded.control.preset = PLAIN
-    kv = cache()
-    forward(loaded, PROMPT, kv)
-    loaded.control.preset = replace(PLAIN, sparsity=lenient.late)
-    bound = forward(loaded, token, kv)
+    late, token = replace(PLAIN, sparsity=lenient.late), [7]
+
+    def run(prompt: list[int]) -> tuple[Tensor, Tensor]:
+        loaded.control.preset = PLAIN
+        kv = cache()
+        forward(loaded, prompt, kv)
+        whole = forward(loaded, token, kv)
+        kv.crop(-1)
+        loaded.control.preset = late
+        return whole, forward(loaded, token, kv)
+
+    prompt, (whole, bound) = clear_prompt(loaded, run)
     with offloaded(loaded, PLAIN, 1.0, predict=False) as shared:
         kv = cache()
-        forward(loaded, PROMPT, kv)
+        forward(loaded, prompt, kv)
         rows = shared.pool.capacity
         shared.resize(0)
         shared.resize(rows)
@@ -352,7 +416,7 @@ def test_lenient_leaves_out_weak_rows_alone_and_brings_them(
             again = forward(loaded, token, kv)
         loaded.control.counting = False
     assert relative_rms(first, again) > 1e-3  # rows were missing
-    assert relative_rms(again, expected["Plain"][0][place : place + 1]) <= 1e-5
+    assert relative_rms(again, whole) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["throttled", "virtual"])
@@ -365,7 +429,7 @@ def test_the_shares_of_rows_add_up_to_all(
     with offloaded(loaded, replace(preset, lenient=lenient), 0.2, kind=kind, parts=Parts(cpu=cpu)) as shared:
         loaded.telemetry.memory = shared
         try:
-            answer(loaded)
+            answer(loaded, PROMPT)
             told = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1)
         finally:
             loaded.telemetry.memory = None
@@ -458,11 +522,11 @@ def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     with offloaded(loaded, SKIPPING, 1.0) as shared:
-        want = generated(loaded, PROMPT, max_new_tokens=8).tokens
+        prompt, want = clear_prompt(loaded, lambda prompt: generated(loaded, prompt, max_new_tokens=8).tokens)
         monkeypatch.setattr(loaded.control, "make_room", shared.make_room)
         before = shared.pool.capacity
         run_out(monkeypatch, shared, times)
-        assert generated(loaded, PROMPT, max_new_tokens=8).tokens == want
+        assert generated(loaded, prompt, max_new_tokens=8).tokens == want
         assert shared.pool.capacity == len(shared.rows) < before * 0.76**times
         assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
 

@@ -15,6 +15,7 @@ from floe_chat.engine.hardware import Gpu
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.opening import Choice, Needs
+from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import LibraryDecoder
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
@@ -22,6 +23,7 @@ from floe_chat.models.packed import PackedModel
 from floe_chat.models.quantities import memory
 
 from .driver import answer, open_model, silent
+from .margins import clear_prompt, prompt_of
 
 Choose = Callable[..., Choice]
 
@@ -194,14 +196,21 @@ def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> Non
 
 @pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
 def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, device: str) -> None:
-    prompt = [1, *[40 + n % 200 for n in range(BLOCK)]]  # the keys and values of two blocks leave the fewest rows
-    want = answer(open_model(tiny_pack), prompt, max_new_tokens=12).tokens
+    whole, preset = open_model(tiny_pack), Preset("", 0.5, 0.7, 0.3, 0.6, lossless=True, weighed=True)
+    whole.control.preset = preset
+    prompt, want = clear_prompt(
+        whole,
+        lambda prompt: answer(whole, prompt, max_new_tokens=12).tokens,
+        # The keys and values of two blocks leave the fewest rows.
+        [prompt_of(seed, BLOCK + 1) for seed in range(60)],
+    )
     loaded, told = load(tiny_pack, None, "cpu", silent)
     assert loaded.offload is None and told.device == "cpu"
     loaded, told = load(tiny_pack, None, device, silent, vram=needs.least())
     assert loaded.offload is not None and told.device == device and device in told.reason
     assert loaded.offload.pool.capacity == loaded.offload.pool.used > needs.top_k * needs.neurons  # warm
     assert isinstance(loaded.offload.device, VirtualDevice) == device.startswith("sim:")
+    loaded.control.preset = preset
     assert answer(loaded, prompt, max_new_tokens=12).tokens == want
     assert loaded.offload.pool.capacity == needs.top_k * needs.neurons
     loaded.close()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..helpers import make_pack, reference_model, relative_rms
 from .driver import answer, open_model
+from .margins import clear_prompt
 from .rounded import use_stored_linears
 
 SPECS = {
@@ -33,20 +34,16 @@ def packed(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_facto
 
 
 class SkippingExperts(torch.nn.Module):
-    """Mixtral's experts written down plainly: all neurons of every chosen expert, those that are skipped zeroed.
+    """Mixtral's experts written down plainly: all neurons of every chosen expert, those that are skipped zeroed."""
 
-    Args:
-        slack: 1, or by how much all limits are off.
-    """
-
-    def __init__(self, loaded: LoadedModel, layer: int, preset: Preset, slack: float) -> None:
+    def __init__(self, loaded: LoadedModel, layer: int, preset: Preset) -> None:
         super().__init__()
-        self.drop, self.major, self.weighed = preset.drop * slack, preset.major * slack, preset.weighed
+        self.drop, self.major, self.weighed = preset.drop, preset.major, preset.weighed
         stored = loaded.packed.layer(layer)
         self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
-        self.thresholds = threshold_at(stored.thresholds, preset.sparsity) * slack
-        self.products = threshold_at(stored.products, preset.product) * slack
+        self.thresholds = threshold_at(stored.thresholds, preset.sparsity)
+        self.products = threshold_at(stored.products, preset.product)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -67,11 +64,11 @@ class SkippingExperts(torch.nn.Module):
         return out
 
 
-def plain_model(checkpoint: Path, loaded: LoadedModel, preset: Preset, slack: float = 1.0) -> Any:
+def plain_model(checkpoint: Path, loaded: LoadedModel, preset: Preset) -> Any:
     model = reference_model(checkpoint)
     use_stored_linears(model, loaded.packed.folder)
     for layer in range(2):
-        model.model.layers[layer].mlp.experts = SkippingExperts(loaded, layer, preset, slack)
+        model.model.layers[layer].mlp.experts = SkippingExperts(loaded, layer, preset)
     return model
 
 
@@ -79,7 +76,17 @@ def prompt_of(length: int) -> list[int]:
     return torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-TIE = 1e-5  # of a limit: what sums in another order may differ by
+def prompts_of(length: int) -> list[list[int]]:
+    """Some to choose from."""
+    return [prompt_of(count)[-length:] for count in range(length, length + 30)]
+
+
+def logits_of(model: Any, prompt: list[int]) -> Tensor:
+    """(T, V), without a cache."""
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+
+
 SKIPPING = {
     "nothing": Preset("", 0.0, lossless=True),
     "sparsity": Preset("", 0.6, lossless=True),
@@ -100,24 +107,15 @@ def test_logits_are_those_of_the_rounded_weights(
 ) -> None:
     loaded = open_model(packed)
     loaded.control.preset = preset
-    ids = torch.tensor([prompt_of(length)])
-    with torch.inference_mode():
-        ours = loaded.model(input_ids=ids).logits
-        # Noise decides what lies close to a limit: then it is as if the limits were a little lower or higher.
-        for slack in (1.0, 1 - TIE, 1 + TIE):
-            theirs = plain_model(tiny_checkpoint, loaded, preset, slack)(input_ids=ids, use_cache=False).logits
-            if (apart := relative_rms(ours, theirs)) <= 1e-4:
-                break
-    assert apart <= 1e-4
+    prompt, ours = clear_prompt(loaded, lambda prompt: logits_of(loaded.model, prompt), prompts_of(length))
+    assert relative_rms(ours, logits_of(plain_model(tiny_checkpoint, loaded, preset), prompt)) <= 1e-4
 
 
 def test_a_prompt_is_the_same_in_one_piece_and_token_by_token(packed: Path) -> None:
-    prompt = prompt_of(24)
     loaded = open_model(packed)
     loaded.control.preset = Preset("", 0.6, 0.8, 0.6, 0.9, lossless=True)
-    with torch.inference_mode():
-        whole = loaded.model(input_ids=torch.tensor([prompt])).logits[0]
-        pieces = [loaded.model(input_ids=torch.tensor([prompt[: end + 1]])).logits[0, -1] for end in range(24)]
+    prompt, whole = clear_prompt(loaded, lambda prompt: logits_of(loaded.model, prompt), prompts_of(24))
+    pieces = [logits_of(loaded.model, prompt[: end + 1])[-1] for end in range(24)]
     assert relative_rms(torch.stack(pieces), whole) <= 1e-4
 
 

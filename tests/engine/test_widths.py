@@ -27,8 +27,9 @@ from torch import Tensor
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
 from .driver import answer as generated
 from .driver import open_model, silent
+from .margins import clear_prompt, prompt_of
 from .rounded import use_stored_linears
-from .test_offload import answer, offloaded
+from .test_offload import Answer, answer, offloaded
 
 SHAPE: dict[str, Any] = {"hidden": 100, "intermediate": 50, "experts": 7, "top_k": 3, "layers": 3}
 SPEC = PackSpec(up=4, gate=8, down=4, dense=8, narrow=Narrow(0.4, up=2, gate=3, down=2))
@@ -110,31 +111,48 @@ def test_logits_are_those_of_experts_rounded_to_their_own_widths(
     source: Path, loaded: LoadedModel, preset: Preset, length: int
 ) -> None:
     loaded.control.preset = preset
-    ids = torch.randint(3, 250, (1, length), generator=torch.Generator().manual_seed(length))
-    with torch.inference_mode():
-        ours = loaded.model(input_ids=ids).logits
-        theirs = plain_model(source, loaded, preset)(input_ids=ids, use_cache=False).logits
-    assert relative_rms(ours, theirs) <= 1e-5
+
+    def run(prompt: list[int], model: Any = loaded.model) -> Tensor:
+        with torch.inference_mode():
+            return model(input_ids=torch.tensor([prompt]), use_cache=False).logits
+
+    prompt, ours = clear_prompt(loaded, run, [prompt_of(seed, length + 1)[1:] for seed in range(60)])
+    assert relative_rms(ours, run(prompt, plain_model(source, loaded, preset))) <= 1e-5
 
 
 @pytest.fixture(scope="module")
-def expected(loaded: LoadedModel) -> dict[str, tuple[Tensor, list[int]]]:
-    """The answers without a pool, which the test above compares with the plain model's."""
-    found: dict[str, tuple[Tensor, list[int]]] = {}
-    for name, preset in PRESETS.items():
-        loaded.control.preset = preset
-        found[name] = answer(loaded)
-    return found
+def answered(loaded: LoadedModel) -> tuple[list[int], dict[str, Answer]]:
+    """A prompt and its answers without a pool, which the test above compares with the plain model's."""
+
+    def run(prompt: list[int]) -> dict[str, Answer]:
+        found: dict[str, Answer] = {}
+        for name, preset in PRESETS.items():
+            loaded.control.preset = preset
+            found[name] = answer(loaded, prompt)
+        return found
+
+    return clear_prompt(loaded, run)
+
+
+@pytest.fixture(scope="module")
+def prompt(answered: tuple[list[int], dict[str, Answer]]) -> list[int]:
+    return answered[0]
+
+
+@pytest.fixture(scope="module")
+def expected(answered: tuple[list[int], dict[str, Answer]]) -> dict[str, Answer]:
+    """The prompt's answers by preset."""
+    return answered[1]
 
 
 @pytest.mark.parametrize("kind", ["throttled", "virtual"])
 @pytest.mark.parametrize("share", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize("name", PRESETS)
 def test_where_rows_are_changes_no_token(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]], name: str, share: float, kind: str
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], name: str, share: float, kind: str
 ) -> None:
     with offloaded(loaded, PRESETS[name], share, kind=kind) as shared:
-        logits, drawn = answer(loaded)
+        logits, drawn = answer(loaded, prompt)
         assert shared.device.link.bytes_moved > 0
     assert drawn == expected[name][1]
     assert relative_rms(logits, expected[name][0]) <= 1e-5
@@ -142,10 +160,10 @@ def test_where_rows_are_changes_no_token(
 
 @pytest.mark.parametrize("cpu", [1e6, 1e12], ids=["slow-cpu", "fast-cpu"])
 def test_the_cpus_share_changes_no_token(
-    loaded: LoadedModel, expected: dict[str, tuple[Tensor, list[int]]], cpu: float
+    loaded: LoadedModel, prompt: list[int], expected: dict[str, Answer], cpu: float
 ) -> None:
     with offloaded(loaded, PRESETS["nothing"], 0.1, cpu=cpu):
-        logits, drawn = answer(loaded)
+        logits, drawn = answer(loaded, prompt)
         counted = loaded.telemetry.layers
         on_cpu, copied = (sum(getattr(layer, name) for layer in counted) for name in ("on_cpu", "copied"))
     assert on_cpu > copied if cpu > 1e9 else copied > on_cpu
@@ -206,17 +224,17 @@ def counted(loaded: LoadedModel) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", ["all", "lone"])
-def test_what_was_left_out_is_counted_as_without_a_pool(loaded: LoadedModel, name: str) -> None:
+def test_what_was_left_out_is_counted_as_without_a_pool(loaded: LoadedModel, prompt: list[int], name: str) -> None:
     loaded.control.preset = PRESETS[name]
     loaded.telemetry.begin(0, 0, 0.0)
-    answer(loaded)
+    answer(loaded, prompt)
     wanted = counted(loaded)
     with offloaded(loaded, PRESETS[name], 0.1):
-        answer(loaded)
+        answer(loaded, prompt)
         assert counted(loaded) == wanted and wanted[0][3] > 0
 
 
-def test_experts_that_stand_in_are_told_by_number(loaded: LoadedModel) -> None:
+def test_experts_that_stand_in_are_told_by_number(loaded: LoadedModel, prompt: list[int]) -> None:
     """Only an expert whose rows are in the pool may be taken instead of one whose rows are not."""
     layer = loaded.packed.layer(0)
     places = layer.by_place(np.arange(7))
@@ -240,7 +258,7 @@ def test_experts_that_stand_in_are_told_by_number(loaded: LoadedModel) -> None:
 
             experts.register_forward_pre_hook(note)
             experts.register_forward_hook(compare)
-        answer(loaded)
+        answer(loaded, prompt)
     assert swapped
 
 
@@ -252,12 +270,12 @@ def needed(pack: Path) -> Needs:
 @pytest.mark.parametrize("device", ["throttled:8gb", "sim:rtx3060-12gb"])
 def test_a_model_opened_on_a_device_answers_as_on_the_cpu(pack: Path, loaded: LoadedModel, device: str) -> None:
     loaded.control.preset = PRESETS["nothing"]
-    wanted = generated(loaded, [1, 50, 60, 70], max_new_tokens=8).tokens
+    prompt, wanted = clear_prompt(loaded, lambda prompt: generated(loaded, prompt, max_new_tokens=8).tokens)
     needs = needed(pack)
     there, facts = load(pack, None, device, silent, vram=needs.least() + 100 * needs.row)
     try:
         there.control.preset = PRESETS["nothing"]
-        assert generated(there, [1, 50, 60, 70], max_new_tokens=8).tokens == wanted
+        assert generated(there, prompt, max_new_tokens=8).tokens == wanted
         assert "the rarest 40 % of experts" in facts.widths
     finally:
         there.close()

@@ -1,0 +1,128 @@
+"""Prompts whose answers do not hang on the last bit of a number.
+
+Two paths that sum in another order differ by float32 noise. Where a neuron's |up · x| lies at its threshold within that
+noise, they keep different neurons, and what follows differs by much more: on which machine that happens depends on the
+order in which its libraries sum (MKL, torch's own kernels, ours). So a test that compares two paths takes a prompt from
+`clear_prompt`, which measures on this machine how close each decision of a run is and takes the first prompt without a
+close one. `jitter` is such noise, to show that nothing hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.moe import MoELayer
+from torch import Tensor
+
+CLEAR = 1e-5
+"""Of a threshold. Two paths' |up · x| differ by about 1e-6 of it at most; see the tests with `jitter`."""
+T = TypeVar("T")
+
+
+class Margins:
+    """How close the decisions of a run were.
+
+    Attributes:
+        least: the smallest |value / limit - 1| of all: of |up · x|, of |silu(gate · x) up · x| and of the router's
+            weights, relative to their mean, by which experts and halves are left out. where: of which decision that is.
+    """
+
+    def __init__(self) -> None:
+        self.least = float("inf")
+        self.where = ""
+        self._experts: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+
+    def step(self, layer: MoELayer, x: Tensor, index: Tensor, weights: Tensor) -> None:
+        """One step of a layer: x (B, H), index and weights (B, K)."""
+        plan, preset = layer.in_force(), layer.control.preset
+        shares = weights.double() / weights.double().mean(-1, keepdim=True)
+        for name, limit in (("drop", preset.drop), ("major", preset.major)):
+            self._note(f"{name} of layer {layer.index}", shares, torch.tensor(limit))
+        work = plan.work(index, weights)
+        products = [None] * len(work.thresholds) if work.products is None else work.products
+        calls = zip(work.calls.tokens.tolist(), work.calls.experts.tolist(), strict=True)
+        for (token, place), limit, product in zip(calls, work.thresholds, products, strict=True):
+            up, gate = self._dense(layer, place)
+            v = up @ x[token].float()
+            self._note(f"a threshold of layer {layer.index}", v.abs(), limit)
+            if product is not None:
+                h = F.silu(gate @ x[token].float()) * v
+                self._note(f"a product of layer {layer.index}", h[v.abs() >= limit].abs(), product)
+
+    def _dense(self, layer: MoELayer, place: int) -> tuple[Tensor, Tensor]:
+        halves = layer.plan.numbers.shape[1] == 2
+        key = layer.index, place, halves
+        if key not in self._experts:
+            up, rows, within = layer.plan.layer.at(place)
+            gate, _ = rows.layout.read(rows.data[within], torch.float32)
+            self._experts[key] = up.dense(within, torch.float32), gate
+        return self._experts[key]
+
+    def _note(self, where: str, values: Tensor, limit: Tensor) -> None:
+        if values.numel() and 0 < float(limit) < float("inf"):
+            least = float((values.double() / float(limit) - 1).abs().min())
+            if least < self.least:
+                self.least, self.where = least, where
+
+
+def layers_of(loaded: LoadedModel) -> list[MoELayer]:
+    return [block.mlp.experts for block in loaded.model.model.layers]
+
+
+@contextmanager
+def watched(loaded: LoadedModel) -> Generator[Margins]:
+    """How close the decisions of what runs meanwhile are."""
+    margins = Margins()
+
+    def note(layer: Any, given: tuple[Tensor, Tensor, Tensor]) -> None:
+        margins.step(layer, *given)
+
+    handles = [layer.register_forward_pre_hook(note) for layer in layers_of(loaded)]
+    try:
+        yield margins
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def jitter(loaded: LoadedModel, seed: int, ulps: int = 4) -> Generator[None]:
+    """What layers are given differs by up to so many of float32's last places, as if sums had another order."""
+    drawn = torch.Generator().manual_seed(seed)
+
+    def shake(_layer: Any, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        steps = torch.randint(-ulps, ulps + 1, given[0].shape, generator=drawn)
+        return given[0] * (1 + steps * 2.0**-23), *given[1:]
+
+    handles = [layer.register_forward_pre_hook(shake) for layer in layers_of(loaded)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def prompt_of(seed: int, length: int = 41) -> list[int]:
+    """Token 1 and random ones."""
+    return [1, *torch.randint(3, 250, (length - 1,), generator=torch.Generator().manual_seed(seed)).tolist()]
+
+
+def clear_prompt(
+    loaded: LoadedModel,
+    run: Callable[[list[int]], T],
+    prompts: Sequence[list[int]] = tuple(prompt_of(seed) for seed in range(3, 63)),
+) -> tuple[list[int], T]:
+    """The first prompt with which no decision of `run` is close, and what it returned; fails if there is none."""
+    closest: list[str] = []
+    for prompt in prompts:
+        with watched(loaded) as margins:
+            found = run(prompt)
+        if margins.least > CLEAR:
+            return prompt, found
+        closest.append(f"{margins.where}: {margins.least:.1e}")
+    raise AssertionError(f"each of {len(prompts)} prompts brings a neuron to its threshold: {'; '.join(closest)}")
