@@ -83,7 +83,7 @@ def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None,
     """Compare engines where the model is larger than the card, on virtual cards.
 
     What MODEL asks for while it reads a text drives this engine and others at Mixtral's width. Nothing is downloaded
-    and no GPU is needed; times are virtual. A card takes about a minute.
+    and no GPU is needed; times are virtual, with our own time on this host and without it. A card takes two minutes.
 
     Example: floe-chat bench offload --card sim:rtx3060-12gb
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,12 @@ class Device:
         """Seconds, from no particular start."""
         return time.perf_counter()
 
+    def host(self) -> AbstractContextManager[None]:
+        """Around the engine's own work on a layer: a virtual clock counts its time, a real one need not."""
+        return nullcontext()
+
     def dense(self, tokens: int) -> None:
-        """The dense part of one layer has been told to run for `tokens`; a virtual clock goes on by that."""
+        """The dense part of one layer was started for `tokens`; a virtual clock advances by that."""
 
     def up(
         self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
@@ -223,16 +228,22 @@ def taken(values: Tensor, at: Numbers) -> Tensor:
 
 
 class VirtualDevice(Device):
-    """A card that is not there: the CPU computes what it would, and its profile says how long that would take.
+    """A card that is not there: the CPU computes what the card would, and its profile says how long that would take.
 
-    Host time is not counted beyond launches: the profile knows nothing of Python.
+    What the engine's own code does in a layer of experts takes the time that it takes here. Around the layers the CPU
+    computes attention instead of launching it, so that launches alone are counted.
     """
 
     real = False
 
-    def __init__(self, card: Card, row_bytes: int, hidden: int, dense_bytes: int, cpu_share: float = 1.0) -> None:
-        """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'."""
-        self.clock, self.card = Clock(), card
+    def __init__(
+        self, card: Card, row_bytes: int, hidden: int, dense_bytes: int, cpu_share: float = 1.0, *, host: bool = True
+    ) -> None:
+        """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'.
+
+        `host`: whether the host's own time is counted; without it times depend on the profile alone.
+        """
+        self.clock, self.card, self._counts_host = Clock(), card, host
         self._dense_bytes = dense_bytes
         # A row is two vectors of `hidden` weights: a product and a sum for each.
         self._flops = 4.0 * hidden
@@ -245,6 +256,10 @@ class VirtualDevice(Device):
         """Virtual seconds."""
         return self.clock.now
 
+    def host(self) -> AbstractContextManager[None]:
+        """Inside, the host's own time is counted."""
+        return self.clock.host() if self._counts_host else super().host()
+
     def dense(self, tokens: int) -> None:
         """One layer's attention, norms and router."""
         self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
@@ -253,13 +268,14 @@ class VirtualDevice(Device):
         self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
         """The up projections of the called experts, but for those that are left out."""
-        asked, first = super().ask(x, wanted, thresholds, x_bits, also), 0
-        for up, calls in wanted:
-            last = first + calls.experts.numel()
-            weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds[first:last].isfinite().sum())
-            self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
-            first = last
-        asked.copy.at = self.clock.end("gpu")
+        with self.clock.aside():
+            asked, first = super().ask(x, wanted, thresholds, x_bits, also), 0
+            for up, calls in wanted:
+                last = first + calls.experts.numel()
+                weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds[first:last].isfinite().sum())
+                self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
+                first = last
+            asked.copy.at = self.clock.end("gpu")
         return asked
 
     def there(self, copy: Copy) -> bool:
@@ -275,9 +291,10 @@ class VirtualDevice(Device):
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
         """Rows of the pool."""
-        found = super().rows(x, rows, calls, active, limits, x_bits)
-        count = active.neurons.numel()
-        self._gpu(_read(count, rows.layout.used, found), self._flops * count, 2)
+        with self.clock.aside():
+            found = super().rows(x, rows, calls, active, limits, x_bits)
+            count = active.neurons.numel()
+            self._gpu(_read(count, rows.layout.used, found), self._flops * count, 2)
         return found
 
     def expert(
@@ -286,13 +303,15 @@ class VirtualDevice(Device):
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]
         nbytes = neurons * rows.layout.used + up.bytes_per_expert()
-        self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
-        return super().expert(x, up, rows, thresholds, products, x_bits)
+        with self.clock.aside():
+            self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
+            return super().expert(x, up, rows, thresholds, products, x_bits)
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
         """Read once and written once."""
-        self._gpu(2 * slots.numel() * rows.shape[1], 0.0, 1)
-        super().gathered(rows, slots, target, places)
+        with self.clock.aside():
+            self._gpu(2 * slots.numel() * rows.shape[1], 0.0, 1)
+            super().gathered(rows, slots, target, places)
 
     def joined(self, started: Future[Partial]) -> Partial:
         """The host waits for the CPU, and so does the GPU."""
@@ -307,7 +326,8 @@ class VirtualDevice(Device):
 
     def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
         """Done at once; the CPU's lane has the time that it would take."""
-        found = work()
+        with self.clock.aside():
+            found = work()
         rate, read = self._true.cpu_batch_bytes_s, float(count * nbytes)
         if what == "cpu":
             rate, read = self._true.cpu_bytes_s, _read(count, nbytes, found)

@@ -65,6 +65,11 @@ class OffloadedLayer(MoELayer):
         self._computed: Calls
         self._in_ram: Plan | None = None
 
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `MoELayer`."""
+        with self.shared.device.host():
+            return super().forward(hidden, top_k_index, top_k_weights)
+
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
         preset, self._routed = self.plan.preset, None

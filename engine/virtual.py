@@ -1,7 +1,8 @@
 """The virtual-time device "sim:NAME": decisions, bytes and results are real; time is counted from a card's profile.
 
-So what a schedule would cost on a card can be seen, and tested, on any machine. A profile is published figures and
-assumptions, not a measurement; assets/devices.json says for each figure where it is from.
+It shows, and tests, what a schedule would cost on a card, on any machine. A profile is published figures and
+assumptions, not a measurement; assets/devices.json has the source of each figure. The time that this program's own code
+takes on the host is measured here, as it runs (`Clock.host`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import functools
 import json
 import math
 import re
+import time
 from bisect import insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -120,23 +123,55 @@ class Clock:
     """Virtual seconds of four lanes that work side by side, each on one thing at a time.
 
     The host lane is the engine's thread: its end is now. What it hands to another lane begins when that lane is free.
+    The host's own work takes no time but inside `host`, where it takes the processor time that it really takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread_time: Callable[[], float] = time.thread_time) -> None:
+        """`thread_time`: processor seconds of the calling thread."""
         self._ends: dict[Timeline, float] = {"host": 0.0, "gpu": 0.0, "cpu": 0.0, "link": 0.0}
         self._busy: dict[Timeline, float] = dict(self._ends)
+        self._thread_time = thread_time
+        self._counted: float | None = None  # thread time up to which the host's work is counted; None: it is not
+
+    @contextmanager
+    def host(self) -> Generator[None]:
+        """Inside, the host's own work takes the time that it takes this thread."""
+        self._counted = self._thread_time()
+        try:
+            yield
+        finally:
+            self._count()
+            self._counted = None
+
+    @contextmanager
+    def aside(self) -> Generator[None]:
+        """Inside, this thread stands in for another lane, whose time is counted otherwise."""
+        self._count()
+        counting, self._counted = self._counted is not None, None
+        try:
+            yield
+        finally:
+            self._counted = self._thread_time() if counting else None
+
+    def _count(self) -> None:
+        if self._counted is not None:
+            before, self._counted = self._counted, self._thread_time()
+            self._ends["host"] += self._counted - before
+            self._busy["host"] += self._counted - before
 
     @property
     def now(self) -> float:
         """The engine thread's time."""
+        self._count()
         return self._ends["host"]
 
     def end(self, lane: Timeline) -> float:
         """When a lane will have done all that it was given."""
-        return self._ends[lane]
+        return self.now if lane == "host" else self._ends[lane]
 
     def busy(self, lane: Timeline) -> float:
         """Seconds of work that a lane was given so far."""
+        self._count()
         return self._busy[lane]
 
     def run(self, lane: Timeline, seconds: float, after: float = 0.0, asked: float | None = None) -> float:
@@ -150,14 +185,16 @@ class Clock:
         """
         if not 0 <= seconds < math.inf:
             raise ValueError(f"no work takes {seconds} seconds")
-        begin = max(self._ends[lane], after, self.now if asked is None else asked)
+        now = self.now
+        begin = max(self._ends[lane], after, now if asked is None else asked)
         self._busy[lane] += seconds
         self._ends[lane] = begin + seconds
         return self._ends[lane]
 
     def wait(self, lane: Timeline, until: float) -> float:
         """Let a lane begin nothing more before `until`; returns the seconds that it idles for that alone."""
-        free = max(self._ends[lane], self.now)
+        now = self.now
+        free = max(self._ends[lane], now)
         self._ends[lane] = max(self._ends[lane], until)
         return max(0.0, until - free)
 
@@ -236,8 +273,9 @@ class VirtualLink:
             raise ValueError("a score must be a number")
         self._catch_up()
         parts = pieces(transfer)
-        for part in parts:
-            self._move(part, transfer.target)
+        with self._clock.aside():
+            for part in parts:
+                self._move(part, transfer.target)
         if not len(transfer.index):
             self._done(transfer)
             return
@@ -267,10 +305,11 @@ class VirtualLink:
             self._prefetch.remove(job)
             self._urgent.append(job)
         transfer.urgent = True
-        while job.rows:  # nothing that is submitted later can overtake what is begun here
-            self._begin_chunk()
-        last = next(chunk for chunk in self._flying if chunk.job is job)
-        self._land(last.end)
+        with self._clock.aside():
+            while job.rows:  # nothing that is submitted later can overtake what is begun here
+                self._begin_chunk()
+            last = next(chunk for chunk in self._flying if chunk.job is job)
+            self._land(last.end)
         idle = self._clock.wait("gpu", last.end)
         self._clock.wait("host", last.end - last.seconds)  # as a real link returns once the last chunk is under way
         return idle
@@ -309,9 +348,11 @@ class VirtualLink:
 
     def _catch_up(self) -> None:
         """Begin the chunks that begin before now, and land those that end by now."""
-        while (self._urgent or self._prefetch) and self._begins() < self._clock.now:
-            self._begin_chunk()
-        self._land(self._clock.now)
+        now = self._clock.now
+        with self._clock.aside():  # a real link's chunks are its own thread's work
+            while (self._urgent or self._prefetch) and self._begins() < now:
+                self._begin_chunk()
+            self._land(now)
 
     def _first(self) -> _Job:
         return self._urgent[0] if self._urgent else self._prefetch[0]

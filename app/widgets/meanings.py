@@ -54,6 +54,9 @@ TERMS = (
     ("Link", "between RAM and GPU: what it moved for one token, how fast, and how long the GPU waited for that"),
     ("dense, up, pool", "GPU memory for the layers around the experts, for what finds active neurons, and for rows"),
     ("budget", "GPU memory that may be used: what was free at the start, less a reserve, or what --vram says"),
-    ("virtual time", "times are counted for a card that is not in this machine: they say nothing about this one"),
+    (
+        "virtual time",
+        "times of a card that is not in this machine, by its profile, and of this program's own code here",
+    ),
     ("—", "not measured yet. kB, MB and GB are powers of 1000"),
 )

@@ -91,9 +91,17 @@ class ReplayDevice(VirtualDevice):
     """A virtual device whose activations are read from a trace. `token` and `layer` say where in it."""
 
     def __init__(
-        self, card: Card, width: Width, trace: Trace, preset: Preset, row_bytes: int, cpu_share: float
+        self,
+        card: Card,
+        width: Width,
+        trace: Trace,
+        preset: Preset,
+        row_bytes: int,
+        cpu_share: float,
+        *,
+        host: bool,
     ) -> None:
-        super().__init__(card, row_bytes, width.hidden, width.dense_bytes, cpu_share)
+        super().__init__(card, row_bytes, width.hidden, width.dense_bytes, cpu_share, host=host)
         self.link = _Link(card, self.clock, row_bytes)
         self._trace, self._width = trace, width
         # Of active neurons, how many reach the second threshold: what the preset means on text like the calibration's.
@@ -151,7 +159,8 @@ class Played:
     Attributes:
         seconds: of one token, all layers of the whole model. moved: bytes over the link, likewise.
         waited: seconds in which the GPU did nothing but wait for the link. busy: seconds in which the link was busy.
-        counts: of the engine's own layers; empty for baselines.
+        counts: of the engine's own layers; empty for baselines. host: seconds of our own code on the host, as measured;
+            0 where they were not counted.
     """
 
     seconds: float
@@ -159,6 +168,7 @@ class Played:
     waited: float
     busy: float
     counts: tuple[LayerCounts, ...] = ()
+    host: float = 0.0
 
     @property
     def hidden(self) -> float | None:
@@ -177,12 +187,13 @@ def play(
     cpu_share: float = 1.0,
     warm: int = 32,
     pool: int | None = None,
+    host: bool = False,
 ) -> Played:
     """The engine on a card.
 
     Args:
         ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
-        pool: rows; None for what the card's memory leaves.
+        pool: rows; None for what the card's memory leaves. host: whether our own code's time on this host counts too.
 
     Raises:
         ValueError: the card has no room for a pool.
@@ -191,7 +202,7 @@ def play(
     packed = [width.layer(table) for table in trace.thresholds]
     row_bytes = packed[0].rows.layout.nbytes
     share = layers / width.layers
-    device = ReplayDevice(card, width, trace, preset, row_bytes, cpu_share)
+    device = ReplayDevice(card, width, trace, preset, row_bytes, cpu_share, host=host)
     shared = Offload(device, parts, packed, room(card, width, trace) if pool is None else pool)
     if ahead:
         shared.predictor = _Guesses(device, trace)
@@ -202,10 +213,11 @@ def play(
         if index:
             made[index - 1].following = made[index]
     x = torch.zeros(1, 1)
-    started = moved = waited = busy = 0.0
+    started = moved = waited = busy = own = 0.0
     for token in range(tokens):
         if token == warm:
             started, moved, busy = device.now(), float(device.link.bytes_moved), device.link.busy_s
+            own = device.clock.busy("host")
             control.counting = True
         for index, layer in enumerate(made):
             device.token, device.layer, device.asked = token, index, False
@@ -221,6 +233,7 @@ def play(
         waited / each,
         (device.link.busy_s - busy) / each,
         tuple(telemetry.layers),
+        (device.clock.busy("host") - own) / each,
     )
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.bench import baselines
-from floe_chat.engine.bench.offload import OTHERS, run, steps
-from floe_chat.engine.bench.replay import ReplayDevice, Width, play, room
+from floe_chat.engine.bench.offload import COUNTED, FREE, OTHERS, run, steps
+from floe_chat.engine.bench.replay import Played, ReplayDevice, Width, play, room
 from floe_chat.engine.bench.trace import Trace, record
 from floe_chat.engine.offload import Parts
 from floe_chat.engine.placement import Rates
@@ -97,8 +97,8 @@ def test_a_lane_that_was_misjudged_is_found_out(
     long = twofold(twofold(twofold(trace)))
     original, devices = ReplayDevice.__init__, list[ReplayDevice]()
 
-    def misjudge(self: ReplayDevice, *given: Any) -> None:
-        original(self, *given)
+    def misjudge(self: ReplayDevice, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
         setattr(self.rates, lane, factor * getattr(self.rates, lane))
         devices.append(self)
 
@@ -116,6 +116,15 @@ def test_a_lane_that_was_misjudged_is_found_out(
     monkeypatch.setattr(Rates, "observed", ignore)
     monkeypatch.setattr(Rates, "unused", ignore)
     assert played() > 1.15 * right  # so it is the correction that does it
+
+
+def test_the_hosts_time_is_counted_where_asked_for(small: Card, trace: Trace) -> None:
+    def played(host: bool) -> Played:
+        return play(small, WIDTH, trace, HALF, Parts(), warm=WARM, pool=300, host=host)
+
+    free, again, counted = played(False), played(False), played(True)
+    assert free.host == 0 and free.seconds == again.seconds  # by the profile alone: the same on any machine
+    assert 0 < counted.host <= counted.seconds  # the host does one thing after the other
 
 
 def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:
@@ -165,11 +174,19 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
         skew=None,
         report=lambda what, _done, _total: told.append(what),
     )
-    (section,) = table.sections
-    names = [row.name for row in section.rows]
-    assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
-    assert names[3:] == [step[0] for step in steps()] and len(told) > len(names)
-    assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
-    assert "all of it on the GPU" in section.title
+    counted, free = table.sections
+    for section in (counted, free):
+        names = [row.name for row in section.rows]
+        assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
+        assert names[3:] == [step[0] for step in steps()] and len(told) > len(names)
+        assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
+        assert "all of it on the GPU" in section.title
+    assert COUNTED in counted.title and FREE in free.title
+    # Others are granted none in either section; a row of ours has another time, and says what the host took.
+    for ours, row in zip(counted.rows, free.rows, strict=True):
+        if ours.name in names[:3] or ours.name.startswith("FloE"):
+            assert ours == row and "host" not in ours.note
+        else:
+            assert ours.ms != row.ms and "host" in ours.note and "host" not in row.note
     with pytest.raises(UsageError, match="The text has"):
         run(tiny_pack, "tiny", "a", ["sim:rtx4060-8gb"], tokens=50, skew=None, report=lambda _w, _d, _t: None)

@@ -6,15 +6,21 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine.devices import VirtualDevice
+from floe_chat.engine.loader import load
 from floe_chat.engine.transfer import Link, Transfer
 from floe_chat.engine.virtual import CHUNK_BYTES, Card, Clock, Timeline, VirtualLink, card
 from floe_chat.models import catalog
 from floe_chat.models.errors import UsageError
+
+from .driver import answer, silent
 
 RANDOM = random.Random()
 NBYTES = 128  # of a row
@@ -307,3 +313,39 @@ class TestLink:
             for t in moved:
                 there = bench.target[torch.from_numpy(t.slots).long()]
                 assert torch.equal(there, bench.source[torch.from_numpy(t.index)])
+
+
+def ticking(*seconds: float) -> Callable[[], float]:
+    """A thread's processor time: what it shows call by call."""
+    left = iter(seconds)
+    return lambda: next(left)
+
+
+def test_the_hosts_own_work_takes_its_time_inside_host_alone() -> None:
+    clock = Clock(ticking(10.0, 10.5, 12.0, 12.25))
+    clock.run("gpu", 1.0)
+    assert clock.now == 0 and clock.busy("host") == 0  # outside, nothing is read
+    with clock.host(), clock.aside():  # 10.0, 10.5
+        assert clock.run("gpu", 1.0) == 2.0
+    # 12.0: what stood for the card took 1.5 seconds of this thread, which are not counted
+    assert clock.busy("host") == 0.75 and clock.now == 0.75  # 12.25
+    with clock.aside():
+        assert clock.now == 0.75
+
+
+def test_work_that_is_handed_over_after_the_hosts_begins_later() -> None:
+    clock = Clock(ticking(0.0, 3.0, 4.0, 4.0))
+    with clock.host():
+        assert clock.run("gpu", 2.0) == 5.0  # after 3 seconds of the host
+        assert clock.sync("gpu") == 1.0  # of which it has spent one more by now
+    assert clock.now == 5.0
+
+
+def test_a_virtual_device_counts_the_hosts_time(tiny_pack: Path) -> None:
+    """On the chat's own path: the same answer, in more virtual time than by the card's profile alone."""
+    loaded, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=1 << 20)
+    assert loaded.offload is not None and isinstance(loaded.offload.device, VirtualDevice)
+    clock = loaded.offload.device.clock
+    answer(loaded, [1, 40, 41, 42], max_new_tokens=6)
+    assert 0 < clock.busy("host") < clock.now
+    loaded.close()
