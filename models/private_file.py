@@ -63,9 +63,11 @@ def replace(file: Path, content: str | bytes) -> None:
     A link is followed: people keep such files elsewhere and link to them. The folder has to exist.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or is a folder, a pipe or a device: renaming would take that away.
     """
     file = file.resolve()
+    if file.exists():
+        need_ordinary(file)
     descriptor, name = tempfile.mkstemp(prefix=".floe-chat-", dir=file.parent)  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as out:

@@ -65,6 +65,17 @@ def test_files_are_private_whole_and_replaced_through_links(tmp_path: Path) -> N
     assert mode(tmp_path / "new") == 0o600
 
 
+def test_what_is_no_ordinary_file_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")  # a device may only be tried where nobody is root
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "link", "folder"):
+        with pytest.raises(OSError, match=r"not an ordinary file|is a folder"):
+            private_file.replace(tmp_path / name, "text")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link", "folder"}
+
+
 def test_only_ordinary_files_of_a_size_are_read_and_nothing_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_bytes(b"12345")
