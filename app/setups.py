@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..models import catalog
-from ..models.errors import FloeError, TryAgainError
+from ..models.errors import CheckpointError, FloeError, TryAgainError
 from .packing import time_left
 from .setup_flow import Setup, SetupProgress
 from .setup_wish import Wish, forget
@@ -85,8 +85,12 @@ def look_up(wanted: Wish, token: str | None = None) -> Entry:
     repo = resolve(wanted.model, wanted.commit or "main", token)
     try:
         fields = json.loads(repo.read("config.json") or b"{}")
+        if not isinstance(fields, dict):
+            raise ValueError("it holds no fields")
     except (ValueError, RecursionError) as error:
-        raise FloeError(f"config.json of {wanted.model} cannot be read", f"{error}.", "Ask its publisher.") from error
+        raise CheckpointError(
+            f"config.json of {wanted.model} cannot be read", f"{error}.", "Ask its publisher, or use another model."
+        ) from error
     known = catalog.published(wanted.model) or catalog.described({**fields, "_name_or_path": wanted.model})
     return replace(known, name=wanted.name, repo=wanted.model, gated=repo.gated)
 

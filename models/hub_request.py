@@ -14,6 +14,7 @@ import re
 import ssl
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -48,6 +49,7 @@ def new_client(endpoint: str, silence: float | None = None) -> httpx2.AsyncClien
             follow_redirects=False,
             timeout=httpx2.Timeout(SILENCE_S if silence is None else silence, connect=_CONNECT_S),
             headers={"user-agent": f"floe-chat/{version('floe-chat')}", "accept-encoding": "identity"},
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none are taken
         )
     except OSError as error:
         raise UsageError(
@@ -96,8 +98,9 @@ async def opened(
     passed: list[httpx2.Headers] = []
     while True:
         try:
+            _check_address(request.url)
             response = await client.send(request, stream=True)
-        except (httpx2.UnsupportedProtocol, httpx2.InvalidURL, UnicodeError) as error:
+        except (httpx2.UnsupportedProtocol, httpx2.InvalidURL) as error:
             if not passed:
                 raise
             raise hub_errors.BadRedirectError("It redirects to an address that cannot be opened.") from error
@@ -113,6 +116,12 @@ async def opened(
             raise hub_errors.BadRedirectError(f"It redirects more than {_REDIRECTS} times.")
         passed.append(response.headers)
         request = onward
+
+
+def _check_address(url: httpx2.URL) -> None:
+    """Raises: httpx2.InvalidURL: the system cannot connect to it."""
+    if not 0 < (url.port or 80) < 1 << 16:
+        raise httpx2.InvalidURL(f"There is no port {url.port}.")
 
 
 async def short_body(response: httpx2.Response) -> bytes:

@@ -73,6 +73,7 @@ class Request:
     range: str | None
     token: str | None
     agent: str
+    cookie: str | None = None
     status: int = 0
     sent: int = 0
 
@@ -221,7 +222,13 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         agent = self.headers.get("User-Agent", "")
         self.request_seen = Request(
-            self.command, self.path, self.server.storage, self.headers.get("Range"), token, agent
+            self.command,
+            self.path,
+            self.server.storage,
+            self.headers.get("Range"),
+            token,
+            agent,
+            self.headers.get("Cookie"),
         )
         fault = hub.fault_for(self.request_seen)
         if fault is not None and fault.portal:

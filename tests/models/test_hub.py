@@ -350,7 +350,9 @@ def test_numbers_in_a_shards_headers_are_read_with_care(hub: FakeHub, tmp_path: 
         download.wait_all()
 
 
-@pytest.mark.parametrize("location", ["ftp://elsewhere/x", "http://[::1", "/api/models/floe/tiny/revision/main"])
+@pytest.mark.parametrize(
+    "location", ["ftp://elsewhere/x", "http://[::1", "http://127.0.0.1:99999/", "/api/models/floe/tiny/revision/main"]
+)
 def test_a_redirect_that_leads_nowhere_is_the_hubs(hub: FakeHub, location: str) -> None:
     hub.faults.append(Fault("GET /api", times=ALWAYS, status=302, headers={"Location": location}))
     error = failure()
@@ -377,6 +379,14 @@ def test_an_answer_that_drips_has_a_deadline(hub: FakeHub, monkeypatch: pytest.M
         resolve(REPO) if match == "GET /api" else repo.header(SHARDS[0])
 
 
+def test_cookies_are_not_taken(hub: FakeHub) -> None:
+    for cookie in ("track=me", "\xff\xfe=\xff"):
+        headers = {"Set-Cookie": cookie, "Location": "/api/models/floe/tiny/revision/main?blobs=true"}
+        hub.faults.append(Fault("GET /api", status=302, headers=headers))
+        assert resolve(REPO).commit
+    assert [request.cookie for request in hub.requests] == [None] * 4
+
+
 def test_a_portal_in_place_of_a_shard_is_told(hub: FakeHub) -> None:
     repo = resolve(REPO)
     hub.faults.append(Fault("GET /storage", portal=True))
@@ -392,7 +402,7 @@ def test_without_a_network_one_is_told_to_try_again(hub: FakeHub, monkeypatch: p
     assert isinstance(failure(), TryAgainError)
 
 
-@pytest.mark.parametrize("address", ["ftp://hub", "no address", "http://[::1"])
+@pytest.mark.parametrize("address", ["ftp://hub", "no address", "http://[::1", "http://127.0.0.1:99999"])
 def test_a_malformed_mirror_is_a_usage_error(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("HF_ENDPOINT", address)
     assert "HF_ENDPOINT" in failure().hint
