@@ -42,6 +42,7 @@ ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """What can have a key: its default key (or several, separated by commas), and what it does."""
 
+_SHOWN = 60  # characters of a wrong value that an error repeats
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?|sim:\S+")
 
 
@@ -109,8 +110,7 @@ class Key:
                 value = self.kind(text)
         same_kind = isinstance(value, self.kind)
         if trouble := self.trouble(value) if same_kind else f"must be {self.values}":
-            shown = text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
-            raise UsageError(f"{self.name} cannot be {shown!r}", f"It {trouble}.")
+            raise refused(self.name, text, trouble)
         return value
 
     def _trouble_of_text(self, value: str) -> str:
@@ -126,6 +126,15 @@ class Key:
         if self.field != "system_prompt" and not value.isprintable():
             return "contains control characters"
         return "" if value or self.default == "" else "is empty"
+
+
+def refused(name: str, value: object, trouble: str) -> UsageError:
+    """Why the setting `name` cannot be `value`; `trouble` is the rest of a sentence that begins with the name."""
+    if not trouble.startswith(("must be", "is empty", "contains")):
+        return UsageError(f"{name} {trouble}")
+    shown = repr(value)
+    shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
+    return UsageError(f"{name} cannot be {shown}", f"It {trouble}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +168,6 @@ def _key(
 
 
 _MODELS_OWN = "the model's own value, or {}"
-_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,18 +267,18 @@ class Settings:
     predictor: str = _key(
         "advanced.predictor",
         "auto",
-        "What is prefetched for the next layer, from the next start on; none prefetches nothing.",
+        "What predicts the weights to prefetch for the next layer; none prefetches nothing.",
         choices=PREDICTORS,
     )
     cpu_share: bool = _key(
         "advanced.cpu_share",
         True,
-        "Whether the CPU computes a share of what is not in GPU memory, from the next start on.",
+        "Let the CPU compute a share of what is not in GPU memory.",
     )
     transfer: str = _key(
         "advanced.transfer",
         "auto",
-        "How weights are copied to the GPU, from the next start on; auto takes what was measured to be faster.",
+        "How weights are copied to the GPU; auto uses the faster way, as measured.",
         choices=TRANSFERS,
     )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: key for name, (key, _does) in ACTIONS.items()})

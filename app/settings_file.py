@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import platformdirs
 
 from ..models import catalog, private_file
 from ..models.errors import FloeError, TryAgainError, UsageError
-from .settings import ACTIONS, KEYS, Key, Persona, Settings
+from .settings import ACTIONS, KEYS, Key, Persona, Settings, refused
 from .settings_check import FIELD_KEYS, Problem, check, trouble_with, whole_file
 from .toml_outline import Outline
 
@@ -61,18 +61,27 @@ def with_installed_model(found: Read, file: Path) -> Read:
     try:
         catalog.find(model)
     except FloeError as error:
-        reason = f"{model!r} is not installed" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
-        line = _line_of(file, ("chat", "model"))
-        problem = Problem(line, "chat.model", reason, f"the model {catalog.DEMO} is used")
-        return Read(replace(found.settings, model=catalog.DEMO), (*found.problems, problem))
+        why = "is not installed" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
+        settings = replace(found.settings, model=catalog.DEMO)
+        return _with_problem(settings, found, file, "chat.model", f"{model!r} {why}", f"the model {catalog.DEMO}")
     return found
 
 
-def _line_of(file: Path, path: _Path) -> int | None:
+def with_known_theme(found: Read, file: Path, themes: Collection[str]) -> Read:
+    """What `read(file)` found, with the default in the place of a theme that is none of `themes`, and a problem."""
+    theme, default = found.settings.theme, Settings().theme
+    if theme in themes:
+        return found
+    settings = replace(found.settings, theme=default)
+    return _with_problem(settings, found, file, "screen.theme", f"{theme!r} is not a theme", f"the theme {default}")
+
+
+def _with_problem(settings: Settings, found: Read, file: Path, name: str, reason: str, instead: str) -> Read:
     try:
-        return Outline.of(private_file.read(file, _LARGEST).decode("utf-8-sig")).line(path)
+        line = Outline.of(private_file.read(file, _LARGEST).decode("utf-8-sig")).line(name.split("."))
     except (OSError, ValueError):
-        return None
+        line = None
+    return Read(settings, (*found.problems, Problem(line, name, reason, f"{instead} is used")))
 
 
 def change(file: Path, values: Mapping[str, Any]) -> None:
@@ -86,9 +95,18 @@ def change(file: Path, values: Mapping[str, Any]) -> None:
         TryAgainError: another program is writing it. FloeError: it cannot be written.
     """
     for name, value in values.items():
-        _need(name, trouble_with(name, value), value)
+        if trouble := trouble_with(name, value):
+            raise refused(name, value, trouble)
     paths = {tuple(name.split(".")): value for name, value in values.items()}
-    _edit(file, lambda text: _with_values(text, paths))
+
+    def edit(text: str) -> str:
+        changed = _with_values(text, paths)
+        for problem in check(changed)[1]:  # with the others: two actions cannot have one key
+            if values.get(problem.name) is not None:
+                raise refused(problem.name, values[problem.name], problem.reason)
+        return changed
+
+    _edit(file, edit)
 
 
 def change_persona(file: Path, name: str, persona: Persona | None) -> None:
@@ -97,7 +115,8 @@ def change_persona(file: Path, name: str, persona: Persona | None) -> None:
         raise UsageError("A persona needs a name", "", "Give it a short name.")
     values = {} if persona is None else asdict(persona)
     for field, value in values.items():
-        _need(field, "" if value is None else FIELD_KEYS[field].trouble(value), value)
+        if value is not None and (trouble := FIELD_KEYS[field].trouble(value)):
+            raise refused(field, value, trouble)
     paths: dict[_Path, Any] = {("personas", name, field): value or None for field, value in values.items()}
     _edit(file, lambda text: _with_values(text, paths or {("personas", name): None}))
 
@@ -134,11 +153,6 @@ def _explained(key: Key) -> list[str]:
     shown = str(key.example).lower() if isinstance(key.example, bool) else key.example
     literal = f'"{shown}"' if key.kind is str else shown
     return [*(f"# {line}" for line in said), f"#{key.name.split('.')[1]} = {literal}", ""]
-
-
-def _need(name: str, trouble: str, value: Any) -> None:
-    if trouble:
-        raise UsageError(f"{name} cannot be {value!r}", f"It {trouble}.")
 
 
 def _edit(file: Path, edit: Callable[[str], str]) -> None:

@@ -34,7 +34,7 @@ from .screens.chat_view import ChatView
 from .screens.commands import Command
 from .screens.too_small import SMALLEST, TooSmallScreen
 from .settings import ACTIONS, Settings
-from .settings_file import Read, change, read, settings_file, with_installed_model
+from .settings_file import Read, change, read, settings_file, with_installed_model, with_known_theme
 from .setups import Setups, first_run
 from .terminal import EXIT_SIGNAL, Terminal
 from .widgets.background import in_background
@@ -273,17 +273,18 @@ class FloeChatApp(App[int]):
         yield "Commands", [(command.usage, command.does) for command in self._chat.commands]
 
     def _apply(self, found: Read) -> None:
-        """Let the settings that concern the screen be in force at once."""
+        """Apply the settings of the screen at once."""
+        if self._file is not None:
+            found = with_known_theme(found, self._file, self.available_themes)
         self._settings = found
         settings = found.settings
         # Only what differs: each press of a key applies the whole map to every node above it.
         self.set_keymap({name: key for name, key in settings.keys.items() if key != ACTIONS[name][0]})
         self._chat.take_keys(settings.keys)
-        if settings.theme in self.available_themes:
-            self.theme = settings.theme
+        self.theme = settings.theme
 
     def _keep_theme(self, theme: Theme) -> None:
-        """Write the colours that were chosen into the settings."""
+        """Save the chosen theme in the settings."""
         if self._file is not None and theme.name != self._settings.settings.theme:
             try:
                 change(self._file, {"screen.theme": theme.name})

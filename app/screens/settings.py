@@ -1,4 +1,4 @@
-"""The settings: every value of the settings file with what it means. Comments in the file stay."""
+"""The settings page: every value of the settings file with what it means. Comments in the file stay."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
-from textual.widgets import Input, Static
+from textual.widgets import Checkbox, Input, Select, Static
 
-from ...models.errors import FloeError
+from ...models import catalog
+from ...models.errors import FloeError, UsageError
+from ...models.home import expanded
 from ..settings import ACTIONS, KEYS, Key
 from ..settings_file import Read, change, read
+from ..widgets.background import in_background
 from ..widgets.hints import Page, hints
 from ..widgets.plain import printable
+from ..widgets.setting_fields import Choice, Field, Prose, Toggle, Written
 
 Apply = Callable[[Read], None]
 
+_DEVICES = ("auto", "cpu", "cuda", "cuda:0", "cuda:1")
+_AT_ONCE = ("screen.theme", "keys.")  # how the settings begin that need no new start
 
-class Setting(Input):
-    """The field of one setting; `key` is None for the key of an action."""
 
-    def __init__(self, name: str, key: Key | None, value: str, meaning: str, unset: str) -> None:
-        super().__init__(printable(value), placeholder=unset, compact=True)
-        self.setting = name
-        self.key = key
-        self.meaning = meaning
-        self.saved = self.value
+class _Fields(VerticalScroll, inherit_bindings=False):
+    """Scrolls by page alone: Up and Down go from field to field."""
 
-    def parsed(self) -> Any:
-        """The value that was typed; None if the field is blank. Raises UsageError: it cannot be this setting."""
-        return self.key.typed(self.value) if self.key is not None else self.value.strip() or None
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("pageup", "page_up", "scroll up", show=False),
+        Binding("pagedown", "page_down", "scroll down", show=False),
+    ]
 
 
 class SettingsScreen(ModalScreen[None]):
-    """Enter, or leaving a field, saves it; what cannot be saved says why and stays in the field."""
+    """A choice is saved at once, a text with Enter or when its field is left. What cannot be saved stays in the field,
+    with the reason below."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "dismiss", "Close", show=False),
+        Binding("escape", "close", "Close", show=False),
         Binding("up", "app.focus_previous", "the setting above", show=False),
         Binding("down", "app.focus_next", "the setting below", show=False),
     ]
@@ -62,64 +64,125 @@ class SettingsScreen(ModalScreen[None]):
                 with VerticalScroll(id="problems"):
                     for problem in self._found.problems:
                         yield Static(f"{problem}; {problem.effect}", markup=False, classes="trouble")
-            with VerticalScroll(can_focus=False):
+            with _Fields(can_focus=False):
                 table = ""
                 for key in KEYS:
                     if not key.name.startswith(f"{table}."):
                         table = key.name.split(".")[0]
                         yield Static(table.capitalize(), classes="heading", markup=False)
-                    value = getattr(settings, key.field)
-                    shown = str(value).lower() if key.kind is bool else "" if value is None else str(value)
-                    yield _row(Setting(key.name, key, shown, key.description, key.unset or str(key.default)))
+                    yield _row(self._field(key, getattr(settings, key.field)))
                 yield Static("Keys", classes="heading", markup=False)
-                for action, (default, does) in ACTIONS.items():
-                    given = settings.keys.get(action, default)
-                    yield _row(Setting(f"keys.{action}", None, given, f"{does}.", default))
+                for action, (default, _does) in ACTIONS.items():
+                    yield _row(Written(f"keys.{action}", None, settings.keys.get(action, default), default))
             yield self._meaning
 
+    def _field(self, key: Key, value: Any) -> Field:
+        if key.kind is bool:
+            return Toggle(key.name, key, value)
+        if key.field == "system_prompt":
+            return Prose(key.name, key, value)
+        if (values := self._values(key)) is not None:
+            trouble = next((each.reason for each in self._found.problems if each.name == key.name), "")
+            return Choice(key.name, key, value, values, trouble)
+        return Written(key.name, key, value, key.unset or str(key.default))
+
+    def _values(self, key: Key) -> tuple[str, ...] | None:
+        """What can be chosen for this setting; None: it is typed."""
+        match key.field:
+            case "model":
+                return (catalog.DEMO,)  # the others are looked up in the background
+            case "theme":
+                own = [name for name in self.app.available_themes if name.startswith("floe")]
+                return (*own, *sorted(set(self.app.available_themes) - set(own)))
+            case "persona":
+                return tuple(self._found.settings.personas)
+            case "device":
+                return _DEVICES
+            case _:
+                return key.choices or None
+
     def on_mount(self) -> None:
-        self.query(Setting).first().focus()
+        self.query_one(f"#{_id('chat.model')}").focus()
+        in_background(self, _installed, self.query_one(f"#{_id('chat.model')}", Choice).offer)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Explain the setting that has the focus."""
-        if isinstance(field := event.widget, Setting):
-            facts = [field.meaning, f"{field.key.values}." if field.key is not None and field.key.values else ""]
-            where = f"[{field.setting}] in {self._file}" if self._file else "Not saved: there is no settings file here"
-            self._meaning.update("\n".join([" ".join(fact for fact in facts if fact), where]))
-            self._meaning.remove_class("-wrong")
+        if isinstance(field := event.widget, Field):
+            self._explain(field)
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
         """Save what was written in the field that is left."""
-        if isinstance(event.widget, Setting):
+        if isinstance(event.widget, Written | Prose):
             self._save(event.widget)
 
     @on(Input.Submitted)
     def _submit(self, event: Input.Submitted) -> None:
-        if isinstance(event.input, Setting) and self._save(event.input):
+        if isinstance(event.input, Written) and self._save(event.input):
             self.focus_next()
 
-    def _save(self, field: Setting) -> bool:
-        if field.value == field.saved:
+    @on(Select.Changed)
+    @on(Checkbox.Changed)
+    def _choose(self, event: Select.Changed | Checkbox.Changed) -> None:
+        if isinstance(event.control, Choice | Toggle):
+            self._save(event.control)
+
+    def action_close(self) -> None:
+        """Close the page and save the field that has the focus; a wrong value is reported once before it is dropped."""
+        field = self.focused
+        if not isinstance(field, Field) or field.has_class("-wrong") or self._save(field):
+            self.dismiss()
+
+    def _explain(self, field: Field) -> None:
+        if field.key is None:
+            said = f"{ACTIONS[field.setting.removeprefix('keys.')][1]}. Several keys are separated by commas."
+        else:
+            typed = isinstance(field, Written) and field.key.values
+            said = f"{field.key.description} {f'Values: {field.key.values}.' if typed else ''}".rstrip()
+        if not field.setting.startswith(_AT_ONCE):
+            said += " Takes effect at the next start."
+        where = f"[{field.setting}] in {self._file}" if self._file else "Not saved: there is no settings file here"
+        self._meaning.update(f"{said}\n{where}")
+        self._meaning.remove_class("-wrong")
+
+    def _save(self, field: Field) -> bool:
+        if field.shown == field.saved:
             return True
         if self._file is None:
             return self._refuse(field, "There is no settings file here")
         try:
-            change(self._file, {field.setting: field.parsed()})
+            value = field.meant()
+            if field.setting == "folders.models" and value is not None and not expanded(value).is_dir():
+                raise UsageError(f"There is no folder {value}", "", "Make it first, or give another one.")
+            change(self._file, {field.setting: value})
         except FloeError as error:
-            return self._refuse(field, f"{error.title}. {error.cause} {error.hint}")
-        field.saved = field.value
+            return self._refuse(field, " ".join(part for part in (f"{error.title}.", error.cause, error.hint) if part))
+        field.saved = field.shown
         field.remove_class("-wrong")
+        if self._meaning.has_class("-wrong") and self.focused is field:
+            self._explain(field)
         self._found = read(self._file)
         self._apply(self._found)
         return True
 
-    def _refuse(self, field: Setting, reason: str) -> bool:
+    def _refuse(self, field: Field, reason: str) -> bool:
         field.add_class("-wrong")
         self._meaning.update(printable(reason))
         self._meaning.add_class("-wrong")
         return False
 
 
-def _row(field: Setting) -> Horizontal:
+def _installed() -> list[str]:
+    try:
+        return [model.name for model in catalog.installed() if model.trouble is None]
+    except FloeError:
+        return [catalog.DEMO]  # the folder cannot be read: F6 shows why
+
+
+def _id(setting: str) -> str:
+    return setting.replace(".", "-")
+
+
+def _row(field: Field) -> Horizontal:
+    field.id = _id(field.setting)
     name = field.setting.split(".")[1].replace("_", " ")
     return Horizontal(Static(name, classes="name", markup=False), field, classes="row")

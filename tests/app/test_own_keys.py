@@ -9,12 +9,13 @@ from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.quality import QualityScreen
-from floe_chat.app.screens.settings import Setting, SettingsScreen
+from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.screens.setup import SetupScreen
 from floe_chat.app.screens.wizard import WizardScreen
 from floe_chat.app.settings import ACTIONS
 from floe_chat.app.setups import Setups
 from floe_chat.app.widgets.hints import hint, key_name
+from floe_chat.app.widgets.setting_fields import Written
 from textual.pilot import Pilot
 
 from .made_up import survey
@@ -117,7 +118,7 @@ async def test_a_new_key_is_named_at_once(tmp_path: Path) -> None:
         composer(pilot).put("/settings")
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
-        field = next(field for field in pilot.app.screen.query(Setting) if field.setting == "keys.newline")
+        field = next(field for field in pilot.app.screen.query(Written) if field.setting == "keys.newline")
         field.focus()
         field.value = "f7"
         await pilot.press("enter")

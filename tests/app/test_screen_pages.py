@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import cast
 
 from floe_chat.app.chat_client import Message, TextDelta
-from floe_chat.app.screens.settings import Setting, SettingsScreen
 from floe_chat.app.screens.too_small import SMALLEST
-from floe_chat.app.settings import ACTIONS, Settings
 from floe_chat.engine.events import PresetChanged, SetQuality
 from textual.widgets import Input, Select, TextArea
 
-from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until, write
+from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, stats, status, until
 from .wizardry import see, shown
 
 
@@ -133,67 +131,6 @@ async def test_pages_can_be_used_on_the_smallest_screen() -> None:
         await see(pilot, "Esc closes", "Ctrl+J")
         await pilot.press("pagedown")
         await until(pilot, lambda: "Ctrl+J" not in shown(pilot))
-
-
-async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text('# mine\n[keys]\nhelp = "f12"\n[sampling]\ntop_p = 7\n')
-    client = ScriptedClient()
-    async with ready(client, settings=file) as pilot:
-        await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
-        await pilot.press("f12")
-        await until(
-            pilot, lambda: "The panel's words" in " ".join(str(w.render()) for w in pilot.app.screen.query("*"))
-        )
-        await pilot.press("escape")
-        composer(pilot).put("/settings")
-        await pilot.press("enter")
-        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
-        fields = {field.setting: field for field in pilot.app.screen.query(Setting)}
-        fields["sampling.top_k"].focus()
-        await write(pilot, "40")
-        await pilot.press("enter")
-        await until(pilot, lambda: "top_k = 40" in file.read_text())
-        fields["screen.theme"].focus()
-        fields["screen.theme"].value = "floe-light"
-        await pilot.press("enter")
-        await until(pilot, lambda: pilot.app.theme == "floe-light")
-        fields["sampling.min_p"].focus()
-        await write(pilot, "much")
-        await pilot.press("enter")
-        await until(pilot, lambda: "sampling.min_p cannot be 'much'. It must be 0 to 1." in screen_text(pilot))
-        fields["keys.stop"].focus()
-        fields["keys.stop"].value = "f10"
-        await pilot.press("enter")
-        await until(pilot, lambda: 'stop = "f10"' in file.read_text())
-        assert file.read_text().startswith("# mine\n") and "min_p" not in file.read_text()
-        await pilot.press("escape")
-        request = await ask(pilot, client)
-        await pilot.press("escape")
-        assert client.cancelled == 0
-        await pilot.press("f10")
-        await until(pilot, lambda: client.cancelled == 1)
-        await finish(pilot, client, request, "cancelled")
-
-
-async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_path: Path) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text("[keys]\n" + "".join(f'{action} = "a"\n' for action in ACTIONS))
-    async with ready(ScriptedClient(), size=(80, 24), settings=file) as pilot:
-        assert status(pilot).keys == Settings().keys
-        await see(
-            pilot,
-            f"{len(ACTIONS)} settings cannot be used",
-            "line 2: keys.quit cannot be a",
-            f"{len(ACTIONS) - 2} more",
-        )
-        (toast,) = pilot.app.screen.query("Toast")
-        assert not toast.region.overlaps(composer(pilot).region)
-        composer(pilot).put("/settings")
-        await pilot.press("enter")
-        await see(pilot, "line 2: keys.quit cannot be a", "model")
-        await pilot.press("shift+tab", "end")
-        await see(pilot, f"line {len(ACTIONS) + 1}: keys.{list(ACTIONS)[-1]}")
 
 
 async def test_a_name_is_no_markup() -> None:

@@ -1,0 +1,199 @@
+"""The settings page: lists and toggles where a setting has few values, checks where it is typed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.app.screens.settings import SettingsScreen
+from floe_chat.app.settings import ACTIONS, KEYS, Settings
+from floe_chat.app.settings_file import read
+from floe_chat.app.widgets.setting_fields import Choice, Field, Prose, Toggle, Written
+from floe_chat.models import catalog
+from textual.pilot import Pilot
+
+from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, until, write
+from .wizardry import see
+
+
+def shown_fields(pilot: Pilot[Any]) -> dict[str, Field]:
+    screen = pilot.app.screen
+    kinds = (Written, Prose, Choice, Toggle)
+    return {field.setting: field for kind in kinds for field in screen.query(kind)}
+
+
+async def opened(pilot: Pilot[Any]) -> dict[str, Field]:
+    composer(pilot).put("/settings")
+    await pilot.press("enter")
+    await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
+    return shown_fields(pilot)
+
+
+async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('# mine\n[keys]\nhelp = "f12"\n[sampling]\ntop_p = 7\n')
+    client = ScriptedClient()
+    async with ready(client, settings=file) as pilot:
+        await until(pilot, lambda: "line 5" in " ".join(screen_text(pilot).split()))
+        await pilot.press("f12")
+        await until(
+            pilot, lambda: "The panel's words" in " ".join(str(w.render()) for w in pilot.app.screen.query("*"))
+        )
+        await pilot.press("escape")
+        composer(pilot).put("/settings")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SettingsScreen))
+        fields = shown_fields(pilot)
+        fields["sampling.top_k"].focus()
+        await write(pilot, "40")
+        await pilot.press("enter")
+        await until(pilot, lambda: "top_k = 40" in file.read_text())
+        fields["screen.theme"].focus()
+        await pilot.press("enter", "down", "enter")  # the list opens at the theme that is used
+        await until(pilot, lambda: pilot.app.theme == "floe-light" and "floe-light" in file.read_text())
+        fields["sampling.min_p"].focus()
+        await write(pilot, "much")
+        await pilot.press("enter")
+        await until(pilot, lambda: "sampling.min_p cannot be 'much'. It must be 0 to 1." in screen_text(pilot))
+        fields["keys.stop"].focus()
+        field = fields["keys.stop"]
+        assert isinstance(field, Written)
+        field.value = "f10"
+        await pilot.press("enter")
+        await until(pilot, lambda: 'stop = "f10"' in file.read_text())
+        assert file.read_text().startswith("# mine\n") and "min_p" not in file.read_text()
+        fields["sampling.min_p"].focus()
+        await pilot.press("escape")
+        request = await ask(pilot, client)
+        await pilot.press("escape")
+        assert client.cancelled == 0
+        await pilot.press("f10")
+        await until(pilot, lambda: client.cancelled == 1)
+        await finish(pilot, client, request, "cancelled")
+
+
+async def test_many_mistakes_in_the_settings_leave_the_text_field_in_view(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[keys]\n" + "".join(f'{action} = "a"\n' for action in ACTIONS))
+    async with ready(ScriptedClient(), size=(80, 24), settings=file) as pilot:
+        assert status(pilot).keys == Settings().keys
+        await see(
+            pilot,
+            f"{len(ACTIONS)} settings cannot be used",
+            "line 2: keys.quit cannot be a",
+            f"{len(ACTIONS) - 2} more",
+        )
+        (toast,) = pilot.app.screen.query("Toast")
+        assert not toast.region.overlaps(composer(pilot).region)
+        composer(pilot).put("/settings")
+        await pilot.press("enter")
+        await see(pilot, "line 2: keys.quit cannot be a", "model")
+        await pilot.press("shift+tab", "end")
+        await see(pilot, f"line {len(ACTIONS) + 1}: keys.{list(ACTIONS)[-1]}")
+
+
+async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_pack: Path) -> None:
+    catalog.models_folder().mkdir(parents=True)
+    (catalog.models_folder() / "tiny").symlink_to(tiny_pack)
+    file = tmp_path / "settings.toml"
+    file.write_text("[personas.Tutor]\ntop_k = 5\n")
+    async with ready(ScriptedClient(), settings=file) as pilot:
+        fields = await opened(pilot)
+        assert {name for name, field in fields.items() if isinstance(field, Choice)} >= {
+            *(f"chat.{name}" for name in ("model", "preset", "device", "persona")),
+            *("screen.theme", "screen.panel"),
+        }
+        assert all(isinstance(fields[key.name], Toggle) for key in KEYS if key.kind is bool)
+        model = fields["chat.model"]
+        assert isinstance(model, Choice) and pilot.app.focused is model
+        await until(pilot, lambda: ("tiny", "tiny") in model._options)  # pyright: ignore[reportPrivateUsage]
+        assert file.read_text() == "[personas.Tutor]\ntop_k = 5\n"  # to look up what there is changes nothing
+        await pilot.press("enter", "down", "enter")
+        await until(pilot, lambda: read(file).settings.model == "tiny")
+        fields["chat.persona"].focus()
+        await pilot.press("enter", "down", "enter")
+        await until(pilot, lambda: read(file).settings.persona == "Tutor")
+        fields["history.save"].focus()
+        await pilot.press("space")
+        await until(pilot, lambda: not read(file).settings.save_history)
+        assert read(file).problems == ()
+
+
+async def test_up_and_down_go_through_all_fields(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.touch()
+    async with ready(ScriptedClient(), settings=file) as pilot:
+        fields = await opened(pilot)
+        seen = [pilot.app.focused]
+        for _ in range(4):
+            await pilot.press("down")
+            seen.append(pilot.app.focused)
+        assert seen == [fields[f"chat.{name}"] for name in ("model", "preset", "device", "vram", "max_tokens")]
+        await pilot.press("up")
+        assert pilot.app.focused is seen[-2]
+
+
+async def test_a_prompt_of_several_lines_keeps_them(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[chat]\nsystem_prompt = """\nBe brief.\nBe kind.\n"""\n')
+    async with ready(ScriptedClient(), settings=file) as pilot:
+        field = (await opened(pilot))["chat.system_prompt"]
+        assert isinstance(field, Prose)
+        field.focus()
+        field.move_cursor(field.document.end)
+        await write(pilot, "Be right.")
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(pilot.app.screen, SettingsScreen))
+    assert read(file).settings.system_prompt == "Be brief.\nBe kind.\nBe right."
+
+
+@pytest.mark.parametrize(
+    ("setting", "typed", "said"),
+    [
+        ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be 0 to 5."),
+        ("chat.max_tokens", "1e3", "chat.max_tokens cannot be '1e3'. It must be 1 to 1,000,000."),
+        ("chat.vram", "lots", "chat.vram cannot be 'lots'. It must be a size such as 10gb."),
+        ("folders.models", "/nowhere/at/all", "There is no folder /nowhere/at/all."),
+        ("keys.quit", "f1", "keys.quit cannot be f1: help has that key already"),
+        ("keys.quit", "q", "keys.quit cannot be q, which types a character"),
+    ],
+)
+async def test_a_wrong_value_is_explained_and_not_saved(tmp_path: Path, setting: str, typed: str, said: str) -> None:
+    file = tmp_path / "settings.toml"
+    file.touch()
+    async with ready(ScriptedClient(), settings=file, size=(120, 36)) as pilot:
+        field = (await opened(pilot))[setting]
+        assert isinstance(field, Written)
+        field.focus()
+        field.value = typed
+        await pilot.press("enter")
+        await see(pilot, said)
+        assert file.read_text() == ""
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(pilot.app.screen, SettingsScreen))
+    assert file.read_text() == ""
+
+
+async def test_a_theme_is_chosen_where_the_file_has_no_table_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("screen = 5\n")
+    async with ready(ScriptedClient(), settings=file) as pilot:
+        await see(pilot, "line 1: screen must be a table")
+        pilot.app.theme = "floe-light"
+        await see(pilot, "was not changed")
+        assert pilot.app.theme == "floe-light"
+    assert file.read_text() == "screen = 5\n"
+
+
+async def test_a_model_or_theme_that_is_gone_is_named_and_another_can_be_chosen(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[chat]\nmodel = 'hot'\n\n[screen]\ntheme = 'loud'\n")
+    async with ready(ScriptedClient(), settings=file, size=(120, 36)) as pilot:
+        await see(pilot, "line 2: chat.model 'hot' is not", "line 5: screen.theme 'loud' is not")
+        assert pilot.app.theme == "floe"
+        fields = await opened(pilot)
+        assert isinstance(field := fields["chat.model"], Choice) and field.meant() is None
+        await pilot.press("enter", "down", "enter")
+        await until(pilot, lambda: read(file).settings.model == "demo")
+        assert "loud" in file.read_text()
