@@ -194,7 +194,7 @@ class Rows:
         substituted: share of experts for which resident ones stood in. dropped: of expert halves, by score.
         moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
         link_bytes_s: what the link reached while it was busy. link_peak: what it can, bytes per second.
-        link_busy: share of decode's time in which it was.
+        link_busy: share of the time since the prompt in which it was.
         pool, pool_used, up, dense: bytes of device memory for rows, those that hold one, up projections, all else.
         virtual: whether times are those of a device that is not there.
     """

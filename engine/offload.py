@@ -234,6 +234,12 @@ class Offload:
         self.collect()
         return waited
 
+    def count(self) -> None:
+        """Let layers count what they have still to count: waits for the device, so at the end of an answer."""
+        untold, self.untold = self.untold, []
+        for late, counts in zip(untold, self.device.fetched(*(late.counts for late in untold)), strict=True):
+            late.layer.tell(late, counts)
+
     def settle(self) -> None:
         """Until nothing is on its way and no row is in use."""
         self.forget(None)

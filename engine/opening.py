@@ -205,6 +205,8 @@ def choose(
         return Choice(place, f"{why} and the whole pack fits", longest, budget=budget, cap=cap)
     if wanted == "auto" and budget < needs.least():
         return Choice("cpu", f"{why} with {size(budget)} to use, and {size(needs.least())} is needed", window)
+    if vram is not None and vram > free:
+        why += f" of which {size(free)} is free"
     why += f"; with {size(budget)} of its memory it holds a pool of rows, since all need {size(needs.whole())}"
 
     def make(wanted: Wanted) -> Device:
@@ -224,6 +226,9 @@ def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: 
 
 def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
     card = virtual.card(wanted)
+    if vram is not None and vram > card.vram_bytes:
+        has = f"{virtual.PREFIX}{card.name} has {size(card.vram_bytes)}."
+        raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give less.")
     why = f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile"
 
     def make(wanted: Wanted) -> Device:
@@ -233,12 +238,12 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 
-    return _pooled("cpu", why, needs, window, min(card.vram_bytes, vram or card.vram_bytes), make)
+    return _pooled("cpu", why, needs, window, vram or card.vram_bytes, make)
 
 
 def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None) -> Choice:
     rate = wanted.removeprefix(THROTTLED)
-    if not re.fullmatch(r"\d+(\.\d+)?gb", rate) or float(rate[:-2]) <= 0:
+    if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:
         raise UsageError(
             f"The device {wanted!r} cannot be used", "", f'Give the rate of its link, as in "{THROTTLED}8gb".'
         )

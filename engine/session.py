@@ -31,8 +31,8 @@ from .events import (
     Unload,
     Unloaded,
 )
-from .exhausted import explained
 from .importing import import_torch
+from .outcomes import explained
 
 if TYPE_CHECKING:
     from .kv import KVCache
@@ -115,8 +115,8 @@ class Session:
                     self._fail(told.title, told.cause, told.hint, command, told.exit_code)
                     continue
                 _log.exception("%s failed", type(command).__name__)
-                title = "The answer broke off" if isinstance(command, Generate) else "The engine failed"
-                hint = "This is a fault of floe-chat; the log has the details. Try again, or load the model anew."
+                title = "The answer stopped" if isinstance(command, Generate) else "The engine failed"
+                hint = "This is a fault of floe-chat; the log has the details. Try again, or load the model again."
                 self._fail(title, f"{type(error).__name__}: {error}", hint, command, 1)
 
     def _obey(self, command: Command) -> None:
@@ -204,6 +204,8 @@ class Session:
             with self._lock:
                 self._running = None
                 self._cancelled.discard(command.request)
+        if loaded.offload is not None:
+            loaded.offload.count()
         self._events.put(Finished(command.request, reason, self._stats(loaded, kv, command)))
 
     def _answer(self, command: Generate, loaded: LoadedModel, kv: KVCache) -> str:

@@ -1,8 +1,8 @@
-"""Prompts where rows lie in RAM: whole experts stream through two buffers on the device while others compute.
+"""Prompts where rows are in RAM: whole experts stream through two buffers on the device while others compute.
 
-A prompt wants nearly all neurons of nearly all experts, so that rows are not worth choosing. While the device computes
-one expert the next one comes, from one layer to the next as well. Experts with few tokens are computed by the CPU where
-that ends sooner (Fiddler).
+A prompt needs nearly all neurons of nearly all experts, so single rows are not worth choosing. While the device
+computes one expert the next one is copied, across layers as well. The CPU computes experts with few tokens where that
+is faster (Fiddler).
 """
 
 from __future__ import annotations
@@ -63,6 +63,16 @@ class Prompt:
         Raises:
             Cancelled: the answer was stopped.
         """
+        coming = list[Transfer]()
+        try:
+            self._run(shares, coming)
+        except Exception:
+            for transfer in coming:
+                self.shared.device.wait(transfer)  # the buffers, which the next prompt uses, are written until then
+            raise
+
+    def _run(self, shares: Sequence[Share], coming: list[Transfer]) -> None:
+        """`run`; `coming` gets what is sent to the buffers."""
         shared, device = self.shared, self.shared.device
         shared.settle()
         early = self._early(shares)
@@ -70,18 +80,17 @@ class Prompt:
         chosen = zip(shares, lanes, strict=True)
         on_cpu = [(share, self._beside(share)) for share, lane in chosen if lane is Lane.CPU]
         staged = [share for share, lane in zip(shares, lanes, strict=True) if lane is not Lane.CPU]
-        first, coming = 0, list[Transfer]()
+        first = 0
         if early is not None:
             staged.sort(key=lambda share: share.expert != early.expert)
-            first, coming = early.place, [early.transfer]
+            first = early.place
+            coming.append(early.transfer)
         for share in staged[len(coming) : 2]:
             coming.append(self._send(self.index, share.expert, first + len(coming)))
         if len(staged) == 1:
             self._send_ahead(first + 1)
         for place, share in enumerate(staged, first):
             if self.control.cancelled.is_set():
-                for transfer in coming[place - first :]:
-                    device.wait(transfer)  # the buffers are written until then
                 raise Cancelled
             device.wait(coming[place - first])
             up, _, index = self.plan.layer.at(share.expert)
@@ -101,7 +110,7 @@ class Prompt:
         shared.collect()
 
     def _early(self, shares: Sequence[Share]) -> Early | None:
-        """The expert that was sent ahead, if it is one of these."""
+        """The expert that was copied ahead, if it is one of these."""
         early, self.shared.early = self.shared.early, None
         if early is None:
             return None
@@ -112,7 +121,7 @@ class Prompt:
         return None
 
     def _send_ahead(self, place: int) -> None:
-        """The next layer's likeliest expert comes while this layer's last one computes, and through its attention."""
+        """Copy the next layer's likeliest expert while this layer's last one computes, and its attention."""
         shared, layer = self.shared, self.index + 1
         if layer < len(shared.sources):
             parts = shared.pool.slots.shape[2] // self._neurons
@@ -137,7 +146,7 @@ class Prompt:
         return self.shared.buffers[place % 2][: self._neurons]
 
     def _send(self, layer: int, expert: int, place: int) -> Transfer:
-        """Bring an expert into a buffer: its absent rows over the link, the others from the pool."""
+        """Copy an expert into a buffer: its absent rows over the link, the others from the pool."""
         shared, target = self.shared, self._buffer(place)
         first = expert * self._neurons
         slots = shared.pool.slots[layer].reshape(-1)[first : first + self._neurons]

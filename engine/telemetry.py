@@ -1,6 +1,6 @@
-"""Counters of one answer, really counted (DESIGN section 8). The MoE layers and the decode loop write, `stats` reads.
+"""Counters of one answer (DESIGN section 8). The MoE layers and the decode loop write, `stats` reads.
 
-Counting stays out of the way: a layer adds a few integers per step; nothing here waits, locks or allocates tensors.
+Counting is cheap: a layer adds a few integers per step; nothing here waits, locks or allocates tensors.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LayerCounts:
 
 
 class Memory(Protocol):
-    """What a pool of rows tells about itself, see `Offload`."""
+    """What a pool of rows reports about itself, see `Offload`."""
 
     def moved(self) -> tuple[int, float]:
         """Bytes that the link moved so far, and the seconds in which it was busy."""
@@ -102,7 +102,7 @@ class Telemetry:
         self._decoded = 0
         self._recent: deque[float] = deque(maxlen=4096)
         self._reused = 0
-        self._moved_before = (0, 0.0)
+        self._moved_before, self._prefilled_at = (0, 0.0), asked_at
 
     def reused(self, tokens: int) -> None:
         """So many of the prompt's tokens are in the KV cache already."""
@@ -110,7 +110,7 @@ class Telemetry:
 
     def prefill_done(self, seconds: float) -> None:
         """The whole prompt is in the KV cache; it took `seconds` of computing."""
-        self._prefill_s = seconds
+        self._prefill_s, self._prefilled_at = seconds, self.clock()
         if self.memory is not None:
             self._moved_before = self.memory.moved()
 
@@ -152,25 +152,27 @@ class Telemetry:
             context_used=context_used,
             context_window=context_window,
             reused_tokens=self._reused,
-            rows=None if self.memory is None else self._rows(self.memory),
+            rows=None if self.memory is None else self._rows(self.memory, now),
             vram_budget=self.budget,
         )
 
-    def _rows(self, memory: Memory) -> Rows:
+    def _rows(self, memory: Memory, now: float) -> Rows:
         def total(name: str) -> float:
             return sum(getattr(layer, name) for layer in self.layers)
 
-        active, looked, guessed, needed = total("active"), total("looked"), total("guessed"), total("needed")
+        looked, guessed, needed = total("looked"), total("guessed"), total("needed")
+        # Not `active`, which a GPU's layers count a token later than where the rows were.
+        located = sum(map(total, ("ready", "coming", "copied", "on_cpu", "left_out")))
         chosen = sum(sum(layer.calls) for layer in self.layers)
         moved, busy = memory.moved()
         moved, busy = moved - self._moved_before[0], busy - self._moved_before[1]
         decoded = self._decoded > 0
         return Rows(
-            ready=_share(total("ready"), active),
-            coming=_share(total("coming"), active),
-            copied=_share(total("copied"), active),
-            on_cpu=_share(total("on_cpu"), active),
-            left_out=_share(total("left_out"), active),
+            ready=_share(total("ready"), located),
+            coming=_share(total("coming"), located),
+            copied=_share(total("copied"), located),
+            on_cpu=_share(total("on_cpu"), located),
+            left_out=_share(total("left_out"), located),
             expert_hits=_share(total("hit"), looked),
             recall=_share(total("right"), needed),
             precision=_share(total("right"), guessed),
@@ -186,7 +188,7 @@ class Telemetry:
             waited_per_token=total("waited") / self._decoded if decoded else None,
             link_bytes_s=_share(moved, busy) if decoded else None,
             link_peak=memory.link_peak(),
-            link_busy=_share(busy, self._decode_s) if decoded else None,
+            link_busy=_share(busy, max(busy, now - self._prefilled_at)) if decoded else None,
             virtual=self.clock is not time.perf_counter,
             **memory.sizes(),
         )

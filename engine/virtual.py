@@ -97,7 +97,7 @@ def card(name: str) -> Card:
     if not at:
         return found
     has = f"{PREFIX}{wanted} has {found.vram_bytes / 2**30:.4g} GB."
-    if not re.fullmatch(r"\d+(\.\d+)?gb", limit):
+    if not re.fullmatch(r"\d+(\.\d+)?gb", limit, re.ASCII):
         raise UsageError(f'"{limit}" is no limit of memory', has, f'Write it as in "{PREFIX}{wanted}@8gb".')
     vram = int(float(limit.removesuffix("gb")) * 2**30)
     if not 0 < vram <= found.vram_bytes:

@@ -17,12 +17,14 @@ from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import Cancelled, MoELayer
 from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.offloaded import OffloadedLayer
+from floe_chat.engine.offloaded import OffloadedLayer, Untold
 from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
 from floe_chat.engine.streaming import Prompt
+from floe_chat.engine.transfer import Transfer
 from floe_chat.engine.virtual import card
+from floe_chat.kernels.types import Calls
 from floe_chat.models.heat import Heat
 from floe_chat.models.pack import PackSpec
 from torch import Tensor
@@ -343,6 +345,50 @@ def test_cancelled_between_the_experts_of_a_prompt(
         shared.device.expert = original  # pyright: ignore[reportAttributeAccessIssue]
         loaded.control.cancelled.clear()
         assert relative_rms(answer(loaded, prompt)[0], expected["Skipping"][0]) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["throttled", "virtual"])
+def test_a_prompt_that_fails_leaves_no_expert_on_its_way(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It would be written over what the next prompt copies into the same buffer."""
+    with offloaded(loaded, SKIPPING, 0.1, kind=kind, parts=Parts(cpu=False)) as shared:
+        sent, original = list[Transfer](), shared.device.link.submit
+
+        def submit(transfer: Transfer) -> None:
+            sent.append(transfer)
+            original(transfer)
+
+        def out(*_given: Any) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(shared.device, "expert", out)
+            patch.setattr(shared.device.link, "submit", submit)
+            patch.setattr(shared.device.link, "rate", 1e6, raising=False)  # 0.2 to 0.8 s for two experts
+            with pytest.raises(torch.OutOfMemoryError):
+                forward(loaded, PROMPT, cache())
+        to_buffers = [transfer for transfer in sent if transfer.target is not shared.rows]
+        assert to_buffers and all(transfer.done for transfer in to_buffers)
+
+
+def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: LoadedModel) -> None:
+    with offloaded(loaded, PLAIN, 0.5) as shared:
+        layer = loaded.model.model.layers[0].mlp.experts
+        kv = cache()
+        forward(loaded, PROMPT, kv)
+        loaded.control.counting = True
+        forward(loaded, [9], kv)
+        loaded.control.counting = False
+        counts = loaded.telemetry.layers[0]
+        before = counts.bytes, counts.active
+        calls = Calls(torch.zeros(1, dtype=torch.int64), torch.tensor([2]), torch.ones(1))
+        late = Untold(layer, counts, torch.tensor([[2]]), calls, None, torch.tensor([[5, 3]]))
+        shared.untold.append(late)
+        shared.count()
+        up, gate, down = layer.plan.costs[0]
+        assert counts.active == before[1] + 5 and counts.bytes == before[0] + up + 5 * gate + 3 * down
+        assert shared.untold == []
 
 
 @pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)

@@ -163,6 +163,9 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     assert nothing.budget is None
     with pytest.raises(UsageError, match="too little"):
         choose("cuda", least - 1)
+    a_gpu(monkeypatch, limit)
+    more = choose("cuda", 24 << 30)  # of more than there is what there is, and it says so
+    assert (more.cap, more.rows) == (limit, part.rows) and f"of which {opening.size(limit)} is free" in more.why
 
 
 @pytest.mark.parametrize(
@@ -176,6 +179,8 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
         ("throttled:8gb", None),
         ("throttled:8gb", 1000),
         ("sim:rtx3060-12gb", 1000),
+        ("sim:rtx3060-12gb", 13 << 30),
+        ("sim:rtx3060-12gb@8gb", 9 << 30),
     ],
 )
 def test_what_cannot_be_is_a_usage_error_with_a_way_out(choose: Choose, wanted: str, vram: int | None) -> None:

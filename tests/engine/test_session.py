@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,10 +132,11 @@ def test_what_cannot_be_loaded_this_way_is_a_usage_error(tiny_pack: Path, preset
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "The graphics card ran out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "This computer ran out of memory"),
         (MemoryError(), "This computer ran out of memory"),
+        (OSError(errno.EIO, "Input/output error", "layer_00.safetensors"), "The model's files cannot be read"),
     ],
-    ids=["gpu", "torch", "python"],
+    ids=["gpu", "torch", "python", "disk"],
 )
-def test_memory_that_runs_out_is_an_ordinary_outcome(
+def test_what_no_check_can_rule_out_is_an_ordinary_outcome(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception, title: str
 ) -> None:
     def out(*_arguments: Any) -> None:
@@ -145,7 +147,7 @@ def test_memory_that_runs_out_is_an_ordinary_outcome(
         layer_by_layer(patch)
         engine.send(asking(1, PROMPT))
         failed = explained(engine.end_of(1))
-    assert failed.title == title and "new chat" in failed.hint and "fault" not in failed.hint
+    assert failed.title == title and failed.hint and "fault" not in failed.hint
     engine.send(asking(2, PROMPT))
     assert isinstance(engine.end_of(2), Finished)
 

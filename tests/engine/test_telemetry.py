@@ -12,6 +12,7 @@ from floe_chat.engine.events import Finished, Load, Loaded, Stats
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.quality import Preset
+from floe_chat.engine.telemetry import Telemetry
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -190,3 +191,43 @@ def test_recall_by_layer(tiny_pack: Path) -> None:
     assert rows.expert_recall is not None and rows.expert_recall == rows.expert_precision
     assert rows.expert_recall * 16 % 1 == 0
     assert rows.recall <= rows.expert_recall or rows.expert_recall == 1
+
+
+class Pool:
+    """What a pool reports: 4 MB moved so far, the link busy for 3 seconds."""
+
+    def moved(self) -> tuple[int, float]:
+        return 4_000_000, 3.0
+
+    def sizes(self) -> dict[str, int]:
+        return {"pool": 1, "pool_used": 1, "up": 1, "dense": 1}
+
+    def link_peak(self) -> float:
+        return 1e9
+
+
+def test_shares_of_rows_hold_where_active_neurons_are_counted_later() -> None:
+    """A GPU's layers count active neurons a token later: shares of those added up to 2 after two tokens."""
+    telemetry = Telemetry(1, EXPERTS)
+    telemetry.memory, telemetry.clock = Pool(), lambda: 5.0
+    telemetry.begin(1, 3, 0.0)
+    layer = telemetry.layers[0]
+    layer.ready, layer.copied, layer.left_out, layer.active = 6, 1, 1, 4
+    rows = telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
+    assert rows is not None
+    assert (rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out) == (0.75, 0, 0.125, 0, 0.125)
+
+
+@pytest.mark.parametrize(("until", "share"), [(4.0, 0.75), (2.0, 1.0)])
+def test_the_link_is_in_use_for_a_share_of_all_the_time(until: float, share: float) -> None:
+    """Rows also move between two tokens, which decode's own time leaves out: it was "120 %"."""
+    now = 0.0
+    telemetry = Telemetry(1, EXPERTS)
+    telemetry.clock = lambda: now
+    telemetry.begin(1, 3, 0.0)
+    telemetry.prefill_done(0.0)
+    telemetry.memory = Pool()
+    telemetry.decoded(1.5)
+    now = until
+    rows = telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
+    assert rows is not None and rows.link_busy == share

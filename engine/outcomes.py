@@ -1,4 +1,4 @@
-"""Memory that ran out, in words: an ordinary outcome of a large model or a long chat, and no fault of the program."""
+"""Outcomes that no check can rule out, in words: memory that runs out, and files that can no longer be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ON_CPU = "can't allocate memory"  # what torch's allocator of RAM says, in a pl
 
 
 def explained(error: Exception) -> FloeError | None:
-    """What a person should know of an error that means that memory ran out; None for any other error.
+    """What a person should know of an error that is no fault of the program; None for any other error.
 
     torch is not imported here, so its error is known by name.
     """
@@ -24,5 +24,12 @@ def explained(error: Exception) -> FloeError | None:
             "This computer ran out of memory",
             "The model, this chat and other programs need more RAM than there is.",
             "Close other programs, start a new chat, or choose a smaller model.",
+        )
+    if isinstance(error, OSError):
+        file = f"{error.filename}: " if error.filename else ""
+        return FloeError(
+            "The model's files cannot be read",
+            f"{file}{error.strerror or error}.",
+            "Check that the disk with the model is there, then run `floe-chat verify`.",
         )
     return None
