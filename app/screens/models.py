@@ -1,4 +1,4 @@
-"""All models: what is here and what it takes, what was begun, what could be had; and what goes on with them."""
+"""All models: installed, unfinished and available; setups and checks that run, and what can be done to each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option as Row
 
 from ...models import catalog
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED, Entry
+from ...models.quantities import size
+from ..setup_wish import Wish, discard, wish
 from ..setups import Check, Setups, Surveyor, remove, survey
-from ..widgets import setup_models, units
+from ..widgets import setup_models
 from ..widgets.background import in_background
 from ..widgets.hints import Hints
 from ..widgets.plain import printable
@@ -30,22 +32,22 @@ from .models_remove import RemoveScreen
 from .wizard import WizardScreen
 
 _PERIOD = 0.25
-_OTHER = "Another model: a hub id (owner/name) or a folder …"
-_ENTER = {"installed": "Enter chats with it", "begun": "Enter goes on", "available": "Enter sets it up"}
+_OTHER = "Another model: type a hub id, an address or a folder …"
+_ENTER = {"installed": "Enter chats with it", "unfinished": "Enter continues", "available": "Enter sets it up"}
 
 
 class ModelsScreen(Screen["str | None"]):
     """Its result is the name of the model to chat with from now on, or None.
 
     Args:
-        setups: the program's; what it does goes on when this is left. current: the model that answers the chat.
+        setups: the program's; a setup continues when this page is left. current: the model that answers the chat.
         entries, surveyor, settings: for the wizard.
     """
 
     CSS_PATH = "../setup.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "back to the chat; what goes on goes on", show=False),
-        Binding("space", "pause", "pause the setup, or let it go on", show=False),
+        Binding("escape", "leave", "back to the chat; a setup continues", show=False),
+        Binding("space", "pause", "pause or continue the setup", show=False),
         Binding("s", "stop", "stop the setup, or the check", show=False),
         Binding("v", "verify", "check every byte of the model", show=False),
         Binding("x,delete", "remove", "delete the model", show=False),
@@ -68,6 +70,7 @@ class ModelsScreen(Screen["str | None"]):
         self._models: list[Model | None] = []  # of each row; None is a heading, or another model
         self._list = OptionList(id="models", markup=False)
         self._details = Static("", markup=False, id="details")
+        self._other = Input(placeholder="owner/name, https://huggingface.co/owner/name, or a folder", id="other")
         self._trouble = Trouble()
         self._going = Static("", markup=False, id="going")
         self._bar = Bar()
@@ -80,6 +83,7 @@ class ModelsScreen(Screen["str | None"]):
         yield Static("Models", id="title")
         with Vertical(id="body"):
             yield self._list
+            yield self._other
             yield self._trouble
             yield self._details
             yield self._going
@@ -89,16 +93,16 @@ class ModelsScreen(Screen["str | None"]):
 
     def on_mount(self) -> None:
         self._list.focus()
-        self._bar.display = False
+        self._bar.display = self._other.display = False
         self.set_interval(_PERIOD, self._watch)
         self.refresh_list()
 
     def refresh_list(self) -> None:
-        """Look again at what there is."""
+        """Read the list of models again."""
         in_background(self, lambda: setup_models.look(self._entries), self._show)
 
     def _show(self, found: Found) -> None:
-        kept = self.highlighted
+        before = self.highlighted
         self._models = []
         self._list.clear_options()
         kind = ""
@@ -111,10 +115,10 @@ class ModelsScreen(Screen["str | None"]):
             self._list.add_option(Row(setup_models.line(model, here=model.name == self._current)))
         self._models.append(None)
         self._list.add_option(Row(Content.styled(f"  {_OTHER}", "italic")))
-        at = next((at for at, one in enumerate(self._models) if one and kept and one.name == kept.name), 1)
+        at = next((at for at, one in enumerate(self._models) if one and before and one.name == before.name), 1)
         self._list.highlighted = at
-        free = "" if found.free is None else f" · {units.size(found.free)} free"
-        self._disk.update(printable(found.trouble or f"They take {units.size(found.taken)}{free} · {found.folder}"))
+        free = "" if found.free is None else f", {size(found.free)} free"
+        self._disk.update(printable(found.trouble or f"Disk: {size(found.taken)} used{free}. Folder: {found.folder}"))
 
     @property
     def highlighted(self) -> Model | None:
@@ -129,21 +133,28 @@ class ModelsScreen(Screen["str | None"]):
         if name != self._explained:
             self._explained = name
             self._trouble.show(None)
-        self._details.update(printable(model.details) if model else "From the hub, or a checkpoint on this machine.")
+        other = "Any Mixtral or OLMoE model: from the hub, or a checkpoint folder on this machine."
+        self._details.update(printable(model.details) if model else other)
         self._show_keys()
 
     def _show_keys(self) -> None:
+        if self._other.display:
+            self._keys.show(["Enter looks it up", "Esc back to the list"])
+            return
         model = self.highlighted
-        hints = ["Enter names it" if model is None else _ENTER[model.kind]]
+        hints = ["Enter types its name" if model is None else _ENTER[model.kind]]
+        if model is not None and model.note is not None:
+            hints = []
         if model is not None and model.kind == "installed":
             hints += ["V checks it"]
         if model is not None and model.kind != "available" and model.name != catalog.DEMO:
             hints += ["X deletes it"]
         if self._setups.busy:
-            hints += ["Space pauses or goes on", "S stops"]
+            paused = self._setups.setup is not None and self._setups.setup.progress().state == "paused"
+            hints += ["Space continues" if paused else "Space pauses", "S stops"]
         self._keys.show([*hints, "Esc back"])
 
-    # What goes on
+    # What runs
 
     def _watch(self) -> None:
         setup, check = self._setups.setup, self._setups.check
@@ -173,30 +184,62 @@ class ModelsScreen(Screen["str | None"]):
     def _act(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         model = self._models[event.option_index]
-        if model is None or model.kind == "available":
-            self._open_wizard("" if model is None else model.name)
+        if model is None:
+            self._other.display = True
+            self._other.focus()
+            self._show_keys()
+        elif model.kind == "available":
+            self._open_wizard(model.name)
+        elif model.trouble and model.kind == "unfinished":
+            self._trouble.show(FloeError(model.trouble, model.details, "Press X to delete it, then set it up again."))
         elif model.kind == "installed":
             if model.trouble:
-                self._trouble.show(FloeError(model.trouble, model.details, "V tells which files, X deletes it."))
+                hint = "Press V to see which files, or X to delete it."
+                self._trouble.show(FloeError(model.trouble, model.details, hint))
             else:
                 self.dismiss(model.name)
-        elif model.begun is not None:
+        elif model.wish is not None:
             setup = self._setups.setup
-            if setup is not None and setup.wish.folder == model.begun.folder and not self._waits_for_nothing():
-                self._open_wizard(None)  # shows the setup that goes on, or why it failed
+            if setup is not None and setup.wish.folder == model.wish.folder and not self._may_be_tried_again():
+                self._open_wizard(None)  # shows the setup that runs, or why it failed
                 return
             try:
-                self._setups.start(model.begun)
+                self._setups.start(model.wish)
             except FloeError as error:
                 self._trouble.show(error)
 
-    def _waits_for_nothing(self) -> bool:
-        """Whether the setup failed of something that the same call may not meet again."""
+    def _may_be_tried_again(self) -> bool:
+        """Whether the setup failed for a reason that may have passed."""
         setup = self._setups.setup
         return setup is not None and setup.progress().state == "failed" and not isinstance(setup.error, AccessError)
 
-    def _open_wizard(self, wanted: str | None) -> None:
-        """For the entry of that name, "" for another model, None for the setup that there is."""
+    @on(Input.Submitted)
+    def _look_up(self, event: Input.Submitted) -> None:
+        event.stop()
+        if not (name := event.value.strip()):
+            return
+        try:
+            asked = wish(name)
+        except FloeError as error:
+            self._trouble.show(error)
+        else:
+            self._close_other()
+            self._open_wizard("", asked)
+
+    @on(Input.Changed)
+    def _forget_trouble(self) -> None:
+        self._trouble.show(None)
+
+    def _close_other(self) -> None:
+        """Back from the field for another model to the list."""
+        self._other.display = False
+        self._other.value = ""
+        self._trouble.show(None)
+        self._list.focus()
+        self._show_keys()
+
+    def _open_wizard(self, wanted: str | None, asked: Wish | None = None) -> None:
+        """For the entry of that name, "" for the model that was `asked` for, None for the setup that there is."""
         if wanted is not None and not self._setups.busy:
             self._setups.stop()
         wizard = WizardScreen(
@@ -205,6 +248,7 @@ class ModelsScreen(Screen["str | None"]):
             surveyor=self._surveyor,
             settings=self._settings,
             wanted=wanted,
+            asked=asked,
         )
         self.app.push_screen(wizard, self._after_wizard)
 
@@ -215,7 +259,10 @@ class ModelsScreen(Screen["str | None"]):
             self.refresh_list()
 
     def action_leave(self) -> None:
-        """Back to the chat."""
+        """Back to the list from the field, else to the chat."""
+        if self._other.display:
+            self._close_other()
+            return
         setup, check = self._setups.setup, self._setups.check
         if setup is not None and not self._setups.busy:
             self._setups.stop()
@@ -224,7 +271,7 @@ class ModelsScreen(Screen["str | None"]):
         self.dismiss(None)
 
     def action_pause(self) -> None:
-        """Hold the setup, or let it go on."""
+        """Pause or continue the setup."""
         setup = self._setups.setup
         if setup is None or not self._setups.busy:
             return
@@ -235,7 +282,7 @@ class ModelsScreen(Screen["str | None"]):
         self._watch()
 
     def action_stop(self) -> None:
-        """End the check, else the setup; what is done is kept."""
+        """End the check, else the setup; what is done is saved."""
         if self._setups.check is not None:
             self._setups.stop_check()
         else:
@@ -255,16 +302,18 @@ class ModelsScreen(Screen["str | None"]):
         if model is None or model.kind == "available":
             return
         if model.name == catalog.DEMO:
-            self._trouble.show(FloeError("The demo model stays", "It is a part of floe-chat."))
+            self._trouble.show(FloeError("The demo model cannot be deleted", "It is part of floe-chat."))
             return
         if model.name == self._current:
             self._trouble.show(
-                FloeError(f"{model.name} answers this chat", "", "Choose another one first (Enter), then delete it.")
+                FloeError(f"{model.name} answers this chat", "", "Choose another model first (Enter), then delete it.")
             )
             return
-        begun = model.begun
-        folders = [begun.folder, begun.fetched] if begun else [model.folder] if model.folder else []
-        again = "Setting it up again fetches and packs it anew."
+        unfinished = model.wish
+        folders = [unfinished.folder, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
+        if model.note is not None:
+            folders = [model.note.path]
+        again = "To use it again, it has to be downloaded and packed again."
 
         def answered(yes: bool | None) -> None:
             if yes:
@@ -274,8 +323,10 @@ class ModelsScreen(Screen["str | None"]):
 
     def _delete(self, model: Model) -> FloeError | None:
         try:
-            if model.begun is not None:
-                self._setups.give_up(model.begun)
+            if model.wish is not None:
+                self._setups.give_up(model.wish)
+            elif model.note is not None:
+                discard(model.note)
             else:
                 if self._setups.check is not None and self._setups.check.name == model.name:
                     self._setups.stop_check()
@@ -297,10 +348,10 @@ def told(check: Check) -> str:
     if check.error is not None:
         return f"{check.name} could not be checked: {check.error.title}. {check.error.cause}"
     if not check.damaged:
-        return f"{check.name}: all files are sound."
+        return f"{check.name}: all files are undamaged."
     first = check.damaged[0]
     more = f", and {len(check.damaged) - 1} more" if len(check.damaged) > 1 else ""
     return (
         f"{check.name} is damaged: {first.file} ({first.cause}){more}. "
-        f"Mend it with `floe-chat verify {check.name} --repair`, or delete it and set it up again."
+        f"Repair it with `floe-chat verify {check.name} --repair`, or delete it and set it up again."
     )

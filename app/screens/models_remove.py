@@ -11,22 +11,22 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from ..widgets import units
+from ...models.quantities import size
 from ..widgets.hints import Page, hints
 from ..widgets.plain import printable
 
 
 class RemoveScreen(ModalScreen[bool]):
-    """Y deletes, anything else keeps."""
+    """Y deletes; N, Enter and Esc do not."""
 
     CSS_PATH = "../setup.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "delete it", show=False),
-        Binding("n,escape,enter", "dismiss(False)", "keep it", show=False),
+        Binding("n,escape,enter", "dismiss(False)", "do not delete it", show=False),
     ]
 
     def __init__(self, name: str, folders: list[Path], size: int, *, again: str) -> None:
-        """`again`: what it would take to have it again, in words."""
+        """`folders`: what is deleted. `again`: what it takes to have the model again, in a sentence."""
         super().__init__()
         self._model, self._folders, self._bytes, self._again = name, folders, size, again
 
@@ -34,10 +34,10 @@ class RemoveScreen(ModalScreen[bool]):
         where = "\n".join(printable(str(folder)) for folder in self._folders)
         with Page(id="asked") as page:
             page.border_title = "Delete"
-            page.border_subtitle = hints("Y deletes", "N or Esc keeps")
+            page.border_subtitle = hints("Y deletes", "N or Esc cancels")
             yield Static(
                 Content.assemble(
-                    (f"{printable(self._model)}, {units.size(self._bytes)}", "bold"),
-                    f"\n{where}\n\nThis folder and all that is in it go. {self._again}",
+                    (f"{printable(self._model)}, {size(self._bytes)}", "bold"),
+                    f"\n{where}\n\nThis is deleted, with everything in it. {self._again}",
                 )
             )

@@ -27,6 +27,7 @@ from ..widgets.setup_machine import MachineStep
 from ..widgets.setup_progress import ProgressStep
 from ..widgets.setup_resume import ResumeStep
 from ..widgets.setup_token import AskingStep, TokenStep
+from .models_remove import RemoveScreen
 from .wizard_access import WizardAccess
 
 CAN_CHAT = tuple(entry for entry in PUBLISHED if entry.chat is not None)
@@ -38,19 +39,21 @@ class WizardScreen(WizardAccess):
     Args:
         setups: the program's. entries: models to choose from. surveyor: looks at the machine. settings: the file that
             keeps the models folder, None: it holds for this run.
-        wanted: the name of an entry to begin with, "" for none; then what is unfinished is not offered.
+        wanted: the name of an entry to begin with, "" for none; then unfinished setups are not offered.
+        asked: a model that the person typed, to be looked up once the machine is known.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "the step before; from the first one, out", show=False),
-        Binding("ctrl+d", "demo", "chat with the built-in demo model; a setup goes on", show=False, priority=True),
-        Binding("enter", "go_on", "go on", show=False),
+        Binding("escape", "back", "previous step; on the first one, leave", show=False),
+        Binding("ctrl+d", "demo", "chat with the built-in demo model; a setup continues", show=False, priority=True),
+        Binding("enter", "go_on", "continue", show=False),
         Binding("m", "measure", "measure the machine again", show=False),
-        Binding("space", "pause", "pause the setup, or let it go on", show=False),
+        Binding("space", "pause", "pause or continue the setup", show=False),
         Binding("s", "stop", "stop the setup for now", show=False),
         Binding("r", "retry", "try again", show=False),
-        Binding("t", "token", "give a token", show=False),
-        Binding("c", "choose", "choose model, rounding and folder anew", show=False),
+        Binding("t", "token", "enter a token", show=False),
+        Binding("x,delete", "remove", "delete a setup that failed or was stopped", show=False),
+        Binding("c", "choose", "choose model, bits and folder again", show=False),
     ]
 
     def __init__(
@@ -61,16 +64,17 @@ class WizardScreen(WizardAccess):
         surveyor: Surveyor = survey,
         settings: Path | None = None,
         wanted: str | None = None,
+        asked: Wish | None = None,
     ) -> None:
         super().__init__()
         self._setups, self._entries, self._surveyor, self._settings = setups, list(entries), surveyor, settings
-        self._wanted = wanted
+        self._wanted, self._asked = wanted, asked
         self._survey: Survey | None = None
         self._chosen: Chosen | None = None
         self._wish: Wish | None = None  # what will be started
-        self._earlier: Wish | None = None  # of the same name, begun and given up when another is started
-        self._left: Wish | None = None  # what the person turned away from to choose anew
-        self._folder_before: Path | None = None  # the models folder that is kept until a setup begins in another one
+        self._earlier: Wish | None = None  # an unfinished setup of that name, which is deleted when this one starts
+        self._left: Wish | None = None  # the setup that the person left to choose again
+        self._folder_before: Path | None = None  # the models folder that stays until a setup starts in another one
 
     async def on_mount(self) -> None:
         if self._setups.setup is not None:
@@ -90,7 +94,7 @@ class WizardScreen(WizardAccess):
     async def _continue(self, event: ResumeStep.Continue) -> None:
         await self._start(event.begun)
 
-    @on(ResumeStep.Anew)
+    @on(ResumeStep.Another)
     async def _look_at_machine(self) -> None:
         await self._turn_to(MachineStep(self._surveyor, self._survey))
 
@@ -102,6 +106,9 @@ class WizardScreen(WizardAccess):
     async def _show_choice(self) -> None:
         if self._survey is None:
             await self._look_at_machine()
+        elif self._asked is not None:
+            asked, self._asked = self._asked, None
+            await self._look_up_wish(asked)
         else:
             await self._turn_to(ChoiceStep(self._survey.machine, self._entries, self._wanted))
 
@@ -111,7 +118,11 @@ class WizardScreen(WizardAccess):
             asked = wish(event.model)
         except FloeError as error:
             event.step.tell(error)
-            return
+        else:
+            await self._look_up_wish(asked)
+
+    async def _look_up_wish(self, asked: Wish) -> None:
+        """Add a model that the person typed to the list."""
 
         async def add(entry: Entry) -> None:
             self._entries = [*(one for one in self._entries if one.name != entry.name), entry]
@@ -133,11 +144,12 @@ class WizardScreen(WizardAccess):
     async def _show_folder(self) -> None:
         assert self._chosen is not None
         disk = self._chosen.option.disk
-        lost = f"What was begun of {self._chosen.entry.name} with other choices is deleted." if self._earlier else ""
+        name = self._chosen.entry.name
+        lost = f"The unfinished setup of {name} with other settings will be deleted." if self._earlier else ""
         await self._turn_to(FolderStep(catalog.models_folder(), disk["peak"], disk["pack"], lost))
 
     def _make_wish(self) -> None:
-        """Of what was chosen, for the models folder of now; what was begun of that very kind is gone on with.
+        """For the choice, in the current models folder; an unfinished setup with the same settings is continued.
 
         Raises:
             UsageError: there is a model of that name.
@@ -173,21 +185,14 @@ class WizardScreen(WizardAccess):
     # The setup
 
     async def _start(self, wanted: Wish) -> None:
-        """Begin, once what was begun otherwise is gone."""
+        """Start, once an earlier setup of that name is deleted."""
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             await self._run(wanted)
             return
         clearing = AskingStep()
-        clearing.title = "Making room"
+        clearing.title = "Deleting the earlier setup"
         await self._turn_to(clearing)
-
-        def clear() -> FloeError | None:
-            try:
-                self._setups.give_up(earlier)
-            except FloeError as error:
-                return error
-            return None
 
         async def cleared(error: FloeError | None) -> None:
             if error is not None:
@@ -195,10 +200,10 @@ class WizardScreen(WizardAccess):
             else:
                 await self._run(wanted)
 
-        in_background(self, clear, cleared)
+        in_background(self, lambda: self._given_up(earlier), cleared)
 
     def _keep_folder(self) -> None:
-        """Let the settings have the folder that was chosen. Raises FloeError: they cannot be written."""
+        """Save the folder in the settings. Raises FloeError: they cannot be written."""
         if self._folder_before is not None and self._settings is not None:
             change(self._settings, {"folders.models": str(catalog.models_folder())})
         self._folder_before = None
@@ -206,7 +211,7 @@ class WizardScreen(WizardAccess):
     async def _run(self, wanted: Wish) -> None:
         try:
             self._keep_folder()
-        except FloeError as error:  # a setup that the next start would not find is not begun
+        except FloeError as error:  # a setup that the next start would not find is not started
             if isinstance(self._step, AskingStep):
                 self._step.tell(error)
             return
@@ -228,7 +233,7 @@ class WizardScreen(WizardAccess):
         return step if isinstance(step, ProgressStep) and step.state in states else None
 
     async def action_go_on(self) -> None:
-        """Go on: from the machine, after trouble with the hub, or into the chat."""
+        """Continue: from the machine, after trouble with the hub, or into the chat."""
         if (shown := self._progress("done")) is not None:
             self._setups.stop()
             self.dismiss(shown.setup.wish.name)
@@ -238,7 +243,7 @@ class WizardScreen(WizardAccess):
             self._step.go_on()
 
     async def action_back(self) -> None:
-        """The step before; from the first one and from a setup, out: a setup goes on."""
+        """Previous step; leave from the first one and from a setup, which continues."""
         match self._step:
             case ChoiceStep() as step:
                 if not step.close_other():
@@ -260,7 +265,7 @@ class WizardScreen(WizardAccess):
             self._step.measure()
 
     def action_pause(self) -> None:
-        """Hold the setup, or let it go on."""
+        """Pause or continue the setup."""
         if isinstance(self._step, ProgressStep):
             self._step.toggle_pause()
 
@@ -270,12 +275,12 @@ class WizardScreen(WizardAccess):
             self._setups.stop()
 
     async def action_retry(self) -> None:
-        """Begin the failed setup again, where it was."""
+        """Start the failed setup again, where it stopped."""
         if (shown := self._progress("failed")) is not None:
             await self._run(shown.setup.wish)
 
     async def action_token(self) -> None:
-        """Give a token to a setup that lacks one."""
+        """Ask for a token for a setup that lacks one."""
         shown = self._progress("failed")
         if shown is None or not isinstance(shown.setup.error, AccessError):
             return
@@ -287,11 +292,38 @@ class WizardScreen(WizardAccess):
         await self._ask_hub(running.wish, lambda _entry: self._run(running.wish), back)
 
     async def action_choose(self) -> None:
-        """Choose anew after a setup failed or was stopped."""
+        """Choose again after a setup failed or was stopped."""
         if (shown := self._progress("failed", "cancelled")) is not None:
             self._left, self._wanted = shown.setup.wish, shown.setup.wish.name
             self._setups.stop()
             await self._show_choice()
+
+    def action_remove(self) -> None:
+        """Ask, and delete a setup that failed or was stopped."""
+        if (shown := self._progress("failed", "cancelled")) is None:
+            return
+        wanted = shown.setup.wish
+
+        def deleted(error: FloeError | None) -> None:
+            if error is not None:
+                shown.tell(error)
+            else:
+                self._leave(None)
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                in_background(self, lambda: self._given_up(wanted), deleted)
+
+        again = "To use the model, it has to be downloaded and packed again."
+        page = RemoveScreen(wanted.name, [wanted.folder, wanted.fetched], wanted.taken, again=again)
+        self.app.push_screen(page, answered)
+
+    def _given_up(self, wanted: Wish) -> FloeError | None:
+        try:
+            self._setups.give_up(wanted)
+        except FloeError as error:
+            return error
+        return None
 
     def _leave(self, result: str | None) -> None:
         if self._progress("done", "failed"):

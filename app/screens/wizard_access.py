@@ -1,4 +1,4 @@
-"""The wizard at the hub: whether the model is there and may be fetched, and with which token."""
+"""The wizard and the hub: whether the model exists, may be downloaded, and with which token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Back = Callable[[], Awaitable[None]]
 
 
 class WizardAccess(WizardView):
-    """Asks the hub in the background, and the person where the hub asks who that is."""
+    """Asks the hub in the background, and the person for a token if the hub wants one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class WizardAccess(WizardView):
         self._ask_again: Back | None = None
 
     async def _ask_hub(self, wanted: Wish, then: Callable[[Entry], Awaitable[None]], back: Back) -> None:
-        """Look at the model, with a token where one is needed, and go on with `then`."""
+        """Look at the model, with a token if one is needed, then call `then`."""
         asking = AskingStep()
         self._ask_again, self._back = (lambda: self._ask_hub(wanted, then, back)), back
         await self._turn_to(asking)
@@ -62,6 +62,6 @@ class WizardAccess(WizardView):
             await self._ask_again()
 
     async def _turn_back(self) -> None:
-        """To where the hub was asked from."""
+        """Back to the step from which the hub was asked."""
         if self._back is not None:
             await self._back()

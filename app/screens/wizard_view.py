@@ -19,7 +19,7 @@ from ..widgets.setup_step import Step
 from ..widgets.setup_token import AskingStep, TokenStep
 from ..widgets.themes import MUTED
 
-_PLACES = ("machine", "model", "folder", "setting up")  # the line of steps
+_PLACES = ("machine", "model", "folder", "setup")  # the line of steps
 _PLACE: dict[type[Step], int] = {
     ResumeStep: 0,
     MachineStep: 0,

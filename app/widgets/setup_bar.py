@@ -9,13 +9,13 @@ from textual.widget import Widget
 from .themes import MUTED
 
 _SHARE = 6  # cells of the percentage
-_MOVING = 6  # cells of the part that wanders while nobody knows how much there is to do
+_MOVING = 6  # cells of the part that moves while the whole is unknown
 
 
 class Bar(Widget):
-    """`share` of the line is filled, 0..1; None: something goes on, and nobody knows how long.
+    """`share` of the line is filled, 0..1; None: work goes on, and how much is unknown.
 
-    `beat` moves the wandering part on; `held` draws it in grey.
+    `beat` moves the moving part; `held` draws it in grey.
     """
 
     DEFAULT_CSS = "Bar { height: 1; }"

@@ -1,4 +1,4 @@
-"""The wizard's second step: which model, and how much of it is rounded away; what each takes and how fast it is."""
+"""The wizard's second step: which model, at how many bits per weight; its size, speed and quality loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option as Row
 
 from ...models.errors import FloeError
-from . import setup_words, units
+from ...models.quantities import digits, divergence, forecast, size
+from . import setup_words
 from .background import in_background
 from .plain import printable
 from .setup_step import Step, Trouble
@@ -27,11 +28,9 @@ if TYPE_CHECKING:
     from ...models.published import Entry
 
 _WIDE = 74  # columns from which all figures stand in the table
-_LEAD = (
-    "A model is rounded until it fits. The less, the closer it stays to the original; the more, the smaller and faster "
-    "it is. What is marked ● is recommended for this machine."
-)
-_OTHER = "Another model: a hub id (owner/name) or a folder …"
+_LEAD = f"{setup_words.BITS} {setup_words.KL} ● is recommended for this machine."
+_OTHER = "Another model: type a hub id, an address or a folder …"
+_WORDS = 0.75  # of a word in a token, in English text
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the list: a model's name (no option), or one of its widths; neither for another model."""
+    """One line of the list: a model's name (no option), or one of its widths; neither: another model."""
 
     plan: Plan | None = None
     option: Option | None = None
@@ -82,8 +81,8 @@ class ChoiceStep(Step):
         & #other { display: none; }
     }
     """
-    title = "Which model, and how much it is rounded"
-    hints = "↑ ↓ look · Enter chooses"
+    title = "Model and bits per weight"
+    hints = "↑ ↓ move · Enter chooses"
 
     class Taken(Message):
         """The person chose."""
@@ -111,9 +110,9 @@ class ChoiceStep(Step):
         self._lines: list[_Line] = []
         self._head = Static("", markup=False, id="head")
         self._list = OptionList(id="choices", markup=False)
-        self._details = Static("Reckoning …", markup=False, id="details")
+        self._details = Static("Estimating …", markup=False, id="details")
         self._trouble = Trouble()
-        self._other = Input(placeholder="owner/name, or /path/to/a/checkpoint", id="other")
+        self._other = Input(placeholder="owner/name, https://huggingface.co/owner/name, or a folder", id="other")
 
     def compose(self) -> ComposeResult:
         yield Static(_LEAD, classes="lead")
@@ -128,7 +127,7 @@ class ChoiceStep(Step):
         self.reckon()
 
     def tell(self, error: FloeError | None) -> None:
-        """Say why what was chosen or asked for cannot be."""
+        """Say why the model that was chosen or typed cannot be set up."""
         self._trouble.show(error)
         self._details.display = error is None
 
@@ -143,7 +142,7 @@ class ChoiceStep(Step):
         """Plan every model."""
 
         def work() -> list[Plan | tuple[Entry, FloeError]]:
-            from ...engine.plan import make
+            from ...engine.plan import in_order, make
 
             plans: list[Plan | tuple[Entry, FloeError]] = []
             for entry in self._entries:
@@ -151,7 +150,8 @@ class ChoiceStep(Step):
                     plans.append(make(self._machine, entry))
                 except FloeError as error:
                     plans.append((entry, error))
-            return plans
+            planned = in_order(one for one in plans if not isinstance(one, tuple))
+            return [*planned, *(one for one in plans if isinstance(one, tuple))]
 
         in_background(self, work, self._show)
 
@@ -168,7 +168,7 @@ class ChoiceStep(Step):
         self._fill(self._first())
 
     def _first(self) -> int:
-        """The line to begin with: what is recommended of the wanted model, or of the first one that fits."""
+        """The line to start on: the recommended one of the wanted model, or of the first model that fits."""
         chosen = [
             at for at, line in enumerate(self._lines) if line.plan and line.option is line.plan.chosen is not None
         ]
@@ -179,7 +179,8 @@ class ChoiceStep(Step):
 
     def _fill(self, highlighted: int) -> None:
         wide = self.size.width >= _WIDE
-        self._head.update(_columns("rounding", "tokens/s, estimated", "download", "packed", "disk at peak", wide=wide))
+        speed = "tokens/s, estimated" if wide else "tokens/s"
+        self._head.update(_columns("bits", "KL, nats", speed, "download", "packed", "disk at peak", wide=wide))
         self._list.clear_options()
         for line in self._lines:
             heading = line.option is None and (line.plan is not None or bool(line.trouble))
@@ -197,19 +198,19 @@ class ChoiceStep(Step):
             return Content.assemble((printable(entry.name), "bold $primary"), (f"  {setup_words.about(entry)}", MUTED))
         one = line.option
         mark = "●" if line.recommended else " "
-        closeness = f"{mark} {setup_words.rounding(one.kl)}"
+        quality = f"{mark} {setup_words.widths(one.spec)}", divergence(one.kl)
         if lacks := setup_words.missing(one):
-            return Content.styled(f"{closeness:<16}{lacks}", MUTED)
-        speed = setup_words.rate(one.decode) if wide else setup_words.digits(one.decode.mid)
-        fetched = units.size(line.plan.entry.checkpoint_bytes) if line.plan.entry.folder is None else "there"
-        return Content(_columns(closeness, speed, fetched, *map(units.size, _disk(one)), wide=wide))
+            return Content.styled(f"{_quality(*quality)}  {lacks}", MUTED)
+        speed = setup_words.rate(one.decode) if wide else digits(one.decode.mid, 2)
+        fetched = size(line.plan.entry.checkpoint_bytes) if line.plan.entry.folder is None else "none"
+        return Content(_columns(*quality, speed, fetched, *map(size, _disk(one)), wide=wide))
 
     @on(OptionList.OptionHighlighted)
     def _explain(self, event: OptionList.OptionHighlighted) -> None:
         line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
         self.tell(None)
         if line.plan is None or line.option is None:
-            self._details.update("Any Mixtral or model of a related family: from the hub, or a downloaded checkpoint.")
+            self._details.update("Any Mixtral or OLMoE model: from the hub, or a downloaded checkpoint folder.")
             return
         self._details.update(_details(line.plan, line.option))
 
@@ -220,7 +221,7 @@ class ChoiceStep(Step):
         if line.plan is None:
             self._other.display = True
             self._other.focus()
-            self.say_keys("Enter looks it up · Esc leaves it")
+            self.say_keys("Enter looks it up · Esc back to the list")
         elif line.option is not None:
             one = line.option
             if one.works or setup_words.only_disk_lacks(one):
@@ -231,11 +232,11 @@ class ChoiceStep(Step):
 
     def _instead(self, plan: Plan) -> str:
         if plan.chosen is not None:
-            return f"Of {plan.entry.name}, what is marked ● fits."
+            return f"Choose the line of {plan.entry.name} that is marked ●."
         other = next((one for one in self._plans if not isinstance(one, tuple) and one.chosen), None)
         if other is not None:
-            return f"{other.entry.name} fits."
-        return "Another machine, or the demo model, which always works: Ctrl+D."
+            return f"Choose {other.entry.name}, which fits."
+        return "Press Ctrl+D for the demo model, which always runs."
 
     @on(Input.Submitted)
     def _ask(self, event: Input.Submitted) -> None:
@@ -256,10 +257,14 @@ class ChoiceStep(Step):
             self._fill(self._list.highlighted or 0)
 
 
-def _columns(rounding: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:
+def _quality(bits: str, kl: str) -> str:
+    return f"{bits:<8}{kl:>9}"
+
+
+def _columns(bits: str, kl: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:
     if wide:
-        return f"{rounding:<16}{speed:>21}{fetched:>11}{pack:>10}{peak:>14}"
-    return f"{rounding:<16}{speed.split(',')[0]:>10}{peak:>15}"
+        return f"{_quality(bits, kl)}{speed:>22}{fetched:>10}{pack:>10}{peak:>13}"
+    return f"{_quality(bits, kl)}{speed:>10}{peak:>15}"
 
 
 def _disk(one: Option) -> tuple[int, int]:
@@ -268,25 +273,24 @@ def _disk(one: Option) -> tuple[int, int]:
 
 def _details(plan: Plan, one: Option) -> Content:
     """All about one choice, in sentences."""
-    pack, peak = map(units.size, _disk(one))
-    free = "" if plan.machine.disk_free is None else f"; {units.size(plan.machine.disk_free)} are free"
-    words = round(one.decode.mid * 45, -1 if one.decode.mid > 2 else None)  # a token is three quarters of a word
+    pack, peak = map(size, _disk(one))
+    free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} free"
+    words = digits(one.decode.mid * _WORDS * 60, 2)
     lines: list[Content | str] = []
     if lacks := setup_words.missing(one):
         lines.append(Content.styled(f"It {lacks}." if one.missing else f"It would be {lacks}.", "$text-warning"))
     else:
         lines.append(
-            f"Answers at about {setup_words.rate(one.decode)} tokens a second, some {words:,.0f} words a minute; "
-            f"{setup_words.place(one)}."
+            f"Speed: {setup_words.rate(one.decode)} tokens/s, about {words} words a minute, {setup_words.place(one)}."
         )
-    lines.append(setup_words.rounding_explained(one.spec, one.kl))
+    lines.append(f"Quality: {setup_words.named(one.spec)}; {setup_words.loss(one.kl)}.")
     if plan.entry.gated:
-        lines.append("Its publisher asks to accept terms on the hub first, with an account.")
+        lines.append("Its publisher wants you to accept terms on the hub first, with an account.")
     if plan.entry.folder is None:
-        fetched = units.size(plan.entry.checkpoint_bytes)
-        lines.append(f"It fetches {fetched} and packs them into {pack} meanwhile: up to {peak} of disk{free}.")
+        fetched = size(plan.entry.checkpoint_bytes)
+        lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}.")
     else:
-        lines.append(f"It is packed into {pack} of disk{free}.")
-    if (time := setup_words.duration(plan.pack_s)) and one is plan.chosen:
-        lines.append(f"Packing takes {time} of computing.")
+        lines.append(f"Disk: pack {pack}{free}.")
+    if plan.pack_s is not None and one is plan.chosen:
+        lines.append(f"Packing takes {forecast(plan.pack_s)}.")
     return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])

@@ -1,4 +1,4 @@
-"""The wizard's third step: on which disk models lie."""
+"""The wizard's third step: the folder of the models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from textual.widgets import Input, Static
 
 from ...models.errors import FloeError
 from ...models.home import expanded
-from . import units
+from ...models.quantities import size
 from .background import in_background
 from .plain import printable
 from .setup_step import Step, Trouble
@@ -26,8 +26,8 @@ _PAUSE = 0.15  # seconds without a key before a look at the disk
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was found of a folder. free: bytes of its disk. trouble: why nothing can be put there, or "". left_behind:
-    models in the folder that is used now, if that is another."""
+    """A folder. free: bytes of its disk. trouble: why it cannot be used, or "". left_behind: models in the folder that
+    is used now, if that is another one."""
 
     folder: Path
     free: int
@@ -36,7 +36,7 @@ class Look:
 
 
 def look_at(folder: Path, now: Path) -> Look:
-    """Whether something can be put into `folder`, which need not exist, and how much; `now`: the one that is used."""
+    """Whether models can be stored in `folder`, which need not exist, and how much fits; `now`: the one in use."""
     from ...models.download import room
 
     near = folder
@@ -50,7 +50,7 @@ def look_at(folder: Path, now: Path) -> Look:
     if not near.is_dir():
         return Look(folder, free, f"{near} is a file.")
     if whole == 0:  # such as /proc
-        return Look(folder, free, f"{near} is on no disk: nothing can be kept there.")
+        return Look(folder, free, f"{near} is not on a disk: nothing can be saved there.")
     if not os.access(near, os.W_OK | os.X_OK):
         return Look(folder, free, f"You may not write to {near}.")
     return Look(folder, free, "", left)
@@ -60,7 +60,7 @@ class FolderStep(Step):
     """Asks for the folder of all models; `Taken` is posted when there is room.
 
     Args:
-        needed: bytes at the peak, of which `pack` stay. lost: what is begun anew by starting, in words, or "".
+        needed: bytes at the peak, of which `pack` stay. lost: what starting deletes, in a sentence, or "".
     """
 
     DEFAULT_CSS = """
@@ -69,11 +69,11 @@ class FolderStep(Step):
         & #moved { height: auto; padding: 0 1; margin-top: 1; color: $foreground 70%; }
     }
     """
-    title = "Where to put it"
-    hints = "Enter goes on"
+    title = "Models folder"
+    hints = "Enter continues"
 
     class Taken(Message):
-        """The person chose a folder that will do."""
+        """The person chose a folder with enough room."""
 
         def __init__(self, step: FolderStep, look: Look) -> None:
             super().__init__()
@@ -91,7 +91,7 @@ class FolderStep(Step):
         self._asked = 0
 
     def compose(self) -> ComposeResult:
-        yield Static("The folder for packed models. Any folder on a disk with room will do.", classes="lead")
+        yield Static("Packed models are stored in this folder. Choose one on a disk with enough room.", classes="lead")
         yield self._field
         yield self._room
         yield self._moved
@@ -126,18 +126,19 @@ class FolderStep(Step):
         if look.trouble:
             self._room.update(Content.styled(printable(look.trouble), "$text-error"))
         else:
-            fits = f"{units.size(look.free)} are free." if short <= 0 else f"{units.size(look.free)} are free: "
-            lacks = "" if short <= 0 else f"{units.size(short)} are missing."
+            fits = f"{size(look.free)} are free." if short <= 0 else f"{size(look.free)} are free: "
+            lacks = "" if short <= 0 else f"{size(short)} too little."
             self._room.update(
                 Content.assemble(
-                    f"Up to {units.size(self._needed)} while it is set up, {units.size(self._pack)} afterwards; {fits}",
+                    f"Needs up to {size(self._needed)} during setup and {size(self._pack)} afterwards; {fits}",
                     (lacks, "bold $text-error"),
                 )
             )
         told: list[str] = []
         if look.left_behind:
-            many = "One model stays" if look.left_behind == 1 else f"{look.left_behind} models stay"
-            told.append(f"{many} in {printable(str(self._first))}, and will not be listed while this folder is used.")
+            one = look.left_behind == 1
+            many, they = ("1 model stays", "It is") if one else (f"{look.left_behind} models stay", "They are")
+            told.append(f"{many} in {printable(str(self._first))}. {they} not listed while another folder is used.")
         if self._lost:
             told.append(self._lost)
         self._moved.update("\n".join(told))
@@ -152,10 +153,10 @@ class FolderStep(Step):
         self._show(look)
         short = self._needed + _SPARE - look.free
         if look.trouble:
-            self.tell(FloeError("Nothing can be put there", look.trouble, "Choose another folder."))
+            self.tell(FloeError("This folder cannot be used", look.trouble, "Choose another folder."))
         elif short > 0:
-            cause = f"{units.size(self._needed)} are needed at the peak and {units.size(look.free)} are free."
-            hint = f"Free {units.size(short)}, choose a folder on another disk, or stronger rounding (Esc)."
+            cause = f"Setup needs up to {size(self._needed)}, and {size(look.free)} are free."
+            hint = f"Free {size(short)}, choose a folder on another disk, or go back (Esc) and choose fewer bits."
             self.tell(FloeError("The disk is too small", cause, hint))
         else:
             self.post_message(self.Taken(self, look))

@@ -1,4 +1,4 @@
-"""The wizard's first step: what this machine has, and what it reaches."""
+"""The wizard's first step: the machine's hardware and its measured speeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from ...models.errors import FloeError
-from . import units
+from ...models.quantities import memory, rate, size
 from .background import in_background
 from .plain import printable
 from .setup_bar import Bar
@@ -28,10 +28,10 @@ _log = logging.getLogger("floe_chat.app")
 # What is being measured, by how the names of engine/rates.py begin.
 _MEASURING = {
     "memory": "how fast memory is read",
-    "up": "how fast the processor computes rounded weights",
-    "rows": "how fast the processor computes rounded weights",
-    "dense": "how fast the processor computes rounded weights",
-    "prompt": "how fast the processor computes rounded weights",
+    "up": "how fast the CPU computes with quantized weights",
+    "rows": "how fast the CPU computes with quantized weights",
+    "dense": "how fast the CPU computes with quantized weights",
+    "prompt": "how fast the CPU computes with quantized weights",
     "link": "how fast weights reach the GPU",
     "gpu": "how fast the GPU is",
     "disk": "how fast the disk is read",
@@ -39,7 +39,7 @@ _MEASURING = {
 
 
 class MachineStep(Step):
-    """Looks at the machine in the background; `Found` is posted when somebody goes on."""
+    """Looks at the machine in the background; `Found` is posted when the person continues."""
 
     DEFAULT_CSS = """
     MachineStep {
@@ -54,7 +54,7 @@ class MachineStep(Step):
     hints = ""
 
     class Found(Message):
-        """The machine is known, and the person wants to go on."""
+        """The machine is known, and the person continues."""
 
         def __init__(self, survey: Survey) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ class MachineStep(Step):
         self._trouble = Trouble()
 
     def compose(self) -> ComposeResult:
-        yield Static("How large a model may be, and how fast it will answer, depends on this.", classes="lead")
+        yield Static("This decides how large a model can be and how fast it answers.", classes="lead")
         for name, fact in self._facts.items():
             yield Horizontal(Static(name, classes="what"), fact, classes="fact")
         yield self._measuring
@@ -92,12 +92,12 @@ class MachineStep(Step):
             self._show(self._survey)
 
     def look(self, *, again: bool) -> None:
-        """Look at the machine, and measure it if that was never done, or `again`."""
+        """Look at the machine, and measure it if that was never done or `again` is set."""
         if self._looking:
             return
         self._looking, self._survey = True, None
         self._bar.share, self._bar.display = None, True
-        self._measuring.update("Looking …")
+        self._measuring.update("Looking at this machine …")
         self._measuring.display = True
         self._trouble.show(None)
         self.say_keys("")
@@ -110,10 +110,10 @@ class MachineStep(Step):
                 return self._surveyor(told, again=again)
             except FloeError as error:
                 return error
-            # A driver raises what it likes; without the machine nothing can be planned.
+            # A driver can raise anything; without the machine nothing can be planned.
             except Exception as error:  # noqa: BLE001
                 _log.warning("the machine could not be looked at", exc_info=True)
-                return FloeError("This machine could not be looked at", f"{type(error).__name__}: {error}")
+                return FloeError("The hardware of this machine could not be read", f"{type(error).__name__}: {error}")
 
         in_background(self, work, self._show)
 
@@ -136,7 +136,7 @@ class MachineStep(Step):
             self._show_facts({})
             return
         told = _MEASURING.get(what.split()[0], what)
-        self._measuring.update(f"Measuring {told}. This takes some seconds, and is done once.")
+        self._measuring.update(f"Measuring {told}. This takes a few seconds and is done once.")
 
     def _show(self, found: Survey | FloeError) -> None:
         self._looking = False
@@ -149,7 +149,7 @@ class MachineStep(Step):
         self._show_facts(found.rates)
         remarks = [said for what, said in found.machine.told.items() if what != "gpu" or found.machine.vram]
         self._remarks.update(printable("\n".join(remarks)))
-        self.say_keys("Enter goes on · M measures again")
+        self.say_keys("Enter continues · M measures again")
 
     def _show_facts(self, rates: dict[str, float]) -> None:
         hardware = self._hardware
@@ -157,19 +157,19 @@ class MachineStep(Step):
             return
 
         def at(name: str, what: str) -> str:
-            return f", {what} {units.size(rates[name])}/s" if name in rates else ""
+            return f", {what} {rate(rates[name])}" if name in rates else ""
 
         cores = hardware.cores_physical or hardware.cores_usable
-        free, total = units.size(hardware.ram_available), units.size(hardware.ram_total)
+        free, total = memory(hardware.ram_available), memory(hardware.ram_total)
         self._tell("Processor", f"{hardware.cpu}, {cores} core{'' if cores == 1 else 's'}")
         self._tell("Memory", f"{free} free of {total}{at('memory read', 'read at')}")
         gpus = [gpu for gpu in hardware.gpus if gpu.index is not None]
         if gpus:
-            memory = f"{units.size(gpus[0].vram_free)} free of {units.size(gpus[0].vram_total)}"
-            self._tell("Graphics", f"{gpus[0].name}, {memory}{at('link pinned', 'copies at')}")
+            room = f"{memory(gpus[0].vram_free)} free of {memory(gpus[0].vram_total)}"
+            self._tell("Graphics", f"{gpus[0].name}, {room}{at('link pinned', 'copies at')}")
         else:
-            self._tell("Graphics", f"none to use ({hardware.gpu_reason}); that works too, at the processor's speed")
-        disk = "unknown" if hardware.disk_free is None else f"{units.size(hardware.disk_free)} free"
+            self._tell("Graphics", f"no GPU ({hardware.gpu_reason}); models run on the CPU")
+        disk = "unknown" if hardware.disk_free is None else f"{size(hardware.disk_free)} free"
         self._tell("Disk", f"{disk}{at('disk read', 'read at')}, for {hardware.disk_folder}")
 
     def _tell(self, name: str, fact: str) -> None:

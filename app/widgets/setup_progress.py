@@ -1,4 +1,4 @@
-"""How far a setup is: download, packing with calibration, check; what it takes of the disk; what went wrong."""
+"""How far a setup is: download, packing with calibration, check; disk use; errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.widgets import Static
 
+from ...models.errors import AccessError, FloeError
 from ...models.fetch_progress import DownloadProgress
+from ...models.quantities import size
 from ..packing import time_left
 from ..setup_flow import Setup, SetupProgress
-from . import units
 from .background import in_background
 from .plain import printable
 from .setup_bar import Bar
@@ -22,16 +23,16 @@ _PERIOD, _DISK_PERIOD = 0.2, 2.0
 _HELD = ("paused", "failed", "cancelled")  # nothing moves: no speed, no forecast
 _NOTICES = 2  # the last ones are shown
 _HINTS = {
-    "paused": "Space goes on · S stops here, for later",
+    "paused": "Space continues · S stops for now",
     "done": "Enter chats with it",
-    "failed": "R tries again · C chooses anew",
-    "cancelled": "Enter goes on · C chooses anew",
+    "failed": "R tries again · C chooses again · X deletes it",
+    "cancelled": "Enter continues · C chooses again · X deletes it",
 }
-_RUNNING = "Space pauses · S stops here, for later"
+_RUNNING = "Space pauses · S stops for now"
 
 
 class ProgressStep(Step):
-    """One view of a running setup; it only looks."""
+    """Shows a running setup; it only reads its progress."""
 
     DEFAULT_CSS = """
     ProgressStep {
@@ -46,7 +47,7 @@ class ProgressStep(Step):
         & #notices { height: auto; color: $foreground 70%; }
     }
     """
-    title = "Setting up"
+    title = "Setup"
     hints = _RUNNING
 
     def __init__(self, running: Setup) -> None:
@@ -83,18 +84,22 @@ class ProgressStep(Step):
         self._measure_disk()
 
     def follow(self, running: Setup) -> None:
-        """Show another one: the same, begun again."""
+        """Show another setup: the same model, started again."""
         self._work, self.state = running, ""
         self._trouble.show(None)
         self._look()
 
     def toggle_pause(self) -> None:
-        """Hold it, or let it go on."""
+        """Pause it or continue it."""
         if self.state == "paused":
             self._work.resume()
         elif self.state in ("looking", "working", "checking"):
             self._work.pause()
         self._look()
+
+    def tell(self, error: FloeError) -> None:
+        """Show why what the person asked for cannot be done."""
+        self._trouble.show(error)
 
     def _look(self) -> None:
         now = self._work.progress()
@@ -118,9 +123,7 @@ class ProgressStep(Step):
     def _keys(self, now: SetupProgress) -> str:
         if now.state != "failed":
             return _HINTS.get(now.state, _RUNNING)
-        from ...models.errors import AccessError
-
-        token = " · T gives a token" if isinstance(self._work.error, AccessError) else ""
+        token = " · T enters a token" if isinstance(self._work.error, AccessError) else ""
         return _HINTS["failed"] + token
 
     def _show_download(self, now: SetupProgress) -> None:
@@ -129,7 +132,7 @@ class ProgressStep(Step):
             local = self._work.wish.local is not None
             over = now.state in ("done", "checking")
             self._fetching.share = 1.0 if local or over else None if now.state == "looking" else 0.0
-            self._fetched.update("It lies on this machine." if local else "All of it is here." if over else "")
+            self._fetched.update("The checkpoint is on this machine." if local else "Downloaded." if over else "")
             return
         self._fetching.share = download.done / download.total if download.total else None
         self._fetched.update(printable(_download_words(download, held=now.state in _HELD)))
@@ -142,7 +145,7 @@ class ProgressStep(Step):
 
             try:
                 return wish.taken, room(wish.folder)
-            except OSError:  # files come and go meanwhile
+            except OSError:  # files appear and vanish meanwhile
                 return 0, 0
 
         def show(found: tuple[int, int]) -> None:
@@ -153,45 +156,45 @@ class ProgressStep(Step):
 
     def _show_disk(self, peak: int | None) -> None:
         folder = _short(self._work.wish.folder)
-        parts = ["" if peak is None else f"{units.size(max(peak, self._taken[0] if self._taken else 0))} at the peak"]
+        parts = ["" if peak is None else f"{size(max(peak, self._taken[0] if self._taken else 0))} at the peak"]
         if self._taken is not None:
-            parts = [f"{units.size(self._taken[0])} now", *parts, f"{units.size(self._taken[1])} free"]
+            parts = [f"{size(self._taken[0])} now", *parts, f"{size(self._taken[1])} free"]
         self._disk.update(printable(" · ".join([part for part in (*parts, folder) if part])))
 
 
 def _summary(name: str, now: SetupProgress) -> str:
     match now.state:
         case "done":
-            return f"{name} is ready: everything was checked. You can chat with it."
+            return f"{name} is ready and checked. Press Enter to chat with it."
         case "failed":
-            return f"{name} could not be set up. What is done is kept."
+            return f"{name} could not be set up. What is done so far is saved."
         case "paused":
             return f"{name} is paused."
         case "cancelled":
-            return f"{name} was stopped. What is done is kept; it goes on here or in a later start."
+            return f"{name} is stopped. What is done so far is saved: continue now, or at a later start."
         case _:
-            return f"{name} is on its way. You may leave, or chat with the demo meanwhile: it goes on."
+            return f"Setting up {name}. You can leave this page, or chat with the demo model: the setup continues."
 
 
 def _step(now: SetupProgress) -> str:
-    """What is being packed; calibration is a part of it."""
+    """What is being packed, which includes calibration."""
     if now.state == "done":
         return "All layers are packed and calibrated."
-    return f"{now.step}, calibrated on the way" if now.step.startswith("Packing layer") else now.step
+    return now.step.replace("Packing layer", "Packing and calibrating layer", 1)
 
 
 def _download_words(download: DownloadProgress, *, held: bool) -> str:
     if download.note and not held:
         return download.note
-    parts = [f"{units.size(download.done)} of {units.size(download.total)}"]
+    parts = [f"{size(download.done)} of {size(download.total)}"]
     if download.state == "checking":
-        parts.append("checking what came")
+        parts.append("checking the download")
     if download.rate and not held and download.state != "done":
-        parts.append(f"{units.size(download.rate)}/s")
+        parts.append(f"{size(download.rate)}/s")
         if download.left is not None:
             parts.append(time_left(download.left))
     elif download.state == "waiting":
-        parts.append("waits for packing")
+        parts.append("waiting for packing")
     return " · ".join(parts)
 
 

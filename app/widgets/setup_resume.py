@@ -1,4 +1,4 @@
-"""The wizard's step zero, where something was begun and not finished."""
+"""The wizard's step zero, if setups are unfinished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option as Row
 
-from . import units
+from ...models.quantities import size
 from .plain import printable
 from .setup_step import Step
 from .themes import MUTED
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ResumeStep(Step):
-    """Lists what was begun: `Continue` is posted for one of them, `Anew` for something else."""
+    """Lists unfinished setups: `Continue` is posted for one of them, `Another` for another model."""
 
     DEFAULT_CSS = """
     ResumeStep #begun {
@@ -36,18 +36,18 @@ class ResumeStep(Step):
         & > .option-list--option-highlighted { color: $foreground; background: $panel; }
     }
     """
-    title = "Begun, and not finished"
-    hints = "↑ ↓ look · Enter chooses"
+    title = "Unfinished setups"
+    hints = "↑ ↓ move · Enter chooses"
 
     class Continue(Message):
-        """Go on with `begun`."""
+        """Continue `begun`."""
 
         def __init__(self, begun: Wish) -> None:
             super().__init__()
             self.begun = begun
 
-    class Anew(Message):
-        """Set up something else."""
+    class Another(Message):
+        """Set up another model."""
 
     def __init__(self, begun: Sequence[tuple[Wish, int]]) -> None:
         """`begun`: each with the bytes of the disk that it takes."""
@@ -55,7 +55,7 @@ class ResumeStep(Step):
         self._begun = list(begun)
 
     def compose(self) -> ComposeResult:
-        yield Static("What is done of it is on the disk; it goes on where it was left.", classes="lead")
+        yield Static("What is done so far is saved. A setup continues where it stopped.", classes="lead")
         rows = [Row(_line(one, taken)) for one, taken in self._begun]
         yield OptionList(*rows, Row(Content.styled("Set up another model …", "italic")), id="begun", markup=False)
 
@@ -66,10 +66,10 @@ class ResumeStep(Step):
     def _choose(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         at = event.option_index
-        self.post_message(self.Continue(self._begun[at][0]) if at < len(self._begun) else self.Anew())
+        self.post_message(self.Continue(self._begun[at][0]) if at < len(self._begun) else self.Another())
 
 
 def _line(begun: Wish, taken: int) -> Content:
     name = Content.styled(printable(begun.name), "bold")
-    facts = f"{printable(begun.model)} · {units.size(taken)} on the disk so far"
+    facts = f"{printable(begun.model)} · {size(taken)} so far"
     return Content.assemble(name, "\n", (facts, MUTED))

@@ -30,7 +30,7 @@ class Step(VerticalScroll, can_focus=False):
     }
     """
     title: str = ""
-    hints: str = "Enter goes on"
+    hints: str = "Enter continues"
 
     class Hints(Message):
         """The keys of the step changed."""
@@ -42,11 +42,11 @@ class Step(VerticalScroll, can_focus=False):
             self.post_message(self.Hints())
 
     def go_on(self) -> None:
-        """The person pressed Enter where no field or list took it."""
+        """The person pressed Enter, and no field or list took it."""
 
 
 class Trouble(Static):
-    """What went wrong, why, and what to do; nothing while all is well."""
+    """What went wrong, why, and what to do; empty if nothing did."""
 
     DEFAULT_CSS = """
     Trouble {
@@ -63,7 +63,7 @@ class Trouble(Static):
         self.error: FloeError | None = None
 
     def show(self, error: FloeError | None) -> None:
-        """Tell it, or that it is over."""
+        """Show an error, or None to hide it."""
         self.error = error
         self.display = error is not None
         if error is not None:

@@ -1,4 +1,4 @@
-"""The wizard's fourth step, where a publisher wants terms accepted: a token for the hub, asked for and not kept."""
+"""The wizard's fourth step, if a publisher wants terms accepted: a token for the hub, which is never saved."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PERIOD = 0.15
 
 
 class AskingStep(Step):
-    """Says that the hub is asked, and what it answered if that was no."""
+    """Shows that the hub is asked, and what it answered if that was no."""
 
     title = "Asking the hub"
     hints = ""
 
     class Again(Message):
-        """The person wants it asked again."""
+        """The person wants to ask again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class AskingStep(Step):
         self._trouble = Trouble()
 
     def compose(self) -> ComposeResult:
-        yield Static("Whether the model is there, and whether it may be fetched.", classes="lead")
+        yield Static("Checking that the model exists and may be downloaded.", classes="lead")
         yield self._bar
         yield self._trouble
 
@@ -39,7 +39,7 @@ class AskingStep(Step):
         self.set_interval(_PERIOD, self._beat)
 
     def tell(self, error: FloeError) -> None:
-        """It did not work out."""
+        """Show why it failed."""
         self._bar.display = False
         self._trouble.show(error)
         self.say_keys("Enter tries again")
@@ -53,9 +53,9 @@ class AskingStep(Step):
 
 
 class TokenStep(Step):
-    """Asks for a token; `Given` is posted. The field shows dots, and nothing of it is written anywhere."""
+    """Asks for a token; `Given` is posted. The field shows dots, and the token is not written anywhere."""
 
-    title = "The publisher asks who you are"
+    title = "The hub needs a token"
     hints = "Enter tries it"
 
     class Given(Message):
@@ -76,8 +76,8 @@ class TokenStep(Step):
         yield self._field
         yield Static(
             Content(
-                "The token goes to the hub and nowhere else; it is forgotten when floe-chat ends. To be asked no more, "
-                "set HF_TOKEN, or log in with the hub's own tool (hf auth login)."
+                "The token is sent to the hub and nowhere else, and is forgotten when floe-chat ends. To skip "
+                "this step in future, set HF_TOKEN or log in with the hub's own tool: hf auth login"
             ),
             classes="lead",
         )

@@ -1,62 +1,67 @@
-"""Plans in words that need no glossary: rounding, speed, places, what is missing, durations."""
+"""Plans in words: quality (bits and KL), speed, place, what is missing.
+
+Bits are bits per weight. Widths are written up / gate and down / attention: "3/4/4".
+"""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from . import units
+from ...models.quantities import digits, divergence, estimate, size
 
 if TYPE_CHECKING:
     from ...engine.options import Option, Range
-    from ...models.pack import PackSpec
     from ...models.published import Entry
 
-# Mean KL divergence that rounding costs by the demo model's measure (engine/options.py, ROUNDING), below which it is
-# called so. The presets Balanced and Fast add 0.010 and 0.039 by the same measure.
-_ROUNDED = ((0.001, "none"), (0.005, "hardly any"), (0.010, "very little"), (0.015, "little"), (0.030, "noticeable"))
-_STRONG = "strong"
-_PLACES = {
-    "gpu": "all of it on the GPU",
-    "pool": "GPU and processor together",
-    "cpu": "on the processor",
-}
+BITS = "Bits per weight: up / gate and down / attention. Fewer are smaller and faster, and less exact."
+KL = (
+    "KL: how far the model's next-word probabilities move from the 16-bit original's, in nats; "
+    "0 is identical, below 0.01 hard to notice, above 0.1 noticeable."
+)
+_HARD_TO_NOTICE, _NOTICEABLE = 0.01, 0.1
+_PLACES = {"gpu": "all of it on the GPU", "pool": "on the GPU and the CPU together", "cpu": "on the CPU"}
 
 
-def rounding(kl: float) -> str:
-    """How much rounding changes a model, from "none" to "strong"."""
-    return next((word for most, word in _ROUNDED if kl < most), _STRONG)
+class Widths(Protocol):
+    """Bits per weight of a pack's parts."""
+
+    @property
+    def up(self) -> int: ...
+    @property
+    def gate(self) -> int: ...
+    @property
+    def down(self) -> int: ...
+    @property
+    def dense(self) -> int: ...
 
 
-def rounding_explained(spec: PackSpec, kl: float) -> str:
-    """A sentence on what rounding to these widths means."""
-    told = {
-        "none": "answers are the original's",
-        "hardly any": "answers are all but the original's",
-        "very little": "answers stay very close to the original's",
-        "little": "answers stay close to the original's",
-        "noticeable": "now and then an answer is worse than the original's",
-        _STRONG: "answers are plainly worse than the original's",
-    }[rounding(kl)]
-    return (
-        f"Of 16 bits per weight, experts keep {bits(spec.up, spec.gate, spec.down)} and attention {spec.dense}: {told}."
-    )
+def widths(of: Widths) -> str:
+    """Up / gate and down / attention: "3/4/4"; where gate and down differ, "3/4+8/4"."""
+    rows = f"{of.gate}" if of.gate == of.down else f"{of.gate}+{of.down}"
+    return f"{of.up}/{rows}/{of.dense}"
 
 
-def bits(*widths: int) -> str:
-    """Widths of several matrices: "4", "3 to 4"."""
-    least, most = min(widths), max(widths)
-    return f"{most}" if least == most else f"{least} to {most}"
+def in_bits(of: Widths) -> str:
+    """Short, for a list: "3/4/4 bits", "16 bits, as published"."""
+    same = {of.up, of.gate, of.down, of.dense}
+    return "16 bits, as published" if same == {16} else f"{widths(of)} bits"
+
+
+def named(of: Widths) -> str:
+    """With the name of each part: "up 3, gate and down 4, attention 4 bits per weight"."""
+    rows = f"gate and down {of.gate}" if of.gate == of.down else f"gate {of.gate}, down {of.down}"
+    return f"up {of.up}, {rows}, attention {of.dense} bits per weight"
+
+
+def loss(kl: float) -> str:
+    """The quality loss of widths and what it means: "KL 0.0135 (on the demo model), slightly noticeable"."""
+    meaning = "slightly noticeable" if kl < _NOTICEABLE else "noticeable"
+    return f"KL {divergence(kl)} (on the demo model), {'hard to notice' if kl < _HARD_TO_NOTICE else meaning}"
 
 
 def rate(of: Range) -> str:
     """An estimate of tokens per second with its range: "6.1 (4.8 to 7.9)"."""
-    return f"{digits(of.mid)} ({digits(of.low)} to {digits(of.high)})"
-
-
-def digits(number: float) -> str:
-    """Two significant digits: an estimate has no more."""
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return estimate(of.low, of.mid, of.high)
 
 
 def place(one: Option) -> str:
@@ -67,10 +72,10 @@ def place(one: Option) -> str:
 
 def missing(one: Option) -> str:
     """What stands against it, short: "needs 12.1 GB more memory"; "" where it works."""
-    lacks = [f"{units.size(count)} more {'memory' if what == 'ram' else what}" for what, count in one.missing.items()]
+    lacks = [f"{size(count)} more {'memory' if what == 'ram' else what}" for what, count in one.missing.items()]
     if lacks:
         return f"needs {' and '.join(lacks)}"
-    return "" if one.works else f"too slow: {digits(one.decode.mid)} tokens/s"
+    return "" if one.works else f"too slow: {digits(one.decode.mid, 2)} tokens/s"
 
 
 def only_disk_lacks(one: Option) -> bool:
@@ -81,21 +86,12 @@ def only_disk_lacks(one: Option) -> bool:
 def about(entry: Entry) -> str:
     """What a model is, in a few words."""
     weights = entry.sizes.parameters
-    said = [f"{weights / 1e9:.3g} B weights" if weights >= 1e9 else f"{weights / 1e6:.2g} M weights"]
+    unit, name = (1e9, "billion") if weights >= 1e9 else (1e6, "million")
+    said = [f"{digits(weights / unit)} {name} weights"]
     if entry.chat is None:
-        said.append("continues text, cannot chat")
+        said.append("base model, cannot chat")
     if entry.licence:
         said.append(entry.licence)
     if entry.gated:
         said.append("terms to accept")
     return " · ".join(said)
-
-
-def duration(seconds: float | None) -> str:
-    """A forecast: "some 40 minutes", "some 5.3 hours"; "" where there is none."""
-    if seconds is None:
-        return ""
-    minutes = seconds / 60
-    if minutes >= 100:
-        return f"some {minutes / 60:.1f} hours"
-    return "a minute" if minutes <= 1 else f"some {math.ceil(minutes)} minutes"

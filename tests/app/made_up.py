@@ -91,14 +91,20 @@ def running(now: SetupProgress) -> RunningSetup:
     return cast(RunningSetup, _Setup(now))
 
 
-_ABOUT = "Packed from mistralai/Mixtral-8x7B-Instruct-v0.1: experts keep 3 to 4 bits per weight, attention 4. "
+_BITS = "at 3/4/4 bits per weight (up 3, gate and down 4, attention 4)"
 FOUND = Found(
     (
-        Model("installed", catalog.DEMO, 31_900_000, "built in, rounded to 4 bits of 16", "It is a part of floe-chat."),
-        Model("installed", "olmoe", 4_310_000_000, "rounded to 4 bits of 16", f"It lies in {MODELS / 'olmoe'}."),
+        Model("installed", catalog.DEMO, 31_900_000, "built in, 4/4/4 bits", "It is part of floe-chat."),
+        Model("installed", "olmoe", 4_310_000_000, "3/4/4 bits", f"Packed {_BITS}. Folder: {MODELS / 'olmoe'}"),
         Model("installed", "broken", 812_000, "", "manifest.json ends too early.", "broken is incomplete"),
-        Model("begun", WISH.name, 12_300_000_000, "so far", f"{_ABOUT}What is done lies in {WISH.folder}."),
-        Model("available", PUBLISHED[2].name, 281_000_000_000, "141 B weights · Apache-2.0", "It fetches 281 GB."),
+        Model("unfinished", WISH.name, 12_300_000_000, "so far", f"{WISH.model} {_BITS}. Saved in {WISH.folder}"),
+        Model(
+            "available",
+            PUBLISHED[2].name,
+            281_000_000_000,
+            "141 billion weights",
+            "Setting it up downloads 281 GB.",
+        ),
     ),
     HARDWARE.disk_free,
     MODELS,

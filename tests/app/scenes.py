@@ -81,7 +81,7 @@ Scene = Callable[[Stage], Awaitable[None]]
 
 
 async def _empty(stage: Stage) -> None:
-    await stage.see("Try: What is an expert?")
+    await stage.see("Try: What is sea ice?")
 
 
 async def _loading(stage: Stage) -> None:
@@ -191,12 +191,12 @@ async def _search(stage: Stage) -> None:
 async def _models(stage: Stage) -> None:
     stage.setups.setup = running(progress("working"))
     stage.app.push_screen(_models_screen(stage))
-    await stage.see("On this machine", "They take", "Packing layer 7", "V checks it")
+    await stage.see("Installed", "Disk: ", "Packing layer 7", "V checks it")
 
 
 async def _remove(stage: Stage) -> None:
     stage.app.push_screen(_models_screen(stage))
-    await stage.see("On this machine")
+    await stage.see("Installed")
     await stage.press("down", "x")
     await stage.see("Y deletes")
 
@@ -210,30 +210,30 @@ def _models_screen(stage: Stage) -> ModelsScreen:
 
 async def _machine(stage: Stage) -> None:
     stage.app.push_screen(WizardScreen(stage.setups, surveyor=survey))
-    await stage.see("Ryzen 5 5600", "Enter goes on")
+    await stage.see("Ryzen 5 5600", "Enter continues")
 
 
 async def _choice(stage: Stage) -> None:
     await _machine(stage)
     await stage.press("enter")
-    await stage.see("● ", "Answers at about")
+    await stage.see("● ", "Speed: ")
 
 
 async def _folder(stage: Stage) -> None:
     await _choice(stage)
     await stage.press("enter")
-    await stage.see("Where to put it", "are free")
+    await stage.see("Models folder", "are free")
 
 
 async def _token(stage: Stage) -> None:
     await _folder(stage)
     await stage.press("enter")
-    await stage.see("asks who you are", "hf_")
+    await stage.see("needs a token", "hf_")
 
 
 async def _resume(stage: Stage) -> None:
     stage.app.push_screen(WizardScreen(stage.setups, surveyor=survey))
-    await stage.see("Begun, and not finished", "Set up another model")
+    await stage.see("Unfinished setups", "Set up another model")
 
 
 def _setup(state: str, *words: str) -> Scene:
@@ -278,7 +278,7 @@ SCENES: dict[str, Scene] = {
     "wizard-choice": _choice,
     "wizard-folder": _folder,
     "wizard-token": _token,
-    "wizard-working": _setup("working", "is on its way"),
+    "wizard-working": _setup("working", "Setting up"),
     "wizard-paused": _setup("paused", "is paused"),
     "wizard-done": _setup("done", "is ready"),
     "wizard-failed": _setup("failed", "R tries again"),

@@ -38,7 +38,7 @@ async def to(pilot: Pilot[int], name: str) -> None:
     """Highlight the line of a model."""
     page = pilot.app.screen
     assert isinstance(page, ModelsScreen)
-    await see(pilot, "On this machine", name.partition("\x1b")[0])
+    await see(pilot, "Installed", name.partition("\x1b")[0])
     for _ in range(12):
         if page.highlighted is not None and page.highlighted.name == name:
             return
@@ -50,16 +50,16 @@ async def test_what_there_is_and_a_choice(published: Path, setups: Setups, mine:
     (catalog.models_folder() / "half\x1b[2J").mkdir()
     async with around(screen(setups, published)) as pilot:
         await see(
-            pilot, "On this machine", "● demo", "built in", "mine", "experts keep", "To set up", "tiny", "M weights"
+            pilot, "Installed", "● demo", "built in", "mine", "bits per weight", "Available", "tiny", "million weights"
         )
-        await see(pilot, "continues text, cannot chat", "Another model", "They take", "free")
+        await see(pilot, "base model, cannot chat", "Another model", "Disk: ", "free")
         assert "\x1b" not in "".join(lines(pilot))
         await to(pilot, "half\x1b[2J")
         await pilot.press("enter")
-        await see(pilot, "What to do: V tells which files")
+        await see(pilot, "What to do: Press V to see which files")
         assert results(pilot) == []
         await to(pilot, "mine")
-        await see(pilot, f"It lies in {mine}.", "Enter chats with it")
+        await see(pilot, f"Folder: {mine}", "Enter chats with it")
         await pilot.press("enter")
         await until(pilot, lambda: results(pilot) == ["mine"])
 
@@ -84,15 +84,15 @@ async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) 
     async with around(screen(setups, published)) as pilot:
         await to(pilot, "mine")
         await pilot.press("v")
-        await see(pilot, "mine: all files are sound.")
+        await see(pilot, "mine: all files are undamaged.")
         weights = mine / "layer_01.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
         await pilot.press("v")
         await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 is another")
         await pilot.press("x")
-        await see(pilot, "mine, 224 kB", "all that is in it go", "Y deletes")
+        await see(pilot, "mine, 224 kB", "with everything in it", "Y deletes")
         await pilot.press("escape")
-        await see(pilot, "On this machine")
+        await see(pilot, "Installed")
         assert mine.is_dir()
         await pilot.press("x", "y")
         await until(pilot, lambda: not mine.exists() and str(mine) not in shown(pilot))
@@ -103,11 +103,11 @@ async def test_what_stays(published: Path, setups: Setups, mine: Path) -> None:
     async with around(screen(setups, published, current="mine")) as pilot:
         await to(pilot, "mine")
         await pilot.press("x")
-        await see(pilot, "mine answers this chat", "Choose another one first")
+        await see(pilot, "mine answers this chat", "Choose another model first")
         await pilot.press("up")
         await to(pilot, "demo")
         await pilot.press("x")
-        await see(pilot, "The demo model stays")
+        await see(pilot, "The demo model cannot be deleted")
         assert mine.is_dir()
 
 
@@ -116,22 +116,22 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
     async with around(screen(setups, published)) as pilot:
         await to(pilot, "tiny")
         await pilot.press("enter")
-        await see(pilot, "This machine", "Enter goes on")
+        await see(pilot, "This machine", "Enter continues")
         await pilot.press("enter")
-        await see(pilot, "● very little", "Answers at about")
+        await see(pilot, "● 3/4/4", "Speed: ")
         await pilot.press("enter")
-        await see(pilot, "Where to put it", "are free")
+        await see(pilot, "Models folder", "are free")
         await pilot.press("enter")
-        await see(pilot, "is on its way")
+        await see(pilot, "Setting up tiny")
         await pilot.press("escape")
-        await see(pilot, "Begun, and not finished", "so far", "tiny: ", "Space pauses")
+        await see(pilot, "Unfinished setups", "so far", "tiny: ", "Space pauses")
         await pilot.press("space")
         await see(pilot, "tiny: paused at")
         await pilot.press("s")
         await until(pilot, lambda: setups.setup is None and "paused" not in shown(pilot))
         hub.faults.clear()
         await to(pilot, "tiny")
-        await see(pilot, "Enter goes on")
+        await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "tiny is ready", "Enter chats with it")
         await to(pilot, "tiny")
@@ -145,12 +145,12 @@ async def test_what_was_begun_is_deleted(published: Path, hub: FakeHub, setups: 
     begun = setups.start(wish(REPO)).wish
     async with around(screen(setups, published)) as pilot:
         await until(pilot, lambda: setups.setup is not None and setups.setup.progress().peak is not None)
-        await see(pilot, "Begun, and not finished")
+        await see(pilot, "Unfinished setups")
         await to(pilot, "tiny")
         await pilot.press("x")
-        await see(pilot, "Y deletes", "all that is in it go")
+        await see(pilot, "Y deletes", "with everything in it")
         await pilot.press("y")
-        await until(pilot, lambda: not begun.note.exists() and "Begun" not in shown(pilot))
+        await until(pilot, lambda: not begun.note.exists() and "Unfinished" not in shown(pilot))
     assert list(catalog.models_folder().iterdir()) == [] and not setups.busy
 
 
@@ -161,11 +161,9 @@ async def test_nothing_essential_is_cut_off(
     slowly(hub)
     setups.start(wish(REPO))
     async with around(screen(setups, published), size) as pilot:
-        await see(
-            pilot, "On this machine", "demo", "mine", "Begun", "tiny: ", "They take", "Enter", "V checks", "Esc back"
-        )
+        await see(pilot, "Installed", "demo", "mine", "Unfinished", "tiny: ", "Disk: ", "Enter", "V checks", "Esc back")
         await to(pilot, "mine")
-        await see(pilot, "X deletes", "It lies in", "S stops")
+        await see(pilot, "X deletes", "Folder: ", "S stops")
 
 
 def test_the_first_run_is_known(tmp_path: Path, mine: Path) -> None:

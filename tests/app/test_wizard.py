@@ -25,11 +25,11 @@ def wizard(setups: Setups, published: Path, **options: object) -> WizardScreen:
 
 async def to_folder(pilot: Pilot[int]) -> None:
     """Through machine and model, taking what is recommended."""
-    await see(pilot, "A test's processor", "Enter goes on")
+    await see(pilot, "A test's processor", "Enter continues")
     await pilot.press("enter")
-    await see(pilot, "recommended", "Answers at about")
+    await see(pilot, "recommended", "Speed: ")
     await pilot.press("enter")
-    await see(pilot, "Where to put it", "are free")
+    await see(pilot, "Models folder", "are free")
 
 
 async def to_progress(pilot: Pilot[int]) -> None:
@@ -40,7 +40,7 @@ async def to_progress(pilot: Pilot[int]) -> None:
 
 async def test_from_the_machine_to_the_first_chat(published: Path, hub: FakeHub, setups: Setups) -> None:
     async with around(wizard(setups, published)) as pilot:
-        await see(pilot, "This machine", "read at 33.1 GB/s", "none to use", "Rates were measured")
+        await see(pilot, "This machine", "read at 33.1 GB/s", "no GPU", "Rates were measured")
         await to_progress(pilot)
         await see(pilot, "tiny is ready", "Enter chats with it")
         await pilot.press("enter")
@@ -79,7 +79,7 @@ async def test_the_network_goes_and_comes_back(published: Path, hub: FakeHub, se
         gone = Fault("GET /storage/.*model-", times=ALWAYS, reset_after=100)
         hub.faults += [Fault("GET /storage/.*model-", times=2), gone]  # the headers come
         await pilot.press("enter")
-        await see(pilot, "trying again", "is on its way")
+        await see(pilot, "trying again", "Setting up tiny")
         gone.times = 0
         await see(pilot, "tiny is ready")
         assert results(pilot) == []
@@ -94,26 +94,26 @@ async def test_left_and_come_back_to(published: Path, hub: FakeHub, setups: Setu
         await until(pilot, lambda: results(pilot) == [None])
         assert setups.busy
         pilot.app.open(wizard(setups, published))  # pyright: ignore[reportAttributeAccessIssue]
-        await see(pilot, "is on its way", "Space pauses")
+        await see(pilot, "Setting up tiny", "Space pauses")
         await pilot.press("space")
-        await see(pilot, "tiny is paused", "Space goes on")
+        await see(pilot, "tiny is paused", "Space continues")
         assert "paused" in setups.words()
         await pilot.press("space")
-        await see(pilot, "is on its way")
+        await see(pilot, "Setting up tiny")
         await pilot.press("s")
-        await see(pilot, "was stopped", "Enter goes on")
+        await see(pilot, "is stopped", "Enter continues")
         assert setups.words() == "" and not setups.busy
         hub.faults.clear()
         slowly(hub)
         await pilot.press("enter")
-        await see(pilot, "is on its way")
+        await see(pilot, "Setting up tiny")
         await pilot.press("space")  # or it could be finished before the program has ended
         await see(pilot, "tiny is paused")
     setups.close()
     later = Setups(IMPATIENT)  # the program's next start
     hub.faults.clear()
     async with around(wizard(later, published)) as pilot:
-        await see(pilot, "Begun, and not finished", REPO, "on the disk so far", "Set up another model")
+        await see(pilot, "Unfinished setups", REPO, "so far", "Set up another model")
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
     later.close()
@@ -155,11 +155,11 @@ async def test_another_disk_where_this_one_is_too_small(
     (catalog.models_folder() / "other").mkdir(parents=True)
     (catalog.models_folder() / "other" / "manifest.json").write_text("{}")
     async with around(wizard(setups, published, surveyor=surveyor(disk=1 << 20), settings=settings)) as pilot:
-        await see(pilot, "Enter goes on")
+        await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "more disk")
         await pilot.press("enter")
-        await see(pilot, "are missing")
+        await see(pilot, "too little")
         await pilot.press("enter")
         await see(pilot, "The disk is too small", "on another disk")
         await pilot.press("end", "ctrl+u")
@@ -168,10 +168,10 @@ async def test_another_disk_where_this_one_is_too_small(
         await pilot.press("ctrl+u")
         paste(pilot, "/proc/nope")
         await pilot.press("enter")
-        await see(pilot, "Nothing can be put there", "is on no disk")
+        await see(pilot, "This folder cannot be used", "is not on a disk")
         await pilot.press("ctrl+u")
         paste(pilot, str(roomy / "models"))
-        await see(pilot, "429 GB are free.", "One model stays in")
+        await see(pilot, "429 GB are free.", "1 model stays in")
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
     assert (roomy / "models" / "tiny" / "manifest.json").exists() and str(roomy / "models") in settings.read_text()
@@ -196,12 +196,12 @@ async def test_another_folder_is_kept_when_the_setup_begins(
 
 async def test_nothing_fits(published: Path, setups: Setups) -> None:
     async with around(wizard(setups, published, surveyor=surveyor(ram=1 << 20))) as pilot:
-        await see(pilot, "Enter goes on")
+        await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "more memory")
         assert "●" not in "".join(lines(pilot)).split("machine.")[1]
         await pilot.press("enter")
-        await see(pilot, "does not fit this machine", "the demo model, which always works: Ctrl+D")
+        await see(pilot, "does not fit this machine", "Press Ctrl+D for the demo model")
         await pilot.press("escape")
         await see(pilot, "This machine")
         await pilot.press("escape")
@@ -217,9 +217,9 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
         await pilot.press("r")
         await see(pilot, "arrives damaged")
         await pilot.press("c")
-        await see(pilot, "recommended", "Answers at about")
+        await see(pilot, "recommended", "Speed: ")
         await pilot.press("down", "enter")
-        await see(pilot, "Where to put it", "What was begun of tiny with other choices is deleted")
+        await see(pilot, "Models folder", "The unfinished setup of tiny with other settings will be deleted")
         hub.faults.clear()
         await pilot.press("enter")
         await see(pilot, "tiny is ready")
@@ -229,7 +229,7 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
 
 async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: Setups) -> None:
     async with around(wizard(setups, published, entries=[])) as pilot:
-        await see(pilot, "Enter goes on")
+        await see(pilot, "Enter continues")
         await pilot.press("enter")
         await see(pilot, "Another model")
         for named, words in (
@@ -244,12 +244,12 @@ async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: 
             await see(pilot, words)
             await pilot.press("escape")
             await see(pilot, "Enter chooses")
-        for named, words in ((REPO, "It fetches"), (str(published), "It is packed into")):
+        for named, words in ((REPO, "Disk: download"), (str(published), "Disk: pack")):
             await pilot.press("end", "enter")
             await see(pilot, "Enter looks it up")
             paste(pilot, named)
             await pilot.press("enter")
-            await see(pilot, "● very little", words)
+            await see(pilot, "● 3/4/4", words)
 
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
@@ -257,16 +257,16 @@ async def test_nothing_essential_is_cut_off(
     published: Path, hub: FakeHub, setups: Setups, size: tuple[int, int]
 ) -> None:
     slowly(hub)
-    long = dataclasses.replace(entry_of(published, "a\x1b[31m-model-whose-name-is-long", REPO), gated=True)
+    long = dataclasses.replace(entry_of(published, "z\x1b[31m-model-whose-name-is-long", REPO), gated=True)
     async with around(wizard(setups, published, entries=[entry_of(published), long]), size) as pilot:
-        await see(pilot, "read at 33.1 GB/s", "none to use", "Enter goes on", "Ctrl+D demo model", "Ctrl+Q quit")
+        await see(pilot, "read at 33.1 GB/s", "no GPU", "Enter continues", "Ctrl+D demo model", "Ctrl+Q quit")
         await pilot.press("enter")
-        await see(pilot, "hardly any", "very little", "words a minute", "of disk", "Enter chooses", "Ctrl+D demo model")
+        await see(pilot, "4/4/8", "3/4/4", "words a minute", "Disk: ", "Enter chooses", "Ctrl+D demo model")
         assert "\x1b" not in "".join(lines(pilot))
         await pilot.press("end", "up")
-        await see(pilot, "asks to accept terms on the hub first, with an account")
+        await see(pilot, "wants you to accept terms on the hub first, with an account")
         await pilot.press("home", "enter")
-        await see(pilot, "Where to put it", "are free", "Enter goes on", "Ctrl+D demo model")
+        await see(pilot, "Models folder", "are free", "Enter continues", "Ctrl+D demo model")
         await pilot.press("enter")
         await see(pilot, "Download", "Pack", "Check", "now", "at the peak", "free", "Space pauses", "Ctrl+D demo model")
         await pilot.press("space")
