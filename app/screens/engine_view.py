@@ -71,6 +71,10 @@ class EngineView(ChatView):
     def on_mount(self) -> None:
         super().on_mount()
         self._say("loading", "$warning")
+        self._welcome()
+
+    def _welcome(self) -> None:
+        self._transcript.welcome(demo=catalog.reference(self._bridge.pack) == catalog.DEMO)
 
     # What the person does
 
@@ -139,6 +143,7 @@ class EngineView(ChatView):
         self._say("loading", "$warning")
         self._show_context(None)
         self._bridge.open(pack)
+        self._welcome()
 
     # What the engine does
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from textual.content import Content
+from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
 from .hints import key_of
 from .plain import printable
 from .themes import MUTED
+
+_FOR_THE_DEMO = ("What is an expert?", "What does F4 do?", "How do I get a larger model?")
+_FOR_ANY_MODEL = ("What is sea ice?", "Write a poem about the sea.", "Explain recursion.")
 
 
 class Note(Static):
@@ -42,18 +46,31 @@ class ErrorBlock(Static):
 
 
 class Welcome(Widget):
-    """What an empty transcript shows."""
+    """What an empty chat shows: what this is, something to ask, and the first keys.
+
+    `demo`: the built-in model answers, so the way to a real one is shown.
+    """
+
+    demo: reactive[bool] = reactive(default=False, layout=True)
+
+    def __init__(self, *, demo: bool) -> None:
+        super().__init__()
+        self.set_reactive(Welcome.demo, demo)
 
     def render(self) -> Content:
-        """What this is, something to ask, and the first keys."""
-        newline, explained = key_of(self, "newline"), key_of(self, "help")
-        return Content("\n").join(
-            [
-                Content.assemble(
-                    ("floe-chat", "bold $primary"),
-                    "  a Mixture-of-Experts model, running on this machine. Nothing you write leaves it.",
-                ),
-                Content.assemble(("Try: ", MUTED), ("What is an expert?", "italic")),
-                Content.styled(f"Enter sends · {newline} new line · {explained} explains keys and figures", MUTED),
-            ]
-        )
+        """One idea per line."""
+        newline, explained, models = (key_of(self, action) for action in ("newline", "help", "models"))
+        ask: list[Content | tuple[str, str]] = [("Try: ", MUTED)]
+        for at, question in enumerate(_FOR_THE_DEMO if self.demo else _FOR_ANY_MODEL):
+            ask += [(" · ", MUTED)] if at else []
+            ask.append((question, "italic"))
+        lines = [
+            Content.assemble(("floe-chat", "bold $primary"), "  runs on this machine. Nothing you write leaves it."),
+            Content.assemble(*ask),
+            Content.styled(f"Enter sends · {newline} new line · {explained} explains keys and figures", MUTED),
+        ]
+        if self.demo:
+            lines.insert(
+                1, Content.assemble("A small demo model answers. ", (f"{models} sets up a real model", "bold"))
+            )
+        return Content("\n").join(lines)

@@ -58,14 +58,21 @@ class Transcript(VerticalScroll):
         self._from, self._to = 0, 0  # their positions on the branch
         self._horizon: int | None = None
         self._paging = asyncio.Lock()
+        self._demo = False
         self.live: int | None = None
         """The answer that is being written here."""
 
     def on_mount(self) -> None:
         self.anchor()
-        self.mount(Welcome())
+        self.mount(Welcome(demo=self._demo))
 
     # What is shown
+
+    def welcome(self, *, demo: bool) -> None:
+        """Say in an empty chat that the demo model answers, or another one."""
+        self._demo = demo
+        for shown in self.query(Welcome):
+            shown.demo = demo
 
     def turn(self, message: int) -> Turn | None:
         """The block of a message, if it is mounted."""
@@ -82,7 +89,7 @@ class Transcript(VerticalScroll):
             await self._remove_blocks()
             self._ids, self._from, self._to = ids, max(0, len(ids) - PAGE), len(ids)
             self._horizon = None
-            await self._insert(self._blocks(self._from, self._to) if ids else [Welcome()])
+            await self._insert(self._blocks(self._from, self._to) if ids else [Welcome(demo=self._demo)])
         self.anchor()
         self.call_after_refresh(self._fill)
 

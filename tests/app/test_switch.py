@@ -145,3 +145,19 @@ async def test_the_first_run_offers_the_wizard_once(start: str, tiny_pack: Path,
     client.close()
     app.setups.close()
     assert settings.exists()
+
+
+async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) -> None:
+    client = ChatClient(catalog.find(catalog.DEMO))
+    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await see(pilot, "F6 sets up a real model", "What is an expert?", "How do I get a larger model?")
+        await until(pilot, lambda: is_ready(app, "demo"))
+        chat = app.screen
+        assert isinstance(chat, ChatScreen)
+        await chat.switch_model(other)
+        await until(pilot, lambda: is_ready(app, "other") and "sets up a real model" not in shown(pilot))
+        await pilot.press("ctrl+n")
+        await see(pilot, "Try:")
+        assert "sets up a real model" not in shown(pilot)
+    client.close()
