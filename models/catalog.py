@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import platformdirs
 
-from . import names, private_file, support
+from . import limits, names, private_file, support
 from .errors import CheckpointError, FloeError, UsageError
 from .home import expanded
 from .published import APACHE, PUBLISHED, Entry, Sizes
@@ -25,7 +25,6 @@ DEMO = "demo"
 FETCHED = ".download"  # ends the name of a folder with what was fetched of a model that is being set up
 _SHOWN = 60  # letters of a name in an error
 _LARGEST_FILE = 4 << 20  # bytes of a config.json
-_LARGEST = 1 << 30  # of any one size: a configuration that names more is damaged
 
 _chosen_folder: Path | None = None  # the person's setting
 
@@ -312,11 +311,9 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
 
     def number(*names: str, default: int | None = None) -> int:
         value = next((fields[name] for name in names if fields.get(name) is not None), default)
-        if type(value) is not int or not 1 <= value <= _LARGEST:
-            raise CheckpointError(
-                f"{what} does not describe a model", f"Its {names[0]} is {value!r}.", "Download config.json again."
-            )
-        return value
+        if cause := limits.out_of_range(names[0], value):
+            raise _no_model(what, cause)
+        return cast(int, value)
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     sizes = Sizes(
@@ -328,15 +325,26 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         top_k=number("num_experts_per_tok"),
         heads=heads,
         kv_heads=number("num_key_value_heads", default=heads),
-        head_dim=number("head_dim", default=max(1, hidden // heads)),
+        head_dim=number("head_dim", default=hidden // heads),
         vocab=number("vocab_size"),
         window=number("max_position_embeddings", default=4096),
         tied=fields.get("tie_word_embeddings") is True,
     )
-    if sizes.top_k > sizes.experts:
-        cause = f"A token uses {sizes.top_k} of {sizes.experts} experts."
-        raise CheckpointError(f"{what} does not describe a model", cause, "Download config.json again.")
+    together = {
+        "num_hidden_layers": sizes.layers,
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "num_attention_heads": heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+    }
+    if cause := limits.problem(together):
+        raise _no_model(what, cause)
     return sizes
+
+
+def _no_model(what: str, cause: str) -> CheckpointError:
+    return CheckpointError(f"{what} does not describe a model", cause, "Download config.json again.")
 
 
 def _checked(folder: Path) -> Path:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from .errors import FloeError, PackError, verify_hint
+from .visible import visible
 
 _MOST_TEXT = 16_384, 1_024  # characters that decoded tokens may have: at all, and for each token
 _LONGEST_CAUSE = 300  # characters of somebody else's error message
@@ -126,19 +127,3 @@ class Detokenizer:
         except Exception:  # noqa: BLE001
             self._stream = DecodeStream(skip_special_tokens=True)
             return "\ufffd" + (self._stream.step(self._tokenizer, token) or "")
-
-
-def visible(text: str) -> str:
-    """`text` with control characters except newline and tab as their Unicode pictures, so none reaches a terminal.
-
-    C0 controls become U+2400..., DEL U+2421, C1 controls and Unicode's direction overrides U+FFFD; carriage returns go.
-    """
-    return text.translate(_VISIBLE)
-
-
-_VISIBLE: dict[int, int | None] = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    **dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD),
-    ord("\r"): None,
-    0x7F: 0x2421,
-}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import limits, private_file
 from .errors import CheckpointError, NoCheckpointError
 from .lean import import_library
 from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
@@ -27,6 +29,7 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
     "F16": torch.float16,
     "F32": torch.float32,
 }
+LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
 _SAMPLE = 4096  # bytes of each tensor that stand for all of it where no commit does
 
 
@@ -89,7 +92,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     path = folder / "config.json"
     try:
-        fields: Any = json.loads(path.read_text(encoding="utf-8"))
+        fields: Any = json.loads(private_file.read(path, LARGEST_CONFIG))
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
@@ -99,28 +102,35 @@ def read_config(folder: Path) -> PretrainedConfig:
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read", str(error), "Download the checkpoint again.") from error
+        cause = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise CheckpointError(f"{path} cannot be read", cause, "Download the checkpoint again.") from error
     if (refused := refused_type(fields, f"The checkpoint at {folder}")) is not None:
         raise refused
+    # transformers makes lists of as many entries as there are layers, so sizes are checked before it sees them.
+    _check_values(path, fields)
     import_library()
     from transformers import AutoConfig
 
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        _check_config(config)
+        values = {name: getattr(config, name) for name in (*limits.SIZES, *limits.FIGURES) if hasattr(config, name)}
+        _check_values(path, values | config.rope_parameters)
+        if config.hidden_act != "silu":
+            raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes silu")
+    except CheckpointError:
+        raise
     # Each of transformers' configurations raises what it likes, down to ZeroDivisionError.
     except Exception as error:
         raise CheckpointError(f"{path} does not describe a model", str(error), "Download it again.") from error
     return config
 
 
-def _check_config(config: Any) -> None:
-    experts = getattr(config, "num_local_experts", None) or config.num_experts
-    sizes = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads)
-    if min(*sizes, experts, config.num_experts_per_tok) < 1 or config.num_experts_per_tok > experts:
-        raise ValueError("its sizes make no sense")
-    if config.hidden_act != "silu":
-        raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes silu")
+def _check_values(path: Path, values: Mapping[str, Any]) -> None:
+    by_either_name = [values[name] for name in ("num_local_experts", "num_experts") if values.get(name) is not None]
+    for experts in by_either_name or [None]:
+        given = dict(values) if experts is None else {**values, "num_local_experts": experts}
+        if cause := limits.problem(given):
+            raise CheckpointError(f"{path} does not describe a model", cause, "Download it again.")
 
 
 class Checkpoint:
@@ -202,9 +212,10 @@ class Checkpoint:
                     raise _unreadable(file, f"{name}: {error.strerror or error}.") from error
         return digest.hexdigest()
 
-    def _every_expert_name(self) -> list[str]:
-        layers, experts = range(self.config.num_hidden_layers), range(self.experts)
-        return [name for layer in layers for expert in experts for name in self.expert_names(layer, expert)]
+    def _every_expert_name(self) -> Iterator[str]:
+        for layer in range(self.config.num_hidden_layers):
+            for expert in range(self.experts):
+                yield from self.expert_names(layer, expert)
 
     def _check(self) -> None:
         layers = self.config.num_hidden_layers

@@ -1,7 +1,7 @@
 """A pack's config.json, read as transformers would read it, without importing transformers.
 
-Only what is plain is read here: the families of bare.py, with fields of the types that belong there and the usual rope.
-Whatever else a file says is transformers' to judge, which then reads it; the log says why.
+Only plain files are read here: of the families in bare.py, with fields of the expected types and the usual rope.
+transformers reads all others, and the log says why.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .checkpoint import read_config
+from . import limits, private_file
+from .checkpoint import LARGEST_CONFIG, read_config
+from .errors import CheckpointError, damaged
 
 _log = logging.getLogger("floe_chat.models")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What the engine reads of a configuration, by transformers' names; what a family does not have is None or False.
+    """The parts of a configuration that the engine reads, by transformers' names.
+
+    A family without such a part has None or False.
 
     Attributes:
         rope_parameters: "rope_type", which is "default", and "rope_theta".
@@ -48,7 +52,7 @@ class Config:
     rope_parameters: dict[str, Any]
 
 
-# The types of Config's fields in a file, as strictly as transformers takes them.
+# The types of Config's fields in a file, as strict as transformers is.
 _INTEGER, _MAYBE = (int,), (int, NoneType)
 _TYPES: dict[str, tuple[type, ...]] = {
     "vocab_size": _INTEGER,
@@ -69,7 +73,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "clip_qkv": (float, NoneType),
     "norm_topk_prob": (bool,),
 }
-# Where config.json is silent: what transformers' class of the family assumes, and Config's word for what it has not.
+# Defaults of transformers' class of the family, for what config.json leaves out.
 _SHARED: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
@@ -107,7 +111,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _THETA = {"mixtral": 1e6, "olmoe": 1e4}
-# Fields by which transformers changes the meaning of others; null says nothing.
+# Fields by which transformers changes the meaning of others; null changes nothing.
 _INVOLVED = ("rope_scaling", "partial_rotary_factor", "per_layer_config", "layer_types", "mlp_layer_types", "auto_map")
 
 
@@ -115,21 +119,24 @@ def read(folder: Path) -> Any:
     """The configuration in `folder`: a `Config`, or transformers' own where the file is not plain.
 
     Raises:
-        CheckpointError: see `checkpoint.read_config`.
+        PackError: it cannot be read, or does not describe a model that floe-chat can run.
     """
     path = folder / "config.json"
     try:
-        return parse(json.loads(path.read_text(encoding="utf-8")))
+        return parse(json.loads(private_file.read(path, LARGEST_CONFIG)))
     except (OSError, ValueError, RecursionError) as error:
         _log.info("transformers reads %s: %s", path, error)
+    try:
         return read_config(folder)
+    except CheckpointError as error:
+        raise damaged(folder, f"Its config.json cannot be used: {error.cause or error.title}") from error
 
 
 def parse(fields: Any) -> Config:
-    """What the fields of a config.json describe.
+    """The configuration that the fields of a config.json describe.
 
     Raises:
-        ValueError: they are not plain; says which.
+        ValueError: they are not plain; the message names the first that is not.
     """
     family = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(family, str) or family not in _DEFAULTS:
@@ -164,10 +171,8 @@ def _rope(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
 def _check(config: Config) -> None:
     """Leave to transformers what it would refuse, or what would need its code."""
-    sizes = [value for name in _TYPES if type(value := getattr(config, name)) is int]
-    if min(sizes) < 1 or config.num_experts_per_tok > config.num_local_experts:
-        raise ValueError("its sizes make no sense")
-    if (dim := config.head_dim or config.hidden_size // config.num_attention_heads) % 2 or not dim:
-        raise ValueError(f"its heads are of {dim} values, which rope cannot turn in pairs")
+    values = {name: getattr(config, name) for name in _TYPES} | config.rope_parameters
+    if cause := limits.problem(values):
+        raise ValueError(cause)
     if config.hidden_act != "silu":
         raise ValueError(f"its experts use {config.hidden_act}")

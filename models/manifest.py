@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,18 +15,20 @@ from typing import Any, TypeVar
 import torch
 
 from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
-from . import private_file
+from . import limits, private_file
 from .errors import NoPackError, PackError
 from .tensorfile import Plan
+from .visible import as_name
 from .widths import Narrow, Rare, Stored, Widths
 
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
 MIXED_VERSION = 4  # of packs some of whose experts are narrower, which programs that read 3 do not know
 FILE_NAME = "manifest.json"
-_LARGEST = 16 << 20  # bytes of it: narrow experts are listed one by one
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
-UNFINISHED = "packing.json"  # lies in the folder from the first byte until the manifest is written
+UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
+_LARGEST = 16 << 20  # bytes of a manifest: narrow experts are listed one by one
+_MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
     "config.json",
     "generation_config.json",
@@ -209,22 +212,24 @@ class Manifest:
         except FileNotFoundError:
             raise _unfinished(folder) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise _garbled(folder, f"{FILE_NAME} cannot be read: {error}") from error
+            cause = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise _garbled(folder, f"{FILE_NAME} cannot be read: {cause}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise _garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
         seal = fields.pop("sha256", None)
-        if fields.get("version") not in (VERSION, MIXED_VERSION):
+        version = fields.get("version")
+        if version not in (VERSION, MIXED_VERSION):
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {fields.get('version')!r}; this program reads versions {VERSION} and {MIXED_VERSION}.",
+                f"It is version {as_name(repr(version))}; this program reads {VERSION} and {MIXED_VERSION}.",
                 "Update floe-chat, or pack the source checkpoint again with this version.",
             )
         if seal not in (None, _seal(fields)):
-            raise _garbled(folder, f"{FILE_NAME} changed: the sha256 is another.")
+            raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
             return dataclasses.replace(_parse(fields), sealed=seal is not None)
-        except (KeyError, TypeError, ValueError) as error:
-            raise _garbled(folder, f"{FILE_NAME} lacks or garbles {error}.") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
 
 
 def file_entry(path: Path) -> FileEntry:
@@ -269,8 +274,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     if type(fields["tuned"]) is not list:
         raise TypeError("tuned")
     manifest = Manifest(
-        name=str(fields["name"]),
-        source=_typed(Source, fields["source"]),
+        name=as_name(str(fields["name"])),
+        source=_source(fields["source"]),
         architecture=_typed(Architecture, fields["architecture"]),
         widths=_widths(fields["widths"]),
         calibration=_typed(Calibration, fields["calibration"]),
@@ -280,7 +285,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         beside={name: _typed(FileEntry, entry) for name, entry in dict(fields.get("beside", {})).items()},
     )
     a, w = manifest.architecture, manifest.widths
-    if min(a.layers, a.experts, a.top_k, a.hidden, a.intermediate, w.group) < 1 or a.top_k > a.experts:
+    if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or limits.problem(_named(a)):
         raise ValueError("its sizes")
     bits = {bits for some in (w, w.narrow) if some for bits in (some.up, some.gate, some.down)}
     if w.dense not in DENSE_WIDTHS or bits - set(WIDTHS) or w.float16 not in _FLOAT16 or a.hidden % w.group:
@@ -288,11 +293,13 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     _check_rare(manifest, mixed=fields["version"] == MIXED_VERSION)
     for preset in manifest.tuned:
         shares = (preset.sparsity, preset.product, preset.drop, preset.major)
-        if not all(0 <= share <= 1 for share in shares) or (preset.major > preset.drop and a.intermediate % 2):
-            raise ValueError(f"the preset {preset.name!r}")
+        figures = (preset.kl, preset.bytes_per_token)
+        sound = all(0 <= share <= 1 for share in shares) and all(0 <= figure < math.inf for figure in figures)
+        if not sound or (preset.major > preset.drop and a.intermediate % 2):
+            raise ValueError(f"the preset {as_name(preset.name)!r}")
     for name in (*manifest.files, *manifest.beside):
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
-            raise ValueError(f"the file name {name!r}")
+            raise ValueError(f"the file name {as_name(name)!r}")
     layers = sum(name.startswith("layer_") for name in manifest.files)
     if layers != a.layers:  # compared before any name is made: the number may be absurd
         raise ValueError(f"the entries of {a.layers} layers")
@@ -300,6 +307,23 @@ def _parse(fields: dict[str, Any]) -> Manifest:
     if missing := sorted(needed - manifest.files.keys()):
         raise ValueError(f"the entry of {missing[0]}")
     return manifest
+
+
+def _named(a: Architecture) -> dict[str, int]:
+    """Sizes by their names in config.json."""
+    return {
+        "num_hidden_layers": a.layers,
+        "num_local_experts": a.experts,
+        "num_experts_per_tok": a.top_k,
+        "hidden_size": a.hidden,
+        "intermediate_size": a.intermediate,
+    }
+
+
+def _source(fields: dict[str, Any]) -> Source:
+    source = _typed(Source, fields)
+    commit = None if source.commit is None else as_name(source.commit)
+    return dataclasses.replace(source, name=as_name(source.name), commit=commit)
 
 
 def _widths(fields: dict[str, Any]) -> Widths:
@@ -314,6 +338,8 @@ def _rare(fields: dict[str, Any]) -> Rare:
     experts, popularity = fields["experts"], fields["popularity"]
     if {type(expert) for expert in experts} - {int} or {type(share) for share in popularity} - {float, int}:
         raise TypeError("its narrow experts")
+    if not all(0 <= share <= 1 for share in popularity):
+        raise ValueError("the shares of its narrow experts")
     return Rare(tuple(experts), tuple(popularity))
 
 

@@ -116,7 +116,7 @@ def test_a_change_to_the_manifest_itself_is_noticed(pack: Path) -> None:
     (pack / FILE_NAME).write_text(json.dumps(fields))
     with pytest.raises(PackError, match="damaged") as caught:
         Manifest.read(pack)
-    assert "manifest.json changed" in caught.value.cause
+    assert "manifest.json was changed" in caught.value.cause
 
 
 def test_a_manifest_without_a_checksum_is_read_and_known_as_such(pack: Path) -> None:

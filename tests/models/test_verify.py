@@ -279,7 +279,7 @@ def test_a_change_of_the_manifest_or_of_what_lies_beside_is_named(tuned: Path) -
     (tuned / FILE_NAME).write_text(text.replace('"tokens": 128', '"tokens": 129'))
     for command in (("verify",), ("ask", "hi", "-m")):
         ran = run_cli(*command, str(tuned))
-        assert ran.code == 1 and "manifest.json changed" in ran.err
+        assert ran.code == 1 and "manifest.json was changed" in ran.err
 
 
 def test_repair_leaves_what_cannot_be_packed(tuned: Path, source: Path) -> None:

@@ -1,0 +1,80 @@
+"""What the numbers of a configuration may be: far beyond every published model, and small enough to compute with.
+
+A config.json comes from a hub or in a pack. Everything that reads one asks here before it makes a list, a table or a
+tensor of such a size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# Name in config.json -> the least and the most; in brackets the largest that is known.
+SIZES: dict[str, tuple[int, int]] = {
+    "vocab_size": (1, 1 << 21),  # 262,144
+    "hidden_size": (2, 1 << 16),  # 18,432
+    "intermediate_size": (1, 1 << 18),  # 53,248
+    "num_hidden_layers": (1, 1 << 10),  # 126
+    "num_attention_heads": (1, 1 << 10),  # 128
+    "num_key_value_heads": (1, 1 << 10),  # 128
+    "num_local_experts": (1, 1 << 12),  # 2,048
+    "num_experts_per_tok": (1, 1 << 8),  # 22
+    "max_position_embeddings": (2, 1 << 24),  # 10,485,760
+    "head_dim": (2, 1 << 10),  # 256
+    "sliding_window": (1, 1 << 30),  # anything; beyond the window it changes nothing
+}
+FIGURES: dict[str, tuple[float, float]] = {
+    "rms_norm_eps": (0.0, 1.0),
+    "clip_qkv": (1e-6, 1e6),
+    "rope_theta": (1.0, 1e15),
+}
+_OPTIONAL = ("head_dim", "sliding_window", "clip_qkv", "rope_theta", "num_key_value_heads", "max_position_embeddings")
+_MOST_EXPERTS = 1 << 17  # of all layers: 30,720
+
+
+def out_of_range(name: str, value: Any) -> str | None:
+    """Why a configuration's value cannot be, as a sentence; None where it can."""
+    if name in SIZES:
+        least, most = SIZES[name]
+        if type(value) is not int:
+            return f"Its {name} is {shown(value)}, not a whole number."
+        if not least <= value <= most:
+            return f"Its {name} is {shown(value)}; {least} to {most:,} is supported."
+    elif name in FIGURES:
+        low, high = FIGURES[name]
+        if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+            return f"Its {name} is {shown(value)}; a number from {low:g} to {high:g} is supported."
+    return None
+
+
+def problem(values: Mapping[str, Any]) -> str | None:
+    """Why the values of a configuration, by their names in config.json, describe no model; None where they do.
+
+    Only the values that are given are checked, and None is accepted where transformers accepts it.
+    """
+    for name in (*SIZES, *FIGURES):
+        value = values.get(name)
+        if value is None and (name in _OPTIONAL or name not in values):
+            continue
+        if cause := out_of_range(name, value):
+            return cause
+    layers, experts = values.get("num_hidden_layers", 1), values.get("num_local_experts", 1)
+    if layers * experts > _MOST_EXPERTS:
+        return f"It has {layers:,} layers of {experts:,} experts; {_MOST_EXPERTS:,} experts in all are supported."
+    if (chosen := values.get("num_experts_per_tok", 1)) > experts:
+        return f"A token uses {chosen:,} of {experts:,} experts."
+    heads, keys = values.get("num_attention_heads") or 1, values.get("num_key_value_heads") or 1
+    if heads % keys:
+        return f"{heads:,} attention heads cannot share {keys:,} key and value heads."
+    size = values.get("head_dim") or (values["hidden_size"] // heads if "hidden_size" in values else 2)
+    if size < 2 or size % 2:
+        return f"Its attention heads have {size} values; an even number is needed."
+    return None
+
+
+def shown(value: Any) -> str:
+    """A value of somebody else's in an error message: never long."""
+    text = f"{value:,}" if type(value) is int and abs(value) < 1 << 64 else ascii(value) if type(value) is str else ""
+    text = text or (f"{value:g}" if type(value) is float else f"a {type(value).__name__}")
+    return text if len(text) <= 60 else f"{text[:60]}…"

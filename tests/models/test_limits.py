@@ -1,0 +1,101 @@
+"""Every number of a configuration has limits wherever it is read: none makes floe-chat hang or take all memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from floe_chat.models import configuration, limits
+from floe_chat.models.catalog import described
+from floe_chat.models.checkpoint import Checkpoint, read_config
+from floe_chat.models.errors import CheckpointError, PackError
+from floe_chat.models.published import PUBLISHED
+
+SOUND: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "head_dim": 128,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+}
+BAD: list[tuple[str, Any]] = [
+    *((name, value) for name, (least, most) in limits.SIZES.items() for value in (least - 1, most + 1)),
+    *((name, value) for name in limits.SIZES for value in (2 * 10**9, 10**30, "x")),
+    *((name, value) for name in limits.FIGURES for value in (math.nan, math.inf, -1.0, "x")),
+    ("num_experts", 10**9),
+    ("num_hidden_layers", 2.5),
+    ("num_hidden_layers", True),
+    ("num_experts_per_tok", 9),
+    ("num_key_value_heads", 7),
+    ("head_dim", 33),
+]
+
+
+def write(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps(SOUND | fields))
+    return folder
+
+
+def test_a_sound_configuration_is_accepted(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert limits.problem(SOUND) is None
+    assert read_config(tmp_path).head_dim == configuration.read(tmp_path).head_dim == 128
+    assert described(str(tmp_path)).sizes.layers == 32
+
+
+@pytest.mark.parametrize(("name", "value"), BAD, ids=str)
+def test_a_number_beyond_its_limits_is_refused_wherever_it_is_read(name: str, value: Any, tmp_path: Path) -> None:
+    write(tmp_path, **{name: value})
+    for read in (read_config, Checkpoint):
+        with pytest.raises(CheckpointError, match="does not describe a model") as caught:
+            read(tmp_path)
+        assert len(caught.value.cause) < 200
+    with pytest.raises(PackError, match="damaged"):
+        configuration.read(tmp_path)
+    if name in limits.SIZES and name != "sliding_window":
+        with pytest.raises(CheckpointError, match="does not describe a model"):
+            described(str(tmp_path))
+
+
+def test_sizes_that_are_too_large_together_are_refused(tmp_path: Path) -> None:
+    most = {name: limits.SIZES[name][1] for name in ("num_hidden_layers", "num_local_experts")}
+    write(tmp_path, **most)
+    with pytest.raises(CheckpointError) as caught:
+        read_config(tmp_path)
+    assert "layers of" in caught.value.cause
+    with pytest.raises(CheckpointError):
+        described(str(tmp_path))
+
+
+@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name)
+def test_published_models_are_within_the_limits(entry: Any) -> None:
+    sizes = entry.sizes
+    values = {
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "max_position_embeddings": sizes.window,
+        "head_dim": sizes.head_dim,
+    }
+    assert limits.problem(values) is None
+
+
+@pytest.mark.parametrize("value", [10**400, "x" * 10_000, math.nan, [1], None, True])
+def test_a_value_is_shown_shortly(value: Any) -> None:
+    assert 0 < len(limits.shown(value)) <= 61
