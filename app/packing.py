@@ -1,4 +1,4 @@
-"""`floe-chat pack`: a local checkpoint folder into the packed layout."""
+"""`floe-chat pack`: pack a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..models.pack_run import Progress
     from ..models.widths import Narrow
 
-_LEAST_TOKENS = 1024  # of a text of the user's: on less than that every threshold is a guess
+_LEAST_TOKENS = 1024  # of a text of the user's: on less, every threshold is a guess
 
 
 @click.command()
@@ -28,27 +28,29 @@ _LEAST_TOKENS = 1024  # of a text of the user's: on less than that every thresho
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--up", type=int, default=3, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
 @click.option("--rows", type=int, default=4, show_default=True, help="Bits of gate and down: 2, 3, 4, 8 or 16.")
-@click.option("--gate", type=int, help="Bits of gate, if not those of --rows.")
-@click.option("--down", type=int, help="Bits of down, if not those of --rows.")
-@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all the rest is 16]")
+@click.option("--gate", type=int, help="Bits of gate.  [default: those of --rows]")
+@click.option("--down", type=int, help="Bits of down.  [default: those of --rows]")
+@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all others are 16]")
 @click.option(
     "--narrow-share",
     type=float,
     metavar="SHARE",
-    help="Give this share of each layer's experts, the most rarely used, fewer bits.  [default: none]",
+    help="Give the least used experts of each layer, this share of them, fewer bits.  [default: none]",
 )
-@click.option("--narrow-up", type=int, help="Bits of their up projection.  [default: 2]")
-@click.option("--narrow-rows", type=int, help="Bits of their gate and down.  [default: those of the others]")
-@click.option("--name", help="What the model is called.  [default: the destination folder's name]")
+@click.option("--narrow-up", type=int, help="Bits of the up projection of these experts.  [default: 2]")
+@click.option("--narrow-rows", type=int, help="Bits of gate and down of these experts.  [default: as the others]")
+@click.option("--name", help="Name of the model.  [default: the destination folder's name]")
 @click.option(
     "--text",
     "text_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Calibrate on this text, in UTF-8.  [default: the built-in one]",
+    help="Calibrate on this UTF-8 text.  [default: the built-in text]",
 )
-@click.option("--device", default="cpu", show_default=True, metavar="NAME", help="What quantizes: cpu, cuda or cuda:N.")
-@click.option("--fresh", is_flag=True, help="Start over instead of going on with an interrupted pack.")
+@click.option(
+    "--device", default="cpu", show_default=True, metavar="NAME", help="Device that quantizes: cpu, cuda or cuda:N."
+)
+@click.option("--fresh", is_flag=True, help="Start again instead of continuing an interrupted pack.")
 def pack(
     source: Path,
     destination: Path,
@@ -67,14 +69,14 @@ def pack(
 ) -> None:
     """Pack the checkpoint in folder SOURCE into folder DESTINATION.
 
-    SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. With --up 16 --rows 16
-    nothing is rounded, and the preset Exact gives the original model's own answers. `floe-chat tune` measures what
-    other widths would lose and save.
+    SOURCE holds config.json, tokenizer.json and *.safetensors as published; it is only read. Bits are bits per weight;
+    fewer are smaller and faster, and less exact. With --up 16 --rows 16 nothing is quantized, and the preset Exact
+    gives the original model's answers. `floe-chat tune` measures size and quality loss of other widths.
 
-    With --narrow-share 0.25 the quarter of each layer's experts that the calibration text uses least gets fewer bits.
-    That saves a GPU's memory; what it costs depends on how unevenly the model uses its experts.
+    With --narrow-share 0.25, the quarter of each layer's experts that the calibration text uses least gets fewer bits.
+    That saves GPU memory; the quality loss depends on how unevenly the model uses its experts.
 
-    A pack that was interrupted goes on where it was when the same command is given again.
+    The same command continues a pack that was interrupted.
     """
     if name is not None and not (name.strip() and name.isprintable()):
         raise UsageError(f"A model cannot be called {name!r}", "", "Choose letters, digits, '-' and '_' with --name.")
@@ -103,14 +105,14 @@ def pack(
 
 
 def _narrow(share: float | None, up: int | None, rows: int | None, gate: int, down: int) -> Narrow | None:
-    """The narrow experts that were asked for. Where nothing was said, those bits that paid most on the demo model
+    """The narrow experts that were asked for; by default with the bits that were best on the demo model
     (BENCHMARKS.md, mixed widths)."""
     from ..models.widths import Narrow
 
     if share is None:
         if up is not None or rows is not None:
             raise UsageError(
-                "No experts are to be narrow", "Their bits were given without their share.", "Add --narrow-share 0.25."
+                "No experts are narrow", "Their bits were given without their share.", "Add --narrow-share 0.25."
             )
         return None
     return Narrow(share, 2 if up is None else up, *((gate, down) if rows is None else (rows, rows)))
@@ -129,7 +131,7 @@ def pack_folder(
     """Pack `source`, calibrating on a text file or the built-in text; returns the manifest and the pack's bytes.
 
     Raises:
-        FloeError: whatever `Checkpoint` and `pack` raise. UsageError: also if the text cannot be read or is too short.
+        FloeError: as `Checkpoint` and `pack`. UsageError: also if the text cannot be read or is too short.
     """
     from ..models.checkpoint import Checkpoint
     from ..models.pack import pack as write_pack
@@ -158,14 +160,14 @@ def tokens_of(folder: Path, text_file: Path | None) -> Tensor:
         have = 0 if tokens is None else tokens.numel()
         raise UsageError(
             f"{text_file} is too short to calibrate on",
-            f"It has {have} tokens; {_LEAST_TOKENS} are needed, and 4,096 are used if there are as many.",
-            "Give a longer text, of the kind that you will chat about.",
+            f"It has {have:,} tokens; {_LEAST_TOKENS:,} are needed, and the first 4,096 are used.",
+            "Give a longer text, about the subjects of your chats.",
         )
     return tokens
 
 
 def time_left(seconds: float) -> str:
-    """In words, as exact as a forecast can be: "about 3 h 20 min left"."""
+    """An estimate in words: "about 3 h 20 min left"."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return "less than a minute left"

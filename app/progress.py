@@ -1,4 +1,4 @@
-"""What long commands say while they run, on stderr, and figures as JSON."""
+"""Messages of long commands on stderr, and figures as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .widgets.plain import printable
 
 
 def step(what: str) -> None:
-    """Something that goes on, in words; the next step takes its place."""
+    """Show the current work; the next step replaces it."""
     if sys.stderr.isatty():
         width = _width()
         click.echo(f"\r{printable(what)[:width]:<{width}}", nl=False, err=True)
 
 
 def note(what: str) -> None:
-    """Something that has to be read."""
+    """Print a message that stays."""
     clear()
     click.echo(f"floe-chat: {printable(what)}", err=True)
 
@@ -32,13 +32,13 @@ def clear() -> None:
 
 
 def _width() -> int:
-    # What reaches the last column goes on in the next line, where no carriage return would wipe it. No escape sequence
-    # does that here: some terminals show them.
+    # Text in the last column would wrap into the next line, where no carriage return wipes it. Escape sequences could,
+    # but some terminals print them.
     return max(1, min(99, shutil.get_terminal_size().columns - 1))
 
 
 def rounded(value: Any) -> Any:
-    """Six digits of every number; what is infinite, such as the perplexity of an absurd model, is null."""
+    """Every number with six digits; infinities, such as the perplexity of a broken model, become null."""
     if isinstance(value, dict):
         return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

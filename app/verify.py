@@ -1,4 +1,4 @@
-"""`floe-chat verify`: whether a packed model is sound, and what to do if it is not."""
+"""`floe-chat verify`: check a packed model, and repair it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..models.errors import UsageError
 from . import progress
 from .widgets import units
 from .widgets.plain import printable
@@ -29,15 +30,15 @@ if TYPE_CHECKING:
     "--source",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Compare a few layers with the checkpoint that was packed, too.",
+    help="Also compare a few layers with the checkpoint that was packed.",
 )
-@click.option("--repair", is_flag=True, help="Pack the damaged files, and only those, again: from --source or the hub.")
+@click.option("--repair", is_flag=True, help="Pack the damaged files again, from --source or the hub.")
 @click.option(
     "--text",
     "text_file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="What the pack was calibrated on, for --repair.  [default: the built-in text]",
+    help="The calibration text of the pack, for --repair.  [default: the built-in text]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
@@ -46,20 +47,20 @@ def verify(
 ) -> None:
     """Check every byte and every tensor of the packed MODEL.
 
-    What an earlier floe-chat kept no checksum of is named.
+    Files without a recorded checksum (packs of earlier versions) are listed.
 
-    Exit code 0: it is sound, or has been repaired. 1: it is not; what to do is said.
+    Exit code 0: the model is sound, or was repaired. 1: it is damaged; the output says what to do.
     """
     from ..models.catalog import find
     from ..models.manifest import Manifest
     from ..models.verify import damages
 
     if text_file is not None and not repair:
-        raise click.UsageError("--text is what damaged files are packed on again: it goes with --repair")
+        raise click.UsageError("--text is only used with --repair")
     folder = find(model)
     manifest = Manifest.read(folder)
     if repair and source is None and manifest.source.commit is None:
-        raise click.UsageError("This model was packed from a folder; --repair needs it: --source FOLDER")
+        raise click.UsageError("This model was packed from a folder; give it with --source FOLDER")
     damaged = damages(folder, manifest, _step)
     repaired: list[str] = []
     if repair and damaged:
@@ -92,23 +93,30 @@ def _compared(folder: Path, manifest: Manifest, source: Path) -> list[Compared]:
 
 @contextmanager
 def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Generator[Checkpoint]:
-    """What was packed: in a folder, or on the hub at the commit that the manifest names."""
+    """The packed checkpoint: in a folder, or on the hub at the manifest's commit."""
     from ..models.catalog import FETCHED
     from ..models.checkpoint import Checkpoint
     from ..models.hub import resolve
     from ..models.hub_shelf import HubShelf
     from ..models.manifest import COPIED
+    from ..models.workplace import is_ours
 
     if source is not None:
         yield Checkpoint(source)
         return
-    progress.note(f"Fetching what is needed of {manifest.source.name} from the hub.")
+    progress.note(f"Fetching the needed files of {manifest.source.name} from the hub.")
     fetched = folder.with_name(folder.name + FETCHED)
+    if not is_ours(fetched):
+        raise UsageError(
+            f"{fetched} holds other files",
+            "The repair would download into this folder and delete it at the end.",
+            "Rename or move it, or give the checkpoint with --source.",
+        )
     with HubShelf(resolve(manifest.source.name, manifest.source.commit or "main"), fetched) as shelf:
         for name in COPIED:
             shelf.small(name)
         yield Checkpoint(shelf)
-    shutil.rmtree(fetched)  # kept after an error, to go on from
+    shutil.rmtree(fetched)  # kept after an error, for the next try
 
 
 def _repair(
@@ -128,14 +136,14 @@ def _repair(
         changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
     for name in changed:
         progress.note(
-            f"{name} was packed again but is not the file it was: the text or the number of threads was another. "
+            f"{name} was packed again and differs from before: the text or the number of threads differs. "
             "The pack is sound."
         )
     return names
 
 
 def _count(manifest: Manifest) -> int:
-    """Of all files that have a checksum."""
+    """Files that have a checksum."""
     return len(manifest.files) + len(manifest.beside) + manifest.sealed
 
 
@@ -181,28 +189,28 @@ def _lines(
         lines += [f"{len(damaged)} of {_count(manifest)} files are damaged; the others are sound.", ""]
         if any(damage.file in manifest.files for damage in damaged):
             here = source is None and manifest.source.commit
-            lines += [f"Pack only these again {'from the hub' if here else 'from the checkpoint that was packed'}:"]
+            lines += [f"Pack these files again {'from the hub' if here else 'from the checkpoint that was packed'}:"]
             given = "" if here else f" --source {shlex.quote(str(source)) if source else 'FOLDER'}"
             lines += [f"  floe-chat verify {shlex.quote(str(folder))} --repair{given}"]
             lines += ["or restore them from a copy."]
         return lines
     lines += [f"{name_of(folder, manifest.name)}: all {_count(manifest)} files are sound, {size}."]
     lines += [
-        f"not known  {name}: an earlier floe-chat kept no checksum of it, so a change would not show."
+        f"unknown   {name}: an earlier version recorded no checksum of it, so changes cannot be noticed."
         for name in unrecorded(folder, manifest)
     ]
     if compared:
         lines += [
-            f"{matrix.name}: differs by {matrix.error:.3g}, {matrix.limit:.3g} at the most"
+            f"{matrix.name}: differs by {matrix.error:.3g}, more than the limit of {matrix.limit:.3g}"
             for matrix in compared
             if not matrix.good
         ]
         worst = max(compared, key=lambda matrix: matrix.error / matrix.limit)
         bad = sum(not matrix.good for matrix in compared)
         lines += [
-            f"{len(compared)} matrices beside the source's: {bad} differ by more than their width explains; the most "
-            f"for its width {worst.name}, {worst.bits} bit, by {worst.error:.3g} of its size."
+            f"Compared {len(compared)} matrices with the source's: {bad} differ by more than quantization explains. "
+            f"Closest to its limit: {worst.name} ({worst.bits} bit), with a relative error of {worst.error:.3g}."
         ]
         if bad:
-            lines += [f"Either {source} is not what was packed, or packing failed: pack it again."]
+            lines += [f"Either {source} is another checkpoint, or packing failed; pack it again."]
     return lines

@@ -1,7 +1,7 @@
-"""A download that survives: broken connections, expired addresses, kills and restarts cost only what was on the wire.
+"""Downloads that survive broken connections, expired addresses, kills and restarts; only bytes on the wire are lost.
 
 `Download` is the handle that other threads hold. Behind it one thread runs the loop of `fetch_loop`; nothing here waits
-for the network, so pausing and cancelling take effect at once, on a stalled connection too.
+for the network, so pausing and cancelling take effect at once, even on a stalled connection.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .workplace import FETCHING, locked
 
 
 class Download:
-    """Files of a repository on their way into a folder; use as a context manager, or `close` it.
+    """Fetches files of a repository into a folder; use as a context manager, or `close` it.
 
-    Files that lie verified in the folder or in the user's hub cache are used where they are. One that cannot be used
-    any more is fetched anew, and `progress().notices` says why.
+    Verified files in the folder or in the user's hub cache are used where they are. A damaged one is fetched again,
+    and `progress().notices` says why.
 
     Args:
-        files: in the order in which they are fetched. folder: made if needed; parts of files stay there too.
-        ahead: how many fetched files may lie there that nobody has `release`d, or None for all of them.
+        files: in the order in which they are fetched. folder: made if needed; parts of files are stored there too.
+        ahead: how many fetched files may be there before they are `release`d, or None for all of them.
 
     Raises:
         TryAgainError: another process downloads into this folder. FloeError: the folder cannot be written, or the
@@ -76,7 +76,7 @@ class Download:
             raise
 
     def start(self) -> Self:
-        """Begin, or go on after `pause`, `cancel` or an error."""
+        """Start, or continue after `pause`, `cancel` or an error."""
         if self._wish == "cancel" and self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -92,15 +92,15 @@ class Download:
     resume = start
 
     def pause(self) -> None:
-        """Close the connections and keep what is here."""
+        """Close the connections; everything that arrived is kept."""
         self._wish_for("pause")
 
     def cancel(self) -> None:
-        """End it. What is here is kept; whoever waits is told."""
+        """Stop it. Everything that arrived is kept; waiting callers get an error."""
         self._wish_for("cancel")
 
     def close(self) -> None:
-        """End it and let go of the folder."""
+        """Stop it and unlock the folder."""
         self.cancel()
         if self._thread is not None:
             self._thread.join()
@@ -113,7 +113,7 @@ class Download:
         self.close()
 
     def order(self, files: Sequence[str]) -> None:
-        """From now on fetch these files, in this order; others are given up, but for what is here of them.
+        """From now on fetch these files, in this order; the rest of the others is not fetched.
 
         Raises:
             FloeError: the repository has no such file.
@@ -122,10 +122,10 @@ class Download:
         self._nudge()
 
     def wait(self, file: str) -> Path:
-        """Where the file lies; waits until all of it is here and verified. It is fetched before any that nobody awaits.
+        """The path of the file; waits until all of it is here and verified. Files that are waited for come first.
 
         Raises:
-            FloeError: it cannot be had, or the download was cancelled.
+            FloeError: it cannot be fetched, or the download was cancelled.
         """
         with self._changed:
             item = next((item for item in self._fetcher.items if item.file.name == file), None)
@@ -146,7 +146,7 @@ class Download:
             self._wait_until(self._fetcher.is_idle)
 
     def release(self, file: str) -> None:
-        """Nobody reads this file again: delete what we have fetched of it, now or in an earlier run."""
+        """This file is not read again: delete what was fetched of it, now or in an earlier run."""
         with self._changed:
             item = next((item for item in self._fetcher.items if item.file.name == file), None)
             if item is not None:
@@ -156,7 +156,7 @@ class Download:
         self._nudge()
 
     def progress(self) -> DownloadProgress:
-        """How far it is now; cheap enough to ask many times a second."""
+        """The progress now; cheap enough to read many times a second."""
         fetcher = self._fetcher
         items = [item for item in fetcher.items if not item.released or item.state == "done"]
         files = tuple(FileProgress(item.file.name, item.have, item.file.size, item.state) for item in items)
@@ -205,7 +205,7 @@ class Download:
         self._nudge()
 
     def _nudge(self) -> None:
-        """Have the loop look at what was changed from outside."""
+        """Have the loop look at changes from outside."""
         with self._changed:
             if self._loop is not None and self._nudged is not None:
                 self._loop.call_soon_threadsafe(self._nudged.set)
@@ -221,7 +221,7 @@ class Download:
             if self._error is not None:
                 raise self._error
             if self._wish == "cancel":
-                raise TryAgainError("The download was cancelled", "", "Everything fetched so far is kept.")
+                raise TryAgainError("The download was cancelled", "", "Everything fetched so far is saved.")
             self._changed.wait(1.0)  # not for ever: Ctrl+C would not be seen on Windows
 
     def _run(self) -> None:
@@ -238,7 +238,7 @@ class Download:
 
     async def _follow_wishes(self, nudged: asyncio.Event) -> None:
         work: asyncio.Task[None] | None = None
-        pauses = 0  # counted, since a pause that was taken back at once closes the connections too
+        pauses = 0  # counted: a pause that is resumed at once closes the connections too
         while self._wish != "cancel":
             nudged.clear()
             if work is None:
@@ -276,27 +276,25 @@ def room(folder: Path) -> int:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raises: FloeError: fewer than `needed` bytes are free where `folder` is, or would be; it says how many lack."""
+    """Raises: FloeError: fewer than `needed` bytes are free where `folder` is, or would be; it says how many more."""
     free = room(folder)
     if free < needed:
         raise FloeError(
             f"The disk of {folder} is too small",
-            f"{needed / 1e9:.1f} GB are needed at the peak and {free / 1e9:.1f} GB are free.",
+            f"It needs {needed / 1e9:.1f} GB at the peak and has {free / 1e9:.1f} GB free.",
             f"Free {(needed - free) / 1e9:.1f} GB or choose a folder on another disk.",
         )
 
 
 def disk_error(error: OSError, folder: Path) -> FloeError:
-    """What the disk under a download says, in words."""
+    """The error for a disk that fails under a download."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return FloeError(
             f"The disk of {folder} is full",
             f"{error.strerror}.",
-            "Everything fetched so far is kept: free some space and go on.",
+            "Everything fetched so far is saved. Free some space, then continue.",
         )
-    return FloeError(
-        f"{folder} cannot be used", f"{error.strerror or error}.", "Choose a folder that you may write, or free it."
-    )
+    return FloeError(f"{folder} cannot be used", f"{error.strerror or error}.", "Choose a folder that you can write.")
 
 
 def _places(repo: Repo, file: RepoFile, folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """The loop that brings files here: a few workers, each with one request at a time, on one thread.
 
 Files are fetched in order and cut into pieces, so that several connections work on one file. A worker whose request
-breaks asks again for what is missing of its piece; what arrived is never thrown away.
+breaks asks again for the rest of its piece; bytes that arrived are kept.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST_WRONG = 8  # answers in a row that are not what was asked for
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How hard a download tries.
+    """How patient a download is.
 
     Attributes:
-        connections: requests at a time. piece: bytes asked for at once. first_wait, longest_wait: seconds between
-        tries. give_up: seconds without a byte after which it ends. silence: seconds without a byte after which a
-        connection counts as broken. longest_asked: seconds that the hub may make it wait. sync: seconds between two
+        connections: requests at a time. piece: bytes per request. first_wait, longest_wait: seconds between tries.
+        give_up: seconds without a byte after which the download fails. silence: seconds without a byte after which a
+        connection counts as broken. longest_asked: seconds that the hub may ask it to wait. sync: seconds between two
         entries in a journal.
     """
 
@@ -49,9 +49,9 @@ class Tuning:
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """Bytes [start, end) that one worker is after; `start` moves on as they arrive.
+    """Bytes [start, end) that one worker fetches; `start` moves on as they arrive.
 
-    `came` of the current answer's bytes have arrived, of which `new` were not here yet.
+    came: bytes of the current answer that arrived. new: those of them that were not here yet.
     """
 
     start: int
@@ -65,8 +65,8 @@ class Item:
     """One file of a download.
 
     Attributes:
-        have: bytes of it that are here. path: where it lies, whole and verified, or None. ours: whether we fetched it.
-        asked: somebody waits for it. released: nobody wants it any more.
+        have: bytes of it that are here. path: the whole, verified file, or None. ours: whether we fetched it.
+        asked: a caller waits for it. released: it is not needed any more.
     """
 
     file: RepoFile
@@ -83,13 +83,13 @@ class Item:
     unranged: bool = False
 
     def want(self) -> None:
-        """Have it fetched, again if it was released and deleted."""
+        """Fetch it, again if it was released and deleted."""
         self.released = False
         if self.state == "done" and self.path is None:
             self.state, self.have = "waiting", 0
 
     def claim(self, most: int) -> Piece | None:
-        """The first bytes that are neither here nor being fetched, or None."""
+        """The first bytes that are neither here nor on their way, or None."""
         assert self.part is not None
         if self.unranged:  # its one connection reads from the start to the end
             most = self.file.size
@@ -107,11 +107,11 @@ class Item:
 class Fetcher:
     """Brings `items` into `folder`, in order.
 
-    Runs on one thread. Others may read items, change which ones there are and what is wanted of them, then `wake` it.
+    Runs on one thread. Other threads may read and change the items, then `wake` it.
 
     Args:
-        ahead: how many unreleased files of ours may lie on the disk, or None. places: where a file may lie already.
-        changed: called when a file has become ready. stop: true when reading a file for its hash should end.
+        ahead: how many unreleased files of ours may be on the disk, or None. places: where a file may be already.
+        changed: called when a file has become ready. stop: true when hashing a file should end.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Fetcher:
         return all(item.path is not None or item.released for item in self.items)
 
     def wake(self) -> None:
-        """Something changed that a waiting worker should look at."""
+        """Have waiting workers look at the items again."""
         self._news.set()
         self._news.clear()
 
@@ -148,7 +148,7 @@ class Fetcher:
         """Work until every file is ready. Cancelling it closes the connections and leaves the journals in order.
 
         Raises:
-            FloeError: it cannot go on. OSError: the disk. Everything that has arrived is kept.
+            FloeError: it cannot continue. OSError: the disk. Everything that arrived is kept.
         """
         self._news, self._journals = asyncio.Event(), asyncio.Lock()  # of this run's loop
         self._hold, self._last_byte, self._asked = 0.0, time.monotonic(), 0.0
@@ -173,7 +173,7 @@ class Fetcher:
 
     def _lay_down(self, item: Item) -> None:
         if item.part is not None:
-            with suppress(OSError):  # what ended the run is told; a journal behind its part costs a few bytes only
+            with suppress(OSError):  # the error that ended the run is reported; an old journal costs a few bytes only
                 item.part.close()
             item.part = None
         item.pieces.clear()
@@ -207,7 +207,7 @@ class Fetcher:
         self.wake()
 
     def _wanted(self) -> list[Item]:
-        """Files to fetch now, first things first, as long as there is room for unread ones."""
+        """Files to fetch now, the urgent ones first, as long as there is room for unread ones."""
         open_items = [item for item in self.items if item.path is None and not item.released]
         if self._ahead is None:
             return open_items
@@ -216,7 +216,7 @@ class Fetcher:
         return urgent + [item for item in open_items if not item.asked][: max(0, room - len(urgent))]
 
     async def _prepare(self, item: Item) -> None:
-        """Use the file if it lies somewhere already, else open its part."""
+        """Use the file if it is on the disk already, else open its part."""
         item.state = "checking"
         for place in self._places(item.file):
             try:
@@ -224,12 +224,12 @@ class Fetcher:
             except InterruptedError:
                 raise
             except OSError as error:
-                self.notices.append(f"{place} cannot be read ({error.strerror}): {item.file.name} is fetched.")
+                self.notices.append(f"{place} cannot be read ({error.strerror}): {item.file.name} is fetched again.")
                 continue
             if intact:
                 self._ready(item, place)
                 return
-            self.notices.append(f"{place} is damaged: {item.file.name} is fetched.")
+            self.notices.append(f"{place} is damaged: {item.file.name} is fetched again.")
         item.part = PartFile(self._folder, item.file)
         if item.part.news:
             self.notices.append(item.part.news)
@@ -257,10 +257,10 @@ class Fetcher:
             item.part = None
             raise HubError(
                 f"{item.file.name} of {self._repo.name} arrives damaged",
-                "It was fetched twice, and its hash was wrong both times.",
+                "It was fetched twice and had the wrong hash both times.",
                 "Try again later, or from another network or mirror.",
             )
-        self.notices.append(f"{item.file.name} arrived damaged: it is fetched once more.")
+        self.notices.append(f"{item.file.name} arrived damaged: it is fetched again.")
         item.refetched = True
         item.part = PartFile(self._folder, item.file)
         item.state = "fetching"
@@ -274,7 +274,7 @@ class Fetcher:
         self.wake()
 
     async def _fetch(self, client: httpx2.AsyncClient, item: Item, piece: Piece) -> None:
-        """Ask for what is missing of `piece` until all of it is here."""
+        """Ask for the rest of `piece` until all of it is here."""
         failures = 0
         while piece.start < piece.end and not item.released and not (item.unranged and len(item.pieces) > 1):
             await asyncio.sleep(max(0.0, self._hold - time.monotonic()))
@@ -283,7 +283,9 @@ class Fetcher:
                 async with asked(client, self._repo, item.file, piece.start, piece.end) as answer:
                     await self._receive(item, piece, answer)
                 if not piece.came and not item.unranged:
-                    raise Wrong(HubError(f"{item.file.name} does not arrive", "Answers are empty.", "Try again later."))
+                    raise Wrong(
+                        HubError(f"{item.file.name} does not arrive", "The answers are empty.", "Try again later.")
+                    )
             except Passing as trouble:
                 failures = 1 if piece.new else failures + 1
                 item.wrong += isinstance(trouble, Wrong) or bool(piece.came and not piece.new)
@@ -298,7 +300,7 @@ class Fetcher:
                 await asyncio.sleep(wait)
 
     async def _receive(self, item: Item, piece: Piece, answer: Answer) -> None:
-        """Write what the answer holds, but for bytes that are here already."""
+        """Write the answer's bytes, except those that are here already."""
         assert item.part is not None
         if answer.end > piece.end or answer.start < piece.start:  # the server knows no ranges: one request for all
             item.unranged = True
@@ -325,9 +327,9 @@ class Fetcher:
         if item.wrong >= _MOST_WRONG:
             raise error
         why = " ".join(part for part in (f"{error.title}.", error.cause) if part)
-        hint = f"Everything fetched so far is kept. {error.hint}".strip()
+        hint = f"Everything fetched so far is saved. {error.hint}".strip()
         if self._asked > self._tuning.longest_asked:
-            raise TryAgainError("The hub wants a long pause", why, hint)
+            raise TryAgainError("The hub asks for a long pause", why, hint)
         silence = time.monotonic() - self._last_byte - self._asked
         if silence > self._tuning.give_up:
             raise TryAgainError(f"No byte has arrived for {self._tuning.give_up:.0f} seconds", why, hint)

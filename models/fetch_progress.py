@@ -1,4 +1,4 @@
-"""How far a download is: plain values for whoever shows them, as often as they like."""
+"""The progress of a download, as plain values that can be read at any time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ State = Literal["waiting", "fetching", "checking", "paused", "done", "failed", "
 
 @dataclass(frozen=True, slots=True)
 class FileProgress:
-    """One file. `done` of `total` bytes are here; "done" also means that its hash was right."""
+    """One file. `done` of `total` bytes are here; the state "done" also means that its hash was right."""
 
     name: str
     done: int
@@ -30,7 +30,7 @@ class DownloadProgress:
 
     Attributes:
         done, total: bytes. rate: bytes/s over the last ten seconds. left: seconds to the end at that rate, or None.
-        note: what it is waiting for, if something is wrong; "" otherwise. notices: what was fetched anew and why.
+        note: why it waits, if something is wrong; "" otherwise. notices: which files were fetched again, and why.
     """
 
     state: State

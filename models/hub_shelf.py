@@ -1,4 +1,4 @@
-"""A checkpoint that is still on a hub: a packer reads it as if it were a folder, while its shards arrive one by one."""
+"""A checkpoint on a hub: a packer reads it like a folder, while its shards arrive one by one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _AT_ONCE = 8  # headers asked for at the same time
 class HubShelf:
     """A `Shelf` of a repository; use as a context manager, or `close` it.
 
-    Shards are fetched in the background in the given order. Of those that we fetched at most `ahead` lie in `folder`
-    unread, and each is deleted when it is `done`; what lies in the user's hub cache is read there and left alone.
+    Shards are fetched in the background in the given order. At most `ahead` fetched ones are in `folder` unread, and
+    each is deleted when it is `done`; files in the user's hub cache are read there and left alone.
 
     Args:
-        folder: for shards and small files; parts are kept there until they are whole. tuning: see `Download`.
+        folder: for shards and small files; parts are stored there until they are whole. tuning: see `Download`.
 
     Raises:
         FloeError: as `Download`.
@@ -54,7 +54,7 @@ class HubShelf:
         return headers
 
     def small(self, name: str) -> Path | None:
-        """See `Shelf.small`. Raises: FloeError: it cannot be had."""
+        """See `Shelf.small`. Raises: FloeError: it is not available."""
         file = self._repo.file(name)
         if file is None:
             return None

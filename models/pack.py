@@ -157,7 +157,7 @@ def pack(
         raise FloeError(
             f"Packing into {folder} failed",
             f"{error.strerror or error}.",
-            "Free some space if that is what is missing, then run the same command again: it goes on where it was.",
+            "Free some space if the disk is full, then run the same command again to continue.",
         ) from error
     return manifest
 

@@ -25,7 +25,7 @@ from .tensorfile import TensorFile, write_tensors
 
 Progress = Callable[[str, float, float | None], None]
 PROFILE = "profile.safetensors"
-CONTINUES = "Going on where packing was interrupted"  # the first step that is reported then
+CONTINUES = "Continuing the interrupted pack"  # the first step that is reported then
 _STATE = "state"  # of calibration where a layer ends
 _FIRST, _LAST = 0.005, 0.985  # shares of the progress: before the first layer, after the last one
 

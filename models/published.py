@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-SHARD_BYTES = 5_000_000_000  # what published checkpoints are cut into, at the most
+SHARD_BYTES = 5_000_000_000  # the largest shard of published checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """An architecture (DESIGN section 1). `window`: tokens that prompt and answer may take together. `tied`: whether
-    the head is the embedding."""
+    """An architecture. `window`: most tokens of prompt and answer together. `tied`: the head is the embedding."""
 
     model_type: str
     layers: int

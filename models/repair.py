@@ -1,7 +1,7 @@
-"""Packing only the damaged files of a finished pack again.
+"""Pack only the damaged files of a finished pack again.
 
-It is an interrupted pack in which all but those files is finished: calibration text passes through the packed layers
-up to the last damaged one, so the same text and source give the same bytes.
+A repair is an interrupted pack of which all other files are finished: calibration text passes through the packed
+layers up to the last damaged one, so the same text and source give the same bytes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .workplace import locked
 def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, progress: Progress) -> list[str]:
     """Pack the named files of a finished pack again, in their places.
 
-    Without a sound profile all layers are packed again, since it holds what was measured of them.
+    If the profile is damaged, all layers are packed again, since it holds their measurements.
 
     Args:
         tokens: (N, T) the calibration text of the pack. progress: as for `pack`.
 
     Returns:
-        those that are sound now but not the bytes that they were: the text or the number of threads was another.
+        the files that are sound now but have other bytes than before: the text or the number of threads differed.
 
     Raises:
-        CheckpointError: the source is another model, or cannot be read. TryAgainError: somebody works in the folder.
+        CheckpointError: the source is another model, or cannot be read. TryAgainError: another process uses the folder.
     """
     before = Manifest.read(folder)
     w = before.widths
@@ -47,7 +47,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
         raise CheckpointError(
             f"{source.folder} is not the source of this pack",
             f"The pack was made from {before.source.name}.",
-            "Give the checkpoint that was packed.",
+            "Give the checkpoint that this pack was made from.",
         )
     marker, old = folder / UNFINISHED, dict(before.files)
     with locked(marker, f"Another floe-chat is packing into {folder}"):
@@ -66,7 +66,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
 
 
 def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePart, files: list[str]) -> int:
-    """Tell the journal what is finished; returns how many layers the text has to pass through."""
+    """Note in the journal what is finished; returns how many layers the text has to pass through."""
     a = manifest.architecture
     sound = PROFILE not in files
     damaged = [layer for layer in range(a.layers) if not sound or layer_file(layer) in files]
@@ -85,7 +85,7 @@ def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePar
 
 
 def _keep_measures(journal: Journal, packed: PackedModel) -> None:
-    """What the profile holds, as packing keeps it while it runs."""
+    """Store the profile's tensors as packing does while it runs."""
     profile, a = packed.profile(), packed.manifest.architecture
     for layer in range(a.layers):
         names = ("popularity", "importance", "router_score")

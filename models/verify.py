@@ -1,7 +1,7 @@
 """Checking a packed model: every byte against the manifest, every tensor for sense, and its values against the source.
 
-Neurons lie in an order of their own (pack_experts.py), so before an expert is compared each of its neurons is found
-again in the source by its nearest values.
+Packs store neurons in their own order (pack_experts.py), so before an expert is compared, each of its neurons is
+matched with the source's nearest one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .errors import CheckpointError, FloeError, PackError
 from .manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from .packed import PackedLayer, PackedModel
 
-# Relative RMS error that rounding to a width may cost: 1.5 to 3 times what it costs evenly or normally distributed
+# Relative RMS error that quantization to a width may have: 1.5 to 3 times that of uniformly or normally distributed
 # weights in groups of 64; another model's weights differ by 1.4.
 LIMITS = {16: 0.005, 8: 0.02, 4: 0.2, 3: 0.35, 2: 0.7}
-_COLUMNS = 64  # of gate, up and down each, by which a neuron is found again
-_ROWS = 1024  # neurons that are looked for at a time: E x F distances would take 800 MB
+_COLUMNS = 64  # of gate, up and down each, by which a neuron is matched
+_ROWS = 1024  # neurons matched at a time: E x F distances would take 800 MB
 Report = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file of a pack that is not what it should be, and why."""
+    """A damaged file of a pack, and what is wrong with it."""
 
     file: str
     cause: str
@@ -38,7 +38,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One matrix beside the source's: the relative RMS of the difference, and what its width explains."""
+    """A matrix compared with the source's: the relative RMS of the difference, and the limit for its width."""
 
     name: str
     bits: int
@@ -72,18 +72,18 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
                 causes[name] = cause
     for name, entry in manifest.beside.items():
         if (cause := _changed(folder / name, entry)) is not None:
-            causes[name] = f"{cause} The model runs without it; `floe-chat tune` writes it anew."
+            causes[name] = f"{cause} The model runs without it; `floe-chat tune` writes it again."
     return [Damage(name, causes[name]) for name in (*manifest.files, *manifest.beside) if name in causes]
 
 
 def unrecorded(folder: Path, manifest: Manifest) -> list[str]:
-    """The files of a pack whose checksums an earlier floe-chat did not record, so that no change of them shows."""
+    """The files of a pack without a recorded checksum (of earlier versions), whose changes cannot be noticed."""
     kept = [] if manifest.sealed else [FILE_NAME]
     return kept + ([FRONTIER] if FRONTIER not in manifest.beside and (folder / FRONTIER).exists() else [])
 
 
 def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], report: Report) -> list[Compared]:
-    """The matrices of some layers, and the head, beside those of the source that they were packed from.
+    """The matrices of some layers, and the head, compared with those of the source.
 
     Raises:
         CheckpointError: the source cannot be read, or has other sizes.
@@ -93,7 +93,9 @@ def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], repo
     sizes = (config.num_hidden_layers, source.experts, config.hidden_size, config.intermediate_size)
     if sizes != (a.layers, a.experts, a.hidden, a.intermediate):
         raise CheckpointError(
-            f"{source.folder} is not the source of this pack", "Its sizes differ.", "Give the one that was packed."
+            f"{source.folder} is not the source of this pack",
+            "Its sizes differ.",
+            "Give the checkpoint that this pack was made from.",
         )
     found: list[Compared] = []
     for index, layer in enumerate(layers):
@@ -111,13 +113,13 @@ def _changed(path: Path, entry: FileEntry) -> str | None:
             return "It is missing."
         if (size := path.stat().st_size) != entry.size:
             return f"It has {size:,} bytes instead of {entry.size:,}."
-        return None if file_entry(path).sha256 == entry.sha256 else "Its content changed: the sha256 is another."
+        return None if file_entry(path).sha256 == entry.sha256 else "Its content has changed: the sha256 differs."
     except OSError as error:
         return f"It cannot be read: {error.strerror or error}."
 
 
 def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
-    """What of a file whose bytes are right cannot be: it was packed wrongly, or sealed by somebody else."""
+    """What is impossible in a file whose hash is right: it was packed wrongly, or changed and sealed again."""
     packed = PackedModel(folder, manifest)
     try:
         match name:
@@ -152,10 +154,10 @@ def _bad_layer(layer: PackedLayer) -> str | None:
             numbers["up"] = torch.cat([weights.scale[place], weights.zero[place]])
         for part, values in numbers.items():
             if not bool(values.isfinite().all()):
-                return f"{part} of expert {expert} has scales or values that are not finite."
+                return f"{part} of expert {expert} has infinite or NaN scales or values."
     for name, table in (("threshold", layer.thresholds), ("product", layer.products)):
         if not bool(table.isfinite().all()) or bool((table.diff(dim=1) < 0).any()) or bool((table < 0).any()):
-            return f"{name} is no table of rising quantiles."
+            return f"{name} is not a table of rising quantiles."
     return None
 
 
@@ -180,7 +182,7 @@ def _bad_dense(packed: PackedModel) -> str | None:
     skeleton.furnish(model, "", family, weights, bits, lambda _weights, _bias: nn.Identity(), torch.bfloat16, "meta")
     for name, tensor in dense.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            return f"{name} has values that are not finite."
+            return f"{name} has infinite or NaN values."
     return None
 
 
@@ -213,9 +215,9 @@ def _compare_expert(stored: PackedLayer, source: Checkpoint, layer: int, expert:
 
 
 def _matched(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Tensor:
-    """The source's neuron (F,) that each stored neuron is nearest to; each matrix (F, H)."""
+    """The source's nearest neuron (F,) for each stored one; each matrix (F, H)."""
     columns = torch.linspace(0, ours[0].shape[1] - 1, min(_COLUMNS, ours[0].shape[1])).long()
-    # Each matrix counts alike, whatever the size of its values.
+    # Each matrix counts the same, whatever the size of its values.
     sizes = [float(matrix[:, columns].float().square().mean().sqrt().clamp_min(1e-30)) for matrix in theirs]
     here, there = (
         torch.cat([matrix[:, columns].float() / size for matrix, size in zip(side, sizes, strict=True)], dim=1)
@@ -242,6 +244,8 @@ def _compare_dense(packed: PackedModel, source: Checkpoint, layers: Sequence[int
 def _relative(ours: Tensor, theirs: Tensor) -> float:
     """Root of the mean squared difference over that of the source's mean square."""
     if ours.shape != theirs.shape:
-        raise PackError("The pack does not fit the source", f"{tuple(ours.shape)} is not {tuple(theirs.shape)}.")
+        raise PackError(
+            "The pack does not fit the source", f"Shapes differ: {tuple(ours.shape)} and {tuple(theirs.shape)}."
+        )
     error, size = (ours.float() - theirs.float()).square().mean().sqrt(), theirs.float().square().mean().sqrt()
     return float(error / size.clamp_min(1e-30))

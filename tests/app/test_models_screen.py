@@ -88,7 +88,7 @@ async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) 
         weights = mine / "layer_01.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
         await pilot.press("v")
-        await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 is another")
+        await see(pilot, "mine is damaged: layer_01.safetensors", "the sha256 differs")
         await pilot.press("x")
         await see(pilot, "mine, 224 kB", "with everything in it", "Y deletes")
         await pilot.press("escape")

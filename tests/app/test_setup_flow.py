@@ -102,7 +102,7 @@ def test_left_and_taken_up_again(hub: FakeHub, undisturbed: dict[str, str]) -> N
     with Setup(begun, tuning=IMPATIENT) as again:
         assert ended(again.start()).error is None
         notices = again.progress().notices
-    assert "Going on where packing was interrupted." in notices
+    assert "Continuing the interrupted pack." in notices
     assert same_weights(begun.folder, undisturbed)
     assert hub.sent("model-") < 2 * fetched  # what layer 1 needed was not fetched again
     assert unfinished() == []
@@ -191,6 +191,10 @@ def test_damage_is_repaired_from_the_hub(hub: FakeHub) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-100] + bytes(100))
     told = CliRunner().invoke(cli, ["verify", "tiny"])
     assert told.exit_code == 1 and f"floe-chat verify {folder} --repair\n" in told.stdout
+    (running.wish.fetched / "mine").mkdir(parents=True)
+    taken = CliRunner().invoke(cli, ["verify", "tiny", "--repair"], standalone_mode=False)
+    assert isinstance(taken.exception, UsageError) and (running.wish.fetched / "mine").is_dir()
+    shutil.rmtree(running.wish.fetched)
     done = CliRunner().invoke(cli, ["verify", "tiny", "--repair"])
     assert done.exit_code == 0, done.output
     assert digest(folder) == before and not running.wish.fetched.exists()

@@ -145,7 +145,7 @@ def test_it_is_cancelled_while_a_connection_stalls(hub: FakeHub, tmp_path: Path)
     download.close()
     waiting.join()
     assert not hub.unstalled.is_set(), "it ended because the stall did"
-    assert isinstance(told[0], TryAgainError) and "kept" in told[0].hint
+    assert isinstance(told[0], TryAgainError) and "saved" in told[0].hint
     assert download.progress().state == "cancelled"
 
 

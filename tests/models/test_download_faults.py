@@ -172,7 +172,7 @@ def test_it_gives_up_when_nothing_arrives_for_a_while_and_keeps_what_is_here(
     hub.faults.append(fault)
     error = failure(tmp_path)
     assert isinstance(error, TryAgainError)
-    assert word in error.cause and "kept" in error.hint
+    assert word in error.cause and "saved" in error.hint
     assert (tmp_path / SHARDS[0]).read_bytes() == (published / SHARDS[0]).read_bytes()
     hub.faults.clear()
     with Download(resolve(REPO), SHARDS, tmp_path, tuning=FAST).start() as download:
@@ -231,7 +231,7 @@ def test_a_full_disk_is_told_and_everything_on_it_kept(
     error = failure(small_disk)
     gc.collect()
     assert caplog.text == "", "connections that failed beside the first one are heard of"
-    assert "is full" in error.title and "kept" in error.hint and not isinstance(error, TryAgainError)
+    assert "is full" in error.title and "saved" in error.hint and not isinstance(error, TryAgainError)
     assert (small_disk / SHARDS[0]).read_bytes() == (published / SHARDS[0]).read_bytes()
     (small_disk / SHARDS[0]).unlink()
     with Download(resolve(REPO), [SHARDS[1]], small_disk, tuning=FAST) as download:

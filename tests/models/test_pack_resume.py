@@ -344,7 +344,7 @@ def test_a_disk_that_fills_up_while_packing_is_explained_and_waited_for(
         patch.setattr(shutil, "disk_usage", lambda _path: Usage(1 << 40, 0, 1 << 40))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         with pytest.raises(FloeError, match="failed") as caught:
             packed(source, small_disk / "p")
-    assert "No space left" in caught.value.cause and "goes on" in caught.value.hint
+    assert "No space left" in caught.value.cause and "to continue" in caught.value.hint
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     told = Told()
     packed(source, small_disk / "p", progress=told)

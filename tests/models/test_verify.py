@@ -291,7 +291,7 @@ def test_repair_leaves_what_cannot_be_packed(tuned: Path, source: Path) -> None:
 def test_what_an_earlier_version_kept_no_checksum_of_is_named(tuned: Path) -> None:
     edit_json(tuned / FILE_NAME, lambda fields: fields.pop("beside"))
     ran = run_cli("verify", str(tuned))
-    assert ran.code == 0 and "not known  manifest.json" in ran.out and "not known  frontier.json" in ran.out
+    assert ran.code == 0 and "unknown   manifest.json" in ran.out and "unknown   frontier.json" in ran.out
     assert json.loads(run_cli("verify", str(tuned), "--json").out)["unrecorded"] == [FILE_NAME, FRONTIER]
 
 
@@ -304,5 +304,5 @@ def test_a_damaged_copy_is_called_by_its_own_name_and_how_to_repair_it_is_said(
     spoil(copy / "layer_00.safetensors")
     assert f"floe-chat verify {copy}" in run_cli("ask", "hi", "-m", "foo").err
     told = run_cli("verify", "foo", "--source", str(source)).out
-    assert "Pack only these again" in told and f"verify {copy} --repair --source {source}" in told
+    assert "Pack these files again" in told and f"verify {copy} --repair --source {source}" in told
     assert "--repair" in explained(run_cli("verify", "foo", "--text", "nofile"), 2)
