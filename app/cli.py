@@ -40,9 +40,9 @@ _MODEL = (
         "--model",
         "-m",
         default="demo",
-        show_default=True,
+        show_default="the model chosen last",
         metavar="NAME|FOLDER",
-        help="A packed model: a name that `doctor` lists, or a folder.",
+        help="A packed model for this run: a name that `floe-chat models` lists, or a folder.",
     ),
     click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
     click.option(
@@ -53,20 +53,30 @@ _MODEL = (
         help="auto, cpu, cuda or cuda:N; sim:NAME plays a card in virtual time.",
     ),
     click.option(
-        "--vram", metavar="SIZE", help="Use at most so much GPU memory, such as 10gb.  [default: what is free]"
+        "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
     ),
 )
 _SAMPLING = (
-    click.option("--temperature", type=float, help="0 always takes the likeliest.  [default: the model's, or 0.7]"),
-    click.option("--top-k", type=int, help="Draw among the K likeliest tokens; 0 is off.  [default: 0]"),
-    click.option("--top-p", type=float, help="Draw among the likeliest up to this sum; 1 is off.  [default: 1]"),
-    click.option("--min-p", type=float, help="Drop tokens below this share of the likeliest.  [default: 0.05]"),
-    click.option("--repetition-penalty", type=float, help="Above 1 avoids repeats.  [default: 1]"),
+    click.option(
+        "--temperature", type=float, help="0 always picks the likeliest token.  [default: the model's, or 0.7]"
+    ),
+    click.option("--top-k", type=int, help="Sample from the K likeliest tokens; 0 is off.  [default: 0]"),
+    click.option(
+        "--top-p",
+        type=float,
+        help="Sample from the likeliest tokens up to this total probability; 1 is off.  [default: 1]",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        help="Drop tokens below this share of the likeliest token's probability.  [default: 0.05]",
+    ),
+    click.option("--repetition-penalty", type=float, help="Above 1, repetition is less likely.  [default: 1]"),
     click.option("--seed", type=int, help="Makes answers repeatable.  [default: a fresh one]"),
     click.option(
         "--max-tokens", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Longest answer."
     ),
-    click.option("--system", metavar="TEXT", help="Instructions that precede the conversation."),
+    click.option("--system", metavar="TEXT", help="The system prompt."),
 )
 
 
@@ -203,10 +213,10 @@ def _use_own_models_folder() -> None:
 
 
 @cli.command()
-@click.option("--measure", is_flag=True, help="Measure this machine's rates anew; it takes a few seconds.")
+@click.option("--measure", is_flag=True, help="Measure this machine's speeds again, which takes a few seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(measure: bool, as_json: bool) -> None:
-    """Tell what this machine has, which paths would run here, and why."""
+    """Show this machine's hardware, which code paths run here, and why."""
     from .doctor import report
 
     click.echo(report(as_json=as_json, measure=measure))

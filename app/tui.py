@@ -147,12 +147,18 @@ class FloeChatApp(App[int]):
         early, self._early = self._early or [], None
         for key in early:
             self.post_message(key)
-        self.set_interval(1.0, lambda: self._chat.say_beside(self.setups.words()))
+        self.set_interval(1.0, lambda: self._chat.say_beside(self._setup_words()))
         if self._reopened is not None:
             self._chat.call_later(self._chat.reopen, self._reopened.conversation, own_model=self._reopened.own_model)
         if self._file is not None and first_run(self._file):
             self._show_wizard(self._welcomed)
         self._tell_problems()
+
+    def _setup_words(self) -> str:
+        """How far a setup is, for the bottom row; at its end, the key that leads to a chat with the model."""
+        setup, said = self.setups.setup, self.setups.words()
+        done = setup is not None and setup.progress().state == "done"
+        return f"{said}: {key_of(self._chat, 'models')} chats with it" if done else said
 
     def _tell_problems(self) -> None:
         """Show in one toast which settings cannot be used: several would cover the text field."""

@@ -160,6 +160,8 @@ class ModelsScreen(Screen["str | None"]):
         setup, check = self._setups.setup, self._setups.check
         now = None if setup is None else setup.progress()
         lines = [self._setups.words()] if now is not None else []
+        if now is not None and now.state == "done":
+            lines = [f"{lines[0]}: choose it and press Enter to chat with it"]
         if now is not None and now.state in ("looking", "working", "checking"):
             lines = [f"{lines[0]} · {now.step}"]
         if check is not None:

@@ -12,6 +12,8 @@ from floe_chat.app.screens.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard import WizardScreen
 from floe_chat.app.settings_file import change, read
+from floe_chat.app.setup_wish import wish
+from floe_chat.app.setups import Setups
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.status_line import StatusLine
@@ -20,8 +22,9 @@ from floe_chat.models import catalog
 from floe_chat.models.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
+from ..models.fakehub import FakeHub
 from .scripted import until, write
-from .wizardry import see, shown
+from .wizardry import REPO, see, shown
 
 
 @pytest.fixture
@@ -160,4 +163,24 @@ async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) ->
         await pilot.press("ctrl+n")
         await see(pilot, "Try:")
         assert "sets up a real model" not in shown(pilot)
+    client.close()
+
+
+async def test_a_finished_setup_names_the_key_that_leads_to_its_chat(
+    hub: FakeHub, setups: Setups, tiny_pack: Path, tmp_path: Path
+) -> None:
+    settings = tmp_path / "settings.toml"
+    change(settings, {})
+    client = ChatClient(tiny_pack)
+    app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6, settings=settings)
+    app.setups = setups
+    async with app.run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: is_ready(app, "tiny"))
+        setups.start(wish(REPO, "mine"))
+        await see(pilot, "mine is ready: F6 chats with it")
+        await pilot.press("f6")
+        await see(pilot, "mine is ready: choose it and press Enter to chat with it")
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: is_ready(app, "mine"))
+        assert read(settings).settings.model == "mine"
     client.close()
