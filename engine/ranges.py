@@ -18,7 +18,7 @@ _VALID = {
     "top_k": f"0 (off) to {MOST_TOP_K:,}",
     "top_p": "above 0 up to 1 (off)",
     "min_p": "0 (off) to 1",
-    "repetition_penalty": "above 0 to 10",
+    "repetition_penalty": "0.001 to 10",
     "seed": "0 to 2^63 - 1",
 }
 
@@ -47,7 +47,7 @@ def may_be(name: str, value: Any) -> bool:
         case "min_p":
             return is_share(value)
         case "repetition_penalty":
-            return 0 < value <= 10
+            return 0.001 <= value <= 10
         case _:
             return 0 <= value < 1 << 63
 

@@ -8,7 +8,6 @@ has the score -inf.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -114,14 +113,14 @@ class Filters(NamedTuple):
             ValueError: names the field and its range.
         """
         # Written so that NaN fits nowhere.
-        if not 0 <= self.temperature < inf:
-            raise ValueError(f"temperature must be a number from 0 on, not {self.temperature}")
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature must be 0 or from 1e-6 to 1e6, not {self.temperature}")
         if not 0 <= self.top_k < 1 << 63:
             raise ValueError(f"top_k must be from 0 to 2^63 - 1, not {self.top_k}")
         if not (0 < self.top_p <= 1 and 0 <= self.min_p <= 1):
             raise ValueError(f"top_p must be above 0 up to 1 and min_p from 0 to 1, not {self.top_p} and {self.min_p}")
-        if not 0 < self.penalty < inf:
-            raise ValueError(f"penalty must be a number above 0, not {self.penalty}")
+        if not 1e-6 <= self.penalty <= 1e6:
+            raise ValueError(f"penalty must be from 1e-6 to 1e6, not {self.penalty}")
 
     def warpers(self) -> LogitsProcessorList:
         """One after the other what they ask for."""

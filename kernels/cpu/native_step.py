@@ -133,6 +133,8 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError(f"a head must have an even number of values, not {heads.dim}")
     if heads.window is not None and not 1 <= heads.window < 1 << 63:
         raise ValueError(f"a window must be at least 1 token, not {heads.window}")
+    if heads.clip is not None and not heads.clip > 0:
+        raise ValueError(f"queries, keys and values are clipped to a number above 0, not {heads.clip}")
     if (heads.q_norm is None) != (heads.k_norm is None):
         raise ValueError("queries and keys must both have norms, or neither")
 

@@ -173,7 +173,10 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     uint64_t rest = 0;
     for (; i < bytes; i++)
         for (int r = 0; r < count; r++) rest ^= from[r][i];
-    return rest ^ (uint64_t)_mm512_reduce_add_epi64(lanes);
+    alignas(64) uint64_t parts[8]; // not _mm512_reduce_add_epi64, whose sum may overflow
+    _mm512_store_si512((__m512i *)parts, lanes);
+    for (const uint64_t part : parts) rest ^= part;
+    return rest;
 }
 
 const RowOps ops = {"avx512", prepare, dot, axpy, finish, expand, add_products, add_active, copy, read};

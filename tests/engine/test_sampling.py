@@ -122,6 +122,7 @@ BAD: list[dict[str, Any]] = [
     {"min_p": -0.1},
     {"min_p": 1.1},
     {"repetition_penalty": 0.0},
+    {"repetition_penalty": 1e-4},
     {"repetition_penalty": -1.0},
     {"repetition_penalty": 11.0},
     {"seed": -1},

@@ -1,17 +1,21 @@
-"""The tests of the CPU kernels once more, on a build that watches every memory access and every undefined operation."""
+"""The CPU kernels' tests and hostile calls once more, on a build that watches every memory access and every undefined
+operation."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from floe_chat.kernels.cpu import build, native
 
 HERE = Path(__file__).parent
+DRIVER = HERE.parent / "fuzz" / "driver.py"
 WATCHED = (
     "test_cpu_native.py",
     "test_many_tokens.py",
@@ -20,19 +24,24 @@ WATCHED = (
     "test_token_step.py",
     "test_draw.py",
     "test_pool.py",
+    "test_arguments.py",
 )
+INPUTS = 1000  # hostile calls
 
 
 def sanitizer_runtime() -> str:
-    """gcc's address sanitizer library, which has to be loaded before everything else."""
+    """gcc's address sanitizer library and its C++ library, which have to be loaded before everything else: without the
+    latter an exception that torch throws ends the process."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    path = found.stdout.strip()
-    if not Path(path).is_absolute():
+    paths: list[str] = []
+    for name in ("libasan.so", "libstdc++.so"):
+        found = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        paths.append(found.stdout.strip())
+    if not all(Path(path).is_absolute() for path in paths):
         pytest.skip("this g++ comes without its address sanitizer")
-    return path
+    return ":".join(paths)
 
 
 def runs_avx512() -> bool:
@@ -44,22 +53,34 @@ def runs_avx512() -> bool:
     return True
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)  # instrumented code is slow, more so beside other programs
-def test_cpu_kernels_touch_only_their_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = sanitizer_runtime()
-    monkeypatch.setenv("CXX", "g++")
-    library = tmp_path / "floe_watched.so"
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which the kernels run on the watching build."""
+    runtime, library = sanitizer_runtime(), tmp_path_factory.mktemp("watched") / "floe_watched.so"
     flags = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
     if not runs_avx512():
         flags.append("-DFLOE_WITHOUT_AVX512")
-    build.build(library, flags)
-    environment = os.environ | {
-        "LD_PRELOAD": runtime,
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python keeps much of its memory to the end
-        "FLOE_CPU_LIBRARY": str(library),
-        "FLOE_TEST_EVERY": "16",  # of each test's cases: memory is touched alike in their neighbours
-    }
+    with mock.patch.dict(os.environ, {"CXX": "g++"}):
+        build.build(library, flags)
+    # Python keeps much of its memory to the end; what asks for too much gets none, as without the sanitizer.
+    options = "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=64"
+    return os.environ | {"LD_PRELOAD": runtime, "ASAN_OPTIONS": options, "FLOE_CPU_LIBRARY": str(library)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # instrumented code is slow, more so beside other programs
+def test_hostile_calls_touch_only_their_own_memory(watched: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, str(DRIVER), "kernel_calls", "--inputs", str(INPUTS)]
+    ran = subprocess.run(command, env=watched, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    assert json.loads(ran.stdout)["inputs"] == INPUTS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_cpu_kernels_touch_only_their_own_memory(watched: dict[str, str], tmp_path: Path) -> None:
+    # Of each test's cases some: memory is touched alike in their neighbours.
+    environment = watched | {"FLOE_TEST_EVERY": "16"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / n) for n in WATCHED)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

@@ -1,0 +1,222 @@
+"""A call of each operation that goes through whole layers: the dense step, the token pass, logits, drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int32
+from random import Random
+from typing import Any
+
+import torch
+from floe_chat.kernels import sampling
+from floe_chat.kernels.cpu import native, native_ends
+from floe_chat.kernels.cpu.native_ends import NativeEnds
+from floe_chat.kernels.cpu.native_step import NativeStep
+from floe_chat.kernels.cpu.native_token import Draw, NativeToken
+from floe_chat.kernels.layouts import LinearWeights
+from floe_chat.kernels.sampling import Filters
+from floe_chat.kernels.step import DenseLayer, Ends, ExpertLayer, Heads, Projection, Router, dense_step
+from torch import Tensor
+
+from . import _operands as made
+from ._operands import Case
+
+CAPACITY = 12
+
+
+def _weight(rng: Random, rows: int, columns: int) -> Tensor | LinearWeights:
+    if rng.random() < 0.5:
+        return made.linear_weights(rng, rows, columns)
+    return made.uniform(rng, rows, columns)
+
+
+def _dense(rng: Random, hidden: int, keys: int, dim: int) -> dict[str, Any]:
+    """The operands of a `DenseLayer`."""
+    queries, experts = keys * rng.choice((1, 2, 3)), rng.randrange(1, 5)
+    given: dict[str, Any] = {
+        "before": made.uniform(rng, hidden),
+        "after": made.uniform(rng, hidden),
+        "eps": 1e-5,
+        "queries": queries,
+        "keys": keys,
+        "dim": dim,
+        "scale": 0.3,
+        "qkv": _weight(rng, (queries + 2 * keys) * dim, hidden),
+        "out": _weight(rng, hidden, queries * dim),
+        "router": made.uniform(rng, experts, hidden),
+        "top_k": rng.randrange(1, experts + 1),
+        "shares": True,
+    }
+    if rng.random() < 0.3:
+        given["window"] = rng.randrange(1, 9)
+    if rng.random() < 0.3:
+        given["clip"] = 0.5
+    if rng.random() < 0.3:
+        given["bias"] = made.uniform(rng, (queries + 2 * keys) * dim)
+    if rng.random() < 0.3:
+        each = rng.random() < 0.5
+        given["q_norm"], given["k_norm"] = (
+            made.uniform(rng, dim if each else heads * dim) for heads in (queries, keys)
+        )
+    return given
+
+
+def _layer(g: dict[str, Any], kept: torch.dtype) -> DenseLayer:
+    heads = Heads(
+        *(g["queries"], g["keys"], g["dim"], g["scale"], g.get("window"), g.get("clip")),
+        *(g.get("q_norm"), g.get("k_norm"), kept),
+    )
+    router = Router(g["router"], g["top_k"], g["shares"])
+    qkv, out = Projection(g["qkv"], g.get("bias")), Projection(g["out"])
+    return DenseLayer(g["before"], g["after"], g["eps"], heads, qkv, out, router)
+
+
+def _sizes(rng: Random) -> tuple[int, int, int]:
+    """Hidden size, heads of keys, width of a head."""
+    return rng.choice((8, 40, 64)), rng.randrange(1, 3), rng.choice((2, 6, 16))
+
+
+def _state(rng: Random, hidden: int, keys: int, dim: int, kept: torch.dtype) -> dict[str, Any]:
+    return {
+        "x": made.uniform(rng, 1, hidden),
+        "rope": made.uniform(rng, 2, dim),
+        "kv": made.uniform(rng, CAPACITY, 2 * keys, dim).to(kept),
+        "position": rng.randrange(CAPACITY),
+    }
+
+
+def step(rng: Random) -> Case:
+    sizes, kept = _sizes(rng), rng.choice((torch.float32, torch.float16))
+    given = {**_dense(rng, *sizes), **_state(rng, *sizes, kept)}
+    if rng.random() < 0.5:
+        given["added"] = made.uniform(rng, 1, sizes[0])
+
+    def run(_m: Any, g: dict[str, Any]) -> Any:
+        made_step = NativeStep(_layer(g, kept))
+        found = made_step(g["x"], g.get("added"), g["rope"], g["kv"], g["position"])
+        return found.stream, found.hidden, found.routed[1], g["kv"][g["position"]].clone()
+
+    def plain(g: dict[str, Any]) -> Any:
+        found = dense_step(_layer(g, kept), g["x"], g.get("added"), g["rope"], g["kv"], g["position"])
+        return found.stream, found.hidden, found.routed[1], g["kv"][g["position"]].clone()
+
+    tolerance = 1e-2 if kept == torch.float16 else 1e-3
+    return Case(given, run, ("kv",), tolerance, plain, checked=False)
+
+
+def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "embedding": made.uniform(rng, vocabulary, hidden),
+        "norm": made.uniform(rng, hidden),
+        "norm_eps": 1e-5,
+        "head": _weight(rng, vocabulary, hidden),
+    }
+    if rng.random() < 0.3:
+        given["head_bias"] = made.uniform(rng, vocabulary)
+    return given
+
+
+def _ends_of(g: dict[str, Any]) -> Ends:
+    return Ends(g["embedding"], g["norm"], g["norm_eps"], Projection(g["head"], g.get("head_bias")))
+
+
+def logits(rng: Random) -> Case:
+    hidden = rng.choice((8, 40, 64))
+    given = {**_ends(rng, hidden, rng.choice((1, 5, 70))), "x": made.uniform(rng, 1, hidden)}
+    return Case(
+        given,
+        lambda _m, g: NativeEnds(_ends_of(g)).logits(g["x"]),
+        (),
+        1e-3,
+        lambda g: _ends_of(g).logits(g["x"]),
+        checked=False,
+    )
+
+
+def token(rng: Random) -> Case:
+    """All layers, by themselves or with tokens drawn behind them. Beside the layers one by one."""
+    sizes, layers, parts = _sizes(rng), rng.randrange(1, 3), rng.randrange(1, 3)
+    first = _dense(rng, *sizes)
+    first["top_k"] = 1  # each other layer has another number of experts
+    stack = [NativeStep(_layer(first, torch.float32))]
+    experts = first["router"].shape[0]
+    given = _state(rng, *sizes, torch.float32)
+    given |= {"up": made.up_weights(rng, parts * experts, 5, sizes[0]), "drop": 0.1, "major": 0.2, "parts": parts}
+    given |= {"rows": made.expert_rows(rng, parts * experts, 5, sizes[0]), "bits": rng.choice((22, 15, 8))}
+    given |= {"thresholds": torch.zeros(parts * experts), "weighed": rng.random() < 0.5, "first": rng.randrange(5)}
+    if rng.random() < 0.5:
+        given["products"] = torch.zeros(parts * experts)
+    several = rng.random() < 0.5
+    if several:
+        given |= _ends(rng, sizes[0], 5)
+        given |= {"rope": made.uniform(rng, 3, 2, sizes[2]), "uniform": 0.5, "seconds": 1e9, "stop_id": 99}
+        given |= {"temperature": rng.choice((0.0, 0.7)), "seen": torch.zeros(5, dtype=torch.uint8)}
+
+    def run(_m: Any, g: dict[str, Any]) -> Any:
+        kept = ExpertLayer(
+            *(g["up"], g["rows"], g["thresholds"], g.get("products"), g["drop"], g["major"]),
+            *(g["parts"], g["weighed"]),
+        )
+        whole = NativeToken(stack * layers, [kept] * layers)
+        stores, bits, stop = [g["kv"]] * layers, (22, g["bits"]), c_int32(0)
+        if not several:
+            found = whole(g["x"], g["rope"], stores, g["position"], bits, stop)
+            assert found is not None
+            assert int(found.chosen.min()) >= 0 and int(found.chosen.max()) < experts
+            return found.stream.shape
+        how = Draw(Filters(g["temperature"]), [g["uniform"]] * 3, g["seen"], [g["stop_id"]])
+        ends = NativeEnds(_ends_of(g))
+        drawn = whole.decode(ends, g["first"], g["rope"], stores, g["position"], bits, stop, how, g["seconds"])
+        assert drawn is not None and 1 <= len(drawn.tokens) <= 3
+        assert all(0 <= one < ends.vocabulary for one in drawn.tokens)
+        return None
+
+    return Case(given, run, (), plain=lambda g: run(None, g), checked=False)
+
+
+def draw(rng: Random) -> Case:
+    count = rng.choice((1, 2, 7, 300))
+    given: dict[str, Any] = {
+        "logits": made.uniform(rng, count, low=-9, high=9),
+        "temperature": rng.choice((0.0, 0.5, 1.3)),
+        "top_k": rng.choice((0, 0, 1, 5, 400)),
+        "top_p": rng.choice((1.0, 0.7, 0.1)),
+        "min_p": rng.choice((0.0, 0.05, 1.0)),
+        "penalty": rng.choice((1.0, 1.3, 0.7)),
+        "uniform": rng.random(),
+    }
+    if rng.random() < 0.5:
+        given["seen"] = torch.randint(2, (count,), generator=made.generator(rng), dtype=torch.uint8)
+        # A step back, so that either may draw it: a penalty of 1 leaves every number as it is.
+        given["penalty"] = rng.choice((1.0, 1.3))
+
+    def filters(g: dict[str, Any]) -> Filters:
+        return Filters(*(g[name] for name in ("temperature", "top_k", "top_p", "min_p", "penalty")))
+
+    def plain(g: dict[str, Any]) -> Any:
+        if not native_takes(g["logits"]) or ("seen" in g and not g["seen"].is_contiguous()):
+            raise ValueError("the compiled one takes contiguous float32 alone")
+        return sampling.draw(g["logits"], filters(g), g["uniform"], g.get("seen"))
+
+    def native_takes(given: Tensor) -> bool:
+        return given.dtype == torch.float32 and given.is_contiguous() and given.is_cpu
+
+    return Case(
+        given, lambda _m, g: native_ends.draw(g["logits"], filters(g), g["uniform"], g.get("seen")), plain=plain
+    )
+
+
+def read_rows(rng: Random) -> Case:
+    count = rng.choice((0, 1, 9))
+    given = {
+        "rows": made.codes(rng, count, rng.choice((1, 64, 200))),
+        "index": torch.tensor([rng.randrange(count) for _ in range(4)] if count else [], dtype=torch.int64),
+    }
+
+    def run(_m: Any, g: dict[str, Any]) -> Any:
+        return native.read_rows(g["rows"], g["index"])
+
+    return Case(given, run, plain=lambda g: run(None, g), checked=False)
+
+
+KINDS: tuple[Callable[[Random], Case], ...] = (step, logits, token, draw, read_rows)

@@ -1,0 +1,181 @@
+"""Calls of the pool's tables: the compiled ones beside those in numpy, with the same hostile arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+from floe_chat.kernels.cpu import native_pool
+from floe_chat.kernels.cpu.native_pool import NativeTable
+from floe_chat.kernels.pool import FILLING, FREE_COUNT, Means, Part, RowTable, Rule, cut, landing
+
+from . import _operands as made
+from ._operands import Case
+
+
+def transfer(rng: Random) -> Case:
+    """`landing`: which rows go to which slots."""
+    rows, capacity = rng.randrange(9), rng.randrange(9)
+    count = rng.randrange(capacity + 1) if rows else 0
+    given = {
+        "source": np.array([rng.randrange(rows) for _ in range(count)], np.int64),
+        "slots": np.array(rng.sample(range(capacity), count), np.int32),
+        "rows": rows,
+        "capacity": capacity,
+    }
+    order = "source", "slots", "rows", "capacity"
+    return Case(
+        given,
+        lambda _m, g: native_pool.landing(*(g[name] for name in order)).tolist(),
+        plain=lambda g: landing(*(g[name] for name in order)).tolist(),
+    )
+
+
+def parts(rng: Random) -> Case:
+    """`cut`: the first neurons of each call, and the rest."""
+    counts = [rng.randrange(5) for _ in range(rng.randrange(5))]
+    total = sum(counts)
+    given = {
+        "offsets": np.cumsum([0, *counts]),
+        "at": np.arange(total),
+        "places": np.arange(total) * 3,
+        "kept": np.array([rng.randrange(count + 1) for count in counts], np.int64),
+    }
+
+    def run(module: Any, g: dict[str, Any]) -> list[list[int]]:
+        halves = (native_pool.cut if module else cut)(Part(g["offsets"], g["at"], g["places"]), g["kept"])
+        return [array.tolist() for half in halves for array in (half.offsets, half.at, half.places)]
+
+    return Case(given, run, plain=lambda g: run(None, g))
+
+
+def tables(rng: Random) -> str:
+    """Some calls one after the other on two equal tables, until both refuse to be made or rows were evicted.
+
+    Which of equally worthy rows goes is open: from there on only what each table says of itself is looked at.
+    """
+    layers, experts, neurons = (rng.choice((1, 2, 3, *((0, -1) if rng.random() < 0.05 else ()))) for _ in range(3))
+    rule = _tried(_rule, rng)
+    if rule is None:
+        return "refused"
+    seed = rng.getrandbits(32)
+
+    def make(kind: type[RowTable]) -> RowTable:
+        return kind(layers, experts, neurons, rule, _means(seed, layers, experts, neurons))
+
+    both = [_tried(make, kind) for kind in (NativeTable, RowTable)]
+    if both == [None, None]:
+        return "refused"
+    compiled, plain = both
+    assert isinstance(compiled, RowTable) and isinstance(plain, RowTable)
+    refused, alike = 0, True
+    for _ in range(rng.randrange(1, 12)):
+        call = _call(rng, compiled)
+        found = [_tried(call, table) for table in ((compiled, plain) if alike else (compiled,))]
+        refused += found[0] is None
+        free = int(compiled.counters[FREE_COUNT])
+        assert 0 <= free <= compiled.capacity
+        _consistent(compiled)
+        if alike:
+            assert (found[0] is None) == (found[1] is None), f"compiled: {found[0]}; numpy: {found[1]}"
+            alike = np.array_equal(compiled.slots, plain.slots) and np.array_equal(compiled.words, plain.words)
+            # Tables part only where rows had to go, and then as many went from both.
+            assert (compiled.slots >= 0).sum() == (plain.slots >= 0).sum() and free == int(plain.counters[FREE_COUNT])
+            assert not alike or found[0] is None or _listed(found[0]) == _listed(found[1])
+    return "refused" if refused else "computed"
+
+
+def _tried(make: Callable[..., Any], *given: Any) -> Any:
+    """What it returns, True for nothing, None if it is refused."""
+    try:
+        found = make(*given)
+    except (ValueError, MemoryError):
+        return None
+    return True if found is None else found
+
+
+def _rule(rng: Random) -> Rule:
+    def some(value: float, *others: float) -> Any:
+        return rng.choice(others) if rng.random() < 0.03 else value
+
+    return Rule(
+        by_score=rng.random() < 0.5,
+        marks_use=rng.random() < 0.5,
+        sample=some(3, 0, -1),
+        smallest_window=some(rng.randrange(1, 5), 0, -7),
+        prefetch_worth=some(0.4, float("nan"), -1.0, float("inf")),
+        turn=some(0.5, float("nan"), 1e300),
+        use_rate=some(0.02, 1.0, float("nan"), -0.5),
+        largest_growth=some(3.0, 0.0, float("nan"), float("inf")),
+    )
+
+
+def _means(seed: int, layers: int, experts: int, neurons: int) -> Means:
+    random, shape = np.random.default_rng(seed), (max(layers, 0), max(experts, 0))
+    raw = random.random((shape[0], shape[1] * max(neurons, 0)), dtype=np.float32)
+    return Means(random.random(shape), raw, 1 + random.random(shape))
+
+
+def _call(rng: Random, table: RowTable) -> Callable[[RowTable], Any]:
+    """A call with arguments of which some are hostile; both tables get the same."""
+
+    def number(value: int) -> Any:
+        return rng.choice((*made.NUMBERS, value + 1, value - 1)) if rng.random() < 0.1 else value
+
+    def array(value: Any) -> Any:
+        return made.hostile_array(rng, value) if rng.random() < 0.15 else value
+
+    layer, width = number(rng.randrange(table.layers)), table.width
+    match rng.randrange(5):
+        case 0:
+            capacity = number(rng.randrange(2 * width + 3))
+            # As many as memory might hold are made in earnest.
+            capacity = capacity if not 1 << 20 < capacity < 1 << 31 else 1 << 31
+            return lambda one: one.resize(capacity)
+        case 1:
+            wanted = number(rng.randrange(6))
+            return lambda one: one.spare(wanted)
+        case 2:
+            absent = np.flatnonzero(table.slots[:width] == -1) if rng.random() < 0.9 else np.arange(width)
+            keys = array(absent[: rng.randrange(absent.size + 1)].astype(np.int64))
+            urgent = rng.random() < 0.5
+            return lambda one: one.reserve(layer, keys, urgent=urgent)
+        case 3:
+            filling = np.flatnonzero(table.words[:-1] & 3 == FILLING)
+            slots, arrived = array(filling[: rng.randrange(filling.size + 1)].astype(np.int32)), rng.random() < 0.7
+            return lambda one: one.settle(slots, arrived=arrived)
+        case _:
+            size = number(table.neurons)
+            chosen = [
+                rng.sample(range(table.neurons), rng.randrange(table.neurons + 1)) for _ in range(rng.randrange(3))
+            ]
+            experts = array(np.array([rng.randrange(table.experts) for _ in chosen], np.int64))
+            offsets = array(np.cumsum([0, *map(len, chosen)]))
+            neurons = array(np.array([one for part in chosen for one in part], np.int64))
+            return lambda one: one.locate(layer, experts, offsets, neurons, size)
+
+
+def _listed(found: Any) -> Any:
+    """What a call returned, to compare."""
+    if isinstance(found, np.ndarray):
+        return found.tolist()
+    if hasattr(found, "ready"):
+        lists = (found.ready, found.coming, found.absent)
+        return [array.tolist() for part in lists for array in (part.offsets, part.at, part.places)]
+    return found
+
+
+def _consistent(table: RowTable) -> None:
+    """Each neuron with a slot is the one that the slot holds; all others are free."""
+    held = np.flatnonzero(table.slots >= 0)
+    slots = table.slots[held]
+    assert (slots < table.capacity).all() and np.unique(slots).size == slots.size
+    assert np.array_equal(table.keys[slots], held)
+    assert int((table.words[: table.capacity] & 3 != 0).sum()) == held.size
+    free = table.free[: int(table.counters[FREE_COUNT])]
+    assert not np.intersect1d(free, slots).size and np.unique(free).size == free.size
+
+
+KINDS: tuple[Callable[[Random], Case], ...] = (transfer, parts)
