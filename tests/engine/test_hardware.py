@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from floe_chat import kernels
 from floe_chat.engine import hardware, quality
 from floe_chat.engine.hardware import Gpu
 from floe_chat.models.errors import UsageError
@@ -63,6 +65,18 @@ def test_paths_are_told_for_every_kind_of_device() -> None:
     paths = hardware.compute_paths()
     assert [path.device for path in paths] == ["cpu", "cuda"] and all(path.reason for path in paths)
     assert paths[0].backend
+
+
+def test_each_gpu_has_a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("floe_chat.kernels.triton")
+    old = replace(CARD, name="Old", capability="7.0", index=1)
+    with_gpus(monkeypatch, replace(CARD, index=0), old)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", [(8, 6), (7, 0)].__getitem__)
+    monkeypatch.setattr(kernels, "choose", kernels.choose.__wrapped__)
+    paths = hardware.compute_paths()
+    assert [(path.device, path.backend) for path in paths[1:]] == [("cuda:0", "triton"), ("cuda:1", "reference")]
 
 
 def test_small_experts_get_one_thread_and_large_ones_the_cores() -> None:
