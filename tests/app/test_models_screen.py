@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.screens.models import ModelsScreen
+from floe_chat.app.screens.wizard import WizardScreen
 from floe_chat.app.setup_wish import wish
 from floe_chat.app.setups import Setups, first_run, remove
 from floe_chat.models import catalog
@@ -16,9 +17,9 @@ from floe_chat.models.errors import FloeError, TryAgainError
 from floe_chat.models.packed import PackedModel
 from textual.pilot import Pilot
 
-from ..models.fakehub import FakeHub
+from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import until
-from .wizardry import REPO, around, entry_of, lines, results, see, shown, slowly, surveyor
+from .wizardry import REPO, around, entry_of, lines, paste, results, see, shown, slowly, surveyor
 
 
 @pytest.fixture
@@ -195,3 +196,55 @@ async def test_one_setup_at_a_time(hub: FakeHub, setups: Setups) -> None:
         setups.start(wish(REPO, "second"))
     setups.stop()
     assert setups.words() == "" and not setups.busy
+
+
+async def test_another_model_is_typed_where_it_is_listed(published: Path, hub: FakeHub, setups: Setups) -> None:
+    async with around(screen(setups, published)) as pilot:
+        await see(pilot, "Another model: type a hub id")
+        await pilot.press("end", "enter")
+        await see(pilot, "Enter looks it up")
+        paste(pilot, "no such model")
+        await pilot.press("enter")
+        await see(pilot, "What to do")
+        await pilot.press("escape")
+        await see(pilot, "Enter types its name")
+        await pilot.press("enter")
+        paste(pilot, f"https://huggingface.co/{REPO}")
+        await pilot.press("enter")
+        await see(pilot, "This machine", "Enter continues")
+        await pilot.press("enter")
+        await see(pilot, "Model and bits per weight", "● 3/4/4", "Disk: download")
+
+
+@pytest.mark.parametrize("where", ["wizard", "list"])
+async def test_a_failed_setup_can_be_deleted(published: Path, hub: FakeHub, setups: Setups, where: str) -> None:
+    hub.faults.append(Fault("GET /storage/.*model-00002", times=ALWAYS, flip=True))
+    failed = setups.start(wish(REPO))
+    page = WizardScreen(setups) if where == "wizard" else screen(setups, published)
+    async with around(page) as pilot:
+        await until(pilot, lambda: failed.progress().state == "failed", seconds=60)
+        await see(pilot, "X deletes it" if where == "wizard" else "tiny: the setup failed")
+        if where == "list":
+            await to(pilot, "tiny")
+        await pilot.press("x")
+        await see(pilot, "This is deleted", "Y deletes")
+        await pilot.press("y")
+        await until(pilot, lambda: not failed.wish.note.exists() and setups.setup is None)
+        assert not failed.wish.folder.exists() and not failed.wish.fetched.exists()
+
+
+async def test_a_setup_whose_note_cannot_be_used_can_be_deleted(published: Path, setups: Setups) -> None:
+    other = catalog.models_folder().parent / "precious"
+    other.mkdir(parents=True)
+    catalog.models_folder().mkdir(parents=True, exist_ok=True)
+    note = catalog.models_folder() / "odd.setup.json"
+    note.write_text('{"model": "floe/tiny", "name": "../precious"}')
+    async with around(screen(setups, published)) as pilot:
+        await to(pilot, "odd")
+        await pilot.press("enter")
+        await see(pilot, "This setup cannot be continued")
+        await pilot.press("x")
+        await see(pilot, "Y deletes")
+        await pilot.press("y")
+        await until(pilot, lambda: not note.exists() and "odd" not in shown(pilot))
+    assert other.is_dir()
