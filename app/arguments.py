@@ -47,17 +47,18 @@ def need_terminal() -> None:
 
 
 def memory_size(text: str | None) -> int | None:
-    """Bytes of a size such as "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold; None stays None.
+    """Bytes of a size such as "8", "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold, and GB where no
+    unit is given; None stays None.
 
     Raises:
         UsageError: something else.
     """
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mgt])i?b\s*", text, re.IGNORECASE)
-    size = float(match[1]) * 2 ** {"m": 20, "g": 30, "t": 40}[match[2].lower()] if match else 0.0
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([mgt])(?:i?b)?)?\s*", text, re.IGNORECASE | re.ASCII)
+    size = float(match[1]) * 2 ** {"m": 20, "g": 30, "t": 40}[(match[2] or "g").lower()] if match else 0.0
     if not 1 <= size < 2**60:
-        raise UsageError(f"{text!r} is no size of memory", "", "Give it in MB, GB or TB, such as 10gb.")
+        raise UsageError(f"{text!r} is not a size of memory", "", "Give it in GB, such as 10, or with a unit: 900mb.")
     return int(size)
 
 

@@ -1,10 +1,9 @@
-"""`floe-chat plan`: whether a model runs on this machine or another, how, and how fast, before anything is fetched."""
+"""`floe-chat plan`: whether a model runs on this machine or another, how, and how fast, before any download."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import textwrap
 from importlib.metadata import version
@@ -13,42 +12,47 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..models.errors import UsageError
+from ..models.quantities import digits, estimate, forecast, memory, size, trimmed
 from . import progress
 from .arguments import memory_size
 from .bench_table import measuring
-from .widgets import units
 from .widgets.plain import printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..engine.machine import Described, Machine
-    from ..engine.options import Option, Range
+    from ..engine.options import Option
     from ..engine.plan import Plan
 
 _NAME, _WIDTH = 10, 100
 _SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
-_PLACES = {"gpu": "GPU, all of it", "pool": "GPU and a pool", "cpu": "CPU"}
+_PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
+_LIST = "list"
 
 
 @click.command()
-@click.argument("model", metavar="MODEL")
-@click.option("--vram", metavar="SIZE", help="GPU memory, such as 12GiB.")
-@click.option("--ram", metavar="SIZE", help="Memory of the machine.")
-@click.option("--cpu-gbs", type=float, metavar="GB/S", help="What the CPU reads memory at.")
-@click.option("--link-gbs", type=float, metavar="GB/S", help="What copies to the GPU reach.")
-@click.option("--pcie", metavar="GxL", help="Generation and lanes of the link instead, such as 4x16.")
-@click.option("--disk-gbs", type=float, metavar="GB/S", help="What the disk reads at.")
-@click.option("--disk-free", metavar="SIZE", help="Free space on the disk.")
+@click.argument("model", required=False, metavar="[MODEL]")
+@click.option("--vram", metavar="SIZE", help="GPU memory in GB, such as 12.")
+@click.option("--ram", metavar="SIZE", help="Installed RAM in GB, such as 32.")
+@click.option("--cpu-gbs", type=float, metavar="GB/S", help="How fast the CPU reads memory.")
+@click.option("--link-gbs", type=float, metavar="GB/S", help="How fast copies to the GPU are.")
+@click.option("--pcie", metavar="GxL", help="PCIe generation and lanes instead of --link-gbs, such as 4x16.")
+@click.option("--disk-gbs", type=float, metavar="GB/S", help="How fast the disk reads.")
+@click.option("--disk-free", metavar="SIZE", help="Free disk space in GB.")
 @click.option(
-    "--card", metavar="NAME", help="A GPU and its machine from the list of virtual cards: rtx3060-12gb; none: no GPU."
+    "--card",
+    metavar="NAME",
+    help="A graphics card and the machine around it, such as 3090, or none for no GPU; list prints all.",
 )
-@click.option("--context", type=click.IntRange(1), help="Tokens of a conversation to provide for.  [default: 4096]")
+@click.option("--context", type=click.IntRange(1), help="Tokens of a chat to have room for.  [default: 4096]")
 @click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
-@click.option("--net-mbs", type=float, metavar="MB/S", help="What a download reaches.")
+@click.option("--net-mbs", type=float, metavar="MB/S", help="How fast the download is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def plan(
     ctx: click.Context,
-    model: str,
+    model: str | None,
     vram: str | None,
     ram: str | None,
     disk_free: str | None,
@@ -59,36 +63,44 @@ def plan(
     as_json: bool,
     **rates: float | None,
 ) -> None:
-    """Tell whether MODEL runs on this machine, how, and how fast, before anything is downloaded.
+    """Show whether MODEL runs on this machine, how, and how fast, before anything is downloaded.
 
-    MODEL is a listed name (mixtral-8x7b-instruct, mixtral-8x7b, mixtral-8x22b-instruct, demo), or a folder with a
-    config.json. Options describe a machine that is not at hand; what they leave out is taken from this one. The first
-    time, this machine is measured for a few seconds. Exits with 1 where nothing fits.
+    MODEL is a listed name or a part of one (olmoe, mixtral, demo), a hub id or the address of its page, or a folder
+    with a config.json. Without MODEL, all listed models are compared.
 
-    Example: floe-chat plan mixtral-8x7b-instruct --vram 12GiB --ram 32GiB --pcie 4x16
+    The options describe another machine; what they leave out is taken from this one, which is measured for a few
+    seconds the first time. Exits with 1 if nothing fits.
+
+    \b
+    floe-chat plan
+    floe-chat plan mixtral --card 3060 --ram 32
+    floe-chat plan olmoe --vram 8 --ram 16
     """
+    if card is not None and card.strip().lower() == _LIST:
+        click.echo(cards_text())
+        return
     if pcie is not None and rates["link_gbs"] is not None:
-        raise click.UsageError("--pcie and --link-gbs both say how fast the link is: give one of them.")
+        raise click.UsageError("--pcie and --link-gbs both set the speed of the link. Give one of them.")
     positive = {name: _positive(name, rate) for name, rate in rates.items()}
     lanes = _lanes(pcie)
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
     from ..engine.machine import Described
     from ..engine.opening import CONTEXT
-    from ..engine.plan import make
+    from ..engine.plan import make, offers
     from ..models.catalog import described
 
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
     said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2])
+    net = _times(positive["net_mbs"], 1e6)
+    if model is None:
+        plans = offers(_machine(said), context=context or CONTEXT, keep_source=keep_source, net_bytes_s=net)
+        fields = {"version": version("floe-chat"), "plans": [as_fields(one) for one in plans]}
+        click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
+        ctx.exit(0 if any(one.chosen for one in plans) else 1)
     entry = described(model)
     if context is not None and context > entry.sizes.window:
-        progress.note(f"{entry.name} takes at most {entry.sizes.window:,} tokens: the plan is for these.")
-    found = make(
-        _machine(said),
-        entry,
-        context=context or CONTEXT,
-        keep_source=keep_source,
-        net_bytes_s=_times(positive["net_mbs"], 1e6),
-    )
+        progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
+    found = make(_machine(said), entry, context=context or CONTEXT, keep_source=keep_source, net_bytes_s=net)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
 
@@ -106,20 +118,83 @@ def as_fields(plan: Plan) -> dict[str, Any]:
 
 def text_of(plan: Plan) -> str:
     """The plan for people."""
+    from ..engine.reasons import BITS, KL
+
     entry = plan.entry
-    about = [entry.repo or str(entry.folder or ""), f"{entry.sizes.parameters / 1e9:.3g} B parameters", entry.licence]
+    about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
     lines = [f"{entry.name}: {', '.join(part for part in about if part)}"]
     if entry.gated:
-        lines.append("  Its publisher asks to accept terms on the hub first, with an account.")
+        lines.append("  Its publisher asks you to accept terms on the hub first; that needs an account.")
     if entry.chat is None:
-        lines.append("  It is a base model: it continues text and knows no turns, so floe-chat cannot chat with it.")
-    lines += ["", f"Machine: {plan.machine.name}", *map(_wrapped, plan.machine.told.values()), ""]
+        lines.append(
+            "  It is a base model: it continues text. It has no chat template, so floe-chat cannot chat with it."
+        )
+    lines += ["", *_machine_lines(plan), ""]
     if plan.chosen is None:
         lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
     else:
         lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, plan.why), ""]
-    note = "Speeds are estimates by the Balanced preset; rounding costs what it costs the 22 M-parameter demo model."
-    return "\n".join([*lines, "Widths side by side", *_table(plan), "", _wrapped(note).strip()])
+        if entry.folder is None:
+            lines += [f"Set it up: floe-chat setup {entry.name}", ""]
+    if len(plan.options) > 1:
+        lines += ["Choices, the most exact first (* recommended)", *_table(plan), ""]
+    note = "Speeds are estimates, with their ranges, for the preset Balanced."
+    return "\n".join([*lines, *(_wrapped(text).strip() for text in (BITS, KL, note))])
+
+
+def text_of_all(plans: Sequence[Plan]) -> str:
+    """All listed models on one machine, for people."""
+    from ..engine.reasons import BITS, KL, describe, lacks
+
+    head = f"  {'':<24}{'bits':<8}{'KL':>8}{'tokens/s':>20}{'download':>12}{'on disk':>10}  packing"
+    rows = [head]
+    for one in plans:
+        chosen, fetched = one.chosen, size(one.entry.checkpoint_bytes)
+        if chosen is None:
+            rows.append(f"  {one.entry.name:<24}needs {lacks(one.missing)} more")
+            continue
+        figures = f"{describe(chosen.spec):<8}{trimmed(chosen.kl, 2):>8}{_speed(chosen):>20}{fetched:>12}"
+        packing = "" if one.pack_s is None else forecast(one.pack_s).removeprefix("about ")
+        rows.append(f"  {one.entry.name:<24}{figures}{size(chosen.disk['pack']):>10}  {packing}")
+    first = next((one.entry for one in plans if one.chosen and one.entry.chat is not None), None)
+    gated = [one.entry.name for one in plans if one.entry.gated]
+    base = [one.entry.name for one in plans if one.entry.chat is None]
+    notes = [
+        f"More about one: floe-chat plan {plans[0].entry.name}",
+        f"Set one up: floe-chat setup {first.name}" if first else "The built-in demo model always works: floe-chat",
+        f"Terms to accept on the hub first: {', '.join(gated)}." if gated else "",
+        f"Base models, which continue text and cannot chat: {', '.join(base)}." if base else "",
+        BITS,
+        KL,
+        "Speeds are estimates, with their ranges, for the preset Balanced. Sizes of downloads are computed.",
+    ]
+    lines = [*_machine_lines(plans[0]), "", "Models, the recommended one first", *rows, ""]
+    return "\n".join([*lines, *(_wrapped(note).strip() for note in notes if note)])
+
+
+def cards_text() -> str:
+    """The graphics cards that `--card` knows, by series."""
+    from ..engine.cards import by_series
+
+    lines: list[str] = []
+    for series, cards in by_series().items():
+        sizes: dict[str, list[str]] = {}
+        for card in cards:
+            sizes.setdefault(card.title, []).append(memory(card.vram_bytes).removesuffix(" GB"))
+        named = [f"{title} {' or '.join(counts)} GB".replace(" ", "\0") for title, counts in sizes.items()]
+        filled = textwrap.fill(", ".join(named), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines += [series, filled.replace("\0", " "), ""]
+    note = 'Write --card 3090 or --card "RTX 3080 12 GB". Others: --vram, --pcie and --link-gbs describe any card.'
+    return "\n".join([*lines, note])
+
+
+def _machine_lines(plan: Plan) -> list[str]:
+    return [f"Machine: {plan.machine.name}", *map(_wrapped, plan.machine.told.values())]
+
+
+def _weights(plan: Plan) -> str:
+    count = plan.entry.sizes.parameters
+    return f"{digits(count / 1e9)} B parameters" if count >= 1e9 else f"{digits(count / 1e6)} M parameters"
 
 
 def _wrapped(sentence: str) -> str:
@@ -128,62 +203,56 @@ def _wrapped(sentence: str) -> str:
 
 def _lines(plan: Plan, chosen: Option) -> list[str]:
     from ..engine.reasons import describe
-    from ..models.quantities import memory as size
 
     def uses(held: dict[str, int]) -> str:
-        return ", ".join(f"{use} {size(count)}" for use, count in held.items() if count)
+        return ", ".join(f"{use} {memory(count)}" for use, count in held.items() if count)
 
-    told = [
-        ("widths", describe(chosen.spec)),
-        ("where", _PLACES[chosen.place]),
+    fetched = size(plan.entry.checkpoint_bytes)
+    download = f"{fetched}, computed from the architecture" if plan.entry.folder is None else ""
+    if plan.download_s is not None:
+        download = f"{fetched}, {forecast(plan.download_s)}"
+    words = [
+        ("bits", f"{describe(chosen.spec)} (up / gate and down / attention)"),
+        ("loss", f"KL {trimmed(chosen.kl, 2)}"),
+        ("computes", _PLACES[chosen.place]),
+        ("answer", f"{_speed(chosen)} tokens/s"),
+        ("prompt", f"{estimate(*dataclasses.astuple(chosen.prefill))} tokens/s"),
+        ("context", f"{plan.context:,} tokens"),
         ("GPU", uses(dict(chosen.vram))),
         ("RAM", uses(dict(chosen.ram))),
         ("disk", _disk(chosen, plan)),
-        ("context", f"{plan.context:,} tokens"),
-        ("answer", f"{_range(chosen.decode)} tokens/s"),
-        ("prompt", f"{_range(chosen.prefill)} tokens/s"),
-        ("download", _duration(plan.download_s, units.size(plan.entry.checkpoint_bytes))),
-        ("packing", _duration(plan.pack_s, f"{plan.machine.cores} cores")),
+        ("download", download),
+        ("packing", "" if plan.pack_s is None else f"{forecast(plan.pack_s)} on {plan.machine.cores} cores"),
     ]
-    return [f"  {name:<{_NAME}}{text}" for name, text in told if text]
+    return [
+        textwrap.fill(f"  {name:<{_NAME}}{text}", _WIDTH, subsequent_indent=" " * (_NAME + 2))
+        for name, text in words
+        if text
+    ]
 
 
 def _disk(chosen: Option, plan: Plan) -> str:
     if not chosen.disk["pack"]:
         return ""
-    free = "" if plan.machine.disk_free is None else f" of {units.size(plan.machine.disk_free)} free"
-    return f"{units.size(chosen.disk['pack'])}, while packing up to {units.size(chosen.disk['peak'])}{free}"
+    free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} are free"
+    return f"{size(chosen.disk['pack'])}, up to {size(chosen.disk['peak'])} while it is set up{free}"
 
 
 def _table(plan: Plan) -> list[str]:
-    from ..engine.reasons import describe
+    from ..engine.reasons import describe, lacks
 
-    head = f"  {'':<32}{'rounding, nats':>15}  {'where':<16}{'tokens/s':>22}{'pack':>10}"
-    rows = [head]
+    rows = [f"  {'bits':<12}{'KL':>8}  {'computes':<14}{'tokens/s':>22}{'on disk':>10}"]
     for one in plan.options:
-        speed = "lacks " + ", ".join(one.missing) if one.missing else _range(one.decode)
+        speed = f"needs {lacks(one.missing)} more" if one.missing else _speed(one)
         mark = "*" if one is plan.chosen else " "
-        taken = units.size(one.disk["pack"]) if one.disk["pack"] else "there"
-        where = _PLACES[one.place] + ("" if one.ram_share >= 1 else ", disk")
-        rows.append(f"{mark} {describe(one.spec):<32}{one.kl:>15.2g}  {where:<16}{speed:>22}{taken:>10}")
+        place = _PLACES[one.place] + ("" if one.ram_share >= 1 else ", disk")
+        row = f"{mark} {describe(one.spec):<12}{trimmed(one.kl, 2):>8}  {place:<14}"
+        rows.append(f"{row}{speed:>22}{size(one.disk['pack']):>10}" if not one.missing else f"{row}  {speed}")
     return rows
 
 
-def _range(of: Range) -> str:
-    return f"{_digits(of.mid)} ({_digits(of.low)} to {_digits(of.high)})"
-
-
-def _digits(rate: float) -> str:
-    """Two significant digits: an estimate has no more."""
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
-
-
-def _duration(seconds: float | None, what: str) -> str:
-    if seconds is None:
-        return ""
-    minutes = seconds / 60
-    told = f"{minutes / 60:.1f} hours" if minutes >= 100 else f"{math.ceil(minutes)} minutes"
-    return f"about {told} ({what})"
+def _speed(one: Option) -> str:
+    return estimate(*dataclasses.astuple(one.decode))
 
 
 def here() -> Machine:
@@ -192,15 +261,15 @@ def here() -> Machine:
     from ..models.catalog import models_folder
 
     folder = models_folder()
-    kept = rates.Measured.load(rates.kept_file())
-    if kept is None:
+    measured = rates.Measured.load(rates.kept_file())
+    if measured is None:
         with measuring() as report:
-            kept = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))
-    return machine.here(hardware.probe(folder), kept)
+            measured = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))
+    return machine.here(hardware.probe(folder), measured)
 
 
 def _machine(said: Described) -> Machine:
-    """The machine that is meant. Of this one, a card that brings its own rates needs no more than memory and disk."""
+    """The machine that is meant. Where a card is named, this one only adds RAM and disk, so it is not measured."""
     from ..engine import hardware, machine, rates
     from ..models.catalog import models_folder
 
@@ -216,7 +285,7 @@ def _positive(name: str, rate: float | None) -> float | None:
     if rate is not None and not _SLOWEST <= rate <= _FASTEST:
         option = "--" + name.replace("_", "-")
         hint = f"Give a number from {_SLOWEST:g} to {_FASTEST:,.0f}, such as {option} 30."
-        raise UsageError(f"{option} cannot be {rate}", "It is a rate.", hint)
+        raise UsageError(f"{option} cannot be {rate}", "", hint)
     return rate
 
 
@@ -230,5 +299,5 @@ def _lanes(text: str | None) -> tuple[int, int] | None:
     match = re.fullmatch(r"([1-6])(?:\.0)?\s*x\s*(1|2|4|8|16)", text.strip().lower())
     if not match:
         hint = "Give generation (1 to 6) and lanes (1, 2, 4, 8 or 16), such as --pcie 4x16."
-        raise UsageError(f"{text!r} is no PCIe link", "", hint)
+        raise UsageError(f"{text!r} is not a PCIe link", "", hint)
     return int(match[1]), int(match[2])

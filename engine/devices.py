@@ -21,10 +21,11 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.layouts import ExpertRows, UpWeights
 from ..kernels.types import Active, Calls
+from .cards import PREFIX, Card
 from .fetching import Asked, Copy, Listed, moved, to_host
 from .placement import Measured, Rates
 from .transfer import Link, Transfer
-from .virtual import PREFIX, Card, Clock, VirtualLink
+from .virtual import Clock, VirtualLink
 
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
 Numbers = NDArray[np.int64]

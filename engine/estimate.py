@@ -1,45 +1,25 @@
 """How fast a model would answer: the one cost model of plans.
 
-A token's bytes on each lane over that lane's rate, lanes overlapped as the engine overlaps them: the rows that are
-absent from the pool are split by the engine's own placement (`placement.share`, `placement.prefill`) as if exactly as
-many were absent as can be expected. What is expected is written down here, with where it was measured.
+A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. Rows that are absent
+from the pool are split by the engine's own placement (`placement.share`, `placement.prefill`), as many as can be
+expected. What is expected comes from benchmarks (`figures.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from . import placement
 from .devices import DENSE_LAUNCHES
+from .figures import Curve, figures
 from .footprint import Footprint, kv_element
 from .placement import Lane, Rates
 from .quality import Preset
 
-PROMPT = 512  # tokens of the prompt whose speed is told, and that a decoded token looks back on
-
-# Share of a model's rows that the pool holds -> share of the wanted rows that are there (BENCHMARKS.md, eviction by
-# score on the demo model's held-out questions).
-HITS = ((0.0, 0.0), (0.05, 0.104), (0.10, 0.208), (0.25, 0.441), (0.50, 0.738), (1.0, 1.0))
-# Share of neurons left out by thresholds that rise as the router's weight falls -> share of all chosen experts' neurons
-# that are active, whichever experts are left out by score besides (BENCHMARKS.md, the frontier, on the demo model).
-WEIGHED = ((0.0, 1.0), (0.4, 0.513), (0.5, 0.437), (0.6, 0.363), (0.7, 0.293), (0.8, 0.222), (1.0, 0.0))
-# The router's score, relative to the mean, below which experts are left out -> share of expert work (BENCHMARKS.md,
-# the frontier and orderings, on the demo model).
-DROPPED = ((0.0, 0.0), (0.2, 0.10), (0.4, 0.18), (0.6, 0.26), (0.8, 0.355), (1.0, 0.5))
-RECALL = 0.535  # of active neurons by the default predictor, and as much of what it fetches is used (BENCHMARKS.md)
-# Of the rate of a linear read, what our CPU kernels reach on codes of so many bits, where that was not measured
-# (BENCHMARKS.md: AVX2 and AVX-512, the lower of the two).
-REACHED: Mapping[str, Mapping[int, float]] = {
-    "up": {2: 0.50, 3: 0.53, 4: 0.65, 8: 0.80, 16: 0.9},
-    "rows": {2: 0.35, 3: 0.38, 4: 0.45, 8: 0.60, 16: 0.8},
-    "dense": {4: 0.70, 8: 0.80, 16: 0.9},
-    "prompt": {4: 1.0},
-}
-
-Curve = Sequence[tuple[float, float]]
+PROMPT = 512  # tokens of the prompt whose speed is estimated, and that a decoded token looks back on
 
 
 def at(curve: Curve, x: float) -> float:
@@ -67,9 +47,10 @@ class Work:
     def of(cls, preset: Preset) -> Work:
         """By a preset's shares."""
         # Below the first score an expert is left out, between the two half of it.
-        left_out = (at(DROPPED, preset.drop) + at(DROPPED, max(preset.drop, preset.major))) / 2
+        dropped = figures().dropped
+        left_out = (at(dropped, preset.drop) + at(dropped, max(preset.drop, preset.major))) / 2
         calls = 1 - left_out
-        active = at(WEIGHED, preset.sparsity) if preset.weighed else 1 - preset.sparsity
+        active = at(figures().active, preset.sparsity) if preset.weighed else 1 - preset.sparsity
         reached = min(1.0, (1 - preset.product) / active) if preset.product and active else 1.0
         # By weight, experts of a low score, which are left out first, have hardly an active neuron.
         return cls(calls, min(1.0, active / calls) if preset.weighed else active, reached)
@@ -82,13 +63,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a machine reaches: bytes, operations and seconds.
+    """What a machine reaches, in bytes and operations per second, and in seconds.
 
     Attributes:
-        read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); what lacks follows from `read`.
+        read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`.
         disk: large reads. link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read.
-        gpu_flops: what its products reach. launch: one kernel. host: Python of one layer and token, where rows lie
-            where they are computed; host_pool: with a pool, where it waits for the device and keeps books.
+        gpu_flops: what its products reach. launch: one kernel. host, host_gpu, host_pool: see `figures.Figures`.
     """
 
     read: float
@@ -99,25 +79,28 @@ class Speeds:
     gpu: float = 0.0
     gpu_flops: float = 2e13
     launch: float = 5e-6
-    host: float = 5e-5
-    host_pool: float = 1.2e-3
+    host: float = field(default_factory=lambda: figures().host_s)
+    host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
+    host_pool: float = field(default_factory=lambda: figures().host_pool_s)
 
     def of_cpu(self, what: str, bits: int) -> float:
-        """The CPU's rate: measured, or the share of a linear read that such kernels reach elsewhere."""
+        """The CPU's rate: measured, or the share of a linear read that such kernels reach on other machines."""
         measured = self.cpu.get(f"{what} {bits} bit")
         if measured:
             return measured
-        table = REACHED[what]
+        table = figures().kernels[what]
         nearest = min(table, key=lambda known: abs(known - bits))
         # Where this machine was measured at other widths, its own kernels say more than other machines'.
         own = [rate / table[known] for known in table if (rate := self.cpu.get(f"{what} {known} bit"))]
         return table[nearest] * (sum(own) / len(own) if own else self.read)
 
     def times(self, factor: float) -> Speeds:
-        """All rates by a factor, latencies and Python the other way."""
+        """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "disk", "link", "gpu", "gpu_flops")}
-        waits = {name: getattr(self, name) / factor for name in ("link_latency", "launch", "host", "host_pool")}
+        waits = {
+            name: getattr(self, name) / factor for name in ("link_latency", "launch", "host", "host_gpu", "host_pool")
+        }
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
 
     def up_s(self, takes: Footprint) -> float:
@@ -146,11 +129,11 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Where a model's rows lie.
+    """Where a model's rows are stored.
 
     Attributes:
         gpu: whether the dense part and the up projections are on a GPU. pool: share of all rows that are there too.
-        ram: share of the other bytes that RAM holds; the rest is read from the disk. cpu: whether the CPU computes
+        ram: share of the other bytes that is in RAM; the rest is read from the disk. cpu: whether the CPU computes
             a share of absent rows.
     """
 
@@ -166,7 +149,7 @@ class Token:
 
     Attributes:
         dense: attention and head. up: finding active neurons. rows: computing them, and waiting for absent ones.
-        disk: reading what RAM does not hold. host: Python. hit: share of the rows found in the pool.
+        disk: reading what is not in RAM. host: its own time. hit: share of the rows found in the pool.
         moved: bytes over the link.
     """
 
@@ -185,11 +168,11 @@ class Token:
 
 
 def decode(
-    takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Curve = HITS, context: int = PROMPT
+    takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Curve | None = None, context: int = PROMPT
 ) -> Token:
-    """What one token takes after `context` others."""
+    """What one token takes after `context` others. `curve`: rows found by rows held, None: as measured."""
     if held.gpu:
-        return _on_gpu(takes, work, speeds, held, curve, 2 * takes.kv * context)
+        return _on_gpu(takes, work, speeds, held, curve or figures().hits, 2 * takes.kv * context)
     return _on_cpu(takes, work, speeds, held, kv_element(takes.spec.dense) * takes.kv * context)
 
 
@@ -218,7 +201,7 @@ def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Cur
     sizes, row = takes.sizes, takes.called_row
     launches = 2 * len(takes.widths) * speeds.launch
     pooled = held.pool < 1
-    host = speeds.host_pool if pooled else speeds.host
+    host = speeds.host_pool if pooled else speeds.host_gpu
     dense = takes.attention / speeds.gpu + DENSE_LAUNCHES * speeds.launch
     up = sizes.top_k * work.calls * takes.called_up / speeds.gpu + launches
     wanted = sizes.top_k * work.calls * sizes.intermediate * work.active
@@ -228,9 +211,10 @@ def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Cur
     ahead, end, copied = 0.0, 0.0, 0.0
     if pooled:
         rates = speeds.rates(takes, work)
-        early = RECALL * min(absent, (dense + up + host) * speeds.link / row)
+        recall = figures().recall
+        early = recall * min(absent, (dense + up + host) * speeds.link / row)
         end, copied = _absent_end(absent - early, row, rates, held.cpu)
-        ahead, copied = up, copied + early / RECALL
+        ahead, copied = up, copied + early / recall
     missing = (1 - held.ram) * (1 - hit) * sizes.top_k * work.calls * sizes.intermediate
     layers = sizes.layers
     return Token(
@@ -275,7 +259,7 @@ def prefill(takes: Footprint, work: Work, speeds: Speeds, held: Held, tokens: in
     layer = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
     if held.pool < 1:
         layer = max(layer, *_experts_end(takes, calls, speeds.rates(takes, work), held))
-    return tokens / (sizes.layers * (layer + away + speeds.host))
+    return tokens / (sizes.layers * (layer + away + speeds.host_gpu))
 
 
 def _experts_end(takes: Footprint, calls: float, rates: Rates, held: Held) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
 from ..models.quantities import memory as size
-from . import context, hardware, pinning, virtual
+from . import cards, context, hardware, pinning
 from .devices import Device, VirtualDevice
 from .footprint import kv_element
 from .kv import GROUP
@@ -185,9 +185,9 @@ def choose(
         UsageError: a device that does not exist here, or has too little memory.
     """
     window = context.window(config)
-    if wanted.startswith((virtual.PREFIX, THROTTLED)):
+    if wanted.startswith((cards.PREFIX, THROTTLED)):
         needs = Needs.of(manifest, layers, config, kv_element(manifest.widths.dense))
-        if wanted.startswith(virtual.PREFIX):
+        if wanted.startswith(cards.PREFIX):
             return _virtual(wanted, needs, window, vram)
         return _throttled(wanted, needs, window, layers, vram)
     try:
@@ -225,9 +225,9 @@ def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: 
 
 
 def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
-    card = virtual.card(wanted)
+    card = cards.named(wanted, study=True)
     if vram is not None and vram > card.vram_bytes:
-        has = f"{virtual.PREFIX}{card.name} has {size(card.vram_bytes)}."
+        has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
         raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give less.")
     why = f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile"
 

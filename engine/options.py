@@ -1,4 +1,5 @@
-"""What one model at some widths would be on a machine: where it lies, what it takes, how fast it answers.
+"""What one model at some widths would be on a machine: where it is stored, what it needs, how fast it answers, and how
+good a choice that is (`worth`).
 
 Memory is shared out as opening.py shares it out; the speed comes from estimate.py.
 """
@@ -6,6 +7,7 @@ Memory is shared out as opening.py shares it out; the speed comes from estimate.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +16,8 @@ from ..models.catalog import Entry
 from ..models.pack import PackSpec
 from ..models.published import SHARD_BYTES
 from . import estimate, quality
-from .estimate import HITS, Held, Speeds, Token, Work
+from .estimate import Held, Speeds, Token, Work
+from .figures import Curve, figures
 from .footprint import Footprint, kv_element
 from .machine import Machine
 from .opening import KEPT_FREE, Needs
@@ -22,7 +25,7 @@ from .opening import KEPT_FREE, Needs
 Place = Literal["gpu", "pool", "cpu"]
 
 DEFAULT = PackSpec()
-# Best first. Better ones than the default where memory is ample, the others where it is scarce.
+# The most exact first.
 WIDTHS = (
     PackSpec(4, 4, 4, 8),
     DEFAULT,
@@ -30,29 +33,25 @@ WIDTHS = (
     PackSpec(2, 3, 3, 4),
     PackSpec(2, 2, 2, 4),
 )
-# Mean KL divergence from the 16-bit model that one matrix's width costs (BENCHMARKS.md, the frontier: measured on the
-# demo model one at a time, so that a sum is an indication).
-ROUNDING: Mapping[str, Mapping[int, float]] = {
-    "up": {2: 0.0078, 3: 0.0016, 4: 0.0006, 8: 0.0001, 16: 0.0},
-    "gate": {2: 0.0121, 3: 0.0027, 4: 0.0006, 8: 0.0001, 16: 0.0},
-    "down": {2: 0.0311, 3: 0.0061, 4: 0.0016, 8: 0.0002, 16: 0.0},
-    "dense": {4: 0.0027, 8: 0.0002, 16: 0.0},
-}
-
-# What the presets add to that, on the same model (BENCHMARKS.md): a yardstick for it.
-PRESETS_ADD = {"Balanced": 0.010, "Fast": 0.039}
-
 OWN = 3 << 29  # bytes of RAM for Python, torch and activations
-RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # of free RAM, what is left free
+RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # of usable RAM, what stays free
 DISK_FREE = 1 << 30  # of the disk, likewise
-USABLE = 0.5  # tokens/s below which nobody would wait: such a plan counts as none
+USABLE = 0.5  # tokens/s; a slower plan counts as none
+
+# The rule of the recommendation: what `worth` weighs.
+WORTH = 0.035  # nats of quality loss that twice the speed outweighs
+ENOUGH = 20.0  # tokens/s, faster than most people read
+BEYOND = 1 / 3  # of that is what twice the speed outweighs above it
+CLEARLY = 0.1  # doublings by which an option has to be better than the usual bits, or than more exact ones
+FROM_DISK = 1.0  # doublings of speed that reading from the disk costs besides, since it slows the whole machine down
+_DISK_SHARE = 0.05  # of what a token reads, from which all of that counts
 _ROUTES_ALIKE = ((0.0, 0.0), (1.0, 1.0))  # the pool finds no more than its share
 _LUCK = 1.15  # times as many rows found, at the best
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Tokens per second: what is expected, and between which bounds."""
+    """Tokens per second: what is expected, and its bounds."""
 
     low: float
     mid: float
@@ -61,13 +60,13 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A model at some widths on the machine, where it would be fastest.
+    """A model at some widths on the machine, in the place where it would be fastest.
 
     Attributes:
-        spec: bits. kl: what the rounding costs, in nats of mean KL divergence, by the demo model. place: "gpu" for
-            all of it there, "pool" for the dense part, the up projections and some rows, or "cpu".
-        vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that it holds, and
-            those that it is "lacking"; of the disk the "pack", and the "peak" while packing.
+        spec: bits. kl: quality loss of these widths, see `rounding`. place: "gpu" for all of it there, "pool" for the
+            dense part, the up projections and some rows, or "cpu".
+        vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that are in it, and
+            those that are "lacking"; of the disk the "pack", and the "peak" while packing.
         pool_rows, pool_share: of the rows, those in the pool. ram_share: of what is read from RAM while answering,
             what fits there; the rest comes from the disk.
         missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
@@ -90,7 +89,7 @@ class Option:
 
     @property
     def works(self) -> bool:
-        """Whether it fits, and answers in a time that somebody would wait."""
+        """Whether it fits, and answers fast enough to be of use."""
         return not self.missing and self.decode.mid >= USABLE
 
     @property
@@ -98,9 +97,19 @@ class Option:
         """Whether it works without reading from the disk while it answers."""
         return self.works and self.ram_share >= 1
 
+    @property
+    def worth(self) -> float:
+        """How good a choice it is, in doublings of speed: the option with the most is recommended.
+
+        Twice the speed counts 1 up to `ENOUGH` and `BEYOND` above; `WORTH` nats of quality loss count -1. All of it is
+        continuous, so that a little more memory or a rate measured a little lower rarely changes the choice.
+        """
+        speed = math.log2(min(self.decode.mid, ENOUGH)) + BEYOND * math.log2(max(self.decode.mid / ENOUGH, 1.0))
+        return speed - self.kl / WORTH - FROM_DISK * min(1.0, (1 - self.ram_share) / _DISK_SHARE)
+
 
 def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
-    """The model at the widths of `spec`, in the fastest of the places that it fits."""
+    """The model at the widths of `spec`, in the fastest of the places where it fits."""
     takes = Footprint.of_entry(entry, spec)
     disk = _disk(entry, takes, keep_source)
     tried = [_placed(machine, takes, place, context, disk) for place in ("gpu", "pool", "cpu")]
@@ -108,20 +117,20 @@ def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_so
 
 
 def rounding(spec: PackSpec) -> float:
-    """What widths cost, in nats of mean KL divergence from the 16-bit model, by the demo model.
+    """The quality loss of these widths, in nats of mean KL divergence from the 16-bit model, by the demo model.
 
-    Narrow experts count as if they were used as often as the others: they cost no more than that.
+    Narrow experts count as if they were used as often as the others: they lose no more than that.
     """
+    loss = figures().quantization
     usual, narrow = (
-        sum(ROUNDING[part][getattr(some, part)] for part in ("up", "gate", "down"))
-        for some in (spec, spec.narrow or spec)
+        sum(loss[part][getattr(some, part)] for part in ("up", "gate", "down")) for some in (spec, spec.narrow or spec)
     )
     share = spec.narrow.share if spec.narrow else 0.0
-    return ROUNDING["dense"][spec.dense] + usual + share * (narrow - usual)
+    return loss["dense"][spec.dense] + usual + share * (narrow - usual)
 
 
 def needs(takes: Footprint, context: int) -> Needs:
-    """What the model takes of a GPU's memory."""
+    """The GPU memory that the model needs."""
     sizes = takes.sizes
     return Needs(
         dense=takes.dense,
@@ -164,10 +173,10 @@ def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk
     held = Held(place != "cpu", share, ram_share)
     work, speeds, doubt = Work.of(_preset()), machine.speeds, machine.doubt
     token = estimate.decode(takes, work, speeds, held)
-    unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in HITS)
+    unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
     slow, fast = speeds.times(1 - doubt), speeds.times(1 + doubt)
 
-    def rate(work: Work, speeds: Speeds, curve: estimate.Curve) -> float:
+    def rate(work: Work, speeds: Speeds, curve: Curve) -> float:
         return 1 / estimate.decode(takes, work, speeds, held, curve).seconds
 
     def prompt(work: Work, speeds: Speeds) -> float:
@@ -193,13 +202,12 @@ def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk
 def _ram(
     machine: Machine, takes: Footprint, place: Place, pool: float, context: int
 ) -> tuple[dict[str, int], float, dict[str, int]]:
-    """RAM by use, the share of what is read while answering that fits there, and what is missing without which nothing
-    works."""
+    """RAM by use, the share of what is read while answering that fits there, and what is missing for it to work."""
     kept = max(int(machine.ram * RAM_SHARE), RAM_LEAST)
     ram = {"program": OWN}
     mapped = 0
     if place == "cpu":
-        # What a pack keeps at 16 bits is computed in 32.
+        # What a pack stores in 16 bits is computed in 32.
         ram["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
         ram["context"] = kv_element(takes.spec.dense) * takes.kv * context
         mapped = takes.ups + takes.rows
@@ -214,7 +222,7 @@ def _ram(
 
 
 def _disk(entry: Entry, takes: Footprint, keep_source: bool) -> dict[str, int]:
-    """Bytes on the disk afterwards, and at the most meanwhile."""
+    """Bytes on the disk afterwards, and at most meanwhile."""
     if entry.packed:
         return {"pack": 0, "peak": 0}
     source = 0

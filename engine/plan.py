@@ -1,6 +1,7 @@
-"""Whether a model runs on a machine, how, and how fast: decided before the first byte of it is fetched.
+"""Whether a model runs on a machine, how, and how fast: decided before the first byte is downloaded.
 
-Widths are those that packing offers (`PackSpec`). Every choice has its reason in words.
+Widths are those that packing offers (`PackSpec`). The rule of the recommendation is in options.py; every choice has
+its reasons in words.
 """
 
 from __future__ import annotations
@@ -8,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..models import catalog
+from ..models import catalog, quantities
 from ..models.catalog import Entry
 from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.pack import PackSpec
 from ..models.published import PUBLISHED, Sizes
 from . import reasons
+from .figures import figures
 from .machine import Machine
 from .opening import CONTEXT
-from .options import DEFAULT, WIDTHS, Option, option, rounding
-
-# Weights that one core packs per second: 40 s for one expert of Mixtral on two cores, most of them for quantizing.
-PACKED_WEIGHTS_S = 3 * 14336 * 4096 / 40 / 2
-
-MUCH_FASTER = 1.5  # times as fast: what smaller widths must gain where the default would do
+from .options import CLEARLY, DEFAULT, WIDTHS, Option, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +27,9 @@ class Plan:
     """What to do with a model on a machine.
 
     Attributes:
-        context: tokens whose keys and values are provided for. chosen: None where nothing works. options: all widths
-            that were looked at, best quality first. why: sentences. missing: bytes by "ram" or "disk" that the
-            smallest lacks, where nothing works. instead: what would work, in words.
+        context: tokens whose keys and values have room. chosen: the recommended option, None where nothing works.
+            options: all widths that were considered, the most exact first. why: sentences. missing: bytes by "ram" or
+            "disk" that the smallest lacks, where nothing works. instead: what would work, in words.
         download_s, pack_s: seconds, None where there is nothing to fetch or pack, or no rate is known.
     """
 
@@ -59,14 +56,14 @@ def make(
     """Decide.
 
     Args:
-        context: tokens to provide for, at most the model's window. keep_source: whether a downloaded checkpoint stays
-            on the disk. net_bytes_s: of the download.
+        context: tokens to have room for, at most the model's window. keep_source: whether a downloaded checkpoint
+            stays on the disk. net_bytes_s: of the download.
 
     Raises:
-        UsageError: no room for a single token. PackError: the entry's own pack cannot be read.
+        UsageError: a context of no tokens. PackError: the entry's own pack cannot be read.
     """
     if context < 1:
-        raise UsageError(f"A context of {context} tokens holds nothing", "", "Give --context 1 or more.")
+        raise UsageError(f"A context cannot have {context} tokens", "", "Give --context 1 or more.")
     context = min(context, entry.sizes.window)
     options = tuple(option(machine, entry, spec, context, keep_source) for spec in _widths(entry))
     chosen = _choose(options)
@@ -84,7 +81,9 @@ def make(
         options,
         reasons.why(machine, entry, chosen, options, context),
         download_s=entry.checkpoint_bytes / net_bytes_s if fetched and net_bytes_s else None,
-        pack_s=None if entry.packed else _expert_weights(entry.sizes) / (PACKED_WEIGHTS_S * max(1, machine.cores)),
+        pack_s=None
+        if entry.packed
+        else _expert_weights(entry.sizes) / (figures().packed_weights_s * max(1, machine.cores)),
     )
 
 
@@ -97,30 +96,29 @@ def in_order(plans: Iterable[Plan]) -> list[Plan]:
     )
 
 
-def offers(machine: Machine, entries: Iterable[Entry] = PUBLISHED, *, context: int = CONTEXT) -> list[Plan]:
-    """A plan of every published model on this machine, in the order to show them."""
-    return in_order(make(machine, entry, context=context) for entry in entries)
+def offers(
+    machine: Machine,
+    entries: Iterable[Entry] = PUBLISHED,
+    *,
+    context: int = CONTEXT,
+    keep_source: bool = False,
+    net_bytes_s: float | None = None,
+) -> list[Plan]:
+    """A plan of every published model on this machine, in the order in which to show them; see `make`."""
+    return in_order(
+        make(machine, entry, context=context, keep_source=keep_source, net_bytes_s=net_bytes_s) for entry in entries
+    )
 
 
 def _choose(options: Sequence[Option]) -> Option | None:
-    """Better than the default only where all of it fits the GPU; smaller only where the default would read from the
-    disk, or where that brings the GPU in and is much faster; if all would read from the disk, the fastest."""
-    first: Option | None = None
-    for one in options:
-        better = rounding(one.spec) < rounding(DEFAULT)
-        if not one.in_memory or (better and one.place != "gpu"):
-            continue
-        if first is None and one.place != "cpu":
-            return one
-        if first is None:
-            first = one
-        elif one.place != "cpu" and one.decode.mid >= MUCH_FASTER * first.decode.mid:
-            return one
-    return first or max((one for one in options if one.works), key=lambda one: one.decode.mid, default=None)
+    """The recommended option: the usual bits unless others are clearly better, then the most exact of the best."""
+    working = sorted((one for one in options if one.works), key=lambda one: one.spec != DEFAULT)
+    most = max((one.worth for one in working), default=0.0)
+    return next((one for one in working if one.worth >= most - CLEARLY), None)
 
 
 def _widths(entry: Entry) -> tuple[PackSpec, ...]:
-    """Those of the pack, if it is one already."""
+    """Those of the pack, if the model is packed already."""
     if not entry.packed or entry.folder is None:
         return WIDTHS
     widths = Manifest.read(entry.folder).widths
@@ -132,9 +130,11 @@ def _expert_weights(sizes: Sizes) -> int:
 
 
 def _instead(machine: Machine, entry: Entry, context: int) -> str:
-    """A smaller plan that works: another listed model, or the demo, which is always there."""
-    for other in sorted(PUBLISHED, key=lambda known: known.sizes.parameters):
-        smaller = other.sizes.parameters < entry.sizes.parameters and other.chat is not None
-        if smaller and (best := _choose([option(machine, other, spec, context) for spec in WIDTHS])):
-            return f"{other.name} with {reasons.describe(best.spec)} works, at about {best.decode.mid:.2g} tokens/s."
-    return f"The built-in demo model always works: floe-chat plan {catalog.DEMO}."
+    """A smaller model that works: the largest that reads nothing from the disk, or the demo, which always works."""
+    for other in sorted(PUBLISHED, key=lambda known: -known.sizes.parameters):
+        if other.sizes.parameters < entry.sizes.parameters and other.chat is not None:
+            best = _choose([option(machine, other, spec, context) for spec in WIDTHS])
+            if best is not None and best.in_memory:
+                speed = quantities.digits(best.decode.mid, 2)
+                return f"{other.name} with {reasons.describe(best.spec)} bits works, at about {speed} tokens/s."
+    return f"The built-in demo model always works: floe-chat plan {catalog.DEMO}"

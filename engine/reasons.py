@@ -1,53 +1,80 @@
-"""The sentences of a plan: why these widths, why there, what RAM and time go into."""
+"""The sentences of a plan: why these bits, why there, what RAM is for, and where the time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from ..models.catalog import Entry
+from ..models.manifest import Manifest
 from ..models.pack import PackSpec
-from ..models.quantities import memory as size
+from ..models.quantities import digits, memory, share, size, trimmed
 from .footprint import Footprint
 from .machine import Machine
 from .opening import KEPT_FREE
-from .options import DEFAULT, PRESETS_ADD, Option, needs, rounding
+from .options import DEFAULT, ENOUGH, WORTH, Option, needs
+
+# What the two figures of quality mean, in the words that every page uses.
+BITS = (
+    "Bits: bits per weight, written up / gate and down / attention. Fewer are smaller and faster, and less exact; "
+    "published models have 16."
+)
+KL = (
+    "Quality loss (KL): how far the next-word probabilities move from the 16-bit original's, in nats. 0 is identical, "
+    "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22 M-parameter demo model, so a guide only."
+)
+_PARTS = {
+    "dense": "attention and the output layer",
+    "up": "finding active neurons",
+    "rows": "computing active neurons",
+    "disk": "reading from the disk",
+    "host": "floe-chat's own Python",
+}
 
 
 def describe(spec: PackSpec) -> str:
-    """Widths in words."""
-    rows = f"rows {spec.gate}" if spec.gate == spec.down else f"gate {spec.gate}, down {spec.down}"
+    """Widths as every page writes them: "3/4/4" for up / gate and down / attention."""
+    rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate},{spec.down}"
     narrow = "" if spec.narrow is None else f"; {spec.narrow.describe()}"
-    return f"up {spec.up}, {rows}, attention {spec.dense} bit{narrow}"
+    return f"{spec.up}/{rows}/{spec.dense}{narrow}"
 
 
-def yardstick(kl: float) -> str:
-    """What a rounding costs beside what the presets leave out."""
-    for name, adds in PRESETS_ADD.items():
-        if kl <= adds:
-            return f"less than what the preset {name} adds ({adds:.3f})"
-    name, adds = list(PRESETS_ADD.items())[-1]
-    return f"more than what the preset {name} adds ({adds:.3f})"
+def rule() -> str:
+    """How the recommendation weighs speed and loss (see options.py)."""
+    return (
+        f"The recommendation weighs speed against loss: twice the speed is worth {WORTH} nats, and a third of that "
+        f"above {ENOUGH:.0f} tokens/s, which is faster than most people read. {describe(DEFAULT)} is recommended "
+        "unless another choice is clearly better."
+    )
+
+
+def lacks(missing: Mapping[str, int]) -> str:
+    """What is missing: "3.2 GB of RAM and 12.1 GB of disk space"."""
+    return " and ".join(
+        f"{memory(count)} of RAM" if what == "ram" else f"{size(count)} of disk space"
+        for what, count in missing.items()
+    )
 
 
 def why_not(nearest: Option, missing: Mapping[str, int]) -> str:
-    lacks = " and ".join(
-        f"{size(count)} of {what.upper() if what == 'ram' else what}" for what, count in missing.items()
-    )
+    """Why nothing works, by the option that is nearest to working."""
+    bits = f"{describe(nearest.spec)} bits"
     if nearest.missing:
-        return f"Even with {describe(nearest.spec)}, {lacks} are missing."
-    slow = f"Even with {describe(nearest.spec)} it would answer at {nearest.decode.mid:.2g} tokens/s"
+        return f"Even with {bits}, {lacks(missing)} {'is' if len(missing) == 1 else 'are'} missing."
+    slow = f"Even with {bits} it would answer at {digits(nearest.decode.mid, 2)} tokens/s"
     if not nearest.ram["lacking"]:
         return f"{slow}."
     return (
-        f"{slow}, {1 - nearest.ram_share:.0%} of what a token reads coming from the disk: {lacks} more would hold it."
+        f"{slow}, because {share(1 - nearest.ram_share)} of what a token reads would come from the disk. "
+        f"With {lacks(missing)} more it would all be in RAM."
     )
 
 
 def why(machine: Machine, entry: Entry, chosen: Option, options: Sequence[Option], context: int) -> tuple[str, ...]:
+    """The reasons for what was chosen."""
     return tuple(
         sentence
         for sentence in (
-            _why_widths(entry, chosen, options),
+            *_why_bits(entry, chosen, options),
             _why_place(machine, entry, chosen, context),
             _why_ram(machine, chosen),
             _why_speed(chosen),
@@ -56,66 +83,72 @@ def why(machine: Machine, entry: Entry, chosen: Option, options: Sequence[Option
     )
 
 
-def _why_widths(entry: Entry, chosen: Option, options: Sequence[Option]) -> str:
+def _why_bits(entry: Entry, chosen: Option, options: Sequence[Option]) -> list[str]:
     if entry.packed:
-        return f"It is packed already: {describe(chosen.spec)}."
-    cost = f"rounding costs about {chosen.kl:.2g} nats of KL divergence on the 22 M-parameter demo model, "
-    cost += yardstick(chosen.kl)
-    if chosen.spec == DEFAULT:
-        return f"{describe(chosen.spec)}: what lost least for the bytes that a token reads; {cost}."
-    if rounding(chosen.spec) < rounding(DEFAULT):
-        return f"{describe(chosen.spec)}: memory is ample, all of it fits the GPU; {cost}."
-    default = next(one for one in options if one.spec == DEFAULT)
-    more = f"{cost}; by default it is {rounding(DEFAULT):.2g}."
-    if default.missing:
-        lacks = " and ".join(f"{size(count)} of {what}" for what, count in default.missing.items())
-        return f"{describe(chosen.spec)}: the default widths lack {lacks}; {more}"
-    if default.in_memory:
-        times = chosen.decode.mid / default.decode.mid
-        return f"{describe(chosen.spec)}: so the GPU can help, {times:.1f} times as fast as the default widths; {more}"
-    return (
-        f"{describe(chosen.spec)}: at the default widths {1 - default.ram_share:.0%} of what is read while answering "
-        f"would come from the disk; {more}"
-    )
+        return [f"It is already packed, with {describe(chosen.spec)} bits."]
+    said = [f"{describe(chosen.spec)} bits: quality loss {_loss(chosen)} at about {_speed(chosen)}."]
+    at = options.index(chosen)
+    if better := next((one for one in reversed(options[:at]) if not one.missing), None):
+        more = f"More exact: {describe(better.spec)} bits would lose {_loss(better)}, at about {_speed(better)}"
+        said.append(f"{more}{_because(better, chosen)}.")
+    elif at:
+        said.append(f"{describe(options[at - 1].spec)} bits would need {lacks(options[at - 1].missing)} more.")
+    faster = [one for one in options[at + 1 :] if one.works and one.decode.mid > chosen.decode.mid]
+    if faster:
+        said.append(
+            f"Faster: {describe(faster[0].spec)} bits would reach {_speed(faster[0])}, but lose {_loss(faster[0])}."
+        )
+    return [*said, rule()] if len(said) > 1 else said
+
+
+def _because(slower: Option, chosen: Option) -> str:
+    """Why a more exact option is so much slower."""
+    if slower.ram_share < chosen.ram_share:
+        return f", since {share(1 - slower.ram_share)} of what a token reads would come from the disk"
+    if slower.place != chosen.place and chosen.place == "gpu":
+        return ", since the GPU could not hold all of it"
+    if slower.place == "cpu" != chosen.place:
+        return ", since the GPU could not help"
+    return ""
+
+
+def _loss(option: Option) -> str:
+    return f"KL {trimmed(option.kl, 2)}"
+
+
+def _speed(option: Option) -> str:
+    return f"{digits(option.decode.mid, 2)} tokens/s"
 
 
 def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> str:
-    takes = Footprint.of(entry.sizes, chosen.spec)
+    rare = Manifest.read(entry.folder).rare if chosen.spec.narrow and entry.folder else ()
+    takes = Footprint.of(entry.sizes, chosen.spec, rare)
     asked, budget = needs(takes, context), int(machine.vram * (1 - KEPT_FREE))
-    kept = f"{KEPT_FREE:.0%} of its {size(machine.vram)} stays free"
+    free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
-        return f"All of it on the GPU: it takes {size(asked.whole())}, and {kept} for torch and the desktop."
+        return f"All of it fits the GPU: it needs {memory(asked.whole())}, and {free}."
     if chosen.place == "pool":
         return (
-            f"GPU with a pool of rows: all would take {size(asked.whole())}; {kept}. Beside the dense part, the up "
-            f"projections and {context:,} tokens of context, {chosen.pool_share:.0%} of the rows fit, which are about "
-            f"{chosen.token.hit:.0%} of those wanted; the CPU and the link share the others."
+            f"The GPU holds part of it: all would need {memory(asked.whole())}, and {free}. Beside attention, the up "
+            f"projections and {context:,} tokens of context it has room for {share(chosen.pool_share)} of the neurons, "
+            f"which are about {share(chosen.token.hit)} of those a token needs. The rest is in RAM: the CPU computes "
+            "part of it and copies part of it to the GPU."
         )
     if not machine.vram:
-        return "On the CPU: there is no GPU to use."
+        return "The CPU computes: there is no GPU to use."
     if asked.least() > budget:
-        return f"On the CPU: the GPU would need {size(asked.least())}, and has {size(budget)} to use."
-    return "On the CPU (--device cpu), which is faster here than a GPU with so small a pool."
+        return f"The CPU computes: the GPU would need {memory(asked.least())}, and {memory(budget)} can be used."
+    return "The CPU computes (--device cpu): here that is faster than a GPU that holds so little of the model."
 
 
 def _why_ram(machine: Machine, chosen: Option) -> str:
-    free = f"{size(chosen.ram['free'])} of {size(machine.ram)} free RAM stay free"
+    free = f"{memory(chosen.ram['free'])} of {memory(machine.ram)} of RAM that can be used stay free"
     if chosen.ram_share >= 1:
-        return f"RAM holds all that is read while answering; {free}."
-    return (
-        f"RAM holds {chosen.ram_share:.0%} of what is read while answering, the disk serves the rest through the page "
-        f"cache; {free}."
-    )
+        return f"Everything that a token reads fits in RAM; {free}."
+    return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
 
 
 def _why_speed(chosen: Option) -> str:
-    parts = {name: getattr(chosen.token, name) for name in ("dense", "up", "rows", "disk", "host")}
-    names = {
-        "dense": "attention and head",
-        "up": "the up projections",
-        "rows": "the rows",
-        "disk": "reading from the disk",
-        "host": "Python",
-    }
+    parts = {name: getattr(chosen.token, name) for name in _PARTS}
     most = max(parts, key=parts.__getitem__)
-    return f"{parts[most] / chosen.token.seconds:.0%} of a token's time goes into {names[most]}."
+    return f"{share(parts[most] / chosen.token.seconds)} of the time is {_PARTS[most]}."

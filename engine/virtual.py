@@ -1,120 +1,27 @@
 """The virtual-time device "sim:NAME": decisions, bytes and results are real; time is counted from a card's profile.
 
-It shows, and tests, what a schedule would cost on a card, on any machine. A profile is published figures and
-assumptions, not a measurement; assets/devices.json has the source of each figure. The time that this program's own code
-takes on the host is measured here, as it runs (`Clock.host`).
+It shows, and tests, what a schedule would cost on a card (`cards.py`), on any machine. The time that this program's own
+code takes on the host is measured here, as it runs (`Clock.host`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
 import math
-import re
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .. import kernels
-from ..models import catalog
-from ..models.errors import UsageError
+from .cards import CHUNK_BYTES, PREFIX, Card
 from .pieces import Piece, as_expert, pieces, scatter, staged
-from .placement import Rates
 from .transfer import Transfer
-
-PREFIX = "sim:"
-CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying beside 5 us of latency, so an urgent row waits 47 us at most
-
-# Of a card's published memory rate and tensor throughput, what kernels reach: FloE table 1 computes one Mixtral expert
-# (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
-REACHED = 0.7
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """A GPU and the machine around it: bytes, bytes per second, operations per second, seconds.
-
-    GPU figures are published peaks; link_bytes_s is of large pinned copies, pack_bytes_s of the CPU gathering rows.
-    """
-
-    name: str
-    vram_bytes: int
-    gpu_bytes_s: float
-    gpu_flops: float
-    link_bytes_s: float
-    link_latency_s: float
-    launch_s: float
-    cpu_bytes_s: float
-    cpu_flops: float
-    pack_bytes_s: float
-
-    def gpu_s(self, nbytes: float, flops: float, launches: int) -> float:
-        """The GPU's time for kernels that read `nbytes` and compute `flops`: the longer of the two, and launching."""
-        return max(nbytes / self.gpu_bytes_s, flops / self.gpu_flops) / REACHED + launches * self.launch_s
-
-    def cpu_s(self, nbytes: float, flops: float) -> float:
-        """The CPU's time likewise, with its activations' way down from the GPU and back."""
-        return max(nbytes / self.cpu_bytes_s, flops / self.cpu_flops) + 2 * self.link_latency_s
-
-    def copy_s(self, nbytes: int) -> float:
-        """The link's time for one chunk. Packing it is overlapped with copying the one before: the slower counts."""
-        return self.link_latency_s + nbytes / min(self.link_bytes_s, self.pack_bytes_s)
-
-    def rates(self, flops_per_byte: float) -> Rates:
-        """What a measurement of this machine would find for rows of so many operations per byte and token."""
-        batch = self.cpu_flops / flops_per_byte
-        return Rates(
-            link_bytes_s=CHUNK_BYTES / self.copy_s(CHUNK_BYTES),
-            link_latency_s=self.link_latency_s,
-            cpu_bytes_s=min(self.cpu_bytes_s, batch),
-            cpu_batch_bytes_s=batch,
-            cpu_latency_s=2 * self.link_latency_s,
-            gpu_bytes_s=self.gpu_bytes_s * REACHED,
-            launch_s=self.launch_s,
-        )
-
-
-def card(name: str) -> Card:
-    """The card that "sim:rtx3090-24gb" means, or with less memory "sim:rtx3090-24gb@12gb" (GiB).
-
-    Raises:
-        UsageError: no such card, or a limit that is no number of GB or above what the card has.
-    """
-    known = _cards()
-    wanted, at, limit = name.removeprefix(PREFIX).partition("@")
-    if wanted not in known:
-        names = ", ".join(PREFIX + card for card in known)
-        raise UsageError(f"There is no virtual device {name}", f"There are: {names}.", 'Append "@8gb" for less memory.')
-    found = known[wanted]
-    if not at:
-        return found
-    has = f"{PREFIX}{wanted} has {found.vram_bytes / 2**30:.4g} GB."
-    if not re.fullmatch(r"\d+(\.\d+)?gb", limit, re.ASCII):
-        raise UsageError(f'"{limit}" is no limit of memory', has, f'Write it as in "{PREFIX}{wanted}@8gb".')
-    vram = int(float(limit.removesuffix("gb")) * 2**30)
-    if not 0 < vram <= found.vram_bytes:
-        raise UsageError(f"{name} cannot be", has, f"Give a limit up to that, such as {PREFIX}{wanted}@8gb.")
-    return dataclasses.replace(found, name=f"{wanted}@{limit}", vram_bytes=vram)
-
-
-@functools.cache
-def _cards() -> Mapping[str, Card]:
-    told: Any = json.loads(catalog.asset("devices.json").read_text(encoding="utf-8"))
-    cards: dict[str, Card] = {}
-    for name, own in told["cards"].items():
-        figures = {**told["common"], **told["hosts"][own["host"]], **own}
-        fields = (each.name for each in dataclasses.fields(Card) if each.name != "name")
-        cards[name] = Card(name=name, **{each: figures[each]["value"] for each in fields})
-    return cards
-
 
 Timeline = Literal["host", "gpu", "cpu", "link"]
 

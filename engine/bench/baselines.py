@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..virtual import Card, Clock
+from ..cards import Card
+from ..virtual import Clock
 from .replay import CONTEXT, KV_BYTES, Played, Width
 from .trace import Trace
 

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from ...models.calibration import read_tokens
 from ...models.errors import UsageError
-from .. import virtual
+from ..cards import Card, named
 from ..offload import Parts
 from ..quality import PRESETS, Preset
-from ..virtual import Card
 from . import baselines
 from .measure import Report, Section, Table, Timed, summarise
 from .replay import Played, Width, play
@@ -46,7 +45,7 @@ def run(
     Raises:
         UsageError: no such card, or too little text.
     """
-    chosen = [virtual.card(card) for card in cards]
+    chosen = [named(card, study=True) for card in cards]
     report("Recording", 0, 1)
     ids = read_tokens(pack, text).flatten().tolist()[:tokens]
     if len(ids) < tokens:

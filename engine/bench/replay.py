@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout, group_size
 from ...kernels.types import Active, Calls
 from ...models.packed import PackedLayer
+from ..cards import Card
 from ..devices import Partial, VirtualDevice
 from ..moe import Control
 from ..offload import Offload, Parts
@@ -24,7 +25,7 @@ from ..offloaded import OffloadedLayer
 from ..pieces import Piece
 from ..quality import Preset
 from ..telemetry import LayerCounts, Telemetry
-from ..virtual import Card, VirtualLink
+from ..virtual import VirtualLink
 from .trace import Trace
 
 

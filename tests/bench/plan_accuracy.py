@@ -19,13 +19,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from floe_chat.engine import estimate, machine, quality, rates, virtual
+from floe_chat.engine import cards, estimate, machine, quality, rates
 from floe_chat.engine.bench import layers, offload, replay, synthetic
 from floe_chat.engine.bench.load import Others
 from floe_chat.engine.bench.machine import computing
 from floe_chat.engine.bench.trace import record
 from floe_chat.engine.bench.weights import MIXTRAL
-from floe_chat.engine.estimate import HITS, Curve, Held, Speeds, Work
+from floe_chat.engine.estimate import Held, Speeds, Work
+from floe_chat.engine.figures import Curve, figures
 from floe_chat.engine.footprint import Footprint
 from floe_chat.engine.offload import Parts
 from floe_chat.engine.opening import KEPT_FREE
@@ -105,7 +106,7 @@ def virtual_cards() -> dict[str, Any]:
     takes = Footprint.of(MODEL, PackSpec(width.up, width.rows, width.rows, width.dense))
     result: dict[str, Any] = {}
     for name in offload.CARDS:
-        card = virtual.card(name)
+        card = cards.named(name, study=True)
         played = replay.play(card, width, trace, balanced, Parts(), cpu_share=offload.CPU_REACHED, warm=TOKENS // 3)
         rows = replay.room(card, width, trace)
         share = rows / (trace.index.shape[1] * MODEL.experts * MODEL.intermediate)
@@ -123,12 +124,12 @@ def _wanted(counts: Any) -> int:
     return counts.ready + counts.coming + counts.copied + counts.on_cpu
 
 
-def _of_card(card: virtual.Card, reached: float) -> Speeds:
+def _of_card(card: cards.Card, reached: float) -> Speeds:
     """A card without Python's time."""
     base = machine.Machine("", 0, 0, None, 1, Speeds(read=1.0), 0.0)
     speeds = machine.of_card(card, base).speeds
     cpu = {**speeds.cpu, "rows 4 bit": reached * speeds.read, "rows 16 bit": speeds.read}
-    return dataclasses.replace(speeds, cpu=cpu, host=0.0, host_pool=0.0)
+    return dataclasses.replace(speeds, cpu=cpu, host=0.0, host_gpu=0.0, host_pool=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Policy:
     spec: PackSpec
     work: Work
     cpu: bool = False
-    hits: Curve = HITS
+    hits: Curve = figures().hits
 
 
 _ALIKE: Curve = ((0.0, 0.0), (1.0, 1.0))
@@ -158,19 +159,19 @@ def papers() -> dict[str, Any]:
     """(c): tokens per second by policy and memory, Python counting for nobody."""
     result: dict[str, Any] = {"figure 8": {}, "fiddler": {}}
     print(f"{'RTX 3090, GB':<28}" + "".join(f"{vram:>8}" for vram in PAPER_VRAM))
-    speeds = _of_card(virtual.card("rtx3090-24gb"), offload.CPU_REACHED)
+    speeds = _of_card(cards.named("rtx3090-24gb", study=True), offload.CPU_REACHED)
     for policy in FIGURE_8:
         row = [_played(policy, speeds, int(vram * 2**30 / (1 - KEPT_FREE))) for vram in PAPER_VRAM]
         print(f"{policy.name:<28}" + "".join(f"{rate:8.1f}" if rate else f"{'-':>8}" for rate in row))
         result["figure 8"][policy.name] = dict(zip(PAPER_VRAM, row, strict=True))
     for name, resident in (("quadrortx6000-24gb", 56), ("l4-24gb", 52)):
-        speeds = _of_card(virtual.card(name), offload.CPU_REACHED)
+        speeds = _of_card(cards.named(name, study=True), offload.CPU_REACHED)
         fiddler, own = FIGURE_8[4], FIGURE_8[5]
         takes = Footprint.of(MODEL, fiddler.spec)
         held = Held(gpu=True, pool=resident / 256, cpu=True)
         # There, up projections are not resident: they count as part of an expert's rows.
         rate = 1 / estimate.decode(_whole_experts(takes), fiddler.work, speeds, held, fiddler.hits).seconds
-        ours = _played(own, speeds, virtual.card(name).vram_bytes)
+        ours = _played(own, speeds, cards.named(name, study=True).vram_bytes)
         print(f"{name:<28} Fiddler's policy {rate:.2f} tok/s (the paper: over 3), ours {ours or 0:.1f}")
         result["fiddler"][name] = {"policy": rate, "ours": ours}
     return result

@@ -13,10 +13,11 @@ from floe_chat.engine.bench import baselines
 from floe_chat.engine.bench.offload import COUNTED, FREE, OTHERS, run, steps
 from floe_chat.engine.bench.replay import Played, ReplayDevice, Width, play, room
 from floe_chat.engine.bench.trace import Trace, record
+from floe_chat.engine.cards import Card
+from floe_chat.engine.cards import named as card
 from floe_chat.engine.offload import Parts
 from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
-from floe_chat.engine.virtual import Card, card
 from floe_chat.models.errors import UsageError
 
 WIDTH = Width(hidden=256, neurons=480, layers=2, dense_weights=256 * 700, head_weights=256 * 1000)
@@ -33,7 +34,7 @@ def trace(tiny_pack: Path) -> Trace:
 @pytest.fixture
 def small() -> Card:
     """So little memory that some rows fit, and not all."""
-    return dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=20_000_000)
+    return dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=20_000_000)
 
 
 def twofold(trace: Trace) -> Trace:
@@ -128,23 +129,23 @@ def test_the_hosts_time_is_counted_where_asked_for(small: Card, trace: Trace) ->
 
 
 def test_naive_moves_all_that_is_chosen(trace: Trace) -> None:
-    found = baselines.naive(card("sim:rtx3060-12gb"), trace, WARM)
+    found = baselines.naive(card("sim:rtx3060-12gb", study=True), trace, WARM)
     width = Width(up=16, rows=16, dense=16)
     assert found.moved == pytest.approx(2 * width.expert_bytes() * width.layers)
     assert width.expert_bytes() == pytest.approx(3 * 4096 * 14336 * 2, rel=0.001)
-    seconds = found.moved / card("sim:rtx3060-12gb").link_bytes_s
+    seconds = found.moved / card("sim:rtx3060-12gb", study=True).link_bytes_s
     assert found.busy == pytest.approx(seconds, rel=0.01) and found.seconds > seconds
 
 
 def test_whole_experts_that_stay_are_not_moved_again(trace: Trace) -> None:
-    large = dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=200 << 30)
+    large = dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=200 << 30)
     little = dataclasses.replace(large, vram_bytes=6 << 30)
     moved = [baselines.mixtral_offloading(one, trace, WARM).moved for one in (large, little)]
     assert moved[0] < 0.5 * moved[1]
     assert baselines.fiddler(large, trace, WARM).moved == 0
     everything = baselines.gpu_int2(large, trace, WARM)
     assert everything is not None and everything.moved == 0
-    assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb"), trace, WARM) is None
+    assert baselines.gpu_int2(card("sim:rtx3060-12gb@4gb", study=True), trace, WARM) is None
 
 
 def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
@@ -159,7 +160,7 @@ def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
 
 def test_a_card_without_room_is_refused(trace: Trace) -> None:
     with pytest.raises(ValueError, match="without any row"):
-        room(dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=1 << 20), WIDTH, trace)
+        room(dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=1 << 20), WIDTH, trace)
 
 
 def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine import predictor
+from floe_chat.engine.cards import named as card
 from floe_chat.engine.devices import Device, VirtualDevice
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.loader import LoadedModel
@@ -23,7 +24,6 @@ from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
 from floe_chat.engine.streaming import Prompt
 from floe_chat.engine.transfer import Transfer
-from floe_chat.engine.virtual import card
 from floe_chat.kernels.types import Calls
 from floe_chat.models.heat import Heat
 from floe_chat.models.pack import PackSpec

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine.cards import named as card
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.transfer import Link, Transfer
-from floe_chat.engine.virtual import Clock, VirtualLink, card
+from floe_chat.engine.virtual import Clock, VirtualLink
 from torch import Tensor
 
 from .moving import FAST, NBYTES, ROWS, SENTINEL, SLOTS

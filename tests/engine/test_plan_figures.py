@@ -1,0 +1,83 @@
+"""Figures that stand in for measurements agree with the benchmarks that measured them, wherever they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from floe_chat.engine.estimate import Speeds
+from floe_chat.engine.figures import figures
+from floe_chat.models.catalog import asset
+from floe_chat.models.quantities import trimmed
+
+from ..bench.plan_figures import BENCHMARKS, of_frontier, written
+
+FILE: dict[str, Any] = json.loads(asset("figures.json").read_text(encoding="utf-8"))
+DOCUMENT = BENCHMARKS.read_text(encoding="utf-8")
+
+
+def test_benchmarks_have_the_table_of_this_file() -> None:
+    assert written(DOCUMENT, FILE) == DOCUMENT, "run tests/bench/plan_figures.py"
+
+
+def test_what_tune_measured_is_in_the_file() -> None:
+    points = json.loads(asset("demo", "packed", "frontier.json").read_text(encoding="utf-8"))["points"]
+    for name, values in of_frontier(points).items():
+        kept = (
+            {part: of for part, of in FILE[name]["values"].items() if part != "dense"}
+            if name == "quantization"
+            else None
+        )
+        assert values == (kept or FILE[name]["values"]), "run tests/bench/plan_figures.py"
+
+
+@pytest.mark.parametrize("part", ["up", "gate", "down"])
+def test_the_section_on_the_frontier_says_the_same(part: str) -> None:
+    line = re.search(rf"^\| {part} 2 / 3 / 4 / 8 bit \| KL (.*) \|$", DOCUMENT, re.MULTILINE)
+    assert line
+    stated = [float(figure) for figure in line[1].split(" / ")]
+    # The section rounds to four decimals, and an earlier run of the same command differs in the last of them.
+    assert stated == pytest.approx([figures().quantization[part][bits] for bits in (2, 3, 4, 8)], abs=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "figure"),
+    [
+        (r"active at 40, 50, 60, 70 and 80 %", None),
+        (r"`up_gemv` 4 bit / 8 bit, bfloat16 x \|.*\| 69 / 81 %", (("up", 4, 0.69), ("up", 8, 0.81))),
+        (r"\| linear 4 bit \|.*/ 76 % \|", (("dense", 4, 0.76),)),
+        (r"\| `up_gemv` 3 bit \|.*/ 56 % \|", (("up", 3, 0.56),)),
+        (r"the CPU's share \(57 % of its memory's rate", (("rows", 4, 0.57),)),
+    ],
+)
+def test_kernels_reach_what_their_sections_say(pattern: str, figure: tuple[tuple[str, int, float], ...] | None) -> None:
+    assert re.search(pattern, DOCUMENT)
+    for kind, bits, share in figure or ():
+        assert figures().kernels[kind][bits] == share
+
+
+def test_times_are_those_of_their_sections() -> None:
+    low, high = map(float, re.findall(r"a pool of 10 % (\d\.\d+) to (\d\.\d+) ms", DOCUMENT)[0])
+    assert figures().host_pool_s * 1e3 == pytest.approx((low + high) / 2, abs=0.005)
+    compiled, lean = re.findall(r"Mixtral (0\.\d+) ms with the compiled step, (0\.\d+) by the lean pass", DOCUMENT)[0]
+    assert (trimmed(figures().host_s * 1e3), figures().host_gpu_s * 1e3) == (compiled, float(lean))
+    seconds = float(re.findall(r"\((\d+) s each; 610 s of CPU\)", DOCUMENT)[0])
+    assert figures().packed_weights_s == pytest.approx(3 * 14336 * 4096 / seconds / 2, rel=0.01)
+    batch = float(re.findall(r"one expert, 32 tokens, 60 % sparse \| .* / (\d+) ms \|$", DOCUMENT, re.MULTILINE)[0])
+    assert figures().core_prompt_bytes_s == pytest.approx(14336 * 4608 * 32 / (batch / 1e3) / 2, rel=0.07)
+
+
+def test_figures_make_sense() -> None:
+    found = figures()
+    for curve in (found.active, found.dropped, found.hits):
+        assert all(x0 < x1 for (x0, _), (x1, _) in pairwise(curve)) and min(y for _, y in curve) >= 0
+        values = [y for _, y in curve]
+        assert values in (sorted(values), sorted(values, reverse=True)) and max(values) <= 1
+    for losses in found.quantization.values():
+        assert [losses[bits] for bits in sorted(losses)] == sorted(losses.values(), reverse=True)
+    assert 0 < found.recall < 1 and found.host_s < found.host_gpu_s < found.host_pool_s
+    assert Speeds(read=1e9).host_pool == found.host_pool_s
+    assert all(entry["command"] and re.fullmatch(r"20\d\d-\d\d-\d\d", entry["date"]) for entry in FILE.values())
