@@ -52,7 +52,7 @@ def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
 
 def ask_for_terms(_wanted: Wish, _token: str | None = None) -> Any:
     raise AccessError(
-        "Mixtral-8x7B-Instruct-v0.1 is requires you to accept its terms",
+        "Mixtral-8x7B-Instruct-v0.1 requires you to accept its terms",
         "The hub does not know who you are.",
         "Accept the terms at https://huggingface.co/mistralai/Mixtral-8x7B-Instruct-v0.1, then give a token.",
     )
