@@ -159,8 +159,10 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
     """Replace the file by what `edit` makes of its text, in one step that no other program can interrupt."""
     import filelock
 
-    real = file.resolve()  # people keep such files elsewhere and link to them
     try:
+        real = private_file.real(file)  # people keep such files elsewhere and link to them
+        if real.exists():
+            private_file.need_ordinary(real)  # before the lock makes a file beside it
         private_file.make_folder(real.parent)
         with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=_LOCK_SECONDS, mode=0o600):
             try:

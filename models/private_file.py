@@ -20,6 +20,18 @@ FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 
 
+def real(file: Path) -> Path:
+    """The file that a link leads to, or `file` itself.
+
+    Raises:
+        OSError: links lead to each other.
+    """
+    try:
+        return file.resolve()
+    except RuntimeError as error:  # as Python 3.12 and earlier report it
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(file)) from error
+
+
 def make_folder(folder: Path) -> None:
     """Make `folder` and every missing folder above it with mode 0700; one that exists is left as it is.
 
@@ -65,7 +77,7 @@ def replace(file: Path, content: str | bytes) -> None:
     Raises:
         OSError: it cannot be written, or is a folder, a pipe or a device: renaming would take that away.
     """
-    file = file.resolve()
+    file = real(file)
     if file.exists():
         need_ordinary(file)
     descriptor, name = tempfile.mkstemp(prefix=".floe-chat-", dir=file.parent)  # mode 0600

@@ -168,8 +168,8 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
 
 def _reading_only(file: Path) -> sqlite3.Connection | None:
     """A connection that writes nothing; None where that is not possible, or where the tables are not ours."""
-    file = file.resolve()
     try:
+        file = private_file.real(file)
         for part in parts(file):
             private_file.need_ordinary(part)  # SQLite would wait for a pipe
     except OSError:
@@ -240,7 +240,7 @@ def _make_private(file: Path) -> tuple[Notice, ...]:
     if not file.exists():
         os.close(private_file.open_for(file, os.O_RDWR | os.O_CREAT))
     # Not opened otherwise: closing it would take away the locks of this process's other connections.
-    for part in parts(file.resolve()):
+    for part in parts(private_file.real(file)):
         private_file.need_ordinary(part)
     private_file.own_file(file)
     return (_readable(file),) if os.name != "nt" and file.stat().st_mode & 0o077 else ()

@@ -72,6 +72,10 @@ def test_what_is_no_ordinary_file_is_never_replaced(tmp_path: Path) -> None:
     for name in ("pipe", "link", "folder"):
         with pytest.raises(OSError, match=r"not an ordinary file|is a folder"):
             private_file.replace(tmp_path / name, "text")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("link")
+    with pytest.raises(OSError, match="symbolic links"):
+        private_file.replace(tmp_path / "link", "text")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link", "folder"}
 
