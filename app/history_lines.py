@@ -55,7 +55,7 @@ def message(found: Message) -> dict[str, Any]:
 
 
 def _local(milliseconds: int) -> str:
-    return f"{datetime.fromtimestamp(min(milliseconds, LATEST) / 1000):%Y-%m-%d %H:%M}"
+    return f"{datetime.fromtimestamp(min(max(milliseconds, 0), LATEST) / 1000):%Y-%m-%d %H:%M}"
 
 
 def _one_line(text: str) -> str:

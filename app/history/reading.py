@@ -6,13 +6,28 @@ import json
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, fields, replace
+from typing import Any, TypeVar, get_args
 
 from ...engine import ranges
 from ...engine.events import Sampling, SetQuality
 from ...models.errors import UsageError
-from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, Summary, Tree, Unsent, first_line
+from .records import (
+    AnswerStats,
+    Attachment,
+    Conversation,
+    Hit,
+    Message,
+    Role,
+    Setup,
+    State,
+    Summary,
+    Tree,
+    Unsent,
+    as_text,
+    as_whole,
+    first_line,
+)
 
 _AT_ONCE = 500  # placeholders in one statement
 _OPEN, _CLOSE = "\x02", "\x03"  # around what matched, in a snippet; control characters are taken out of texts first
@@ -81,10 +96,7 @@ class Reader:
             page = " AND (c.updated, c.number) < (?, ?)"
             values = [before.updated, before.number, limit]
         rows = self._rows(f"{_SUMMARY}{page} ORDER BY c.updated DESC, c.number DESC LIMIT ?", values)
-        return [
-            Summary(id_, number, title, first_line(text), model, created, updated, count)
-            for id_, number, title, model, created, updated, count, text in rows
-        ]
+        return [_summary(row) for row in rows]
 
     def conversation(self, conversation: int) -> Conversation:
         """One conversation by its id."""
@@ -124,7 +136,7 @@ class Reader:
             attached: dict[int, list[Attachment]] = {}
             sql = f"SELECT message, name, text FROM attachment WHERE message IN ({places}) ORDER BY message, place"
             for message, name, text in self._rows(sql, part):
-                attached.setdefault(message, []).append(Attachment(name, text))
+                attached.setdefault(message, []).append(Attachment(as_text(name), as_text(text)))
             for row in self._rows(f"{_MESSAGE.format(places)} AND m.deleted IS NULL", part):
                 found[row[0]] = _message(row, tuple(attached.get(row[0], ())))
         return [found[identity] for identity in ids if identity in found]
@@ -146,7 +158,7 @@ class Reader:
         """A conversation with all its branches."""
         sql = "SELECT id FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY id"
         ids = [row[0] for row in self._rows(sql, [conversation])]
-        return Tree(self.conversation(conversation), tuple(self.messages(ids)))
+        return Tree(self.conversation(conversation), tuple(_linked(self.messages(ids))))
 
     def search(self, words: str, limit: int = 50) -> list[Hit]:
         """Titles, then messages, that hold all of `words`, best first.
@@ -158,16 +170,17 @@ class Reader:
             return []
         hits: list[Hit] = []
         for id_, number, title, updated, snippet in self._rows(_FOUND_TITLE, [wanted, limit]):
-            hits.append(Hit(id_, number, title, updated, None, 0, True, *_marked(snippet)))
+            hits.append(Hit(id_, number, as_text(title), as_whole(updated), None, 0, True, *_marked(as_text(snippet))))
         branches: dict[int, frozenset[int]] = {}
         names: dict[int, str] = {}
         found = list(self._rows(_FOUND, [wanted, limit - len(hits)]))
         for id_, number, title, updated, head, message, depth, snippet in found:
             if id_ not in branches:
                 branches[id_] = frozenset(self.branch(head))
-                names[id_] = title or next((s.name for s in self._summary(id_)), "")
+                names[id_] = as_text(title) or next((s.name for s in self._summary(id_)), "")
             shown = message in branches[id_]
-            hits.append(Hit(id_, number, names[id_], updated, message, depth, shown, *_marked(snippet)))
+            where = names[id_], as_whole(updated), message, as_whole(depth), shown
+            hits.append(Hit(id_, number, *where, *_marked(as_text(snippet))))
         return hits
 
     def unsent(self, is_running: Callable[[str, int], bool]) -> dict[str, list[Unsent]]:
@@ -177,8 +190,8 @@ class Reader:
         for writer, written, text, files in self._rows(
             "SELECT writer, written, text, files FROM unsent ORDER BY written, writer, place"
         ):
-            if writer in found or not is_running(writer, written):
-                found.setdefault(writer, []).append(Unsent(text, _files(files)))
+            if writer in found or not is_running(as_text(writer), as_whole(written)):
+                found.setdefault(writer, []).append(Unsent(as_text(text), _files(files)))
         return found
 
     def data_version(self) -> int:
@@ -190,10 +203,7 @@ class Reader:
         self._connection.close()
 
     def _summary(self, conversation: int) -> Iterator[Summary]:
-        for id_, number, title, model, created, updated, count, text in self._rows(
-            f"{_SUMMARY} AND c.id = ?", [conversation]
-        ):
-            yield Summary(id_, number, title, first_line(text), model, created, updated, count)
+        yield from map(_summary, self._rows(f"{_SUMMARY} AND c.id = ?", [conversation]))
 
     def _one_conversation(self, which: str, value: int) -> Conversation:
         row = next(self._rows(f"{_CONVERSATION} AND {which}", [value]), None)
@@ -207,8 +217,9 @@ class Reader:
         usable = {name: value for name, value in kept.items() if ranges.may_be(name, value)}
         if len(usable) < len(kept):
             self.left_out.add(number)
-        setup = Setup(model, preset, Sampling(**usable), system_prompt, persona, _quality(quality))
-        return Conversation(id_, number, title, created, updated, setup, head)
+        texts = as_text(system_prompt), as_text(persona)
+        setup = Setup(as_text(model), preset and as_text(preset), Sampling(**usable), *texts, _quality(quality))
+        return Conversation(id_, number, as_text(title), as_whole(created), as_whole(updated), setup, head)
 
     def _rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         yield from self._connection.execute(sql, values)
@@ -226,9 +237,28 @@ def _no_message() -> UsageError:
 def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Message:
     id_, conversation, parent, depth, role, text, state, created, model, preset, stats, sibling, siblings = row
     return Message(
-        *(id_, conversation, parent, depth, role, text, state, created, model, preset),
+        *(id_, conversation, parent, as_whole(depth), role if role in get_args(Role) else "assistant", as_text(text)),
+        *(state if state in get_args(State) else "stopped", as_whole(created), as_text(model), as_text(preset)),
         *(_stats(stats), attachments, sibling, siblings),
     )
+
+
+def _linked(messages: Sequence[Message]) -> list[Message]:
+    """The messages, ids ascending, each with a parent before it: in a damaged file one may be lost, or be its child."""
+    linked: list[Message] = []
+    known: set[object] = {None}
+    for message in messages:
+        if message.parent not in known:
+            message = replace(message, parent=linked[-1].id if linked else None)
+        known.add(message.id)
+        linked.append(message)
+    return linked
+
+
+def _summary(row: tuple[Any, ...]) -> Summary:
+    id_, number, title, model, created, updated, count, text = row
+    name = as_text(title), first_line(as_text(text)), as_text(model)
+    return Summary(id_, number, *name, as_whole(created), as_whole(updated), as_whole(count))
 
 
 def _quality(text: str | None) -> SetQuality | None:

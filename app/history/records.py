@@ -61,6 +61,8 @@ class AnswerStats:
     @property
     def is_sound(self) -> bool:
         """Whether an answer can have had such figures."""
+        if not isinstance(self.stop_reason, str) or not isinstance(self.virtual, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return False
         rates = (rate for rate in (self.tokens_per_s, self.first_token_s) if rate is not None)
         return type(self.tokens) is int and all(
             type(figure) in (int, float) and 0 <= figure <= MOST for figure in (self.tokens, *rates)
@@ -191,6 +193,18 @@ class Hit:
     shown: bool
     snippet: str
     marks: tuple[tuple[int, int], ...]
+
+
+def as_text(value: object) -> str:
+    """A column as the text it should be: SQLite lets another program store anything there."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def as_whole(value: object) -> int:
+    """A column as the whole number it should be; 0 in the place of anything else."""
+    return value if isinstance(value, int) else 0
 
 
 def first_line(text: str) -> str:

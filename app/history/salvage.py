@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .reading import forgiving
-from .records import LATEST, Attachment, Conversation, Message, Role, Setup, State, Tree, new_id, now
+from .records import LATEST, Attachment, Conversation, Message, Role, Setup, State, Tree, as_text, new_id, now
 from .store import Store
 from .trouble import SQLITE_ERRORS
 
@@ -96,28 +96,26 @@ def _tree(row: _Row | None, rows: Sequence[_Row], files: Sequence[_Row]) -> Tree
     attached: dict[Any, list[Attachment]] = {}
     for _rowid, message, name, text in files:
         if message in ids:
-            attached.setdefault(message, []).append(Attachment(_text(name), _text(text)))
+            attached.setdefault(message, []).append(Attachment(as_text(name), as_text(text)))
     messages = tuple(_message(row, tuple(attached.get(row[0], ()))) for row in rows)
     newest = messages[-1].id if messages else None
     if row is None:
         return Tree(Conversation(0, 0, "Recovered", now(), now(), Setup(), newest), messages)
     _number, _id, title, created, updated, model, preset, system_prompt, persona, head, _deleted = row
-    setup = Setup(_text(model), preset and _text(preset), system_prompt=_text(system_prompt), persona=_text(persona))
+    setup = Setup(
+        as_text(model), preset and as_text(preset), system_prompt=as_text(system_prompt), persona=as_text(persona)
+    )
     shown = head if head in ids else newest
-    return Tree(Conversation(0, 0, _text(title), _time(created), _time(updated), setup, shown), messages)
+    return Tree(Conversation(0, 0, as_text(title), _time(created), _time(updated), setup, shown), messages)
 
 
 def _message(row: _Row, attachments: tuple[Attachment, ...]) -> Message:
     identity, _conversation, parent, role, state, created, model, preset, text, _deleted = row
     return Message(
-        *(identity, 0, parent, 0, role if role in get_args(Role) else "assistant", _text(text)),
-        *(state if state in get_args(State) else "stopped", _time(created), _text(model), _text(preset)),
+        *(identity, 0, parent, 0, role if role in get_args(Role) else "assistant", as_text(text)),
+        *(state if state in get_args(State) else "stopped", _time(created), as_text(model), as_text(preset)),
         *(None, attachments, 1, 1),
     )
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _time(value: object) -> int:

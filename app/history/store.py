@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from ...models.errors import UsageError
 from .reading import PATH, SUBTREE, Reader
-from .records import AnswerStats, Attachment, Setup, State, Tree, Unsent, new_id, now, time_of
+from .records import AnswerStats, Attachment, Setup, State, Tree, Unsent, as_text, as_whole, new_id, now, time_of
 
 KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
 """Milliseconds for which a deletion can be undone; the next start after that wipes what was deleted from the file."""
@@ -220,9 +220,10 @@ class Store(Reader):
         `is_running` gets who wrote an answer and when it was begun.
         """
         sql = "SELECT id, text, writer, created FROM message WHERE state = 'streaming'"
-        left = [row for row in self._connection.execute(sql).fetchall() if not is_running(row[2] or "", row[3])]
+        rows = self._connection.execute(sql).fetchall()
+        left = [row for row in rows if not is_running(as_text(row[2]), as_whole(row[3]))]
         for message, text, _writer, _created in left:
-            self.end_answer(message, text, "stopped", None)
+            self.end_answer(message, as_text(text), "stopped", None)
         return len(left)
 
     def purge(self, before: int) -> int:

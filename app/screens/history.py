@@ -17,6 +17,7 @@ from textual.widgets.option_list import Option
 from ...models.catalog import short_name
 from ...models.errors import FloeError
 from ..history import History, Hit, Summary
+from ..history.records import LATEST
 from ..widgets.background import in_background
 from ..widgets.hanging import Hanging
 from ..widgets.hints import Page, hints
@@ -211,7 +212,7 @@ def _line(line: Line, *, here: bool) -> Hanging:
 
 def when(then: float, now: float) -> str:
     """A moment, in seconds since 1970, as people say it: "14:03", "yesterday 14:03", "12 Nov 2026"."""
-    at, today = time.localtime(then), time.localtime(now)
+    at, today = time.localtime(min(max(then, 0), LATEST / 1000)), time.localtime(now)
     clock = time.strftime("%H:%M", at)
     if at[:3] == today[:3]:
         return clock
