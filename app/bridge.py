@@ -1,12 +1,15 @@
 """Between the engine and the screen: the only file that turns the engine's events into Textual's messages.
 
-Nothing here waits: a UI timer drains what the engine left, and posts it to the screen as messages.
+Nothing here waits: what the engine leaves wakes the screen's thread, which posts it as messages. When nothing happens,
+nothing runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from textual.message import Message
@@ -29,7 +32,7 @@ from .chat_client import Message as ChatMessage
 from .history import Answer, History, HistoryEvent
 from .widgets.plain import printable
 
-_PERIOD = 0.1  # seconds; nobody sees more frequent looks, and each takes time from the engine
+_PERIOD = 0.1  # seconds between two looks; nobody sees more frequent ones, and each takes time from the engine
 
 
 class ModelLoading(Message):
@@ -141,6 +144,9 @@ class EngineBridge:
         self._client = client
         self._history = history
         self._recording: tuple[int, Answer] | None = None
+        self._target: MessagePump | None = None
+        self._due = False  # a look is on its way
+        self._looked = -_PERIOD  # when the last one was, by `time.monotonic`
         self.by_hand: SetQuality | None = None
 
     @property
@@ -149,15 +155,32 @@ class EngineBridge:
         return self._client.pack
 
     def start(self, target: MessagePump) -> None:
-        """Begin loading, and keep draining for as long as `target` lives."""
+        """Begin loading, and drain whenever there is something, for as long as `target` lives."""
+        self._target = target
+        self._client.listen(self._hear)
+        self._history.listen(self._hear)
         self._client.start()
+        self._hear()  # the history may have been opened before
 
-        # One timer after the other: looks cannot pile up behind a slow paint. One function: Textual inspects each new.
-        def look() -> None:
-            self.drain(target)
-            target.set_timer(_PERIOD, look)
+    def _hear(self) -> None:
+        """There is something to drain; on any thread."""
+        if not self._due and self._target is not None:
+            self._due = True
+            with suppress(RuntimeError):  # the screen's loop is closed: the program ends
+                self._target.call_later(self._look_soon)
 
-        target.set_timer(_PERIOD, look)
+    def _look_soon(self) -> None:
+        # One look after the other: they cannot pile up behind a slow paint.
+        wait = self._looked + _PERIOD - time.monotonic()
+        if wait > 0 and self._target is not None:
+            self._target.set_timer(wait, self._look)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        self._looked, self._due = time.monotonic(), False
+        if self._target is not None:
+            self.drain(self._target)
 
     def open(self, pack: Path) -> None:
         """Let another model answer from now on."""

@@ -7,7 +7,7 @@ by whoever published the model, so they run in a process of their own (models/ch
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +105,7 @@ class ChatClient:
         self._last_request = 0
         self._running: int | None = None
         self._prepared: Generate | None = None
+        self._heard: Callable[[], None] = lambda: None
 
     @property
     def pack(self) -> Path:
@@ -115,6 +116,11 @@ class ChatClient:
         """Begin loading in the background; returns at once."""
         self._begin_loading()
         self._session.start()
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        """Have `heard` called, on some thread, whenever there is something to `poll`."""
+        self._heard = heard
+        self._session.listen(heard)
 
     def open(self, pack: Path) -> None:
         """Let the model in `pack` answer from now on, on the same device; `poll` reports as after `start`.
@@ -312,6 +318,7 @@ class ChatClient:
         if not wanted and isinstance(found, ChatProcess):
             found.close()
         ready.set()
+        self._heard()
 
     def _close_format(self) -> None:
         with self._format_lock:

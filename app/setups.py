@@ -207,6 +207,11 @@ class Setups:
         """Whether a setup is running or paused."""
         return self.setup is not None and self.setup.progress().state not in _ENDED
 
+    @property
+    def moving(self) -> bool:
+        """Whether a setup works: it is neither paused nor ended."""
+        return self.setup is not None and self.setup.progress().state not in ("paused", *_ENDED)
+
     def start(self, wanted: Wish, token: str | None = None) -> Setup:
         """Set up `wanted`, or continue it.
 

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from .events import (
     Unloaded,
 )
 from .importing import import_torch
+from .mailbox import Mailbox
 from .outcomes import explained
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ class Session:
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._waiting: deque[Command] = deque()
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: Mailbox[Event] = Mailbox()
         self._lock = threading.Lock()
         self._cancelled: set[int] = set()
         self._running: int | None = None
@@ -80,14 +82,11 @@ class Session:
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Events since the last call, in order; waits at most `timeout` seconds for the first."""
-        events: list[Event] = []
-        try:
-            if timeout > 0:
-                events.append(self._events.get(timeout=timeout))
-            while True:
-                events.append(self._events.get_nowait())
-        except queue.Empty:
-            return events
+        return self._events.take(timeout)
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        """Have `heard` called, on the engine's thread, whenever there is something to `poll`."""
+        self._events.heard = heard
 
     def join(self, timeout: float) -> bool:
         """Wait for the thread to end; False if it still runs after `timeout` seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,15 +47,18 @@ class History:
 
     def poll(self) -> list[HistoryEvent]:
         """What happened since the last call; `Changed` at most once. It costs some ten microseconds."""
-        events: list[HistoryEvent] = []
-        while self._writer.events:
-            events.append(self._writer.events.popleft())
+        events = self._writer.events.take()
         if self._writer.opened.is_set():
             seen = self._version()
             if self._seen is not None and seen != self._seen:
                 events.append(Changed())
             self._seen = seen
         return events
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        """Have `heard` called, on the writer's thread, when there is something to `poll`; what another program writes
+        is seen by polling only."""
+        self._writer.events.heard = heard
 
     def settle(self, timeout: float = 2.0) -> bool:
         """Wait until all writes so far can be read; False if they cannot be by then."""

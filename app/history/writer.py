@@ -7,11 +7,11 @@ import queue
 import sqlite3
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.mailbox import Mailbox
 from ...models.errors import FloeError
 from .answer import Answer
 from .events import HistoryEvent, Ready, Recovered, Trouble
@@ -51,7 +51,7 @@ class Writer:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self.events: deque[HistoryEvent] = deque()
+        self.events: Mailbox[HistoryEvent] = Mailbox()
         self.commits = 0
         self.opened = threading.Event()
         self.memory: Store | None = None
@@ -112,7 +112,7 @@ class Writer:
         except Exception as error:
             logging.getLogger("floe_chat").exception("the history failed")
             hint = "This is a fault of floe-chat. The chat goes on; what is new in it is not saved."
-            self.events.append(Trouble("The history failed", f"{type(error).__name__}: {error}.", hint))
+            self.events.put(Trouble("The history failed", f"{type(error).__name__}: {error}.", hint))
         finally:
             self.opened.set()
 
@@ -122,14 +122,15 @@ class Writer:
                 opened = open_history(self._file)
             except FloeError as error:
                 self.failure = error
-                self.events.append(Trouble(error.title, f"{error.cause} This chat goes on unsaved.", error.hint))
+                self.events.put(Trouble(error.title, f"{error.cause} This chat goes on unsaved.", error.hint))
             else:
-                self.events.extend(Trouble(notice.title, notice.cause, "") for notice in opened.notices)
-                self.events.append(Ready(True, opened.interrupted))
+                for notice in opened.notices:
+                    self.events.put(Trouble(notice.title, notice.cause, ""))
+                self.events.put(Ready(True, opened.interrupted))
                 self._inode = inode(self._file)
                 return opened.store
         self.memory = open_unsaved()
-        self.events.append(Ready(False, 0))
+        self.events.put(Ready(False, 0))
         return self.memory
 
     def _take(self) -> None:
@@ -200,11 +201,11 @@ class Writer:
             self._tell(error)
         elif error is None and self._troubled:
             self._troubled = False
-            self.events.append(Recovered())
+            self.events.put(Recovered())
 
     def _tell(self, error: _Failure) -> None:
         told = error if isinstance(error, FloeError) else explain(error, self._file or Path(":memory:"))
-        self.events.append(Trouble(told.title, told.cause, told.hint))
+        self.events.put(Trouble(told.title, told.cause, told.hint))
 
     def _forget(self, entries: Sequence[_Entry]) -> None:
         for entry in tuple(entries):

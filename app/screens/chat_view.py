@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
+from textual.timer import Timer
 
 from ...engine.events import Loaded, Stats
 from ..widgets.blocks import Welcome
@@ -56,10 +57,11 @@ class ChatView(Screen[None]):
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (36, "-tall")]
         self._figures = Figures()
         self._unpainted = False
+        self._next_paint: Timer | None = None
         self._context_used: int | None = None
         self._panel_layout = PANELS[0]
         self._transcript = Transcript(read)
-        self._writing = Writing(tokens_of, lambda: self._status.context_window)
+        self._writing = Writing(tokens_of, self._question_room)
         self._composer = self._writing.composer
         self._panel = PerformancePanel()
         self._strip = PanelStrip()
@@ -91,7 +93,6 @@ class ChatView(Screen[None]):
 
     def on_mount(self) -> None:
         self._composer.focus()
-        self.set_interval(_PANEL_PERIOD, self._paint_figures)
 
     def take_keys(self, keys: Mapping[str, str]) -> None:
         """These are the keys of the actions from now on."""
@@ -162,6 +163,7 @@ class ChatView(Screen[None]):
         self._figures.loaded = loaded
         self._status.model, self._status.preset = loaded.model, loaded.preset
         self._status.context_window = loaded.context_window
+        self._writing.chips.measure_again()
         self._panel.show_backend(self._figures)
         self._strip.show(self._figures)
 
@@ -172,17 +174,28 @@ class ChatView(Screen[None]):
         self._unpainted = True
         if not running or self._figures.running != before:
             self._paint_figures()
+        elif self._next_paint is None:
+            self._next_paint = self.set_timer(_PANEL_PERIOD, self._paint_figures)
 
     def _show_context(self, used: int | None) -> None:
         """At once; what comes with figures is shown with them."""
         self._context_used = self._status.context_used = used
 
     def _paint_figures(self) -> None:
+        if self._next_paint is not None:
+            self._next_paint.stop()
+            self._next_paint = None
         if self._unpainted:
             self._unpainted = False
             self._panel.show(self._figures)
             self._strip.show(self._figures)
             self._status.context_used = self._context_used
+            for watcher in self._figures.watchers:
+                watcher()
+
+    def _question_room(self) -> int | None:
+        """How many tokens a question may have; None while no model is loaded."""
+        return self._status.context_window
 
     def _say(self, words: str, tone: str) -> None:
         self._status.state, self._status.tone = words, tone

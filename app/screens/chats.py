@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from textual import on
+from textual.timer import Timer
 
 from ...models.errors import FloeError, UsageError
 from ..bridge import HistoryTold
 from ..chat_file import write_chat
 from ..history import Changed, Ready, Recovered, Trouble, Unsent
 from ..widgets.blocks import ErrorBlock, Note
+from ..widgets.chips import Chips
+from ..widgets.composer import Composer
 from ..widgets.files import meant
 from .acts import Acts
 from .history import Choice, HistoryScreen
 
-_KEEP_SECONDS = 0.5  # what a killed process loses of what is being written
+_SAVE_SECONDS = 0.5  # what a killed process loses of what is being written
+_LOOK_SECONDS = 0.2  # between two looks at the history while its page is open
 _RECALLED = 100  # messages of an opened chat whose questions Up brings back
 
 
@@ -22,9 +26,20 @@ class Chats(Acts):
 
     _unsent: tuple[Unsent, ...] | None = None  # as the history knows it; None before that is open
 
-    def on_mount(self) -> None:
-        super().on_mount()
-        self.set_interval(_KEEP_SECONDS, self.keep_unsent)
+    _next_save: Timer | None = None
+    _looking: Timer | None = None
+
+    @on(Composer.Changed)
+    @on(Composer.Sent)
+    @on(Chips.Changed)
+    def _save_soon(self) -> None:
+        """Drafts changed, or the queue."""
+        if self._next_save is None:
+            self._next_save = self.set_timer(_SAVE_SECONDS, self.keep_unsent)
+
+    async def _become_ready(self, words: str) -> None:
+        await super()._become_ready(words)
+        self._save_soon()  # a queued question may have been asked
 
     async def open(self, conversation: int, message: int | None = None, *, own_model: bool = True) -> None:
         """Show another chat; with `message`, on the branch that holds it and with it in view.
@@ -95,9 +110,13 @@ class Chats(Acts):
 
     def open_history(self, words: str = "") -> None:
         """Show earlier chats."""
+        # What other programs write is seen by looking only.
+        self._looking = self.set_interval(_LOOK_SECONDS, lambda: self._bridge.drain(self))
         self.app.push_screen(HistoryScreen(self._history, words, self._dialogue.id), self._chosen)
 
     async def _chosen(self, choice: Choice | None) -> None:
+        if self._looking is not None:
+            self._looking.stop()
         try:
             if choice is None:
                 return
@@ -121,7 +140,8 @@ class Chats(Acts):
         self._writing.chips.attach(meant(path))
 
     def keep_unsent(self) -> None:
-        """Let the history know what is written here and not sent, for the next start."""
+        """Save drafts and queued questions for the next start."""
+        self._next_save = None
         if self._unsent is None:
             return
         unsent = (*(Unsent(queued.text, queued.files) for queued in self._queue), *self._drafts)
@@ -141,6 +161,7 @@ class Chats(Acts):
         if len(left) > 1:
             await self._transcript.add(Note("Questions that were still waiting when floe-chat ended are in the field"))
         self._unsent = ()
+        self._save_soon()
 
     @on(HistoryTold)
     async def _hear(self, told: HistoryTold) -> None:

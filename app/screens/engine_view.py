@@ -180,7 +180,6 @@ class EngineView(ChatView):
 
     async def _become_ready(self, words: str) -> None:
         """The engine can answer, or answer again: a model that was asked for meanwhile comes first."""
-        self._composer.cursor_blink = True
         if self._next_pack is not None:
             self._open(self._next_pack)
             return

@@ -18,7 +18,6 @@ from ..widgets.hints import ScrollingPage, hint
 from ..widgets.themes import MUTED
 from ..widgets.units import share
 
-_PERIOD = 0.5
 _SHADES = " ░▒▓█"
 _WIDEST_CELL = 6
 _COLUMNS = ("active", "recall", "precision", "recall", "precision")  # of neurons the first three, of experts the others
@@ -41,7 +40,13 @@ class HeatMap(Widget):
         self._figures = figures
 
     def on_mount(self) -> None:
-        self.set_interval(_PERIOD, lambda: self.refresh(layout=True))
+        self._figures.watchers.append(self._show)
+
+    def on_unmount(self) -> None:
+        self._figures.watchers.remove(self._show)
+
+    def _show(self) -> None:
+        self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return self._draw(width).get_height({}, width)

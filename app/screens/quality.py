@@ -23,7 +23,6 @@ from ..widgets.figures import Figures
 from ..widgets.hints import Page, hints
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
 
-_PERIOD = 0.4
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "drop <", "major <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "drop<", "major<", "KL, nats", "a token")
@@ -140,8 +139,11 @@ class QualityScreen(ModalScreen[None]):
         elif (by_hand := self._bridge.by_hand) is not None:
             for dial in self.query(Dial):
                 dial.value = float(getattr(by_hand, dial.id or ""))
-        self.set_interval(_PERIOD, self._show_now)
+        self._figures.watchers.append(self._show_now)
         self._show_now()
+
+    def on_unmount(self) -> None:
+        self._figures.watchers.remove(self._show_now)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Explain the line that has the focus."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from textual import on
 
+from ...engine.context import room_for_answer
 from ...engine.events import Stats
 from ...models.errors import FloeError
 from ..bridge import AnswerFinished, AnswerText, EngineBridge, EngineFailed, ModelNotLoaded, PromptRead, StatsArrived
@@ -85,6 +86,10 @@ class Talk(EngineView):
         if self._editing is not None and self._phase is not Phase.READY:
             return self._busy
         return ""
+
+    def _question_room(self) -> int | None:
+        window = super()._question_room()
+        return None if window is None else window - room_for_answer(window, self._max_new_tokens)
 
     @property
     def _busy(self) -> str:
@@ -196,7 +201,6 @@ class Talk(EngineView):
             message, answer = self._dialogue.answering(self._model, self._status.preset, instead)
         self._live = Running(submitted.request, message, answer, [message.text])
         self._bridge.record(submitted.request, answer)
-        self._composer.cursor_blink = False  # each blink would be painted, in time that the engine needs
         self._phase = Phase.ANSWERING
         self._transcript.live = message.id
         await self._transcript.change(self._dialogue.ids)

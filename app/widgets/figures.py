@@ -22,7 +22,8 @@ NO_GPU = "no GPU"
 class Figures:
     """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is made.
 
-    While `paused`, newer figures are kept aside until `go_on`.
+    While `paused`, newer figures are kept aside until `go_on`. `watchers` are called when the screen is to show newer
+    ones: pages over the chat need no clock of their own.
     """
 
     loaded: Loaded | None = None
@@ -30,6 +31,7 @@ class Figures:
     running: bool = False
     paused: bool = False
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    watchers: list[Callable[[], object]] = field(default_factory=list["Callable[[], object]"])
     _aside: tuple[Stats, bool] | None = None
 
     @property

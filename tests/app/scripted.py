@@ -137,10 +137,12 @@ class ScriptedClient(ChatClient):
         self.refuse: FloeError | None = None
         self._pack = Path(LOADED.folder)
         self._updates: list[Update] = []
+        self._heard = lambda: None
 
     def say(self, *updates: Update) -> None:
         """Report these at the next look."""
         self._updates += updates
+        self._heard()
 
     def start(self) -> None:
         self.started = True
@@ -148,6 +150,9 @@ class ScriptedClient(ChatClient):
     def open(self, pack: Path) -> None:
         self._pack = pack
         self.opened.append(pack)
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        self._heard = heard
 
     def poll(self, timeout: float = 0.0) -> list[Update]:
         updates, self._updates = self._updates, []

@@ -4,12 +4,14 @@
 - **echo**: from a key to its letter on the terminal while an answer streams, and beside it without one; goal p95 50 ms.
 - **start**: from the process's start to the first character, to the chat's own screen, and to the echo of a key; goal
   0.5 s for the first. The floor is what Python needs to start and to import this program's command line.
+- **idle**: what the screen takes when nothing happens, before a first question and after an answer: share of a core,
+  wakeups per second of all its threads, and memory (`private`: what would be free if it ended). Goal 0.3 % of a core.
 - **long**: a conversation of 10,000 messages: from Enter after /last to its last message, goal 1 s; a page up,
   until something of it is painted and until all that is loaded ahead is there; a key's echo; the memory that all this
   takes.
 
-Run: .venv/bin/python tests/bench/screen.py [speed|echo|start|long ...] [--model NAME|PACK ...] [--runs 5]. The last
-line is one JSON object; times in seconds. Needs an otherwise idle machine.
+Run: .venv/bin/python tests/bench/screen.py [speed|echo|start|idle|long ...] [--model NAME|PACK ...] [--runs 5]. The
+last line is one JSON object; times in seconds. Needs an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,6 +39,7 @@ MESSAGES = 10_000
 PAGES = 30  # some 60 messages, most of which have to be loaded
 KEYS = "äöüßéèñçøåÄÖÜÉÈÑÇØÅþð"  # letters that no answer has
 COLUMNS, ROWS = 120, 36
+_SETTLES = 15  # seconds until what an answer or the start leaves to do is done
 
 
 def speed(model: str, runs: int, longest: int) -> dict[str, Any]:
@@ -111,6 +115,42 @@ def start(_model: str, runs: int) -> dict[str, Any]:
             assert window.first_paint is not None
             found["first character"].append(window.first_paint)
     return {name: spread(values) for name, values in found.items()}
+
+
+def idle(model: str, seconds: float) -> dict[str, Any]:
+    """What it takes to do nothing for so many seconds."""
+    with own_home(), Window(["--model", model, "--temperature", "0"], columns=COLUMNS, rows=ROWS) as window:
+        window.until("● ready")
+        found = {"fresh": _rest(window, seconds)}
+        window.type(PROMPT + "\r")
+        kept(1)
+        window.until("● ready")
+        found["answered"] = _rest(window, seconds)
+    return {"model": model, "seconds": seconds, **found}
+
+
+def _rest(window: Window, seconds: float) -> dict[str, float]:
+    time.sleep(_SETTLES)
+    process = psutil.Process(window.process.pid)
+    cpu, woken, painted = process.cpu_times(), _wakeups(process), window.arrived
+    began = time.monotonic()
+    time.sleep(seconds)
+    passed, spent = time.monotonic() - began, process.cpu_times()
+    memory = process.memory_full_info()
+    return {
+        "percent of a core": round(100 * (spent.user + spent.system - cpu.user - cpu.system) / passed, 3),
+        "wakeups per second": round((_wakeups(process) - woken) / passed, 1),
+        "bytes painted": window.arrived - painted,
+        "rss": memory.rss,
+        "private": memory.uss,
+    }
+
+
+def _wakeups(process: psutil.Process) -> int:
+    """How often any of its threads began to wait."""
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/status")
+    lines = [line for task in tasks for line in task.read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 
 def long(model: str, runs: int) -> dict[str, Any]:
@@ -204,20 +244,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def main() -> None:
     """Measure what was asked for, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measures", nargs="*", help="speed, echo, start, long; without any, all of them")
+    parser.add_argument("measures", nargs="*", help="speed, echo, start, idle, long; without any, all of them")
     parser.add_argument("--model", action="append", help="a pack; may be given several times")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=400, help="of an answer whose speed is measured, at most")
+    parser.add_argument("--seconds", type=float, default=60, help="of looking on while nothing happens")
     given = parser.parse_args()
     known: dict[str, Callable[[str, int], dict[str, Any]]] = {
         "speed": lambda model, runs: speed(model, runs, given.tokens),
         "echo": echo,
         "start": start,
+        "idle": lambda model, _runs: idle(model, given.seconds),
         "long": long,
     }
     results: dict[str, Any] = {}
     for name in given.measures or known:
-        models: list[str] = (given.model or ["demo"]) if name in ("speed", "echo") else ["demo"]
+        models: list[str] = (given.model or ["demo"]) if name in ("speed", "echo", "idle") else ["demo"]
         for model in models:
             result = known[name](model, given.runs)
             print(name, json.dumps(result), flush=True)

@@ -38,6 +38,7 @@ class Window:
     Attributes:
         modes: the private modes that the program has switched, by number: 1049 alternate screen, 25 cursor, 1000 mouse.
         first_paint: seconds from the start to the first character. last: when something arrived last (time.monotonic).
+        arrived: bytes that the program has written.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Window:
         self.modes: dict[int, bool] = {}
         self.first_paint: float | None = None
         self.last = 0.0
+        self.arrived = 0
         self._arrived: list[bytes] = []
         self._wanted: bytes | None = None
         self._found = 0.0
@@ -186,6 +188,7 @@ class Window:
                 return
             with self._changed:
                 self.last = time.monotonic()
+                self.arrived += len(found)
                 if self.first_paint is None and _PAINTED.sub(b"", found).strip():
                     self.first_paint = self.last - self.began
                 if self._wanted is not None and self._wanted in found and not self._found:
