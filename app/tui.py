@@ -18,6 +18,7 @@ from textual.binding import Binding, BindingType
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 from textual.theme import Theme
+from textual.timer import Timer
 
 from ..engine.events import Sampling
 from ..models.catalog import find, reference
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 # would wait for a whole turn of the other.
 _SWITCH_INTERVAL = 0.0005
 _TOLD = 2  # problems of the settings file that are named at the start
+_SETUP_PERIOD = 1.0  # seconds between two looks at a running setup
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
 _CLEAR = "\x1b[2J"
 _PLAIN_EMOJI = PlainEmoji()
@@ -73,10 +75,10 @@ class FloeChatApp(App[int]):
     TITLE = "floe-chat"
     CSS_PATH: ClassVar[list[str]] = ["floe.tcss", "pages.tcss"]  # pyright: ignore[reportIncompatibleVariableOverride]
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "quit", "leave floe-chat; the answer so far is kept", show=False, priority=True, id="quit"),
+        Binding("ctrl+q", "quit", "quit; the answer so far is saved", show=False, priority=True, id="quit"),
         Binding("f1", "help", "this page", show=False, id="help"),
         Binding("ctrl+p", "command_palette", "every command by name", show=False, priority=True, id="palette"),
-        Binding("ctrl+l", "redraw", "draw the screen anew", show=False, priority=True, id="redraw"),
+        Binding("ctrl+l", "redraw", "draw the screen again", show=False, priority=True, id="redraw"),
     ]
 
     def __init__(
@@ -107,16 +109,17 @@ class FloeChatApp(App[int]):
         self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas)
         self._chat.know(
             (
-                Command("models", "Models", "Installed, begun, and to be had; switch to one", self._open_models),
-                Command("setup", "Set up a model", "Download and pack one, step by step", self._open_wizard),
+                Command("models", "Models", "Switch, check or remove models", self._open_models, key="models"),
+                Command("setup", "Set up a model", "Download and pack a model, step by step", self._open_wizard),
                 Command("settings", "Settings", "Every setting, with what it means", self._open_settings),
                 Command("theme", "Theme", "Choose the colours", lambda _text: self.action_change_theme()),
-                Command("help", "Help", "Keys, commands and the panel's words", self._open_help),
-                Command("quit", "Quit", "Leave floe-chat", self._quit),
+                Command("help", "Help", "Keys, commands and the panel's words", self._open_help, key="help"),
+                Command("quit", "Quit", "Quit floe-chat", self._quit, key="quit"),
             )
         )
         self._exit_code = 0
         self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
+        self._next_look: Timer | None = None
         self._interrupted = -_TWICE_SECONDS  # when Ctrl+C was pressed last
         self._untried: tuple[Path, str] | None = None  # the pack chosen last, and the model the settings named before
         self.setups = Setups()
@@ -147,7 +150,6 @@ class FloeChatApp(App[int]):
         early, self._early = self._early or [], None
         for key in early:
             self.post_message(key)
-        self.set_interval(1.0, lambda: self._chat.say_beside(self._setup_words()))
         if self._reopened is not None:
             self._chat.call_later(self._chat.reopen, self._reopened.conversation, own_model=self._reopened.own_model)
         if self._file is not None and first_run(self._file):
@@ -197,7 +199,7 @@ class FloeChatApp(App[int]):
             await self.pop_screen()
 
     def on_engine_notice(self, event: EngineNotice) -> None:
-        """Say it without standing in the way."""
+        """Show it in a toast."""
         self.notify(event.cause, title=event.title, severity="warning", timeout=12, markup=False)
 
     def on_engine_failed(self, event: EngineFailed) -> None:
@@ -225,12 +227,12 @@ class FloeChatApp(App[int]):
         self.leave(self._exit_code)
 
     def leave(self, code: int) -> None:
-        """End with this exit code; a signal, which comes between any two steps of this thread, may say so too."""
+        """End with this exit code; signal handlers call it too, between any two steps of this thread."""
         if self._terminal is not None:
             if self._loop is None:
                 self._terminal.end_now(code)
             self._terminal.expect_end(code)
-        assert self._loop is not None, "nobody but the terminal ends a screen that does not run yet"
+        assert self._loop is not None, "only the terminal ends a screen that does not run yet"
         self._loop.call_soon_threadsafe(self._leave, code)
 
     def _leave(self, code: int) -> None:
@@ -238,18 +240,20 @@ class FloeChatApp(App[int]):
         self.exit(code)
 
     def action_help_quit(self) -> None:
-        """Ctrl+C where nothing is selected that it could copy: it stops the answer, and leaves at the second time."""
+        """Ctrl+C where no text is selected to copy: the first stops the answer, the second quits."""
         now = time.monotonic()
         if now - self._interrupted < _TWICE_SECONDS:
             self.leave(EXIT_SIGNAL + signal.SIGINT)
             return
         self._interrupted = now
-        if self._chat.answering:
+        stopped = self._chat.answering
+        if stopped:
             self.call_later(self._chat.action_stop)
-        self.notify("Ctrl+C again leaves floe-chat", timeout=_TWICE_SECONDS)
+        again = f"Press Ctrl+C again within {_TWICE_SECONDS:.0f} seconds to quit floe-chat"
+        self.notify(f"The answer is stopped. {again}" if stopped else again, timeout=_TWICE_SECONDS)
 
     def action_redraw(self) -> None:
-        """Paint all anew: another program wrote there, or the terminal counts the cells of some character otherwise."""
+        """Paint everything again, after another program wrote there."""
         if self._driver is not None:
             self._driver.write(_CLEAR)
         self.screen.refresh()
@@ -261,11 +265,11 @@ class FloeChatApp(App[int]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self._chat
-        uses = f"Use this quality from the next token on ({key_of(chat, 'next_preset')})"
         for command in chat.commands:
             usage = command.usage.replace("[", r"\[")  # Textual takes it for markup, and its escape() leaves capitals
-            does = f"{command.does} ({usage})"
-            yield SystemCommand(command.title, does, partial(chat.obey, command.name, ""))
+            key = f"{key_of(chat, command.key)} · " if command.key else ""
+            yield SystemCommand(command.title, f"{key}{usage} · {command.does}", partial(chat.obey, command.name, ""))
+        uses = f"{key_of(chat, 'next_preset')} goes to the next one · Use this quality from the next token on"
         for preset in chat.presets:
             yield SystemCommand(f"Preset: {preset}", uses, partial(chat.choose_preset, preset))
 
@@ -317,7 +321,7 @@ class FloeChatApp(App[int]):
         self.push_screen(WizardScreen(self.setups, settings=self._file), then)
 
     async def _welcomed(self, name: str | None) -> None:
-        """The first run's wizard was left, wherever it was: the next start opens the chat at once."""
+        """The first run's wizard was closed: the next start opens the chat at once."""
         if self._file is not None:
             try:
                 change(self._file, {})
@@ -325,8 +329,16 @@ class FloeChatApp(App[int]):
                 self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
         await self._switch(name)
 
+    def _watch_setup(self) -> None:
+        """Say in the chat how far the setup is, for as long as it moves; only pages over the chat start and stop it."""
+        if self._next_look is not None:
+            self._next_look.stop()
+        self._chat.say_beside(self._setup_words())
+        self._next_look = self.set_timer(_SETUP_PERIOD, self._watch_setup) if self.setups.moving else None
+
     async def _switch(self, name: str | None) -> None:
-        """Let the model `name`, which the person chose, answer from now on, and at the next start."""
+        """Switch to the model `name`, which the person chose, now and at the next start."""
+        self._watch_setup()
         if name is None:
             return
         try:
@@ -356,7 +368,7 @@ class FloeChatApp(App[int]):
 
 
 def _import_later() -> None:
-    """What the first answer needs, before a person has written a question."""
+    """Import what the first answer needs, while the person types the question."""
     import_module("floe_chat.app.widgets.markdown")
 
 
@@ -395,5 +407,5 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
         sys.setswitchinterval(before)
         saved = close()
     if not saved:
-        sys.stderr.write("floe-chat: not all of this chat could be saved\n")
+        sys.stderr.write("floe-chat: a part of this chat could not be saved\n")
     return 1 if code is None else code

@@ -13,7 +13,7 @@ from textual.widgets.option_list import Option
 from .plain import one_line
 from .themes import MUTED
 
-_COMMAND = re.compile(r"/([a-z]*)$")
+_COMMAND = re.compile(r"/([a-z]*|\?)$")
 _FILE = re.compile(r"""(?:^|\s)@(?:"([^"]*)|([^\s"]\S*)?)$""")
 _ROWS = 8
 

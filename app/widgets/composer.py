@@ -71,6 +71,7 @@ class Composer(TextArea):
         """`look` tells the completion what is written; `take` puts in what was chosen there, by Enter or not, and says
         whether that is to be sent at once."""
         super().__init__(placeholder="Ask something", highlight_cursor_line=False, tab_behavior="focus")
+        self.cursor_blink = False  # each blink would be painted: 1 % of a core while nothing else happens
         self._chips = chips
         self._completion = completion
         self._look = look
@@ -80,6 +81,7 @@ class Composer(TextArea):
         self._pasted = 0
         self._erased = 0.0  # when Backspace was pressed last
         self.commands: frozenset[str] = frozenset()
+        self.unknown: Callable[[str], str] = lambda name: f"There is no command /{name}"
         self.newline_keys: frozenset[str] = frozenset({"ctrl+j", "shift+enter"})
 
     @property
@@ -124,14 +126,15 @@ class Composer(TextArea):
         """Hand the text over."""
         text = printable(self.text).strip("\n")
         name, _space, argument = text[1:].partition(" ") if text.startswith("/") else ("", "", "")
-        if name.isalpha() and "\n" not in text:
+        if (name.isalpha() or name == "?") and "\n" not in text:
+            name = name.lower()
             if name not in self.commands:
-                self.post_message(self.Refused(f"There is no command /{name}; a space before it makes it text"))
+                self.post_message(self.Refused(self.unknown(name)))
                 return
             self.clear()
             self.post_message(self.Ordered(name, argument.strip()))
-        elif self._chips.reading:
-            self.post_message(self.Refused("A file is still being read"))
+        elif trouble := "A file is still being read" if self._chips.reading else self._chips.trouble:
+            self.post_message(self.Refused(trouble))
         elif text.strip() or self._chips.files:
             self.clear()
             if text.strip() and self._sent[-1:] != [text]:

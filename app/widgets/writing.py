@@ -36,6 +36,7 @@ class Writing(Vertical):
         self.completion = Completion()
         self.composer = Composer(self.chips, self.completion, self._look, self._take)
         self._commands: Mapping[str, str] = {}
+        self._aliases: Mapping[str, str] = {}
         self._careful: Container[str] = ()
         self._found: Wanted | None = None  # at the last look
         self._listing: list[str] | None = None
@@ -43,10 +44,20 @@ class Writing(Vertical):
     def compose(self) -> ComposeResult:
         yield from (self.completion, self.chips, self.composer)
 
-    def know(self, commands: Mapping[str, str], careful: Container[str]) -> None:
-        """These commands there are, each with what it does; those that are `careful` have to be written whole."""
-        self._commands, self._careful = commands, careful
-        self.composer.commands = frozenset(commands)
+    def know(
+        self,
+        commands: Mapping[str, str],
+        aliases: Mapping[str, str],
+        careful: Container[str],
+        unknown: Callable[[str], str],
+    ) -> None:
+        """The commands, each with what it does, and their other names; careful ones have to be written whole.
+
+        `unknown` says what to do about a name that is none of them.
+        """
+        self._commands, self._aliases, self._careful = commands, aliases, careful
+        self.composer.commands = frozenset((*commands, *aliases))
+        self.composer.unknown = unknown
 
     def title(self, name: str, remark: str = "") -> None:
         """Name the chat on the frame, and what Enter will do if that is unusual."""
@@ -70,8 +81,7 @@ class Writing(Vertical):
 
     def _offer(self, found: Wanted) -> None:
         if found.kind == "command":
-            names = sorted(self._commands, key=lambda name: not name.startswith(found.query))
-            remarks = {f"/{name}": self._commands[name] for name in names if found.query in name}
+            remarks = {f"/{name}": self._commands[name] for name in self._meant(found.query)}
             self.completion.offer(found, list(remarks), remarks)
         elif is_outside(found.query):
             self.completion.offer(found, outside(found.query))
@@ -81,6 +91,14 @@ class Writing(Vertical):
             in_background(self, lambda: listing(Path.cwd()), self._listed)
         else:
             self.completion.offer(found, matching(found.query, self._listing))
+
+    def _meant(self, query: str) -> Sequence[str]:
+        """The commands that `query` may be the beginning of: by their own names, then by other programs' names."""
+        if query in self._aliases:
+            return [self._aliases[query]]
+        own = [name for name in self._commands if query in name]
+        others = [name for alias, name in self._aliases.items() if query and alias.startswith(query)]
+        return [*sorted(own, key=lambda name: not name.startswith(query)), *others]
 
     def _listed(self, paths: list[str]) -> None:
         self._listing = paths

@@ -1,7 +1,8 @@
-"""Writing: files and long texts that go along, completion, commands, the questions before, the editor."""
+"""Writing: attached files and long texts, completion, commands, the questions before, the editor."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,18 +16,18 @@ from textual import events
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
+from .scripted import LOADED, ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
+from .wizardry import shown
 
 
 def chips(pilot: Pilot[int]) -> list[str]:
     return [text_of(chip) for chip in pilot.app.screen_stack[0].query(Chip)]
 
 
-async def test_files_and_long_texts_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_and_long_texts_are_attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.md").write_text("```\nin a fence\n```\n\x1b[31m")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "huge.txt").write_text("word " * 2000)
     client = ScriptedClient()
     async with ready(client) as pilot:
         composer(pilot).post_message(events.Paste("line\n" * 30))
@@ -37,7 +38,6 @@ async def test_files_and_long_texts_go_along(tmp_path: Path, monkeypatch: pytest
         await until(pilot, lambda: len(chips(pilot)) == 2 and composer(pilot).text == "see ")
         for name, reason in (
             ("picture.png", "binary"),
-            ("huge.txt", "takes 2,000 tokens"),
             ("none", "No such file"),
             ("~nobody-of-that-name/x", "~nobody-of-that-name/x cannot be attached: No such file"),
         ):
@@ -171,7 +171,7 @@ async def test_files_that_were_taken_away_come_back(monkeypatch: pytest.MonkeyPa
         assert composer(pilot).text == "" and chips(pilot) == both
         monkeypatch.setattr("floe_chat.app.widgets.composer._HELD_SECONDS", 0)
         await pilot.press("backspace")
-        await until(pilot, lambda: "pasted 2 does not go along; Ctrl+Z brings it back" in screen_text(pilot))
+        await until(pilot, lambda: "Removed pasted 2; Ctrl+Z brings it back" in screen_text(pilot))
         assert await pilot.click(Chip) and chips(pilot) == []
         await write(pilot, "text")
         await pilot.press("ctrl+z", "ctrl+z")
@@ -179,6 +179,56 @@ async def test_files_that_were_taken_away_come_back(monkeypatch: pytest.MonkeyPa
         assert composer(pilot).text == "text"
         await pilot.press("ctrl+z")
         assert composer(pilot).text != "text"
+
+
+async def test_a_text_that_is_too_large_stays_marked_until_it_is_cut_or_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "large.txt").write_text("word\n" * 700)
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        composer(pilot).post_message(events.Paste("one two\n" * 400))
+        large = "▤ pasted 1  too large  800 of 600 tokens  cut  ×"
+        await until(pilot, lambda: chips(pilot) == [large])
+        await until(pilot, lambda: "too large: 800 tokens" in shown(pilot))
+        await write(pilot, "this")
+        await pilot.press("enter")
+        await until(pilot, lambda: composer(pilot).text == "this" and chips(pilot) == [large])
+        assert not client.asked
+        await pilot.press(*["backspace"] * 4)
+        composer(pilot).put("/file large.txt")
+        await pilot.press("enter")
+        await until(pilot, lambda: chips(pilot) == [large, "▤ large.txt  too large  700 of 600 tokens  cut  ×"])
+        composer(pilot).put("/cut")
+        await pilot.press("enter")
+        await until(pilot, lambda: all("beginning" in chip and "too large" not in chip for chip in chips(pilot)))
+        await pilot.press("ctrl+z", "ctrl+z")  # lossless
+        await until(pilot, lambda: sorted("too large" in chip for chip in chips(pilot)) == [True, True])
+        composer(pilot).post_message(events.Paste("x" * 20_000))  # more than any window's tokens could be
+        await until(pilot, lambda: "▤ pasted 2  too large  ~5.0k of 600 tokens  cut  ×" in chips(pilot))
+        app = pilot.app
+        for chip in app.screen.query(Chip):
+            assert await pilot.click(chip, offset=(chip.size.width, 0))
+            await until(pilot, lambda: len(chips(pilot)) < 3)
+            break
+        composer(pilot).put("/cut")
+        await pilot.press("enter")
+        await until(pilot, lambda: all("too large" not in chip for chip in chips(pilot)))
+        await write(pilot, "this")
+        await pilot.press("enter")
+        await until(pilot, lambda: len(client.asked) == 1)
+        held = client.count(client.asked[0][0].text)
+        assert held is not None and "one two" in client.asked[0][0].text
+
+
+async def test_another_model_measures_attached_texts_again() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        composer(pilot).post_message(events.Paste("one two\n" * 400))
+        await until(pilot, lambda: "too large" in str(chips(pilot)))
+        client.say(dataclasses.replace(LOADED, context_window=8192))
+        await until(pilot, lambda: chips(pilot) == ["▤ pasted 1  800 tokens  ×"])
 
 
 async def test_every_file_can_be_seen_and_taken_away() -> None:
