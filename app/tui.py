@@ -76,7 +76,7 @@ class FloeChatApp(App[int]):
     CSS_PATH: ClassVar[list[str]] = ["floe.tcss", "pages.tcss"]  # pyright: ignore[reportIncompatibleVariableOverride]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "quit", "quit; the answer so far is saved", show=False, priority=True, id="quit"),
-        Binding("f1", "help", "this page", show=False, id="help"),
+        Binding("f1", "help", "this page: keys, commands and words", show=False, id="help"),
         Binding("ctrl+p", "command_palette", "every command by name", show=False, priority=True, id="palette"),
         Binding("ctrl+l", "redraw", "draw the screen again", show=False, priority=True, id="redraw"),
     ]
@@ -277,9 +277,14 @@ class FloeChatApp(App[int]):
         from .screens.help import keys_of
 
         given = self._settings.settings.keys
-        yield "Keys", keys_of((*Composer.BINDINGS, *ChatScreen.BINDINGS, *ChatView.BINDINGS, *self.BINDINGS), given)
-        yield "Keys while a message is selected", keys_of(Transcript.BINDINGS, given)
-        yield "Keys in the panel", keys_of(PerformancePanel.BINDINGS, given)
+        everywhere = keys_of((*self.BINDINGS, *ChatScreen.BINDINGS, *ChatView.BINDINGS), given)
+        everywhere.append(("Ctrl+C", "copy the selected text; without one, stop the answer; twice, quit"))
+        # Top to bottom, as the screen is: function keys, the messages, the text field, the panel.
+        yield "Function keys", sorted((entry for entry in everywhere if _is_function_key(entry[0])), key=_number)
+        yield "Chat", [entry for entry in everywhere if not _is_function_key(entry[0])]
+        yield "Messages (while one is selected)", keys_of(Transcript.BINDINGS, given)
+        yield "Text field", keys_of(Composer.BINDINGS, given)
+        yield "Panel (while it has the focus)", keys_of(PerformancePanel.BINDINGS, given)
         yield "Commands", [(command.usage, command.does) for command in self._chat.commands]
 
     def _apply(self, found: Read) -> None:
@@ -365,6 +370,14 @@ class FloeChatApp(App[int]):
 
     async def _quit(self, _argument: str) -> None:
         await self.action_quit()
+
+
+def _is_function_key(name: str) -> bool:
+    return name.startswith("F") and name[1:].isdecimal()
+
+
+def _number(entry: tuple[str, str]) -> int:
+    return int(entry[0][1:])
 
 
 def _import_later() -> None:

@@ -1,4 +1,4 @@
-"""What can be done to messages: copy, edit, answer again, go on, fork, delete, and change between versions."""
+"""Actions on messages: copy, edit, answer again, continue, fork, delete, and switch between versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .talk import Talk
 
 
 class Acts(Talk):
-    """A talk whose messages can be changed; nothing that was written is lost by it."""
+    """A talk whose messages can be changed; no version is lost."""
 
     _code = (0, -1)  # the answer whose code was copied last, and which of its blocks
 
@@ -52,7 +52,7 @@ class Acts(Talk):
         elif action == MORE and record.id == ids[-1]:
             await self._go_on(record)
         elif action == MORE:
-            self._status.remark("Only the last answer can go on")
+            self._status.remark("Only the last answer can be continued")
         elif action == FORK:
             await self._fork(record)
         elif action == DELETE:
@@ -63,7 +63,7 @@ class Acts(Talk):
                 self._measure_context()
                 self._select_at(record.position)
             else:
-                self._status.remark("There is no other version of this message that way")
+                self._status.remark(f"This message has no {'earlier' if action == OLDER else 'later'} version")
 
     # The last ones, by key or command
 
@@ -82,7 +82,7 @@ class Acts(Talk):
         await self._act_on_last(AGAIN, "assistant", "user")
 
     async def go_on(self, _argument: str = "") -> None:
-        """Let the last answer go on."""
+        """Continue the last answer."""
         await self._act_on_last(MORE, "assistant")
 
     async def edit_last(self, _argument: str = "") -> None:
@@ -90,7 +90,7 @@ class Acts(Talk):
         await self._act_on_last(EDIT, "user")
 
     async def fork_here(self, _argument: str = "") -> None:
-        """Begin another chat with all of this one."""
+        """Continue in a copy of this chat."""
         await self._act_on_last(FORK, "assistant", "user")
 
     async def _act_on_last(self, action: str, *roles: str) -> None:
@@ -98,7 +98,7 @@ class Acts(Talk):
             if message.role in roles and (turn := self._transcript.turn(message.id)) is not None:
                 await self._act(Turn.Act(turn, action))
                 return
-        self._status.remark("There is no message for that yet")
+        self._status.remark("There is no message yet")
 
     # One message
 
@@ -121,11 +121,11 @@ class Acts(Talk):
         self._composer.put(record.text)
         self._writing.chips.give_back(record.attachments)
         what = "question" if record.role == "user" else "answer"
-        self._writing.title(f"Editing the {what}", f"Enter keeps both versions · {key_of(self, 'stop')} leaves it")
+        self._writing.title(f"Editing the {what}", f"Enter saves both versions · {key_of(self, 'stop')} cancels")
         self._composer.focus()
 
     async def _again(self, record: Message) -> None:
-        """Answer anew: an answer gets a sibling, a question is answered (again)."""
+        """Answer again: an answer gets a sibling, a question is answered (again)."""
         if record.role == "assistant":
             await self._answer(instead=record)
             return
@@ -149,7 +149,7 @@ class Acts(Talk):
         await self._leave()
         self._dialogue.open(conversation)
         await self._show_dialogue()
-        self._status.remark("A copy of the chat up to there; the first one is as it was")
+        self._status.remark("This is a copy of the chat up to that message; the original is unchanged")
 
     async def _delete(self, record: Message) -> None:
         self._deletions.append((self._dialogue.delete(record), record.conversation))
@@ -157,7 +157,7 @@ class Acts(Talk):
         if not self._dialogue.ids:
             await self._transcript.show(())
         self._measure_context()
-        self._status.remark("Deleted with what followed; /undo brings it back")
+        self._status.remark("Deleted with all messages after it; /undo restores them")
         self._composer.focus()
 
     def _select_at(self, position: int) -> None:

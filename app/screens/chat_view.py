@@ -37,24 +37,23 @@ PANELS = ("full", "compact", "hidden")
 
 
 class ChatView(Screen[None]):
-    """A column for the panel from 100 columns on, else two lines; a big figure and the expert map from 36 rows on."""
+    """A column for the panel from 100 columns on, else two lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(
             "f2",
             "toggle_panel",
-            "the live panel: column, two lines, none",
+            "the panel: column, two lines, hidden",
             show=False,
             priority=True,
             id="toggle_panel",
         ),
-        Binding("f8", "pause_panel", "hold the panel's figures, or let them go on", show=False),
+        Binding("f8", "pause_panel", "pause the panel's figures, or resume them", show=False),
     ]
 
     def __init__(self, read: Read, tokens_of: Count) -> None:
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
-        self.VERTICAL_BREAKPOINTS = [(0, "-short"), (36, "-tall")]
         self._figures = Figures()
         self._unpainted = False
         self._next_paint: Timer | None = None
@@ -108,19 +107,19 @@ class ChatView(Screen[None]):
             self.set_class(name == layout, f"-panel-{name}")
 
     def action_toggle_panel(self) -> None:
-        """Column, two lines, none; on a narrow terminal two lines or none."""
+        """Column, two lines, hidden; on a narrow terminal two lines or hidden."""
         layouts = PANELS if self.has_class("-wide") else PANELS[1:]
         now = layouts.index(self._panel_layout) if self._panel_layout in layouts else 0
         self.show_panel(layouts[(now + 1) % len(layouts)])
 
     def action_pause_panel(self) -> None:
-        """Hold the figures, or let them go on."""
+        """Pause the figures, or resume them."""
         if self._figures.paused:
-            self._figures.go_on()
-            self._status.remark("The panel's figures go on")
+            self._figures.resume()
+            self._status.remark("The panel's figures are live again")
         else:
             self._figures.paused = True
-            self._status.remark("The panel's figures are held; F8 lets them go on")
+            self._status.remark("The panel's figures are paused; F8 resumes them")
         self._unpainted = True
         self._paint_figures()
 
@@ -179,7 +178,8 @@ class ChatView(Screen[None]):
 
     def _show_context(self, used: int | None) -> None:
         """At once; what comes with figures is shown with them."""
-        self._context_used = self._status.context_used = used
+        self._context_used = self._status.context_used = self._figures.context_used = used
+        self._panel.show_context(self._figures)
 
     def _paint_figures(self) -> None:
         if self._next_paint is not None:
@@ -187,6 +187,7 @@ class ChatView(Screen[None]):
             self._next_paint = None
         if self._unpainted:
             self._unpainted = False
+            self._figures.context_used = self._context_used
             self._panel.show(self._figures)
             self._strip.show(self._figures)
             self._status.context_used = self._context_used
@@ -201,5 +202,5 @@ class ChatView(Screen[None]):
         self._status.state, self._status.tone = words, tone
 
     def say_beside(self, words: str) -> None:
-        """What goes on beside the chat; "" for nothing."""
+        """Show background work in the bottom row; "" for none."""
         self._status.background = printable(words)

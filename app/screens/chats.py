@@ -1,4 +1,4 @@
-"""What can be done to whole chats: open, rename, delete, export, and what the history tells."""
+"""Actions on whole chats: open, rename, delete, export; and what the history reports."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ class Chats(Acts):
         self._show_name()
 
     async def delete_chat(self, _argument: str = "") -> None:
-        """Delete this chat, and begin another."""
+        """Delete this chat, and start another."""
         if (conversation := self._dialogue.id) is None:
-            self._status.remark("There is nothing to delete yet")
+            self._status.remark("This chat is empty: there is nothing to delete")
             return
         await self.action_new_chat()
         self.deleted(conversation)
 
     def deleted(self, conversation: int) -> None:
-        """Delete a chat; `undo` brings it back."""
+        """Delete a chat; `undo` restores it."""
         self._deletions.append((self._history.delete(conversation), conversation))
-        self._status.remark("Deleted; /undo brings it back")
+        self._status.remark("Chat deleted; /undo restores it")
 
     async def undo(self, _argument: str = "") -> None:
-        """Take the last deletion back, of a chat or of messages in one, and show it; again, the one before."""
+        """Restore the last deleted chat or messages, and show them; again restores the one before."""
         if not self._deletions:
-            self._status.remark("Nothing was deleted here that could be brought back")
+            self._status.remark("There is nothing to restore")
             return
         mark, conversation = self._deletions.pop()
         if conversation == self._dialogue.id:
@@ -98,7 +98,7 @@ class Chats(Acts):
             self._history.undo(mark)
             self._history.settle()
             await self.open(conversation)
-        self._status.remark("It is back")
+        self._status.remark("Restored")
 
     async def open_last(self, _argument: str = "") -> None:
         """Open the chat that was written to last."""
@@ -128,15 +128,15 @@ class Chats(Acts):
             await self._transcript.add(_explained(error))
 
     async def export(self, name: str) -> None:
-        """Write this chat to a file that is not there yet."""
+        """Write this chat to a new file."""
         if (conversation := self._dialogue.id) is None:
-            raise UsageError("There is nothing to export yet", "", "Ask something first.")
+            raise UsageError("This chat is empty: there is nothing to export", "", "Ask something first.")
         self._history.settle()
         file = write_chat(self._history.tree(conversation), name)
-        await self._transcript.add(Note(f"Written to {file.absolute()}"))
+        await self._transcript.add(Note(f"Exported to {file.absolute()}"))
 
     def attach(self, path: str) -> None:
-        """Send a file along with the next question."""
+        """Attach a file to the next question."""
         self._writing.chips.attach(meant(path))
 
     def keep_unsent(self) -> None:
@@ -150,7 +150,7 @@ class Chats(Acts):
             self._unsent = unsent
 
     async def _take_over_unsent(self) -> None:
-        """Put what the last floe-chat left unsent into the text field: a person says whether it is sent now."""
+        """Put drafts and queued questions of the last run into the text field, for the person to send."""
         try:
             left = self._history.take_over_unsent()
         except FloeError as error:
@@ -159,7 +159,7 @@ class Chats(Acts):
         for question in reversed(left):
             self._composer.take_back(question.text, question.files)
         if len(left) > 1:
-            await self._transcript.add(Note("Questions that were still waiting when floe-chat ended are in the field"))
+            await self._transcript.add(Note("Questions that were queued when floe-chat ended are in the text field"))
         self._unsent = ()
         self._save_soon()
 
@@ -169,13 +169,13 @@ class Chats(Acts):
             case Ready(_saved, interrupted):
                 if interrupted:
                     many = "An answer was" if interrupted == 1 else f"{interrupted} answers were"
-                    words = f"{many} cut off when floe-chat ended last; what had come is kept. /last opens the chat"
+                    words = f"{many} cut off when floe-chat last ended. The text so far is saved; /last opens the chat"
                     await self._transcript.add(Note(words))
                 await self._take_over_unsent()
             case Trouble(title, cause, hint):
                 self.app.notify(f"{cause} {hint}".strip(), title=title, severity="warning", timeout=15, markup=False)
             case Recovered():
-                self.app.notify("What could not be written before is on the disk now.", title="The history is saved")
+                self.app.notify("All unsaved messages are on the disk now.", title="The history is saved again")
             case Changed():
                 if isinstance(self.app.screen, HistoryScreen):
                     self.app.screen.refresh_list()

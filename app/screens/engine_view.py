@@ -1,4 +1,4 @@
-"""The chat's view of the engine: which model answers, at what quality, and what it is doing."""
+"""The chat's view of the engine: its model, its quality, and its state."""
 
 from __future__ import annotations
 

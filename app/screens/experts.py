@@ -1,4 +1,4 @@
-"""Where decode's expert calls went, layer by layer, and how well each layer was foreseen."""
+"""Expert use in decode, layer by layer, and how well each layer was predicted."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _WIDEST_CELL = 6
 _COLUMNS = ("active", "recall", "precision", "recall", "precision")  # of neurons the first three, of experts the others
 _SHORT = ("active", "recall", "prec.", "recall", "prec.")
 _WIDE = 76  # from so many cells on, columns have their full names
-_FORESEEN = (
-    "Recall: of the neurons that became active, and of the experts that were called, those that were named one layer "
-    "ahead. Precision: of those that were named, the ones that were right. —: nothing was named yet."
+_PREDICTED = (
+    "Recall: the share of active neurons, or of called experts, that were predicted one layer ahead. "
+    "Precision: the share of predictions that were right. —: nothing was predicted yet."
 )
-_IN_PLACE = "All rows lie where they are computed: nothing has to be foreseen."
+_IN_PLACE = "All weights are in the memory that computes, so nothing is prefetched."
 
 
 class HeatMap(Widget):
     """A line for each layer: its experts, the more calls the fuller (neighbours are averaged where they outnumber the
-    columns); then its active neurons, and how well they and the experts were foreseen.
+    columns); then its active neurons, and how well they and the experts were predicted.
     """
 
     def __init__(self, figures: Figures) -> None:
@@ -58,7 +58,7 @@ class HeatMap(Widget):
         stats = self._figures.stats
         use = stats.expert_use if stats else ()
         if stats is None or not use or not use[0]:
-            return Content.styled("Not measured yet: experts are counted while an answer is written.", MUTED)
+            return Content.styled("Not measured yet. Experts are counted while an answer is written.", MUTED)
         rows = stats.rows
         names = (_COLUMNS if width >= _WIDE else _SHORT)[: 1 if rows is None else None]
         column = 2 + max(len(name) for name in names)
@@ -86,12 +86,12 @@ class HeatMap(Widget):
         if rows is not None:
             over_all = (stats.active_neurons, rows.recall, rows.precision, rows.expert_recall, rows.expert_precision)
             lines.append(Content.assemble((f"{'all':>3}  ", MUTED), " " * wide, _columns(over_all, column)))
-        lines.append(Content.styled("\n" + (_IN_PLACE if rows is None else _FORESEEN), MUTED))
+        lines.append(Content.styled("\n" + (_IN_PLACE if rows is None else _PREDICTED), MUTED))
         return Content("\n").join(lines)
 
 
 class ExpertsScreen(ModalScreen[None]):
-    """Lies over the chat, which goes on under it."""
+    """A page over the chat, which continues below it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "Close", show=False),

@@ -1,4 +1,4 @@
-"""The quality dial: presets with what they were measured to cost, and every share by hand."""
+"""The quality page: presets with their measured quality loss, and every share by hand."""
 
 from __future__ import annotations
 
@@ -19,47 +19,41 @@ from ...models.errors import FloeError
 from ..bridge import EngineBridge
 from ..chat_client import Cost
 from ..widgets.dial import Dial
-from ..widgets.figures import Figures
+from ..widgets.figures import Figures, speed
 from ..widgets.hints import Page, hints
+from ..widgets.meanings import KL
+from ..widgets.plain import printable
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
 
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "drop <", "major <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "drop<", "major<", "KL, nats", "a token")
-_OFFLOADED_ONLY = "This matters only where rows are moved to a GPU; this model computes all of them where they are."
+_OFFLOADED_ONLY = "It matters only where a part of the model is outside GPU memory; this one is in place."
 
 _DIALS = (
-    ("sparsity", "neurons skipped", "Neurons whose up projection hardly answers are left out altogether."),
-    (
-        "product",
-        "second halves skipped",
-        "Of more neurons the down half of their rows is left out.",
-    ),
-    ("drop", "experts dropped below", "Experts whose router score is below this share of the mean are not called."),
-    ("major", "major half only below", "Below this share only the more important half of an expert is computed."),
-    ("alpha", "experts replaced within", "An absent expert may be replaced by one that is there, of a score so close."),
-    (
-        "lenient",
-        "weak rows not in VRAM",
-        "Wait for every row, or leave out the weakest quarter if they are not in GPU memory: faster, less exact.",
-    ),
+    ("sparsity", "skip neurons", "Neurons with the weakest up projection are skipped: up to this share of them."),
+    ("product", "skip second halves", "Of this share of neurons the down half is skipped."),
+    ("drop", "drop experts below", "Experts with a router score below this share of the mean are not run."),
+    ("major", "major half below", "Below this share of the mean only the more important half of an expert is run."),
+    ("alpha", "substitute within", "An expert outside GPU memory is replaced by one inside whose score is this close."),
+    ("lenient", "late rows", "Rows that have not arrived in time are waited for, or left out."),
 )
 
 
 class PresetHead(Widget):
-    """What the figures of the presets are."""
+    """The names of the presets' figures."""
 
     def render(self) -> Content:
         return Content(f"  {_in_columns(self, _HEADS if _has_room(self) else _SHORT_HEADS)}")
 
 
 class PresetLine(Widget, can_focus=True):
-    """One preset: what it skips and what that was measured to cost."""
+    """One preset: what it skips, its quality loss (KL), and the bytes that a token reads."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space,right", "take", "use this preset", show=False)]
 
     class Taken(Message):
-        """The person wants this preset."""
+        """The person chose this preset."""
 
         def __init__(self, cost: Cost) -> None:
             super().__init__()
@@ -71,7 +65,7 @@ class PresetLine(Widget, can_focus=True):
         self._in_force = False
 
     def show(self, *, in_force: bool) -> None:
-        """Draw it, with a mark while it is in force."""
+        """Draw it, with a mark while it is in use."""
         self._in_force = in_force
         self.refresh()
 
@@ -95,7 +89,7 @@ class PresetLine(Widget, can_focus=True):
 
 
 class QualityScreen(ModalScreen[None]):
-    """Lies beside the chat; every change is in force from the next token on."""
+    """A page over the chat; every change applies from the next token."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "Close", show=False),
@@ -107,7 +101,7 @@ class QualityScreen(ModalScreen[None]):
     def __init__(self, bridge: EngineBridge, figures: Figures, preset: str, choose: Callable[[str], None]) -> None:
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
-        self.VERTICAL_BREAKPOINTS = [(0, "-short"), (24, "-tall")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-short"), (27, "-tall")]
         self._bridge = bridge
         self._figures = figures
         self._preset = preset
@@ -140,7 +134,6 @@ class QualityScreen(ModalScreen[None]):
             for dial in self.query(Dial):
                 dial.value = float(getattr(by_hand, dial.id or ""))
         self._figures.watchers.append(self._show_now)
-        self._show_now()
 
     def on_unmount(self) -> None:
         self._figures.watchers.remove(self._show_now)
@@ -151,7 +144,7 @@ class QualityScreen(ModalScreen[None]):
             useless = event.widget.id in ("alpha", "lenient") and self._figures.stats and self._figures.rows is None
             self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}")
         else:
-            self._meaning.update("KL: how far its next words are from the 16-bit model's, measured by floe-chat tune.")
+            self._meaning.update(f"KL: {KL}. {_measured_on(self._costs)}")
 
     @on(PresetLine.Taken)
     def _take(self, event: PresetLine.Taken) -> None:
@@ -174,16 +167,29 @@ class QualityScreen(ModalScreen[None]):
         self._preset = preset
         for line in self.query(PresetLine):
             line.show(in_force=line.cost.preset.name == preset)
+        self._show_now()
 
     def _show_now(self) -> None:
-        """What the figures say at this moment: a setting of one's own has no other measure."""
+        """Show the answer's figures: settings by hand have no others."""
         stats = self._figures.stats
         words = [
-            rate_of(stats.decode_tps if stats else None),
+            rate_of(speed(self._figures)),
             f"{size(stats.bytes_per_token if stats else None)} per token",
-            f"neurons {share(stats.active_neurons if stats else None)}" if self._preset else "KL not measured",
+            f"{share(stats.active_neurons if stats else None)} of neurons active"
+            if self._preset
+            else "KL not measured",
         ]
         self._now.update(Content.assemble(("Now  ", "bold $primary"), " · ".join(words)))
+
+
+def _measured_on(costs: Sequence[Cost]) -> str:
+    """Which text the KL was measured on."""
+    known = next((cost for cost in costs if cost.kl is not None), None)
+    if known is None:
+        return "Run floe-chat tune to measure it for this model."
+    if not known.text:
+        return "Measured by floe-chat tune, on a text that this pack does not name."
+    return f"Measured on {printable(known.text)}, {known.tokens:,} tokens."
 
 
 def _has_room(line: Widget) -> bool:

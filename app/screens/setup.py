@@ -24,12 +24,12 @@ _MEANINGS = {key.field: key.description for key in KEYS} | {"seed": "The same nu
 
 
 class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
-    """Ctrl+S or the button keeps what was changed, Esc leaves it as it was."""
+    """Ctrl+S or the button saves the changes, Esc discards them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "close", "Close", show=False),
         Binding("f5", "close", "Close", show=False, id="setup"),
-        Binding("ctrl+s", "save", "keep the changes", show=False, priority=True),
+        Binding("ctrl+s", "save", "save the changes", show=False, priority=True),
     ]
 
     def __init__(
@@ -41,7 +41,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-wide")]
         self._setup = setup
         self._personas = personas
-        self._title = Input(printable(title), placeholder="its first question names it", id="title", compact=True)
+        self._title = Input(printable(title), placeholder="the first question, if empty", id="title", compact=True)
         known = [(printable(name), name) for name in personas]
         chosen = setup.persona if setup.persona in personas else Select.NULL
         self._persona = Select[str](known, value=chosen, prompt="none", id="persona", compact=True)
@@ -57,19 +57,19 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
             compact=True,
         )
         self._instructions = TextArea(
-            setup.system_prompt, placeholder="What the model is told before the chat", tab_behavior="focus"
+            setup.system_prompt, placeholder="What the model reads before the chat", tab_behavior="focus"
         )
         self._trouble = Static("", markup=False, classes="trouble")
 
     def compose(self) -> ComposeResult:
         with ScrollingPage(classes="page", can_focus=False) as page:
             page.border_title = "This chat"
-            page.border_subtitle = hints("Ctrl+S keeps", "Esc leaves it as it was")
+            page.border_subtitle = hints("Ctrl+S saves", "Esc cancels")
             yield _row("Title", self._title)
             if self._personas:
                 yield _row("Persona", self._persona)
-            yield _row("Quality", self._quality, f"{key_of(self, 'quality')} has the costs")
-            yield Static("Instructions", classes="heading")
+            yield _row("Quality", self._quality, f"{key_of(self, 'quality')} compares them")
+            yield Static("System prompt", classes="heading")
             yield self._instructions
             yield Static("Sampling", classes="heading")
             for name in NAMES:
@@ -78,7 +78,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
                 yield _row(name.replace("_", " "), field, _MEANINGS.get(name, ""))
             yield self._trouble
             with Horizontal(classes="buttons"):
-                yield Button("Keep", variant="primary", compact=True)
+                yield Button("Save", variant="primary", compact=True)
 
     def on_mount(self) -> None:
         self._instructions.focus(scroll_visible=False)  # it is; and the page is not laid out yet
@@ -93,13 +93,13 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
                     self.query_one(f"#{name}", Input).value = f"{value:g}"
 
     def action_close(self) -> None:
-        """Leave all as it was."""
+        """Discard the changes."""
         self.dismiss(None)
 
     @on(Button.Pressed)
     @on(Input.Submitted)
     def action_save(self) -> None:
-        """Keep what was changed, if it can be."""
+        """Save the changes, if they are valid."""
         sampling = self._setup.sampling
         try:
             for name in NAMES:

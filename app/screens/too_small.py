@@ -1,4 +1,4 @@
-"""The notice for a terminal with too little room. The text and the answer live on under it."""
+"""The notice for a terminal that is too small. The chat continues below it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class TooSmallScreen(Screen[None]):
             f"floe-chat needs at least {SMALLEST.width}x{SMALLEST.height}, "
             f"this terminal is {size.width}x{size.height}: enlarge it.\n"
             "\n"
-            f"Your text and the answer are kept. {key_of(self, 'quit')} quits."
+            f"Your text is saved, and the answer continues. {key_of(self, 'quit')} quits."
         )
         self._notice.update(Content(words))

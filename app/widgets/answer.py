@@ -78,7 +78,7 @@ class AnswerTurn(Turn):
             self.run_worker(self._write())
 
     def show_progress(self, words: str) -> None:
-        """What happens before the first token."""
+        """Show what happens before the first token."""
         self._markdown.wait(words)
 
     def feed(self, text: str) -> None:

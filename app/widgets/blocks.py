@@ -27,7 +27,7 @@ class Horizon(Widget):
 
     def render(self) -> Content:
         """A line with its meaning in the middle."""
-        words = " the model no longer sees what is above "
+        words = " the model no longer sees the messages above "
         left = max(0, self.size.width - len(words)) // 2
         right = max(0, self.size.width - len(words) - left)
         return Content.styled("─" * left + words + "─" * right, MUTED)

@@ -1,4 +1,4 @@
-"""The list over the text field that completes commands and file names."""
+"""The list above the text field that completes commands and file names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Completion(OptionList, can_focus=False):
     def offer(self, wanted: Wanted | None, values: Sequence[str], remarks: Mapping[str, str] | None = None) -> None:
         """Show what may be put in, the first one highlighted, perhaps with a remark each; nothing hides the list.
 
-        Of those that have no room it only says how many they are.
+        The last line counts those without room.
         """
         more = len(values) - _ROWS + 1 if len(values) > _ROWS else 0
         self.wanted, self._values = wanted, values[: len(values) - more]
@@ -74,7 +74,7 @@ class Completion(OptionList, can_focus=False):
                 line += Content.styled(" " * (longest - len(value) + 3) + one_line(remarks[value]), MUTED)
             self.add_option(Option(line))
         if more:
-            self.add_option(Option(Content.styled(f"… {more:,} more: write on", MUTED), disabled=True))
+            self.add_option(Option(Content.styled(f"… {more:,} more: keep typing", MUTED), disabled=True))
         if values:
             self.highlighted = 0
 

@@ -26,20 +26,22 @@ _COMPLETION_KEYS = ("up", "down", "tab", "enter", "escape")
 class Composer(TextArea):
     """A text field that grows with its text. Enter sends, Ctrl+J and Shift+Enter begin a new line.
 
-    Sending empties it; the screen gives the text back if it cannot take it. A long text that is pasted becomes a chip.
+    Sending empties it; the screen puts the text back if it cannot be sent. A long pasted text becomes a chip.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "send; while an answer runs, the question waits for its turn", show=False),
+        Binding("enter", "send", "send; while an answer runs, the question is queued", show=False),
         Binding("ctrl+j,shift+enter", "newline", "a new line in the question", show=False, id="newline"),
-        Binding("up", "cursor_up", "in the first line: the questions before", show=False),
-        Binding("down", "cursor_down", "in the last line: the questions after", show=False),
-        Binding("ctrl+up,shift+tab", "screen.select_messages", "to the messages, to copy, edit, branch", show=False),
-        Binding("ctrl+z", "undo", "undo; a file that was taken away comes back", show=False),
-        Binding("tab", "screen.focus_next", "to the panel, which explains its words", show=False),
-        Binding("pageup", "screen.scroll_transcript(-1)", "scroll up", show=False),
-        Binding("pagedown", "screen.scroll_transcript(1)", "scroll down", show=False),
-        Binding("ctrl+end", "screen.scroll_to_end", "to the end of the chat", show=False),
+        Binding("up", "cursor_up", "in the first line: earlier questions", show=False),
+        Binding("down", "cursor_down", "in the last line: later questions", show=False),
+        Binding(
+            "ctrl+up,shift+tab", "screen.select_messages", "select a message, to copy, edit or fork it", show=False
+        ),
+        Binding("ctrl+z", "undo", "undo; restores a removed file too", show=False),
+        Binding("tab", "screen.focus_next", "go to the panel, which explains its words", show=False),
+        Binding("pageup", "screen.scroll_transcript(-1)", "scroll the chat up", show=False),
+        Binding("pagedown", "screen.scroll_transcript(1)", "scroll the chat down", show=False),
+        Binding("ctrl+end", "screen.scroll_to_end", "go to the end of the chat", show=False),
     ]
 
     class Sent(Message):
@@ -68,8 +70,8 @@ class Composer(TextArea):
     def __init__(
         self, chips: Chips, completion: Completion, look: Callable[[], None], take: Callable[[bool], bool]
     ) -> None:
-        """`look` tells the completion what is written; `take` puts in what was chosen there, by Enter or not, and says
-        whether that is to be sent at once."""
+        """`look` shows the completion what is written; `take` puts in what was chosen there, by Enter or not, and
+        returns whether it is sent at once."""
         super().__init__(placeholder="Ask something", highlight_cursor_line=False, tab_behavior="focus")
         self.cursor_blink = False  # each blink would be painted: 1 % of a core while nothing else happens
         self._chips = chips
@@ -91,7 +93,7 @@ class Composer(TextArea):
         return self.document.get_line(row)[:column]
 
     def take_back(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
-        """Put `text` before whatever was written meanwhile."""
+        """Put `text` before what was written meanwhile."""
         if text:
             self.insert(f"{text}\n" if self.text else text, (0, 0))
         self.move_cursor(self.document.end)
@@ -114,7 +116,7 @@ class Composer(TextArea):
         self.replace(text, (row, column - count), (row, column))
 
     def edit(self, edit: Edit) -> EditResult:
-        """As ever; a question that was brought back is a text of its own from here on."""
+        """Edit; a recalled question is a text of its own from here on."""
         self._recalled = None
         return super().edit(edit)
 
@@ -123,7 +125,7 @@ class Composer(TextArea):
         self.insert("\n")
 
     def action_send(self) -> None:
-        """Hand the text over."""
+        """Send the text."""
         text = printable(self.text).strip("\n")
         name, _space, argument = text[1:].partition(" ") if text.startswith("/") else ("", "", "")
         if (name.isalpha() or name == "?") and "\n" not in text:
@@ -142,7 +144,7 @@ class Composer(TextArea):
             self.post_message(self.Sent(text if text.strip() else "", self._chips.take_all()))
 
     def action_undo(self) -> None:
-        """Bring back the file that was taken away last; if there is none, what the text was."""
+        """Restore the file that was removed last; if there is none, the earlier text."""
         if not self._chips.bring_back():
             super().action_undo()
 
@@ -177,7 +179,7 @@ class Composer(TextArea):
         # Not as bindings: those run only after the key went up to the screen, and the letters typed right
         # after it would overtake it.
         if event.key in _COMPLETION_KEYS:
-            self._look()  # Textual tells of the last letters after the keys that are waiting already
+            self._look()  # Textual reports the last letters after the keys that are waiting already
         if self._completion.is_open and event.key in _COMPLETION_KEYS:
             self._complete(event.key)
         elif event.key == "enter":

@@ -11,7 +11,7 @@ from .themes import MUTED
 
 
 class Drawing(Widget):
-    """One piece of the panel; it says what its words mean, under itself with the focus, beside it under the mouse."""
+    """One piece of the panel; it explains its words, below itself with the focus, in a tooltip under the mouse."""
 
     def __init__(self, draw: Draw, name: str, meaning: str = "") -> None:
         super().__init__(id=name)
@@ -28,7 +28,7 @@ class Drawing(Widget):
         return bool(self._meaning) and self.display
 
     def explain(self, *, on: bool) -> None:
-        """Say what the words mean, or no longer."""
+        """Show the explanation, or hide it."""
         if self._explained != on:
             self._explained, self._width = on, 0
             self.set_class(on, "-explained")
@@ -39,11 +39,16 @@ class Drawing(Widget):
         self._figures = figures
         before, self._width = self._drawn, self.content_size.width
         if not self._width and not layout:
-            self.refresh()  # nobody sees it; it is drawn when it is shown again
+            self.refresh()  # it is hidden, and drawn when it is shown again
             return
         self._drawn = self._content(self._width)
         if layout or not self._drawn.is_same(before):
             self.refresh(layout=layout or self._drawn.plain.count("\n") != before.plain.count("\n"))
+
+    def height(self, figures: Figures, width: int) -> int:
+        """How many rows `figures` take, without an explanation; 0 if there is nothing to draw."""
+        drawn = self._draw(figures, width)
+        return drawn.get_height({}, width) if drawn else 0
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         # Drawn for the width to come: the present one is that of the last layout.

@@ -1,4 +1,4 @@
-"""What the panel knows, and its lines of text. Every figure is the engine's; a missing one says so."""
+"""The panel's figures, and its lines of text. Every figure is the engine's; a missing one says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ NO_GPU = "no GPU"
 class Figures:
     """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is made.
 
-    While `paused`, newer figures are kept aside until `go_on`. `watchers` are called when the screen is to show newer
+    `context_used` tokens of the chat on the screen are in the window; None: not known. `dense`: the panel's sections
+    are drawn short, for a terminal without room for all of them.
+
+    While `paused`, newer figures are put aside until `resume`. `watchers` are called when the screen is to show newer
     ones: pages over the chat need no clock of their own.
     """
 
@@ -30,16 +33,18 @@ class Figures:
     stats: Stats | None = None
     running: bool = False
     paused: bool = False
+    dense: bool = False
+    context_used: int | None = None
     speeds: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     watchers: list[Callable[[], object]] = field(default_factory=list["Callable[[], object]"])
     _aside: tuple[Stats, bool] | None = None
 
     @property
     def rows(self) -> Rows | None:
-        """Where rows came from; None where they all lie where they are computed, and before anything is known."""
+        """Where rows came from; None where all rows are in the memory that computes, and before anything is known."""
         return self.stats.rows if self.stats else None
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Show what came while paused."""
         self.paused = False
         if self._aside is not None:
@@ -66,43 +71,39 @@ def speed_heading(figures: Figures, width: int) -> Content:
     """The section's name, which answer the figures belong to, and whether a virtual device's clock gave their times."""
     stats = figures.stats
     if figures.paused:
-        return heading("Speed", width, "held", virtual=is_virtual(figures))
+        return heading("Speed", width, "paused", virtual=is_virtual(figures))
     if stats is None or (stats.first_token_s is None and not figures.running):
         return heading("Speed", width, "not measured yet")
     return heading("Speed", width, "this answer" if figures.running else "last answer", virtual=is_virtual(figures))
 
 
+def speed(figures: Figures) -> float | None:
+    """Tokens per second that the answer was, or is, written at: the mean from its first token to its last. Panel,
+    footer, history and `ask` all show this one."""
+    return figures.stats.decode_tps_mean if figures.stats else None
+
+
 def speed_beside(figures: Figures, width: int) -> Content:
-    """What stands beside the big figure, which is the decode speed of the last second."""
+    """The lines beside the big figure, which is `speed`."""
     stats = figures.stats
+    value = units.seconds(stats and stats.first_token_s)
+    first = "first token" if len(f"first token {value}") <= width else "first"
     return Content("\n").join(
         [
-            muted("tokens/s decode"),
-            row(figures, "mean", units.rate(stats and stats.decode_tps_mean), width),
+            muted("tokens/s"),
             row(figures, "prefill", units.rate(stats and stats.prefill_tps), width),
-        ]
-    )
-
-
-def speed_lines(figures: Figures, width: int) -> Content:
-    """The same three speeds in lines, where there is no room for a big figure."""
-    stats = figures.stats
-    return Content("\n").join(
-        [
-            row(figures, "decode, last 1 s", units.rate_of(_decode(figures)), width),
-            row(figures, "decode, mean", units.rate_of(stats and stats.decode_tps_mean), width),
-            row(figures, "prefill", units.rate_of(stats and stats.prefill_tps), width),
+            row(figures, first, value, width),
         ]
     )
 
 
 def speed_course(figures: Figures, width: int) -> Content:
-    """The sparkline of decode speeds, the time to first token, and what of the prompt needed no prefill."""
+    """The last minute's speeds, second by second, and how much of the prompt the KV cache already held."""
     stats = figures.stats
-    lines = [Content.styled(line, "$primary") for line in sparkline(figures, width, rows=2)]
-    lines.append(row(figures, "time to first token", units.seconds(stats and stats.first_token_s), width))
-    if stats and stats.reused_tokens:
-        lines.append(row(figures, "tokens kept", f"{stats.reused_tokens} of {stats.prompt_tokens}", width))
+    drawn = sparkline(figures, width, rows=1 if figures.dense else 2)
+    lines = [Content.styled(line, "$primary") for line in drawn]
+    if stats and stats.reused_tokens and not figures.dense:
+        lines.append(row(figures, "prompt reused", f"{stats.reused_tokens} of {stats.prompt_tokens}", width))
     return Content("\n").join(lines)
 
 
@@ -115,13 +116,15 @@ def sparkline(figures: Figures, width: int, *, rows: int) -> list[str]:
 
 
 def neurons(figures: Figures, width: int) -> Content:
-    """How many neurons took part, over all and by layer, and what that read."""
+    """The share of neurons that were active, over all and by layer, and the bytes read for them."""
     stats = figures.stats
     lines = [
         heading("Neurons", width),
         gauge(figures, "active share", stats and stats.active_neurons, width),
         row(figures, "bytes read per token", units.size(stats and stats.bytes_per_token), width),
     ]
+    if figures.dense:
+        return Content("\n").join(lines)
     return Content("\n").join(
         [*lines, *by_layer(figures, "active by layer", stats.layer_activity if stats else (), width)]
     )
@@ -149,10 +152,12 @@ def backend(figures: Figures, width: int) -> Content:
     loaded = figures.loaded
     if loaded is None:
         return Content("\n").join([heading("Backend", width), muted("known when the model is loaded")])
+    where = f"{loaded.device} · {loaded.backend}"
+    fits = len("Backend ") + Content(where).cell_length <= width
     return Content("\n").join(
         [
-            heading("Backend", width),
-            Content(f"{loaded.device} · {loaded.backend}"),
+            heading("Backend", width, where if fits else ""),
+            *([] if fits else [Content(where)]),
             Content(loaded.widths),
             *([Content.styled(f"Advanced: {', '.join(loaded.advanced)}", "$warning")] if loaded.advanced else []),
             muted(f"Why: {loaded.reason}"),
@@ -169,10 +174,10 @@ def strip(figures: Figures, width: int) -> Content:
     else:
         rows = stats.rows
         virtual: list[tuple[str, str]] = [("virtual ", VIRTUAL)] if is_virtual(figures) else []
-        speed = [*virtual, (units.rate_of(_decode(figures)), "bold")]
+        now = [*virtual, (units.rate_of(speed(figures)), "bold")]
         spark = sparkline(figures, 12 if width >= 74 else 5, rows=1)[0]
         speeds = [
-            Content.assemble((spark, "$primary"), " ", *speed),
+            Content.assemble((spark, "$primary"), " ", *now),
             Content(f"first token {units.seconds(stats.first_token_s)}"),
             *([] if rows is None else [Content(f"hits {units.share(rows.ready)}")]),
             Content(f"neurons {units.share(stats.active_neurons)}"),
@@ -188,7 +193,7 @@ def strip(figures: Figures, width: int) -> Content:
     else:
         places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.reason}"))
     if figures.paused:
-        speeds.insert(0, Content.styled("held", f"italic {MUTED}"))
+        speeds.insert(0, Content.styled("paused", f"italic {MUTED}"))
     while len(speeds) > 1 and Content.assemble(*between(speeds)).cell_length > width:
         speeds.pop()
     lines = [Content.assemble(*between(parts)).truncate(width, ellipsis=True) for parts in (speeds, places)]
@@ -206,10 +211,6 @@ def between(parts: Sequence[Content]) -> list[Content]:
 def left_out(rows: Rows) -> Content:
     """The share of rows that a lenient preset did without, marked since answers differ by it."""
     return Content.styled(f"left out {units.share(rows.left_out)}", "$warning")
-
-
-def _decode(figures: Figures) -> float | None:
-    return figures.stats.decode_tps if figures.stats else None
 
 
 def is_virtual(figures: Figures) -> bool:

@@ -1,4 +1,4 @@
-"""What the panel says of memory: where the rows of active neurons came from, the link, and what lies where.
+"""The panel on memory: where the rows of active neurons came from, the link, and what is stored where.
 
 Parts of a whole are told apart by their glyphs; colours only help.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from textual.content import Content
 
 from . import units
-from .figures import Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
+from .figures import NO_GPU, Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
 from .heat import stack
 from .themes import MUTED
 
@@ -33,15 +33,10 @@ class _Part:
 
 
 def origins(figures: Figures, width: int) -> Content:
-    """Where the rows of decode's active neurons came from, and how well they were foreseen.
-
-    Without a pool all weights lie where they are computed: it says so. It is blank until that is known.
-    """
+    """Where the rows of decode's active neurons came from, and how well they were predicted; blank without a pool."""
     rows = figures.rows
-    if rows is None and figures.stats is None:
-        return Content("")
     if rows is None:
-        return heading("Rows, link", width, "nothing has to move")
+        return Content("")
     shares = (rows.ready, rows.coming, rows.copied, rows.on_cpu)
     remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.ready)}"
     named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
@@ -56,51 +51,55 @@ def origins(figures: Figures, width: int) -> Content:
         gauge(figures, "expert hit rate ", rows.expert_hits, width),
     ]
     if rows.ready is not None and rows.recall is None:
-        lines.append(row(figures, "predictor", "asked for nothing", width))
+        lines.append(row(figures, "predictor", "not used", width))
     else:
         lines += [
             gauge(figures, "predictor recall", rows.recall, width),
             gauge(figures, "its precision   ", rows.precision, width),
-            *by_layer(figures, "recall by layer", rows.recalls, width, top=1.0),
         ]
+        if not figures.dense:
+            lines += by_layer(figures, "recall by layer", rows.recalls, width, top=1.0)
     for label, share in (("experts substituted", rows.substituted), ("expert halves dropped", rows.dropped)):
-        if share:
+        if share and not figures.dense:
             lines.append(row(figures, label, units.share(share), width))
     return Content("\n").join(lines)
 
 
 def link(figures: Figures, width: int) -> Content:
-    """What decode moved over the link, how fast, and how long it waited for that; blank without a pool."""
+    """What decode moved over the link, how fast, and how long it waited; blank without a pool."""
     rows = figures.rows
     if rows is None:
         return Content("")
     rate, peak = rows.link_bytes_s, rows.link_peak
-    return Content("\n").join(
-        [
-            heading("Link", width, virtual=is_virtual(figures)),
-            row(figures, "moved per token", units.size(rows.moved_per_token), width),
-            row(figures, "wait per token", units.milliseconds(rows.waited_per_token), width),
-            row(figures, "rate", f"{units.size_of(rate, peak)}/s", width),
+    lines = [
+        heading("Link", width, virtual=is_virtual(figures)),
+        row(figures, "moved per token", units.size(rows.moved_per_token), width),
+        row(figures, "wait per token", units.milliseconds(rows.waited_per_token), width),
+        row(figures, "rate", f"{units.size_of(rate, peak)}/s", width),
+    ]
+    if not figures.dense:
+        lines += [
             gauge(figures, "of its peak", None if rate is None or peak <= 0 else rate / peak, width),
             gauge(figures, "time in use", rows.link_busy, width),
         ]
-    )
+    return Content("\n").join(lines)
 
 
 def memory(figures: Figures, width: int) -> Content:
-    """What lies where; with a pool of rows, what the device's memory is used for, up to what may be used of it."""
+    """Memory in use; with a pool of rows, what the device's memory is used for, up to its budget."""
     stats, loaded, rows = figures.stats, figures.loaded, figures.rows
+    held = None if stats is None else vram_bytes(stats)
     lines = [
-        heading("Memory", width),
+        heading("Memory", width, NO_GPU if stats and held is None else ""),
         row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
         *([row(figures, "KV cache", units.size(stats and stats.kv_bytes), width)] if rows is None else []),
-        gauge(figures, "context", stats.context_used / stats.context_window if stats else None, width),
-        row(figures, "VRAM", units.NOT_MEASURED if stats is None else vram_words(stats), width),
+        gauge(figures, "context", _context(figures), width),
+        *([] if stats is None or held is None else [row(figures, "VRAM", vram_words(stats), width)]),
     ]
     if rows is None or stats is None:
-        if stats and stats.vram_budget and (held := vram_bytes(stats)) is not None:
+        if stats and stats.vram_budget and held is not None:
             lines.append(gauge(figures, "of its budget", held / stats.vram_budget, width))
-        lines.append(row(figures, "model, resident part", units.size(loaded and loaded.memory_bytes), width))
+        lines.append(row(figures, "resident weights", units.size(loaded and loaded.memory_bytes), width))
         return Content("\n").join(lines)
     dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
     up = _Part("▓", _TONES[1], rows.up, "up", units.size(rows.up))
@@ -118,6 +117,13 @@ def memory(figures: Figures, width: int) -> Content:
     if left:
         lines.append(_entry(rest, width))
     return Content("\n").join(lines)
+
+
+def _context(figures: Figures) -> float | None:
+    """The share of the window that the chat on the screen takes, as the bottom row shows it too."""
+    if figures.stats is None:
+        return None
+    return (figures.context_used or 0) / figures.stats.context_window
 
 
 def _bar(parts: Sequence[_Part], width: int) -> Content:

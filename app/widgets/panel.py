@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
@@ -17,6 +18,12 @@ from .expert_map import ExpertMap
 from .figures import Figures
 from .meanings import MEANINGS
 
+_LEVELS = ("-full", "-mapless", "-close", "-dense")
+"""What is left out for want of rows: nothing, the map of experts, the blank lines too, figures by layer too."""
+_SECTIONS = ("speed-course", "origins", "link", "neurons", "experts", "memory", "backend")
+_SPEED_ROWS = 4  # the heading and the big figure
+_PADDING = 1
+
 
 class PerformancePanel(VerticalScroll):
     """Speed, rows and link, neurons, experts, memory and backend in a column.
@@ -26,19 +33,22 @@ class PerformancePanel(VerticalScroll):
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "explain(-1)", "what the section above means", show=False),
-        Binding("down,j", "explain(1)", "what the section below means", show=False),
-        Binding("enter", "screen.order('experts')", "experts, layer by layer", show=False),
-        Binding("space", "screen.pause_panel", "hold the figures, or let them go on", show=False),
-        Binding("escape", "screen.focus_text", "back to your text", show=False),
+        Binding("up,k", "explain(-1)", "explain the section above", show=False),
+        Binding("down,j", "explain(1)", "explain the section below", show=False),
+        Binding("enter", "screen.order('experts')", "expert use, layer by layer", show=False),
+        Binding("space", "screen.pause_panel", "pause the figures, or resume them", show=False),
+        Binding("escape", "screen.focus_text", "back to the text field", show=False),
     ]
+
+    def __init__(self) -> None:
+        super().__init__(classes=_LEVELS[0])
+        self._figures = Figures()
 
     def compose(self) -> ComposeResult:
         yield Drawing(draw.speed_heading, "speed-heading")
         with Horizontal(id="speed-big"):
             yield Digits(units.NOT_MEASURED)
             yield Drawing(draw.speed_beside, "speed-beside")
-        yield Drawing(draw.speed_lines, "speed-lines")
         yield Drawing(draw.speed_course, "speed-course", MEANINGS["speed"])
         yield Drawing(memory.origins, "origins", MEANINGS["origins"])
         yield Drawing(memory.link, "link", MEANINGS["link"])
@@ -64,27 +74,60 @@ class PerformancePanel(VerticalScroll):
         self.call_after_refresh(self.scroll_to_widget, chosen, animate=False)
 
     def on_hide(self) -> None:
-        """Who read here goes on writing: without the focus, keys would go nowhere."""
+        """Give the focus to the text field: without it, keys would go nowhere."""
         if self.has_focus:
             self.screen.query_one(Composer).focus()
 
     def show(self, figures: Figures) -> None:
         """Draw newer figures."""
-        tps = figures.stats.decode_tps if figures.stats else None
-        self.set_class(figures.stats is not None, "-counted")
+        speed = draw.speed(figures)
+        self._figures = figures
         self.set_class(figures.rows is not None, "-offloads")
-        self.query_one(Digits).update("-" if tps is None else units.rate(tps))
+        self.query_one(Digits).update("-" if speed is None else units.rate(speed).replace(",", ""))
+        self._fit()
         for drawing in self.query(Drawing):
             drawing.show(figures)
 
+    def on_resize(self, _event: events.Resize) -> None:
+        self._fit()
+
+    def _fit(self) -> None:
+        """Leave out as much as it takes for all sections to be in view, the least wanted first."""
+        width = self.scrollable_content_region.width - _PADDING
+        if width <= 0:
+            return
+        self._figures.dense = False
+        level = next((name for name in _LEVELS[:-1] if self._height(name, width) <= self.size.height), _LEVELS[-1])
+        self._figures.dense = level == _LEVELS[-1]
+        if not self.has_class(level):
+            self.remove_class(*_LEVELS)
+            self.add_class(level)
+            for drawing in self.query(Drawing):
+                drawing.show(self._figures, layout=True)
+
+    def _height(self, level: str, width: int) -> int:
+        """The rows of all sections at this level, without the explanation that one of them may show."""
+        sections = [drawing for drawing in self.query(Drawing) if drawing.id in _SECTIONS]
+        if level != _LEVELS[0]:
+            sections = [drawing for drawing in sections if not isinstance(drawing, ExpertMap)]
+        heights = [height for drawing in sections if (height := drawing.height(self._figures, width))]
+        gaps = len(heights) - 1 if level in _LEVELS[:2] else 0
+        return _SPEED_ROWS + sum(heights) + gaps
+
+    def show_context(self, figures: Figures) -> None:
+        """Draw how much of the window the chat takes."""
+        self.query_one("#memory", Drawing).show(figures)
+
     def show_backend(self, figures: Figures) -> None:
-        """Draw what is known of the loaded model, which may take more lines than before."""
+        """Draw the loaded model, which may take more lines than before."""
+        self._figures = figures
+        self._fit()
         self.query_one("#backend", Drawing).show(figures, layout=True)
         self.query_one("#memory", Drawing).show(figures)
 
 
 class PanelStrip(Drawing):
-    """The panel's most wanted figures in two lines."""
+    """The panel's most important figures in two lines."""
 
     def __init__(self) -> None:
         super().__init__(draw.strip, "panel-strip")

@@ -25,7 +25,7 @@ Read = Callable[[Sequence[int]], list[Record]]
 
 
 class Transcript(VerticalScroll):
-    """Follows its end for as long as the person has not scrolled away from it.
+    """Follows its end until the person scrolls away from it.
 
     Of a long branch only some pages are mounted; others come as one scrolls. While it has the focus, one message is
     selected and keys act on it: `Turn.Act` asks for that.
@@ -33,19 +33,19 @@ class Transcript(VerticalScroll):
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "select(-1)", "the message before", show=False),
-        Binding("down,j", "select(1)", "the message after it; after the last one, back to your text", show=False),
+        Binding("up,k", "select(-1)", "the previous message", show=False),
+        Binding("down,j", "select(1)", "the next message; after the last one, back to the text field", show=False),
         Binding("home", "select_first", "the first message", show=False),
-        Binding("escape,enter,end", "leave", "back to your text", show=False),
+        Binding("escape,enter,end", "leave", "back to the text field", show=False),
         Binding(KEYS[COPY], f"act('{COPY}')", "copy the message", show=False),
-        Binding(KEYS[CODE], f"act('{CODE}')", "copy its code block; again: the next one", show=False),
-        Binding(KEYS[EDIT], f"act('{EDIT}')", "edit it: the old one stays as another version", show=False),
+        Binding(KEYS[CODE], f"act('{CODE}')", "copy its code block; again for the next one", show=False),
+        Binding(KEYS[EDIT], f"act('{EDIT}')", "edit it; the old version is saved too", show=False),
         Binding(KEYS[AGAIN], f"act('{AGAIN}')", "answer again", show=False),
-        Binding(KEYS[MORE], f"act('{MORE}')", "go on where the last answer ended", show=False),
-        Binding(KEYS[FORK], f"act('{FORK}')", "begin another chat with all up to here", show=False),
-        Binding(f"{KEYS[DELETE]},delete", f"act('{DELETE}')", "delete it and what follows", show=False),
-        Binding("left,h", f"act('{OLDER}')", "the version before, where there are several", show=False),
-        Binding("right,l", f"act('{NEWER}')", "the version after", show=False),
+        Binding(KEYS[MORE], f"act('{MORE}')", "continue the last answer", show=False),
+        Binding(KEYS[FORK], f"act('{FORK}')", "fork: start another chat with all messages up to here", show=False),
+        Binding(f"{KEYS[DELETE]},delete", f"act('{DELETE}')", "delete it and all messages after it", show=False),
+        Binding("left,h", f"act('{OLDER}')", "the previous version, if there are several", show=False),
+        Binding("right,l", f"act('{NEWER}')", "the next version", show=False),
         Binding("pageup", "screen.scroll_transcript(-1)", "", show=False),
         Binding("pagedown", "screen.scroll_transcript(1)", "", show=False),
     ]
@@ -120,7 +120,7 @@ class Transcript(VerticalScroll):
         await self._trim()
 
     async def add(self, block: Widget) -> None:
-        """Append a remark, or a question that waits; the welcome makes room for the first one."""
+        """Append a remark, or a queued question; the first one replaces the welcome."""
         await self.query(Welcome).remove()
         if isinstance(block, UserTurn):
             await self.mount(block)
@@ -341,5 +341,5 @@ def _waits(block: Widget) -> bool:
 
 def _missing(message: int, position: int) -> Record:
     """Stands in for a message that another floe-chat has deleted."""
-    words = "(this message was deleted in another floe-chat)"
+    words = "(deleted in another floe-chat window)"
     return Record(message, 0, None, position, "user", words, "complete", 0, "", "", None, (), 1, 1)

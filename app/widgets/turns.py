@@ -64,7 +64,7 @@ class Tail(Static):
 
 
 class Turn(Vertical):
-    """One message of the chat; `record` is None before it is one, as long as a question waits."""
+    """One message of the chat; `record` is None before it is one, while a question is queued."""
 
     ACTIONS: ClassVar[tuple[str, ...]] = ()
 
@@ -123,13 +123,13 @@ class Turn(Vertical):
         self.show_tail()
 
     def show_tail(self) -> None:
-        """Draw the row under the message anew."""
+        """Draw the row under the message again."""
         wanted = self._selected or (self.is_attached and self.is_mouse_over)
         self._tail.show(self._record, self.actions if wanted else (), keys=self._selected)
 
 
 class UserTurn(Turn):
-    """A question, shown exactly as written: neither markup nor Markdown. `note` says what became of it."""
+    """A question, shown exactly as written: neither markup nor Markdown. `note` is its state, such as queued."""
 
     ACTIONS = (COPY, EDIT, AGAIN, FORK, DELETE)
 
@@ -146,7 +146,7 @@ class UserTurn(Turn):
 
     @property
     def note(self) -> str:
-        """A remark under the text, such as that it waits."""
+        """A remark under the text, such as that it is queued."""
         return self._note
 
     @note.setter

@@ -1,4 +1,4 @@
-"""Where the person writes: the text field, the files that go along, and the completion of commands and file names."""
+"""Where the person writes: the text field, attached files, and the completion of commands and file names."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Writing(Vertical):
             name = chosen[1:]
             self.composer.replace_before_cursor(found.written, chosen + ("" if enter else " "))
             if enter and name in self._careful and name != found.query:
-                self.post_message(Composer.Refused(f"Enter once more: {self._commands[name]}"))
+                self.post_message(Composer.Refused(f"Press Enter again: {self._commands[name]}"))
                 return False
             return enter
         if chosen.endswith("/"):
@@ -136,7 +136,7 @@ class Writing(Vertical):
     def edit_outside(self, meanwhile: Callable[[], None]) -> str:
         """Let the person write in $VISUAL or $EDITOR; returns why that was not possible, or "".
 
-        `meanwhile` is called a few times per second: an answer goes on, and its text is kept.
+        `meanwhile` is called a few times per second: an answer continues, and its text is saved.
         """
         written = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
         try:
@@ -144,7 +144,7 @@ class Writing(Vertical):
         except ValueError as error:
             return f"{printable(written)} cannot be started ({error}): set VISUAL or EDITOR"
         if not command:
-            return "No editor can be started: VISUAL or EDITOR is blank"
+            return "No editor is set: VISUAL or EDITOR is blank"
         try:
             with tempfile.TemporaryDirectory(prefix="floe-chat-") as folder:  # mode 0700
                 file = Path(folder) / "question.md"
@@ -154,9 +154,9 @@ class Writing(Vertical):
                 if code == 0:
                     self.composer.put(file.read_text(encoding="utf-8", errors="replace").rstrip("\n"))
                     return ""
-                return f"{printable(command[0])} ended with code {code}; your text is as it was"
+                return f"{printable(command[0])} ended with code {code}; your text is unchanged"
         except SuspendNotSupported:
-            return "This terminal cannot be lent to an editor"
+            return "An editor cannot run in this terminal"
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             return printable(f"{command[0]} cannot be started ({reason}): set VISUAL or EDITOR")

@@ -101,7 +101,7 @@ async def _streaming(stage: Stage, **figures: Any) -> None:
     request = await stage.ask()
     stage.client.say(stats(request, **figures), TextDelta(request, ANSWER[: ANSWER.index("down @")]))
     await stage.see("writing", "return")
-    await until(stage.pilot, lambda: any(speed in shown(stage.pilot) for speed in ("58.9", "61.3")))
+    await until(stage.pilot, lambda: any(rate in shown(stage.pilot) for rate in ("58.9 tokens/s", "prefill 512")))
 
 
 async def _answered(stage: Stage) -> None:
@@ -165,6 +165,18 @@ def _page(key: str, *words: str) -> Scene:
         await stage.see(*words)
 
     return open_it
+
+
+async def _searched_help(stage: Stage) -> None:
+    await _page("f1", "Function keys")(stage)
+    await write(stage.pilot, "kv cache")
+    await until(stage.pilot, lambda: "Function keys" not in shown(stage.pilot))
+
+
+async def _nothing_in_help(stage: Stage) -> None:
+    await _page("f1", "Function keys")(stage)
+    await write(stage.pilot, "xyzzy")
+    await stage.see("Nothing found for")
 
 
 async def _settings(stage: Stage) -> None:
@@ -263,11 +275,13 @@ SCENES: dict[str, Scene] = {
     "panel-compact": _panel_of_two_lines,
     "panel-hidden": _no_panel,
     "panel-explained": _explained,
-    "help": _page("f1", "Ctrl+J"),
+    "help": _page("f1", "Function keys"),
+    "help-search": _searched_help,
+    "help-nothing": _nothing_in_help,
     "palette": _page("ctrl+p", "Search for commands"),
     "settings": _settings,
-    "this-chat": _page("f5", "Instructions", "temperature"),
-    "quality": _page("f4", "By hand", "61.3 tokens/s"),
+    "this-chat": _page("f5", "System prompt", "temperature"),
+    "quality": _page("f4", "By hand", "58.9 tokens/s"),
     "experts": _page("f9", "recall", "precision"),
     "history": _history,
     "history-search": _search,

@@ -189,7 +189,7 @@ class ScriptedClient(ChatClient):
 
     def costs(self) -> tuple[Cost, ...]:
         exact, _high, balanced, fast = PRESETS
-        return (Cost(exact, None, 6.5e6), Cost(balanced, 0.0121, 1.36e6), Cost(fast, None, None))
+        return (Cost(exact, None, 6.5e6), Cost(balanced, 0.0121, 1.36e6, "heldout.md", 2048), Cost(fast, None, None))
 
     def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The page of experts: their calls layer by layer, and how well neurons and experts were foreseen."""
+"""The page of experts: their calls layer by layer, and how well neurons and experts were predicted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def drawn(pilot: Pilot[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 20)], ids=["wide", "usual", "least"])
-async def test_experts_are_foreseen_beside_their_neurons(size: tuple[int, int]) -> None:
+async def test_experts_are_predicted_beside_their_neurons(size: tuple[int, int]) -> None:
     client = ScriptedClient()
     async with ready(client, size=size) as pilot:
         request = await ask(pilot, client)
@@ -34,10 +34,10 @@ async def test_experts_are_foreseen_beside_their_neurons(size: tuple[int, int]) 
         assert " ".join(over_all.split()) == "all 38 % 81 % 57 % 92 % 88 %"
         width = pilot.app.screen.query_one(HeatMap).content_size.width
         assert {len(line) for line in (heading, names, *layers, over_all)} == {len(names)} and len(names) <= width
-        assert "Recall: of the neurons" in shown(pilot)
+        assert "Recall: the share of active" in shown(pilot)
 
 
-async def test_what_was_not_foreseen_is_no_zero() -> None:
+async def test_what_was_not_predicted_is_no_zero() -> None:
     client = ScriptedClient()
     async with ready(client, size=(80, 24)) as pilot:
         request = await ask(pilot, client)
@@ -48,5 +48,5 @@ async def test_what_was_not_foreseen_is_no_zero() -> None:
         client.say(stats(request, rows=dataclasses.replace(ROWS, expert_recall=0.0)))
         await until(pilot, lambda: "57 % 0 % 88 %" in shown(pilot))
         client.say(stats(request, rows=None))
-        await until(pilot, lambda: "nothing has to be foreseen" in shown(pilot))
+        await until(pilot, lambda: "so nothing is" in shown(pilot))
         assert "recall" not in shown(pilot).lower()

@@ -69,7 +69,7 @@ async def test_nothing_runs_while_nothing_happens(tmp_path: Path) -> None:
 async def test_the_engine_wakes_the_screen() -> None:
     client = ChatClient(catalog.find(catalog.DEMO))
     try:
-        async with app_for(client).run_test(size=(100, 30)) as pilot:
+        async with app_for(client).run_test(size=(140, 40)) as pilot:
             await until(pilot, lambda: status(pilot).state == "ready", 120)
             composer(pilot).put("What is an expert?")
             await pilot.press("enter")

@@ -34,7 +34,7 @@ async def test_the_bottom_row_of_the_chat() -> None:
     client = ScriptedClient()
     async with ready(client, size=(150, 40)) as pilot:
         for words, page, leave in (
-            ("F1 help", "Ctrl+J", "Esc closes"),
+            ("F1 help", "Function keys", "Esc closes"),
             ("Ctrl+P commands", "Search for commands", ""),
             ("Balanced", "By hand", "Esc closes"),
             ("scripted", "On this machine", "Esc back"),

@@ -69,7 +69,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
         await see(pilot, "Search for commands")
         for letter in "preset":
             await pilot.press(letter)
-        await see(pilot, "Use this quality from the next token on (Alt+T)")
+        await see(pilot, "Alt+T goes to the next one")
         assert not wrong(pilot)
         await pilot.press("escape")
         pages = {"help": HelpScreen, "quality": QualityScreen, "setup": SetupScreen, "experts": ExpertsScreen}
@@ -98,7 +98,7 @@ async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
         await finish(pilot, client, request)
         composer(pilot).put("/edit")
         await pilot.press("enter")
-        await see(pilot, "F10 leaves it")
+        await see(pilot, "F10 cancels")
         await pilot.press("f10")
         await until(pilot, lambda: "leaves it" not in shown(pilot))
         await ask(pilot, client, "more")

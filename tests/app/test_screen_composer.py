@@ -92,7 +92,7 @@ async def test_files_with_odd_names_can_be_chosen(tmp_path: Path, monkeypatch: p
         await pilot.press("enter")
         await until(pilot, lambda: chips(pilot)[1:] == ["▤ two\ufffdlines.txt  4 tokens  ×"])
         await write(pilot, "@./many/")
-        await until(pilot, lambda: "… 5 more: write on" in screen_text(pilot))
+        await until(pilot, lambda: "… 5 more: keep typing" in screen_text(pilot))
         await pilot.press("up")
         assert completion.chosen == "./many/06" and completion.size.height == 8
 
@@ -109,7 +109,7 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         await until(pilot, lambda: "/rename TITLE" in screen_text(pilot) and composer(pilot).text == "/rename ")
         composer(pilot).put("half a thought")
         await pilot.app._chat.obey("rename", "")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-        await until(pilot, lambda: "Send or clear what you wrote first, then: /rename TITLE" in screen_text(pilot))
+        await until(pilot, lambda: "Send or clear your text first, then type /rename TITLE" in screen_text(pilot))
         assert composer(pilot).text == "half a thought"
         composer(pilot).put("/nothing")
         await pilot.press("enter")
@@ -131,7 +131,7 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         assert composer(pilot).text == ""
         monkeypatch.setenv("VISUAL", "no-such-editor")
         await pilot.press("ctrl+g")
-        await until(pilot, lambda: "cannot be lent" in screen_text(pilot))
+        await until(pilot, lambda: "cannot run in this" in screen_text(pilot))
         await ask(pilot, client, "three")
 
 
@@ -147,7 +147,7 @@ async def test_no_enter_is_lost_and_none_runs_a_careful_command_by_its_first_let
         composer(pilot).put("")
         await write(pilot, "/d")
         await pilot.press("enter")
-        await until(pilot, lambda: "Enter once more: Delete this chat" in screen_text(pilot))
+        await until(pilot, lambda: "Press Enter again: Delete this chat" in screen_text(pilot))
         assert composer(pilot).text == "/delete" and "keep me" in screen_text(pilot)
         await pilot.press("enter")
         await until(pilot, lambda: "keep me" not in screen_text(pilot))
@@ -281,8 +281,8 @@ async def test_an_editor_that_cannot_be_started_leaves_the_screen_as_it_was(
         for editor, reason in (
             ("no-such-editor", "no-such-editor cannot be started (No such file or directory)"),
             ("vim 'x", "vim 'x cannot be started (No closing quotation)"),
-            (" ", "No editor can be started"),
-            (f"{sys.executable} {tmp_path}/none.py", "ended with code 2; your text is as it was"),
+            (" ", "No editor is set"),
+            (f"{sys.executable} {tmp_path}/none.py", "ended with code 2; your text is unchanged"),
         ):
             monkeypatch.setenv("VISUAL", editor)
             await pilot.press("ctrl+g")

@@ -41,11 +41,11 @@ async def test_panel_invents_nothing() -> None:
         await until(pilot, lambda: "reading prompt 5/20" in status(pilot).state and "no GPU" in screen_text(pilot))
         assert "— not yet" in screen_text(pilot)
         client.say(TextDelta(request, "text"), stats(request))
-        await until(pilot, lambda: "58.9" in screen_text(pilot))
-        for figure in ("this answer", "512", "0.12 s", "38 %", "3.20 MB", "1.31 GB", "450 kB", "23.4 MB"):
+        await until(pilot, lambda: "58.9 tokens/s" in screen_text(pilot) or "512" in screen_text(pilot))
+        for figure in ("this answer", "512", "120 ms", "38 %", "3.20 MB", "1.31 GB", "450 kB", "23.4 MB"):
             assert figure in screen_text(pilot)
         await finish(pilot, client, request)
-        await until(pilot, lambda: "42 tokens · 58.9 tokens/s · first token 0.12 s · end of turn" in screen_text(pilot))
+        await until(pilot, lambda: "42 tokens · 58.9 tokens/s · first token 120 ms · end of turn" in screen_text(pilot))
 
 
 @pytest.mark.parametrize(("layers", "experts"), [(32, 8), (16, 64), (64, 4)], ids=["mixtral", "olmoe", "deep"])
@@ -83,14 +83,14 @@ async def test_a_held_panel_shows_nothing_newer() -> None:
     async with ready(client) as pilot:
         request = await ask(pilot, client)
         client.say(stats(request))
-        await until(pilot, lambda: "61.3" in screen_text(pilot) or "3.20 MB" in screen_text(pilot))
+        await until(pilot, lambda: "58.9" in screen_text(pilot) or "3.20 MB" in screen_text(pilot))
         await pilot.press("f8")
         client.say(dataclasses.replace(stats(request), bytes_per_token=9.99e6), PresetChanged("later"))
-        await until(pilot, lambda: status(pilot).preset == "later" and "held" in screen_text(pilot))
+        await until(pilot, lambda: status(pilot).preset == "later" and "paused" in screen_text(pilot))
         await pilot.pause(0.5)
         assert "3.20 MB" in screen_text(pilot)
         await pilot.resize_terminal(80, 24)
-        await until(pilot, lambda: "held · " in shown(pilot) and "F8 lets them go on" in shown(pilot))
+        await until(pilot, lambda: "paused · " in shown(pilot) and "F8 resumes them" in shown(pilot))
         await pilot.resize_terminal(120, 36)
         await pilot.press("f8")
         await until(pilot, lambda: "9.99 MB" in screen_text(pilot))
@@ -103,16 +103,16 @@ async def test_the_panel_explains_its_words() -> None:
         client.say(stats(request, rows=ROWS))
         await until(pilot, lambda: "hit rate 62 %" in screen_text(pilot))
         await pilot.press("tab")
-        await until(pilot, lambda: "Decode: tokens written" in screen_text(pilot))
+        await until(pilot, lambda: "Tokens per second: how fast" in screen_text(pilot))
         await pilot.press("down")
-        await until(pilot, lambda: "Rows are neurons' weights" in screen_text(pilot))
-        assert "Decode: tokens written" not in screen_text(pilot)
+        await until(pilot, lambda: "Rows are the weights of" in screen_text(pilot))
+        assert "Tokens per second: how fast" not in screen_text(pilot)
         await pilot.press("enter")
         await until(pilot, lambda: "Experts by layer" in screen_text(pilot) and "precision" in screen_text(pilot))
         for figure in ("83 %", "58 %", "30 %", "8 experts"):
             assert figure in screen_text(pilot)
         await pilot.press("escape", "escape")
-        await until(pilot, lambda: composer(pilot).has_focus and "Rows are neurons" not in screen_text(pilot))
+        await until(pilot, lambda: composer(pilot).has_focus and "Rows are the weights" not in screen_text(pilot))
 
 
 async def test_help_and_palette() -> None:
@@ -121,13 +121,16 @@ async def test_help_and_palette() -> None:
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
-        for words in ("Ctrl+Q", "leave floe-chat", "Ctrl+J", "/rename TITLE", "time to first token"):
+        for words in ("Ctrl+Q", "quit; the answer so far is saved", "Ctrl+J", "/rename TITLE", "first token"):
             assert words in page
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(pilot.app.screen, HelpScreen))
         await pilot.press("ctrl+p")
         await write(pilot, "export")
-        await until(pilot, lambda: "Write this chat to a .md or .json file (/export [FILE])" in screen_text(pilot))
+        await until(pilot, lambda: "/export [FILE] · Write this chat to a .md or .json file" in screen_text(pilot))
+        await pilot.press("ctrl+u")
+        await write(pilot, "models")
+        await until(pilot, lambda: "F6 · /models · Switch, check or remove models" in screen_text(pilot))
         await pilot.press("ctrl+u")
         await write(pilot, "preset exact")
         await until(pilot, lambda: "Preset: Exact" in screen_text(pilot))
