@@ -36,7 +36,11 @@ _DIALS = (
     ("drop", "drop experts below", "Experts with a router score below this share of the mean are not run."),
     ("major", "major half below", "Below this share of the mean only the more important half of an expert is run."),
     ("alpha", "substitute within", "An expert outside GPU memory is replaced by one inside whose score is this close."),
-    ("lenient", "late rows", "Rows that have not arrived in time are waited for, or left out."),
+    (
+        "lenient",
+        "weak rows not in VRAM",
+        "Wait for every row, or leave out the weakest quarter if they are not in GPU memory: faster, less exact.",
+    ),
 )
 
 

@@ -24,14 +24,14 @@ from ..widgets.turns import UserTurn
 from .engine_view import EngineView, Phase
 
 _WAITS = {
-    Phase.LOADING: "waits until the model is loaded",
-    Phase.STOPPING: "waits until the last answer has stopped",
+    Phase.LOADING: "queued until the model is loaded",
+    Phase.STOPPING: "queued until the last answer has stopped",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A question that waits for its turn."""
+    """A queued question."""
 
     text: str
     files: tuple[Attachment, ...]
@@ -73,7 +73,7 @@ class Talk(EngineView):
         elif self._phase is Phase.READY and not self._queue:
             await self._ask(event.text, event.files)
         else:
-            note = _WAITS.get(self._phase, "waits until the answer has ended")
+            note = _WAITS.get(self._phase, "queued until the answer has ended")
             turn = UserTurn(event.text, note, files=tuple(file.name for file in event.files))
             self._queue.append(Queued(event.text, event.files, turn))
             self._transcript.anchor()
@@ -96,7 +96,7 @@ class Talk(EngineView):
         return f"{key_of(self, 'stop')} stops the running answer first"
 
     async def action_stop(self) -> None:
-        """Stop the answer; else leave off editing, or take the last waiting question back."""
+        """Stop the answer; else stop editing, or take back the last queued question."""
         if self._phase is Phase.ANSWERING:
             await super().action_stop()
         elif self._editing is not None:
@@ -105,7 +105,7 @@ class Talk(EngineView):
             await self._take_back(self._queue.pop())
 
     async def action_new_chat(self) -> None:
-        """Begin another chat; this one stays in the history."""
+        """Start another chat; this one stays in the history."""
         if self._phase is not Phase.BROKEN:
             await self._leave()
             self._dialogue.begin_anew(self._setup_of_new(self._setup))
@@ -228,7 +228,7 @@ class Talk(EngineView):
             self._dialogue.withdraw(running.message)
             await self._transcript.change(self._dialogue.ids, follow=False)
             await self._transcript.add(
-                Note("No answer came, so the model will not see this question again. Up brings it back")
+                Note("The answer was empty, so the model will not see this question again. Up brings it back")
             )
 
     async def _become_ready(self, words: str) -> None:

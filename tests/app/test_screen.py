@@ -158,7 +158,7 @@ async def test_a_question_waits_for_the_model(tiny_pack: Path) -> None:
         await write(pilot, "early")
         await pilot.press("enter")
         await until(pilot, lambda: bool(pilot.app.query(UserTurn)))
-        await until(pilot, lambda: "waits until the model is loaded" in screen_text(pilot))
+        await until(pilot, lambda: "queued until the model is loaded" in screen_text(pilot))
         client.let_go()
         await until(pilot, lambda: bool(answers(pilot)) and state(pilot) == "ready")
         assert pilot.app.query_one(UserTurn).note == ""

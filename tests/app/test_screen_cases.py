@@ -91,7 +91,7 @@ async def test_questions_wait_for_their_turn() -> None:
         for text in ("one", "two", "three"):
             await write(pilot, text)
             await pilot.press("enter")
-        await until(pilot, lambda: screen_text(pilot).count("waits until the model is loaded") == 3)
+        await until(pilot, lambda: screen_text(pilot).count("queued until the model is loaded") == 3)
         await pilot.press("escape")
         await until(pilot, lambda: composer(pilot).text == "three" and len(pilot.app.query(UserTurn)) == 2)
         client.say(LOADED)
@@ -165,7 +165,7 @@ async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
         await pilot.press("escape")
         assert client.cancelled == 1 and status(pilot).state == "stopping"
         await finish(pilot, client, request, "cancelled")
-        assert "No answer came" in screen_text(pilot)
+        assert "The answer was empty" in screen_text(pilot)
         await ask(pilot, client, "next")
         assert client.asked[1] == (Message("user", "next"),)
 
@@ -202,7 +202,7 @@ async def test_new_chat_ignores_the_old_answer() -> None:
         await until(pilot, lambda: bool(pilot.app.query(Welcome)))
         await write(pilot, "new")
         await pilot.press("enter")
-        await until(pilot, lambda: "waits until the last answer has stopped" in screen_text(pilot))
+        await until(pilot, lambda: "queued until the last answer has stopped" in screen_text(pilot))
         client.say(TextDelta(old, "late"), Finished(old, "cancelled", stats(old)))
         await until(pilot, lambda: len(client.asked) == 2)
         assert client.asked[1] == (Message("user", "new"),)

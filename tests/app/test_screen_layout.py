@@ -165,3 +165,19 @@ async def test_code_stays_where_it_is_when_its_fence_closes(size: tuple[int, int
         await pilot.app.workers.wait_for_complete([worker for worker in pilot.app.workers if worker.node is turn])
         await until(pilot, lambda: "42 tokens" in screen_text(pilot) and places() is not None)
         assert places() == streaming
+
+
+@pytest.mark.parametrize("panel", ["full", "hidden"])
+async def test_prose_stays_narrow_where_code_may_be_wide(panel: str) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(200, 50)) as pilot:
+        chat = pilot.app.screen_stack[0]
+        chat.show_panel(panel)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        request = await ask(pilot, client, "word " * 60)
+        words, code = "word " * 60, "x = " + "1 + " * 30 + "1"
+        client.say(TextDelta(request, f"# {words}\n\n{words}\n\n- {words}\n\n> {words}\n\n```python\n{code}\n```\n"))
+        await finish(pilot, client, request)
+        await until(pilot, lambda: "end of turn" in screen_text(pilot))
+        await until(pilot, lambda: any(code in line for line in lines(pilot)))  # on one line
+        prose = [line[: line.rindex("word") + 4].lstrip(" ▌▊•▍") for line in lines(pilot) if line.count("word") > 5]
+        assert len(prose) > 12 and max(map(len, prose)) <= 100

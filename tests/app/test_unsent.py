@@ -38,7 +38,7 @@ async def test_what_was_not_sent_is_noted_as_it_is_written(tmp_path: Path) -> No
         for waiting in ("second", "third"):
             await write(pilot, waiting)
             await pilot.press("enter")
-        await until(pilot, lambda: screen_text(pilot).count("waits until") == 2)
+        await until(pilot, lambda: screen_text(pilot).count("queued until") == 2)
         await write(pilot, "fou")
         await until(pilot, lambda: noted(file) == [Unsent("second"), Unsent("third"), Unsent("fou")])
         await finish(pilot, client, request, waiting=True)
