@@ -14,9 +14,10 @@ MEANINGS = {
     "the first piece of the answer. Prompt reused: the part that was still in the KV cache.",
     "origins": "Rows are the weights of neurons. A part of them is in GPU memory, the rest in RAM. Ready: in GPU "
     "memory when needed. Coming: prefetched, and on the way. Copied: fetched when needed. On CPU: computed by the CPU "
-    "from RAM. Left out: weak, not in GPU memory, and skipped. Expert hit rate: expert calls with at least half of their rows ready "
-    "or coming. The predictor names the neurons of the next layer. Recall: how many of the needed ones it named (by "
-    "layer, first to last). Precision: how many of the named ones were needed. Substituted: experts replaced by others "
+    "from RAM. Left out: weak neurons whose rows were not in GPU memory, skipped if F4 says so; answers then vary with "
+    "what is there. Expert hit rate: expert calls with at least half of their rows ready or coming. The "
+    "predictor names the neurons of the next layer. Recall: how many of the needed ones it named (by layer, first to "
+    "last). Precision: how many of the named ones were needed. Substituted: experts replaced by others "
     "in GPU memory. Dropped: halves of experts with a low score.",
     "link": "The link between RAM and GPU: bytes moved per token, how long the GPU waited for them, the speed while it "
     "was busy and that speed as a share of its peak, and the share of time it was busy.",
@@ -62,6 +63,6 @@ TERMS = (
     ("Link", "the link between RAM and GPU: bytes moved per token, speed, and how long the GPU waited"),
     ("dense, up, pool", "GPU memory for layers around the experts, for finding active neurons, and for rows"),
     ("budget", "GPU memory that may be used: what was free at the start less a reserve, or --vram"),
-    ("virtual time", "times of a card that is not in this machine, by its profile, and of this program's own code here"),
+    ("virtual time", "times of a card that is not in this machine, by its profile, and of this program's own code"),
     ("—", "not measured yet. kB, MB and GB are powers of 1000"),
 )

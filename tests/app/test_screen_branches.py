@@ -47,7 +47,7 @@ async def test_every_version_is_kept() -> None:
         await pilot.press("left")
         await until(pilot, lambda: texts(pilot)[-1] == "second" and "1/2" in screen_text(pilot))
         await pilot.press("left")
-        await until(pilot, lambda: "no other version" in screen_text(pilot))
+        await until(pilot, lambda: "This message has no earlier version" in screen_text(pilot))
         await pilot.press("up", "up", "up", "e")
         await until(pilot, lambda: composer(pilot).text == "one" and composer(pilot).has_focus)
         await pilot.press("end", "x", "enter")

@@ -180,7 +180,7 @@ async def test_what_the_model_no_longer_sees_is_marked() -> None:
             await finish(pilot, client, request)
         turns = list(pilot.app.query_one(Transcript).children)
         assert [type(block) for block in turns[:4]] == [UserTurn, AnswerTurn, Horizon, UserTurn]
-        assert "the model no longer sees what is above" in screen_text(pilot)
+        assert "the model no longer sees the messages above" in screen_text(pilot)
         for dropped in (4, 6):  # nothing at all fits beside the next question
             await pilot.press("ctrl+n")
             await until(pilot, lambda: bool(pilot.app.query(Welcome)))

@@ -130,7 +130,7 @@ async def test_an_export_that_finds_no_room_leaves_nothing(tmp_path: Path, monke
         await exchange(pilot, client, "about ice", "floes drift")
         composer(pilot).put(f"/export {tmp_path}/chat.md")
         await pilot.press("enter")
-        await until(pilot, lambda: "Make room on that disk" in screen_text(pilot))
+        await until(pilot, lambda: "Free some space on that disk" in screen_text(pilot))
     assert not list(tmp_path.iterdir())
 
 

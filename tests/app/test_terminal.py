@@ -137,7 +137,7 @@ def test_one_terminal_after_the_other(endless: list[str], history: History) -> N
     assert history.messages(history.branch(last_answer(history).parent))[-1].text == "half a thought"
 
     with Window(endless) as window:
-        window.until("An answer was cut off when floe-chat ended last")
+        window.until("An answer was cut off when floe-chat last ended")
         window.until(lambda text: "it waits" in text and "never sent" in text)
         assert (last_answer(history).state, last_answer(history).stats) == ("stopped", None)
         assert last_answer(history).text.startswith(shown)
@@ -185,6 +185,7 @@ async def test_quitting_does_not_wait_for_a_download_that_stands_still(hub: Fake
     app.setups = setups
     async with app.run_test() as pilot:
         setups.start(Wish(REPO, "tiny"))
+        await app._switch(None)  # pyright: ignore[reportPrivateUsage] - as leaving the wizard does
         await until_shown(pilot, lambda: "tiny: " in screen_text(pilot))
         await pilot.press("ctrl+q")
         await until_shown(pilot, lambda: not app.is_running)

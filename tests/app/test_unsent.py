@@ -56,7 +56,7 @@ async def test_the_next_start_puts_it_back_into_the_field_and_sends_nothing(tmp_
     client, history = ScriptedClient(), History(file)
     async with ready(client, history=history) as pilot:
         await until(pilot, lambda: composer(pilot).text == "one\ntwo")
-        await until(pilot, lambda: "a.txt" in screen_text(pilot) and "still waiting" in screen_text(pilot))
+        await until(pilot, lambda: "a.txt" in screen_text(pilot) and "were queued when" in screen_text(pilot))
         await until(pilot, lambda: noted(file) == [Unsent("one\ntwo", (Attachment("a.txt", "its text"),))])
         assert client.asked == [] and history.take_over_unsent() == []
     history.close()
