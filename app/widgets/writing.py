@@ -96,9 +96,9 @@ class Writing(Vertical):
         """The commands that `query` may be the beginning of: by their own names, then by other programs' names."""
         if query in self._aliases:
             return [self._aliases[query]]
-        own = [name for name in self._commands if query in name]
+        begin = [name for name in self._commands if name.startswith(query)]
         others = [name for alias, name in self._aliases.items() if query and alias.startswith(query)]
-        return [*sorted(own, key=lambda name: not name.startswith(query)), *others]
+        return list(dict.fromkeys((*begin, *others, *(name for name in self._commands if query in name))))
 
     def _listed(self, paths: list[str]) -> None:
         self._listing = paths
