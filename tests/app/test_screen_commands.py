@@ -57,7 +57,7 @@ async def test_other_programs_commands_do_the_same() -> None:
         await until(pilot, lambda: len(client.asked) == 2)
         await finish(pilot, client, 2)
         await order(pilot, "/CLEAR")
-        await until(pilot, lambda: "Try: What is an expert?" in shown(pilot))
+        await until(pilot, lambda: "Nothing you write leaves it" in shown(pilot))
         await order(pilot, "/histroy")
         await until(pilot, lambda: "There is no command /histroy. Did you mean /history?" in shown(pilot))
         assert composer(pilot).text == "/histroy"

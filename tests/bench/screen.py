@@ -59,7 +59,7 @@ def speed(model: str, runs: int, longest: int) -> dict[str, Any]:
             tokens.add(fields["new_tokens"])
             # Another chat, and at once: `ask` has just computed when it answers, and a processor that idled is slower.
             window.type("\x0e")
-            window.until("Try: What is an expert?")
+            window.until("Nothing you write leaves it")
             window.type(PROMPT + "\r")
             found = kept(2 * (number + 1))  # `ask` keeps a chat too
             shown.append(found.tokens_per_s or 0.0)
