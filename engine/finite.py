@@ -1,4 +1,4 @@
-"""Where a model's values stop being finite: run it again with a check after every part."""
+"""Where a model's values stop being finite: it runs again with a check after every part."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+NO_PART = "no part when it was run again"
 
-class _Found(Exception):  # noqa: N818 - not an error: what was looked for
+
+class _Found(Exception):  # noqa: N818 - a result, not an error
     """The first part whose output is not finite; str() names it."""
 
 
@@ -37,17 +39,20 @@ def first_nonfinite(model: Any, run: Callable[[], object]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return "no part when it was run again"
+    return NO_PART
 
 
-def _finite(value: object) -> bool:
-    first = value[0] if isinstance(value, tuple) else value
-    return not isinstance(first, Tensor) or bool(torch.isfinite(first).all())
+def is_finite(value: object) -> bool:
+    """Whether a tensor, or each tensor of a tuple, has only finite values."""
+    parts: tuple[object, ...] = value if isinstance(value, tuple) else (value,)
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.numel()]
+    # The smallest and the largest value are NaN where any is, and cost no second tensor.
+    return all(bool(torch.isfinite(bound)) for tensor in tensors for bound in tensor.aminmax())
 
 
 def _check(part: str) -> Callable[[nn.Module, object, object], None]:
     def check(_module: nn.Module, _inputs: object, output: object) -> None:
-        if not _finite(output):
+        if not is_finite(output):
             raise _Found(part)
 
     return check
@@ -55,15 +60,15 @@ def _check(part: str) -> Callable[[nn.Module, object, object], None]:
 
 def _check_experts(layer: int) -> Callable[[nn.Module, tuple[Tensor, Tensor, Tensor], Tensor], None]:
     def check(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        if _finite(output):
+        if is_finite(output):
             return
         hidden, index, weights = inputs
-        if not (_finite(hidden) and _finite(weights)):
+        if not (is_finite(hidden) and is_finite(weights)):
             raise _Found(f"the router of layer {layer}")
         for expert in index.unique().tolist():
             token, slot = (index == expert).nonzero(as_tuple=True)
             alone: Any = module.forward(hidden[token], index[token, slot, None], weights[token, slot, None])
-            if not _finite(alone):
+            if not is_finite(alone):
                 raise _Found(f"expert {expert} of layer {layer}")
         raise _Found(f"the experts of layer {layer}")
 

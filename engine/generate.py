@@ -79,17 +79,20 @@ def generate(
     telemetry.prefill_done(telemetry.clock() - started)
     control.counting = True
     most = min(max_new_tokens, window - len(prompt))
+    drawn: list[int] = []
     try:
         for token, at in _drawn(decoder, kv, logits, sampler, most, stop_ids, control, telemetry):
             if token in stop_ids:
                 return "stop"
             telemetry.token(at)
+            drawn.append(token)
             yield Step(token, len(prompt), at)
     except NotNumbersError as error:
+        part = decoder.first_nonfinite([*prompt, *drawn])
         raise PackError(
             "The packed model computes values that are not numbers",
-            "No token can be drawn from its logits: the pack's weights, or the activations that follow from them, are "
-            "NaN or infinite.",
+            f"No token can be drawn from its logits. The first values that are NaN or infinite come from {part}: the"
+            " pack's weights there are damaged, or far too large.",
             "Run `floe-chat verify` with the name of the model to see whether its files are damaged.",
         ) from error
     return "length" if len(prompt) + most < window else "context"

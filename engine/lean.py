@@ -22,12 +22,14 @@ from ..kernels.cpu.native_ends import NativeEnds
 from ..kernels.cpu.native_step import NativeStep
 from ..kernels.step import Ends, Stepped
 from .dense import PackedLinear
+from .finite import NO_PART, is_finite
 from .kv import BorrowingStore, GrowingStore, KVCache, Room
 from .layers import Layer, Rope, Unsupported, projection, read_layers
 from .sampling import Sampler
 from .token_pass import MOST, TokenPass
 
 _log = logging.getLogger("floe_chat.engine")
+_AGAIN = 256  # tokens of a pass that looks for the values that are not finite
 Step = Callable[[int, Tensor, Tensor | None], Stepped]
 
 
@@ -171,6 +173,41 @@ class LeanDecoder:
         tokens, at = whole.decode(token, rope, self._kept(store), start, sampler, last)
         store.length = start + len(tokens)
         return tokens, at
+
+    @torch.inference_mode()
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """See `Decoder`."""
+        heads = self._layers[0].heads
+        store = GrowingStore(len(self._layers), heads.keys, heads.dim, self._window, heads.kept, self.device)
+        for start in range(0, len(ids), _AGAIN):
+            some = ids[start : start + _AGAIN]
+            store.reserve(start + len(some))
+            if part := self._nonfinite(some, store, start):
+                return part
+        return NO_PART
+
+    def _nonfinite(self, ids: Sequence[int], store: GrowingStore, start: int) -> str:
+        """The first part whose values are not finite in a pass of these tokens, or nothing."""
+        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        if not is_finite(x):
+            return "the embedding"
+        self._step = _TorchPass(self._layers, store, self._rope.tables(start, start + len(ids)), start).step
+        try:
+            added: Tensor | None = None
+            for index, layer in enumerate(self._layers):
+                x, hidden, routed = self._step(index, x, added)
+                self._stream = x
+                for part, value in (("attention", x), ("a norm", hidden), ("the router", routed)):
+                    if not is_finite(value):
+                        return f"{part} of layer {index}"
+                added = layer.block(hidden, *routed)
+                if not is_finite(added):
+                    return f"the experts of layer {index}"
+        finally:
+            self._step = None
+        store.length = start + len(ids)
+        last = x[-1:] if added is None else x[-1:] + added[-1:]
+        return "" if is_finite(self._head(_norm(last, self._norm, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
         """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.

@@ -26,6 +26,7 @@ from ..models.packed import NarrowExperts, PackedLayer, PackedModel
 from . import hardware, opening, predictor, quality, step
 from .dense import PackedLinear
 from .events import Advanced, Loaded
+from .finite import is_finite
 from .moe import STREAMED_CHUNK, Control, MoELayer
 from .offload import Offload, Parts
 from .offloaded import OffloadedLayer
@@ -139,6 +140,7 @@ def load(
         place,
         None if library else bare.tree,
     )
+    _need_numbers(folder, model)
     window = choice.window
     decoder = step.choose(model, window)
     if choice.needs is not None and not isinstance(decoder, LeanDecoder):
@@ -227,6 +229,17 @@ def _heat(packed: PackedModel) -> heat.Heat:
     popularity = packed.profile()["popularity"].numpy()
     by_place = np.stack([popularity[layer, packed.manifest.order(layer)] for layer in range(a.layers)])
     return heat.from_popularity(by_place, a.intermediate)
+
+
+def _need_numbers(folder: Path, model: nn.Module) -> None:
+    """Raises PackError: some weight of the dense part is NaN or infinite; experts are found out when they are used."""
+    weights = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            weights |= {f"{name}.scale": module.weights.scale, f"{name}.zero": module.weights.zero}
+    for name, values in weights.items():
+        if not is_finite(values.detach()):
+            raise damaged(folder, f"{name} in dense.safetensors has values that are NaN or infinite.")
 
 
 def _compare(folder: Path, config: Any, a: Architecture) -> None:

@@ -7,7 +7,7 @@ from ..models.errors import FloeError
 _ON_CPU = "can't allocate memory"  # what torch's allocator of RAM says, in a plain RuntimeError
 
 
-def explained(error: Exception) -> FloeError | None:
+def explained(error: BaseException) -> FloeError | None:
     """What a person should know of an error that is no fault of the program; None for any other error.
 
     torch is not imported here, so its error is known by name.

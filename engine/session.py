@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..models.errors import FloeError
+from ..models.errors import FloeError, PackError, verify_hint
 from .events import (
     Cancel,
     Command,
@@ -107,11 +107,12 @@ class Session:
                 self._obey(command)
             except FloeError as error:
                 self._fail(error.title, error.cause, error.hint, command, error.exit_code)
-            # The thread's border: whatever goes wrong below must reach the user, and the engine must live on.
-            except Exception as error:  # noqa: BLE001
-                if (told := explained(error)) is not None:
+            # The thread's border: whatever goes wrong below must reach the user, and the engine must live on. A panic
+            # of a library in Rust, such as the one that reads weights, is no Exception.
+            except BaseException as error:  # noqa: BLE001
+                if (known := explained(error)) is not None:
                     _log.warning("%s: %s", type(command).__name__, error)
-                    self._fail(told.title, told.cause, told.hint, command, told.exit_code)
+                    self._fail(known.title, known.cause, known.hint, command, known.exit_code)
                     continue
                 _log.exception("%s failed", type(command).__name__)
                 title = "The answer stopped" if isinstance(command, Generate) else "The engine failed"
@@ -227,6 +228,8 @@ class Session:
                 step = next(steps)
             except StopIteration as end:
                 return str(end.value)
+            except PackError as error:
+                raise PackError(error.title, error.cause, verify_hint(loaded.packed.folder)) from error
             if step.token is None:
                 self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
             else:

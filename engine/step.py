@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from . import finite
 from .kv import KVCache, LibraryStore
 from .layers import Unsupported
 from .lean import LeanDecoder
@@ -55,6 +56,14 @@ class Decoder(Protocol):
         """
         ...
 
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """In words, the first part of the model whose values are not finite for these tokens, computed again.
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        ...
+
 
 class LibraryDecoder:
     """transformers' own forward pass."""
@@ -72,6 +81,12 @@ class LibraryDecoder:
 
     def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
         """See `Decoder`: the library does not draw."""
+
+    @torch.inference_mode()
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """See `Decoder`."""
+        inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        return finite.first_nonfinite(self.model, lambda: self.model(input_ids=inputs, logits_to_keep=1))
 
 
 def choose(model: Any, window: int) -> LeanDecoder | LibraryDecoder:

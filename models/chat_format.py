@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from .chat_process import most_text
 from .chat_template import ChatTemplate, TooMuchError
 from .chat_tokens import Detokenizer, Tokens, contained, first_line
-from .errors import PackError, UsageError, verify_hint
+from .errors import NoTemplateError, PackError, UsageError, verify_hint
 from .lean import import_library, untimed
 
 
@@ -60,7 +60,7 @@ class ChatFormat:
         with contained(f"The chat template at {folder} cannot be read", folder):
             found = _read(folder)
         if found is None:
-            raise PackError(
+            raise NoTemplateError(
                 f"The model at {folder} has no chat template",
                 "It is a base model: it continues text but does not know turns.",
                 "Use the model's instruction-tuned version.",

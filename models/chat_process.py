@@ -148,10 +148,20 @@ def encode(folder: Path, text: str) -> list[int]:
     Raises:
         PackError: it has none, or one that cannot be used.
     """
+    return _encoded(folder, text)["ids"]
+
+
+def largest_token(folder: Path) -> tuple[int, str]:
+    """The largest token id of the tokenizer in a folder, and its text. Raises PackError as `encode`."""
+    number, text = _encoded(folder, "")["largest"]
+    return number, text
+
+
+def _encoded(folder: Path, text: str) -> dict[str, Any]:
     child = _Child()
     try:
         seconds = _OPENING_S + len(text) / _CHARACTERS_PER_S
-        return child.ask(seconds, {"do": "encode", "folder": str(folder), "text": text})["ids"]
+        return child.ask(seconds, {"do": "encode", "folder": str(folder), "text": text})
     except _EndedError as ended:
         raise ended.explained(folder) from None
     finally:

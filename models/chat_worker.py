@@ -78,7 +78,8 @@ class Worker:
 
     def do_encode(self, folder: str, text: str) -> dict[str, Any]:
         self._step("tokenizer")
-        return {"ids": Tokens(Path(folder)).encode(text)}
+        tokens = Tokens(Path(folder))
+        return {"ids": tokens.encode(text), "largest": tokens.largest}
 
     def _opened(self, folder: str) -> ChatFormat:
         assert self._format is not None, f"{folder} is not open"

@@ -46,6 +46,10 @@ class PackError(FloeError):
     """A packed model that cannot be used: incomplete, of another version, or damaged."""
 
 
+class NoTemplateError(PackError):
+    """A base model, which cannot chat."""
+
+
 class NoPackError(PackError):
     """The folder is not a packed model."""
 

@@ -156,6 +156,9 @@ class PackedModel:
             if found is None or found.dtype != dtype or tuple(found.shape) != shape:
                 have = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
                 raise damaged(self.folder, f"{name} holds {have} as {tensor} instead of {dtype} {shape}.")
+        for tensor in ("threshold", "product"):
+            if not rising(tensors[tensor]):
+                raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
         up, rows = zip(*(_part(stored, tensors) for stored in m.stored), strict=True)
         thresholds, products, narrow = tensors["threshold"], tensors["product"], None
         if m.widths.narrow is not None:
@@ -201,6 +204,11 @@ class PackedModel:
                 return {key: file.get_tensor(key) for key in file.keys() if not key.startswith("_pad.")}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise damaged(self.folder, f"{name} cannot be read: {error}") from error
+
+
+def rising(table: Tensor) -> bool:
+    """Whether each row of a table (E, Q) rises from 0 or more, all of it finite."""
+    return bool(table.isfinite().all()) and bool((table.diff(dim=1) >= 0).all()) and bool((table[:, 0] >= 0).all())
 
 
 def _part(stored: Stored, tensors: Mapping[str, Tensor]) -> tuple[UpWeights, ExpertRows]:

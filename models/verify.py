@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..kernels.layouts import VectorLayout
 from . import linears, skeleton
+from .chat_process import ChatProcess, largest_token
 from .checkpoint import FAMILIES, Checkpoint, read_config
-from .errors import CheckpointError, FloeError, PackError
+from .errors import CheckpointError, FloeError, NoTemplateError, PackError, UsageError
 from .manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from .packed import PackedLayer, PackedModel
 
@@ -25,6 +26,17 @@ from .packed import PackedLayer, PackedModel
 LIMITS = {16: 0.005, 8: 0.02, 4: 0.2, 3: 0.35, 2: 0.7}
 _COLUMNS = 64  # of gate, up and down each, by which a neuron is matched
 _ROWS = 1024  # neurons matched at a time: E x F distances would take 800 MB
+# What is read together with a file: it can be judged only where these are sound.
+_READ_WITH = {
+    "dense.safetensors": ("config.json",),
+    "tokenizer.json": (
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+    ),
+}
 Report = Callable[[str, float], None]
 
 
@@ -65,8 +77,7 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
             causes[name] = cause
         done += entry.size
     for name in manifest.files:
-        # Whether the dense part fits the configuration can only be asked of a configuration that is sound.
-        if name not in causes and not (name == "dense.safetensors" and "config.json" in causes):
+        if not causes.keys() & {name, *_READ_WITH.get(name, ())}:
             report(f"Looking through {name}", 1.0)
             if (cause := _senseless(folder, manifest, name)) is not None:
                 causes[name] = cause
@@ -129,6 +140,8 @@ def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
                 return _bad_profile(packed)
             case "config.json":
                 read_config(folder)
+            case "tokenizer.json":
+                return _bad_chat(folder)
             case _ if name.startswith("layer_"):
                 layers = {layer_file(layer): layer for layer in range(manifest.architecture.layers)}
                 return _bad_layer(packed.layer(layers[name]))
@@ -136,6 +149,29 @@ def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
                 pass
     except FloeError as error:
         return error.cause or error.title
+    return None
+
+
+def _bad_chat(folder: Path) -> str | None:
+    """What the tokenizer, and the chat template where there is one, do with a first message."""
+    config = read_config(folder)
+    number, text = largest_token(folder)
+    if number >= config.vocab_size:
+        return f"It has a token {number:,} ({text[:40]!r}); the model has {config.vocab_size:,} tokens."
+    try:
+        chat = ChatProcess(folder)
+    except NoTemplateError:
+        return None
+    except PackError as error:
+        return f"{error.title}. {error.cause}"
+    try:
+        chat.fit([{"role": "user", "content": "Hello"}], int(config.max_position_embeddings or 4096))
+    except PackError as error:
+        return f"{error.title}. {error.cause}"
+    except UsageError:
+        return None  # a template may ask for more than one message
+    finally:
+        chat.close()
     return None
 
 
@@ -155,9 +191,6 @@ def _bad_layer(layer: PackedLayer) -> str | None:
         for part, values in numbers.items():
             if not bool(values.isfinite().all()):
                 return f"{part} of expert {expert} has infinite or NaN scales or values."
-    for name, table in (("threshold", layer.thresholds), ("product", layer.products)):
-        if not bool(table.isfinite().all()) or bool((table.diff(dim=1) < 0).any()) or bool((table < 0).any()):
-            return f"{name} is not a table of rising quantiles."
     return None
 
 

@@ -182,10 +182,10 @@ def edit_json(path: Path, change: Callable[[Any], None]) -> None:
     path.write_text(json.dumps(fields), encoding="utf-8")
 
 
-def edit_tensors(folder: Path, change: Callable[[str, Tensor], Tensor | None]) -> None:
-    """Write every safetensors file of `folder` anew with what `change` makes of each tensor; None leaves it out."""
+def edit_tensors(folder: Path, change: Callable[[str, Tensor], Tensor | None], files: str = "*.safetensors") -> None:
+    """Write safetensors files of `folder` again with what `change` makes of each tensor; None leaves it out."""
     touched = False
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(files)):
         before = load_file(path)
         after = {name: change(name, tensor) for name, tensor in before.items()}
         touched = touched or any(after[name] is not tensor for name, tensor in before.items())

@@ -34,6 +34,7 @@ from floe_chat.engine.moe import MoELayer
 from floe_chat.engine.session import Session
 from torch import Tensor
 
+from ..helpers import edit_tensors, reseal
 from .driver import DEADLINE_S, Engine, answer, asking, layer_by_layer, open_model
 
 PROMPT = [5, 6, 7, 8]
@@ -343,3 +344,45 @@ def test_a_session_that_never_started_can_be_left(tiny_pack: Path) -> None:
     session.send(Shutdown())
     assert session.join(0.0)
     assert session.poll() == []
+
+
+def spoilt_pack(pack: Path, folder: Path, file: str, name: str, value: float) -> Path:
+    """A copy of a pack in which one tensor has a bad value and all checksums are right."""
+    shutil.copytree(pack, folder)
+
+    def change(key: str, tensor: Tensor) -> Tensor:
+        if key == name:
+            tensor = tensor.clone()
+            tensor.view(-1)[0] = value
+        return tensor
+
+    edit_tensors(folder, change, file)
+    reseal(folder)
+    return folder
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.q_proj.scale", "lm_head.zero"])
+def test_a_weight_of_the_dense_part_that_is_no_number_is_named(
+    tiny_pack: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    pack = spoilt_pack(tiny_pack, tmp_path / "pack", "dense.safetensors", name, value)
+    with Engine() as engine:
+        engine.send(Load(str(pack), None, "cpu"))
+        failed = explained(engine.until((Failed, Loaded)))
+    assert "damaged" in failed.title and name in failed.cause and str(pack) in failed.hint
+
+
+def test_experts_that_make_no_numbers_are_named_by_their_layer(tiny_pack: Path, tmp_path: Path) -> None:
+    pack = shutil.copytree(tiny_pack, tmp_path / "pack")
+
+    def change(key: str, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, torch.nan) if key == "up.scale" else tensor
+
+    edit_tensors(pack, change, "layer_01.safetensors")
+    reseal(pack)
+    with Engine() as engine:
+        engine.load(pack)
+        engine.send(asking(1, PROMPT))
+        failed = explained(engine.until((Failed, Finished)))
+    assert "layer 1" in failed.cause and "fault of floe-chat" not in failed.hint and str(pack) in failed.hint
