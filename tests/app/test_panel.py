@@ -11,7 +11,20 @@ from floe_chat.engine.events import Rows
 from textual.pilot import Pilot
 from textual.widgets import Digits
 
-from .scripted import ROWS, UNCOUNTED, ScriptedClient, ask, composer, finish, ready, screen_text, stats, until, write
+from .scripted import (
+    LOADED,
+    ROWS,
+    UNCOUNTED,
+    ScriptedClient,
+    ask,
+    composer,
+    finish,
+    ready,
+    screen_text,
+    stats,
+    until,
+    write,
+)
 
 VIRTUAL = dataclasses.replace(ROWS, virtual=True)
 
@@ -59,6 +72,18 @@ async def test_all_sections_are_in_view_at_36_rows() -> None:
             await finish(pilot, client, request)
         await pilot.resize_terminal(120, 60)
         await until(pilot, lambda: shown(pilot, "experts"))
+
+
+async def test_sections_that_fit_exactly_are_in_view() -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(120, 36)) as pilot:
+        request = await ask(pilot, client)
+        client.say(stats(request))
+        await finish(pilot, client, request)
+        for number in range(1, 12):  # lines that the reason takes
+            client.say(dataclasses.replace(LOADED, reason="because " * 3 * number + f"end{number}"))
+            await until(pilot, lambda number=number: f"end{number}" in screen_text(pilot))
+            await until(pilot, lambda: panel(pilot).max_scroll_y == 0)
 
 
 async def test_the_context_is_the_same_everywhere() -> None:

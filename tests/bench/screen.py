@@ -131,24 +131,30 @@ def idle(model: str, seconds: float) -> dict[str, Any]:
 
 def _rest(window: Window, seconds: float) -> dict[str, float]:
     time.sleep(_SETTLES)
-    process = psutil.Process(window.process.pid)
-    cpu, woken, painted = process.cpu_times(), _wakeups(process), window.arrived
+    program = psutil.Process(window.process.pid)
+    processes = [program, *program.children(recursive=True)]
+    cpu, woken, painted = _cpu_seconds(processes), _wakeups(processes), window.arrived
     began = time.monotonic()
     time.sleep(seconds)
-    passed, spent = time.monotonic() - began, process.cpu_times()
-    memory = process.memory_full_info()
+    passed = time.monotonic() - began
+    memory = [process.memory_full_info() for process in processes]
     return {
-        "percent of a core": round(100 * (spent.user + spent.system - cpu.user - cpu.system) / passed, 3),
-        "wakeups per second": round((_wakeups(process) - woken) / passed, 1),
+        "percent of a core": round(100 * (_cpu_seconds(processes) - cpu) / passed, 3),
+        "wakeups per second": round((_wakeups(processes) - woken) / passed, 1),
         "bytes painted": window.arrived - painted,
-        "rss": memory.rss,
-        "private": memory.uss,
+        "rss of the program": memory[0].rss,
+        "private": sum(one.uss for one in memory),
+        "processes": len(processes),
     }
 
 
-def _wakeups(process: psutil.Process) -> int:
-    """How often any of its threads began to wait."""
-    tasks = Path(f"/proc/{process.pid}/task").glob("*/status")
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+def _wakeups(processes: Sequence[psutil.Process]) -> int:
+    """How often any of their threads began to wait."""
+    tasks = [task for process in processes for task in Path(f"/proc/{process.pid}/task").glob("*/status")]
     lines = [line for task in tasks for line in task.read_text().splitlines()]
     return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
 
