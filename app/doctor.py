@@ -14,8 +14,9 @@ from ..engine.gpus import Gpu
 from ..engine.hardware import Hardware
 from ..engine.rates import Measured
 from ..engine.tuned_link import Tuned
-from ..models import catalog
+from ..models import catalog, quantities
 from ..models.errors import FloeError
+from ..models.quantities import trimmed
 from .bench_table import measuring
 from .log import log_file
 from .settings_file import read, settings_file
@@ -84,7 +85,10 @@ def _text(
             *_advanced(advanced),
             "",
             "Models",
-            *(_line(model.name, model.trouble or f"{_gb(model.bytes)}, {model.folder}") for model in models),
+            *(
+                _line(model.name, model.trouble or f"{quantities.size(model.bytes)}, {model.folder}")
+                for model in models
+            ),
             *([_line("trouble", trouble)] if trouble else ()),
             "",
             _line("log", f"{log_file()} (written only when something fails)"),
@@ -99,39 +103,44 @@ def _machine(found: Hardware) -> Iterator[str]:
     yield _line("cores", f"{found.cores_usable} usable", source["cores_usable"])
     yield _line("", f"{found.cores_physical or '?'} physical", source["cores_physical"])
     yield _line("instructions", found.cpu_isa, source["cpu_isa"])
-    yield _line("memory", _gb(found.ram_total), source["ram_total"])
-    yield _line("", f"{_gb(found.ram_available)} available", source["ram_available"])
-    limit = "no limit" if found.ram_limit is None else f"limit {_gb(found.ram_limit)}"
+    yield _line("memory", quantities.memory(found.ram_total), source["ram_total"])
+    yield _line("", f"{quantities.memory(found.ram_available)} available", source["ram_available"])
+    limit = "no limit" if found.ram_limit is None else f"limit {quantities.memory(found.ram_limit)}"
     yield _line("container", limit, source["ram_limit"])
     if found.pinnable is not None:
-        yield _line("pinnable", _gb(found.pinnable), source["pinnable"])
+        yield _line("pinnable", quantities.memory(found.pinnable), source["pinnable"])
     for gpu in found.gpus:
         yield from _gpu(gpu, found.gpu_reason)
     if not found.gpus:
         yield _line("gpu", f"none: {found.gpu_reason}", source["gpus"])
-    free = "?" if found.disk_free is None else f"{_gb(found.disk_free)} free"
+    free = "?" if found.disk_free is None else f"{quantities.size(found.disk_free)} free"
     yield _line("disk", free, f"{source['disk_free']}, for {found.disk_folder}")
     yield _line("torch", f"{found.torch_version}, {found.torch_threads} threads")
 
 
 def _gpu(gpu: Gpu, reason: str) -> Iterator[str]:
-    memory = f"{_gb(gpu.vram_free)} of {_gb(gpu.vram_total)} free, compute capability {gpu.capability or '?'}"
+    free = f"{quantities.memory(gpu.vram_free)} of {quantities.memory(gpu.vram_total)} free"
+    memory = f"{free}, compute capability {gpu.capability or '?'}"
     yield _line("gpu", f"{gpu.name}, {memory}", gpu.source)
     if gpu.link or gpu.link_most:
-        yield _line("", f"PCIe {gpu.link or '?'}, at the most {gpu.link_most or '?'}", gpu.source)
+        yield _line("", f"PCIe {gpu.link or '?'}, at most {gpu.link_most or '?'}", gpu.source)
     if gpu.index is None:
         yield _line("", "not usable", reason or "torch does not list it")
 
 
 def _rates(measured: Measured | None) -> Iterator[str]:
     if measured is None:
-        yield _line("none", "floe-chat doctor --measure takes a few seconds")
+        yield _line("none", "run `floe-chat doctor --measure`; it takes a few seconds")
         return
     if measured.disturbed:
-        yield _line("busy", f"{measured.busy:.1f} cores by other programs", "so these may be too low: measure again")
+        yield _line(
+            "busy",
+            f"other programs used {trimmed(measured.busy, 2)} cores",
+            "these rates may be too low: measure again",
+        )
     for name, rate in measured.rates.items():
-        told = f"{rate / 1e12:.3g} TFLOPS" if name == rates.FLOPS else f"{rate / 1e9:.3g} GB/s"
-        yield _line(name, told, f"measured {measured.date[:10]}")
+        value = f"{trimmed(rate / 1e12)} TFLOPS" if name == rates.FLOPS else quantities.rate(rate)
+        yield _line(name, value, f"measured {measured.date[:10]}")
     for name, why in measured.reasons.items():
         yield _line(name, "not measured", why)
 
@@ -139,7 +148,7 @@ def _rates(measured: Measured | None) -> Iterator[str]:
 def _links(found: Hardware, links: tuple[Tuned, ...]) -> Iterator[str]:
     """How rows that do not fit a GPU's memory come to it."""
     if not links:
-        why = "it is measured when a model is first opened whose rows do not all fit the GPU"
+        why = "measured when a model that does not fit the GPU is first opened"
         yield _line("transfer", "not measured", why if found.gpus else f"there is no GPU: {found.gpu_reason}")
     for link in links:
         kind = "staged" if link.why_not else link.faster()
@@ -156,7 +165,3 @@ def _advanced(advanced: Advanced) -> Iterator[str]:
 
 def _line(name: str, value: str, source: str = "") -> str:
     return printable(f"  {name:<{_NAME}} {value:<{_VALUE}}  {source}".rstrip())
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

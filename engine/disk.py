@@ -22,7 +22,7 @@ def read_rate(folder: Path, *, most: int = _MOST, seconds: float = _SECONDS) -> 
     """Bytes per second of large reads from the disk that holds `folder`, or would hold it.
 
     Random bytes are written for at most `seconds` and up to `most` bytes, less where the disk has little space, then
-    read for as long. Where the system offers no way past its cache (tmpfs, some network disks), that is what is told.
+    read for as long. Where the system offers no way past its cache (tmpfs, some network disks), the cache is measured.
 
     Raises:
         OSError: no room for a small file, or a folder or disk that cannot be written.

@@ -18,7 +18,7 @@ class Gpu:
     """One NVIDIA device. Bytes of memory; `capability` such as "8.6".
 
     Attributes:
-        index: torch's number, as in cuda:0; None where torch cannot compute on it. source: who told.
+        index: torch's number, as in cuda:0; None where torch cannot compute on it. source: what reported it.
         uuid: what both sources call it. link: PCIe generation and lanes now, such as "4.0 x16" (an idle card lowers its
             generation); link_most: at the most; "" where unknown.
     """
@@ -53,7 +53,7 @@ def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...],
     """All devices that the driver knows, and why there are none or some are missing.
 
     Args:
-        library: pynvml; None imports it. One that fails half-way costs only what it would have told.
+        library: pynvml; None imports it. If it fails half-way, only the rest is lost.
     """
     nvml: Any = library
     if nvml is None:
@@ -97,7 +97,7 @@ def _same(gpu: Gpu, other: Gpu) -> bool:
 
 
 def _device(nvml: Any, handle: Any) -> Gpu:
-    """What is known of a device: its name and memory, and whatever else it can tell."""
+    """A device: its name and memory, and whatever else it reports."""
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     told = dict(_optional(nvml, handle))
     return Gpu(

@@ -102,7 +102,7 @@ def probe(folder: Path, root: Path = ROOT) -> Hardware:
 
 
 def machine_id() -> str:
-    """Twelve letters that tell this machine from others: of its name, CPU, cores and memory, none of which it shows."""
+    """Twelve letters that identify this machine: a hash of its name, CPU, cores and memory."""
     ram = psutil.virtual_memory().total
     names = [gpu.name for gpu in _gpus()[0]]
     known = [platform.node(), _cpu_name(ROOT, {}), _usable_cores(), round(ram / 2**30), *names]
@@ -166,7 +166,7 @@ def _memory(sources: dict[str, str], root: Path) -> tuple[int, int, int | None]:
     sources["ram_total"] = sources["ram_available"] = "the system"
     group = containers.memory(root)
     if group is None:
-        sources["ram_limit"] = "no control group has one"
+        sources["ram_limit"] = "no container limits it"
         return memory.total, memory.available, None
     sources["ram_limit"] = group.source
     if group.limit < memory.total:
@@ -179,9 +179,9 @@ def _memory(sources: dict[str, str], root: Path) -> tuple[int, int, int | None]:
 
 def _pinnable(sources: dict[str, str], total: int, wsl: bool) -> int:
     if wsl or platform.system() == "Windows":
-        sources["pinnable"] = "half of the memory, which is what Windows lends to GPUs at the most"
+        sources["pinnable"] = "half of the memory, the most that Windows lends to GPUs"
         return total // 2
-    sources["pinnable"] = "Linux sets no limit of its own; a tenth is left to the system"
+    sources["pinnable"] = "Linux has no limit; a tenth is left to the system"
     return total - total // 10
 
 
@@ -201,9 +201,9 @@ def _physical(sources: dict[str, str]) -> int | None:
     try:
         cores = psutil.cpu_count(logical=False)
     except (OSError, ValueError) as error:  # a /proc that lacks what psutil reads
-        sources["cores_physical"] = f"not known: {error}"
+        sources["cores_physical"] = f"unknown: {error}"
         return None
-    sources["cores_physical"] = "the system" if cores else "not known: the system does not tell"
+    sources["cores_physical"] = "the system" if cores else "unknown: the system does not report it"
     return cores
 
 
@@ -230,7 +230,7 @@ def _disk_free(folder: Path, sources: dict[str, str]) -> int | None:
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         free = shutil.disk_usage(existing).free
     except (OSError, StopIteration, ValueError) as error:
-        sources["disk_free"] = f"not known: {error}"
+        sources["disk_free"] = f"unknown: {error}"
         return None
     sources["disk_free"] = f"the file system of {existing}"
     return free

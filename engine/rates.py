@@ -1,4 +1,4 @@
-"""What this machine reaches, measured once and kept: memory, our CPU kernels, the way to the GPU, the disk.
+"""What this machine reaches, measured once and saved: memory, our CPU kernels, the way to the GPU, the disk.
 
 Figures are bytes per second under names such as "rows 4 bit"; "gpu flops" are operations. One that cannot be measured
 is a reason instead. Everything takes a few seconds at the most.
@@ -79,14 +79,14 @@ class Measured:
             if not all(type(rate) in (int, float) and 0 < rate < math.inf for rate in rates.values()):
                 raise ValueError("a rate is not a positive number")
             if not all(isinstance(text, str) for text in (*reasons.values(), found["date"])):
-                raise ValueError("a reason is no text")
+                raise ValueError("a reason is not text")
             if type(found["busy"]) not in (int, float):
                 raise ValueError("it does not say how busy the machine was")
             return Measured({name: float(rate) for name, rate in rates.items()}, reasons, found["date"], found["busy"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            _log.warning("The kept rates in %s are ignored: %s", file, error)
+            _log.warning("The saved rates in %s are ignored: %s", file, error)
             return None
 
 
