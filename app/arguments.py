@@ -109,6 +109,8 @@ def read_text(file: Path, most: int = 1 << 30) -> str:
         UsageError: it cannot be read, is larger, or is not UTF-8.
     """
     try:
+        if not file.is_file():
+            most = min(most, _MOST_ASKED)  # a pipe or a device may have no end
         with file.open(encoding="utf-8-sig") as opened:
             text = opened.read(most + 1)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""`floe-chat history`: the kept conversations on the command line. Data goes to stdout, talk to stderr.
+"""`floe-chat history`: the saved chats on the command line. Data goes to stdout, messages to stderr.
 
-The history itself is imported by the commands that need it: it would be half of what every other command starts with.
+Only the commands that need the history import it: it would double the start of every other command.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..models.errors import UsageError
 from . import progress
 from .arguments import read_text
 from .command_names import SuggestingGroup
+from .widgets.plain import printable
 
 if TYPE_CHECKING:
     from .history.store import Store
@@ -30,9 +31,9 @@ NUMBER = click.IntRange(1, 2**62)
 
 @click.group(cls=SuggestingGroup)
 def history() -> None:
-    """List, search, show, export, import and delete the conversations kept on this machine.
+    """List, search, show, export, import and delete the chats saved on this machine.
 
-    Conversations have short numbers that stay theirs: `list` and `search` show them, the other commands take them.
+    Every chat has a number that never changes: `list` and `search` show it, the other commands take it.
 
     \b
     Examples:
@@ -52,9 +53,9 @@ def history() -> None:
 )
 @_JSON
 def list_(limit: int, as_json_lines: bool) -> None:
-    """List conversations, the one that was written to last first.
+    """List chats, the last used first.
 
-    Columns: number, when it was written to last, messages on its branch, model, title (or its first question).
+    Columns: number, last use, messages on its branch, model, title (or first question).
 
     \b
     Examples:
@@ -68,11 +69,11 @@ def list_(limit: int, as_json_lines: bool) -> None:
         found = store.conversations(limit)
         more = len(store.conversations(1, found[-1])) if found else 0
     if not found:
-        progress.note("no conversation is kept here yet")
+        progress.note("no chat is saved here yet")
     for each in found:
         click.echo(json_text(history_lines.summary(each)) if as_json_lines else history_lines.line(each))
     if more:
-        progress.note("there are more: --limit shows them")
+        progress.note("there are more; show them with --limit")
 
 
 @history.command()
@@ -82,10 +83,10 @@ def list_(limit: int, as_json_lines: bool) -> None:
 )
 @_JSON
 def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
-    """Find the titles and messages that hold all WORDS, best first.
+    """Find the titles and messages that contain all WORDS, best match first.
 
-    Case and accents do not matter. The last word may be the beginning of one; words in one argument with spaces stand
-    side by side. The exit code is 1 if nothing is found, as grep's.
+    Case and accents do not matter. The last word may be the start of a longer one. An argument with spaces is searched
+    as a phrase. If nothing is found, the exit code is 1.
 
     \b
     Examples:
@@ -101,7 +102,7 @@ def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
     for hit in hits:
         click.echo(json_text(history_lines.hit(hit)) if as_json_lines else history_lines.hit_line(hit))
     if not hits:
-        progress.note("nothing found")
+        progress.note(f"nothing found for {printable(' '.join(words))!r}")
         sys.exit(1)
 
 
@@ -109,9 +110,9 @@ def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
 @click.argument("number", type=NUMBER)
 @_JSON
 def show(number: int, as_json_lines: bool) -> None:
-    """Print conversation NUMBER as Markdown: the branch that it shows in the chat.
+    """Print chat NUMBER as Markdown: the branch that the chat shows.
 
-    With --json, one object per message of that branch; `export --format json` has all branches.
+    --json prints one object per message of that branch; `export --format json` writes all branches.
 
     \b
     Examples:
@@ -132,25 +133,25 @@ def show(number: int, as_json_lines: bool) -> None:
 
 @history.command()
 @click.argument("numbers", type=NUMBER, nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All conversations, instead of NUMBERS.")
+@click.option("--all", "everything", is_flag=True, help="All chats, instead of NUMBERS.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["markdown", "json"]),
     default="markdown",
     show_default=True,
-    help="markdown: to read, the branch that is shown. json: to keep, every branch; `import` reads it.",
+    help="markdown: the branch that is shown, to read. json: every branch, for `import`.",
 )
 @click.option(
     "--output",
     "-o",
-    help="A file, or a folder for one file each; one that is not there yet ends in /.  [default: standard output]",
+    help="A file, or a folder for one file each. End the name of a new folder with /.  [default: standard output]",
 )
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 def export(numbers: tuple[int, ...], everything: bool, form: str, output: str | None, force: bool) -> None:
-    """Export conversations NUMBERS as Markdown or JSON.
+    """Export chats NUMBERS as Markdown or JSON.
 
-    Files that are written can be read by you alone (mode 0600).
+    Only you can read the written files (mode 0600).
 
     \b
     Examples:
@@ -161,13 +162,13 @@ def export(numbers: tuple[int, ...], everything: bool, form: str, output: str | 
     from .history import as_json, as_markdown, file_name
 
     if everything == bool(numbers):
-        raise click.UsageError("Give the numbers of conversations, or --all.")
+        raise click.UsageError("Give the numbers of chats, or --all.")
     if output == "":
-        raise UsageError("--output names nothing", "It is empty.", "Give a file, a folder, or - for standard output.")
+        raise UsageError("--output is empty", "", "Give a file, a folder, or - for standard output.")
     with _opened(writing=False) as store:
         trees = [store.tree(each) for each in _wanted(store, numbers)]
         for number in sorted(store.left_out):
-            progress.note(f"conversation {number} has sampling values that no model takes; they were left out")
+            progress.note(f"chat {number}: sampling values out of range were left out")
     if output not in (None, "-") and (folder := _folder(output)) is not None:
         for tree in trees:
             ending = ".md" if form == "markdown" else ".json"
@@ -184,9 +185,9 @@ def export(numbers: tuple[int, ...], everything: bool, form: str, output: str | 
 @history.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 def import_(file: Path) -> None:
-    """Add the conversations in FILE, which `export --format json` wrote. Prints their new numbers.
+    """Add the chats in FILE, which `export --format json` wrote, and print their new numbers.
 
-    All of them are added, or none. Importing a file twice makes copies.
+    Either all chats are added or none. Importing a file twice makes copies.
 
     \b
     Example:
@@ -200,16 +201,16 @@ def import_(file: Path) -> None:
         ids = add_all(store, trees)
         for identity in ids:
             click.echo(store.conversation(identity).number)
-    progress.note(f"{len(ids)} conversation{'' if len(ids) == 1 else 's'} imported")
+    progress.note(f"imported {len(ids)} chat{'' if len(ids) == 1 else 's'}")
 
 
 @history.command()
 @click.argument("numbers", type=NUMBER, nargs=-1, required=True)
-@click.option("--undo", is_flag=True, help="Bring them back, within a week.")
+@click.option("--undo", is_flag=True, help="Restore them, within a week.")
 def delete(numbers: tuple[int, ...], undo: bool) -> None:
-    """Delete conversations NUMBERS; for a week --undo brings them back, then they are wiped from the disk.
+    """Delete chats NUMBERS. --undo restores them for a week; then they are wiped from the disk.
 
-    All of them are deleted, or none.
+    Either all of them are deleted or none.
 
     \b
     Examples:
@@ -225,8 +226,10 @@ def delete(numbers: tuple[int, ...], undo: bool) -> None:
             elif (mark := store.deletion_of(number)) is not None:
                 store.undo(mark)
             else:
-                raise UsageError(f"Conversation {number} cannot be brought back", "No such one is deleted.", "")
-    what = "brought back" if undo else "deleted; --undo brings them back within a week"
+                raise UsageError(
+                    f"Chat {number} cannot be restored", "It is not among the chats deleted in the last week."
+                )
+    what = "restored" if undo else "deleted; --undo restores within a week"
     progress.note(f"{', '.join(map(str, dict.fromkeys(numbers)))} {what}")
 
 
@@ -268,7 +271,7 @@ def _folder(output: str) -> Path | None:
         try:
             private_file.make_folder(path)
         except OSError as error:
-            raise UsageError(f"{path} cannot be made", f"{error.strerror}.", "Give another folder.") from error
+            raise UsageError(f"The folder {path} cannot be made", f"{error.strerror}.", "Give another one.") from error
     return path if path.is_dir() else None
 
 

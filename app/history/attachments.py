@@ -21,26 +21,28 @@ def read_attachment(path: Path) -> Attachment:
     try:
         found = path.stat()  # a pipe or a device could keep the one who opens it waiting
         if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"{path} cannot be attached", "It is no file.", "Give the path of a text file.")
+            raise UsageError(
+                f"{path} cannot be attached", "It is not an ordinary file.", "Give the path of a text file."
+            )
         if found.st_size > LARGEST:
             raise _too_large(path, found.st_size)
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "Such a path cannot exist"
+        reason = error.strerror if isinstance(error, OSError) else "There can be no such path"
         raise UsageError(f"{path} cannot be attached", f"{reason}.", "Give the path of a text file.") from error
     if len(content) > LARGEST:
         raise _too_large(path, len(content))
-    hint = "Attach text in UTF-8; what other programs call plain text usually is."
+    hint = "Attach a text file in UTF-8."
     if b"\0" in content:
-        raise UsageError(f"{path} cannot be attached", "It is binary: it holds zero bytes.", hint)
+        raise UsageError(f"{path} cannot be attached", "It is binary: it contains zero bytes.", hint)
     try:
         return Attachment(path.name, content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        where = f"It is not UTF-8 text: the byte at {error.start:,} does not belong there."
+        where = f"It is not UTF-8 text: byte {error.start:,} is not part of a character."
         raise UsageError(f"{path} cannot be attached", where, hint) from error
 
 
 def _too_large(path: Path, size: int) -> UsageError:
-    cause = f"It has {size:,} bytes; {LARGEST:,} is the most, far more than a model can read at once."
-    return UsageError(f"{path} cannot be attached", cause, "Attach the part that matters.")
+    cause = f"It has {size:,} bytes; at most {LARGEST:,} can be attached."
+    return UsageError(f"{path} cannot be attached", cause, "Attach a part of it.")

@@ -40,7 +40,7 @@ def ask_in(
     """
     found = history.newest() if number is None else history.numbered(number)
     if found is None:
-        raise UsageError("There is nothing to continue", "No conversation is kept here yet.", "Ask without --continue.")
+        raise UsageError("There is nothing to continue", "No chat is saved here yet.", "Ask without --continue.")
     branch = history.messages(history.branch(found.head))
     asked = [*turns(branch, setup.system_prompt or found.setup.system_prompt), _turn("user", text, attachments)]
 

@@ -46,7 +46,7 @@ def as_markdown(tree: Tree) -> str:
     facts = (short_name(conversation.setup.model), conversation.setup.preset or "", begun)
     parts = [f"# {_one_line(tree.name)}", _one_line(" · ".join(fact for fact in facts if fact))]
     if conversation.setup.system_prompt:
-        parts += ["## Instructions", conversation.setup.system_prompt]
+        parts += ["## System prompt", conversation.setup.system_prompt]
     for message in branch:
         parts += _section(message)
     return printable("\n\n".join(part.strip("\n") for part in parts)) + "\n"
@@ -91,8 +91,8 @@ def closing(message: Message) -> str:
     if message.stats is not None:
         return footer(message.stats)
     reasons = {
-        "stopped": "cut off before its end",
-        "failed": "ended by an error",
+        "stopped": "cut off",
+        "failed": "stopped by an error",
         "streaming": "another floe-chat is writing this",
         "complete": "written by you",
     }

@@ -37,7 +37,7 @@ def parse(text: str, source: str, tell: Callable[[str], None]) -> list[Tree]:
         raise _refused(source, f'It has no "format": "{FORMAT}".')
     version = document.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
-        cause = f"It is of version {str(version)[:20]}; this program knows version {FORMAT_VERSION}."
+        cause = f"It has version {str(version)[:20]}; this program reads version {FORMAT_VERSION}."
         raise UsageError(f"{source} cannot be imported", cause, "Update floe-chat.")
     try:
         return [_tree(item, tell) for item in _Object(document, "").objects("conversations")]
@@ -92,9 +92,9 @@ class _Object:
             at = datetime.fromisoformat(self.get(name, str))
             milliseconds = round(at.timestamp() * 1000)
         except (ValueError, OverflowError) as error:
-            raise self.bad(name, "is no time such as 2026-11-21T19:20:31.123Z") from error
+            raise self.bad(name, "is not a time such as 2026-11-21T19:20:31.123Z") from error
         if at.tzinfo is None or not 0 <= milliseconds <= LATEST:
-            raise self.bad(name, "is no time such as 2026-11-21T19:20:31.123Z")
+            raise self.bad(name, "is not a time such as 2026-11-21T19:20:31.123Z")
         return milliseconds
 
     def objects(self, name: str) -> list[_Object]:
@@ -113,7 +113,7 @@ def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
         messages[message.id] = message
     head = item.maybe("head", int)
     if head is not None and head not in messages:
-        raise item.bad("head", f"names message {head}, which is not there")
+        raise item.bad("head", f"is message {head}, which is not in the file")
     drawn = _Object(item.get("sampling", dict), f"{item.way}.sampling")
     setup = Setup(
         short_name(item.get("model", str)),  # a file may not name a folder that is read when the chat is opened
@@ -132,9 +132,9 @@ def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
 def _message(item: _Object, before: dict[int, Message]) -> Message:
     identity, parent = item.get("id", int), item.maybe("parent", int)
     if identity in before:
-        raise item.bad("id", f"{identity} is there twice")
+        raise item.bad("id", f"{identity} appears twice")
     if parent is not None and parent not in before:
-        raise item.bad("parent", f"names message {parent}, which is not before it")
+        raise item.bad("parent", f"is message {parent}, which is not before it")
     stats = item.maybe("stats", dict)
     files = [Attachment(file.get("name", str), file.get("text", str)) for file in item.objects("attachments")]
     return Message(
@@ -167,7 +167,7 @@ def _sampling(item: _Object, tell: Callable[[str], None]) -> Sampling:
         if value is not None and type(value) not in ((int,) if whole else (int, float)):
             raise item.bad(field.name, "is not a whole number" if whole else "is not a number")
         if value is not None and not ranges.may_be(field.name, value):
-            tell(f"{item.way}.{field.name} cannot be {str(value)[:20]} and was left out")
+            tell(f"{item.way}.{field.name} cannot be {str(value)[:20]}; it was left out")
         elif value is not None:
             given[field.name] = value
     return Sampling(**given)

@@ -57,7 +57,7 @@ def open_history(file: Path) -> Opened:
         raise FloeError(
             "The history needs full-text search",
             f"This Python's SQLite {sqlite3.sqlite_version} was built without FTS5.",
-            "Use a Python with a complete SQLite: that of python.org, of uv or of your distribution.",
+            "Use a Python with a complete SQLite, such as those of python.org, uv or your distribution.",
         )
     try:
         emptied = checked(file).exists() and file.exists() and not file.stat().st_size
@@ -93,7 +93,7 @@ def open_to_read(file: Path) -> Opened:
         connection = _reading_only(file)
         if connection is None:
             raise
-        notice = Notice(error.title, f"{error.cause} It is read as it is.")
+        notice = Notice(error.title, f"{error.cause} It is opened read-only.")
         return Opened(Store(connection), (notice,), 0)
 
 
@@ -151,9 +151,7 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
         last = _last_check(file)
         due = last is None or not 0 <= time.time() - last < _CHECK_EVERY
         if due and _check(connection, file, suspect=last == 0):
-            notices = (
-                Notice("The search index was damaged", "It was made anew from the texts; none of them is lost."),
-            )
+            notices = (Notice("The search index was damaged", "It was built again from the chats; nothing is lost."),)
         with store.transaction():
             interrupted = store.stop_abandoned(is_running)
             purged = store.purge(now() - KEPT_AFTER_DELETION)
@@ -260,15 +258,15 @@ def _refuse_foreign(file: Path) -> None:
         connection.close()
     if version == 0 and tables and "conversation" not in tables:
         raise FloeError(
-            "The history's file belongs to another program",
-            f"{file} is a database with other tables, and is left as it is.",
-            "Move it away to begin a new history.",
+            "The history file belongs to another program",
+            f"{file} is a database with other tables. It was not changed.",
+            "Move it away to start a new history.",
         )
     if version > VERSION:
         raise FloeError(
             "The history was written by a newer floe-chat",
-            f"{file} is of version {version}; this program knows versions up to {VERSION}, and leaves it as it is.",
-            "Update floe-chat, or move the file away to begin a new history.",
+            f"{file} has version {version}; this program reads versions up to {VERSION}. It was not changed.",
+            "Update floe-chat, or move the file away to start a new history.",
         )
 
 
@@ -282,7 +280,7 @@ def _readable(file: Path) -> Notice:
 def _emptied(file: Path) -> Notice:
     return Notice(
         "The history was emptied",
-        f"Chats were kept in {file}, and nothing is in it now: a new one was begun. A backup can take its place.",
+        f"{file} held chats and is empty now. A new history was started; you can put a backup in its place.",
     )
 
 
@@ -298,15 +296,13 @@ def _carry_over(kept: Path, store: Store) -> Notice:
     from .salvage import salvage
 
     found = salvage(kept, store)
-    told = "Nothing of it could be read, so that a new one was begun."
+    told = "Nothing in it could be read. A new history was started."
     if found.conversations:
-        whole = f"{_counted(found.messages, 'message')} of {_counted(found.conversations, 'conversation')}"
-        told = f"{whole} could still be read and were carried over."
+        whole = f"{_counted(found.messages, 'message')} of {_counted(found.conversations, 'chat')}"
+        told = f"{whole} could be read and were copied to a new history."
     if found.gaps:
-        told += (
-            f" {_counted(found.gaps, 'conversation')} lost something: what came after it now follows what came before."
-        )
-    return Notice("The history was damaged", f"{told} The old file is kept as {kept}.")
+        told += f" {_counted(found.gaps, 'chat')} lost messages; those around the gap are joined."
+    return Notice("The history was damaged", f"{told} The damaged file is {kept}.")
 
 
 def _counted(number: int, what: str) -> str:

@@ -208,7 +208,7 @@ class Reader:
     def _one_conversation(self, which: str, value: int) -> Conversation:
         row = next(self._rows(f"{_CONVERSATION} AND {which}", [value]), None)
         if row is None:
-            raise UsageError("There is no such conversation", "", "`floe-chat history list` shows those there are.")
+            raise UsageError("There is no such chat", "", "`floe-chat history list` shows the chats.")
         return self._conversation(row)
 
     def _conversation(self, row: tuple[Any, ...]) -> Conversation:
@@ -231,7 +231,7 @@ def forgiving(raw: bytes) -> str:
 
 
 def _no_message() -> UsageError:
-    return UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.", "")
+    return UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.")
 
 
 def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Message:

@@ -190,7 +190,7 @@ class Store(Reader):
         if parent is not None:
             row = self._connection.execute("SELECT depth, conversation FROM message WHERE id = ?", (parent,)).fetchone()
             if row is None or row[1] != conversation:
-                raise UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.", "")
+                raise UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.")
             depth = row[0] + 1
         sql = """INSERT INTO message
             (id, conversation, parent, depth, role, state, created, model, preset, stats, writer, text)
@@ -255,12 +255,12 @@ class Store(Reader):
     def _change(self, what: str, conversation: int, *values: object) -> None:
         done = self._connection.execute(f"UPDATE conversation SET {what} WHERE id = ?", (*values, conversation))
         if not done.rowcount:
-            raise UsageError("There is no such conversation", "It was deleted, perhaps by another floe-chat.", "")
+            raise UsageError("There is no such chat", "It was deleted, perhaps by another floe-chat.")
 
     def _conversation_of(self, message: int) -> int:
         row = self._connection.execute("SELECT conversation FROM message WHERE id = ?", (message,)).fetchone()
         if row is None:
-            raise UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.", "")
+            raise UsageError("There is no such message", "It was deleted, perhaps by another floe-chat.")
         return int(row[0])
 
 

@@ -75,10 +75,10 @@ def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> 
         where = error.filename or file
         return FloeError("The history cannot be saved", f"{where}: {error.strerror or error}.", _PERMISSION)
     if isinstance(error, UnicodeDecodeError):
-        return damaged(file, "what it says of itself is no text")
+        return damaged(file, "its schema is not text")
     match _code(error):
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            hint = "Another program is holding it, perhaps a backup. Try again when that has ended."
+            hint = "Another program is using it, perhaps a backup. Try again when it has finished."
             return TryAgainError("The history is locked", f"{file} is in use.", hint)
         case sqlite3.SQLITE_FULL:
             return _no_room(file)
@@ -90,25 +90,25 @@ def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> 
             return FloeError("The history cannot be saved", f"{file} cannot be written: {error}.", _PERMISSION)
         case sqlite3.SQLITE_CONSTRAINT:
             # Every row belongs to a conversation: the one that this belongs to was wiped meanwhile.
-            cause = "It was deleted, perhaps by another floe-chat, before this could be written into it."
-            return FloeError("There is no such conversation", cause)
+            cause = "It was deleted, perhaps by another floe-chat, before this could be saved in it."
+            return FloeError("There is no such chat", cause)
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
             return damaged(file, str(error))
         case _:
-            return FloeError("The history failed", f"{file}: {error}.", "Check the disk it lies on.")
+            return FloeError("The history failed", f"{file}: {error}.", "Check the disk.")
 
 
 def damaged(file: Path, finding: str) -> DamagedError:
     """The error that says so."""
-    hint = "The next start keeps the file aside and carries over what can be read of it."
+    hint = "The next start moves the file aside and copies what can be read of it to a new history."
     return DamagedError("The history is damaged", f"{file}: {finding}.", hint)
 
 
-_PERMISSION = "Give yourself the right to write there, or set XDG_DATA_HOME to another folder."
+_PERMISSION = "Make it writable, or set XDG_DATA_HOME to another folder."
 
 
 def _no_room(file: Path) -> FloeError:
-    return FloeError("The disk is full", f"The history in {file} cannot be written.", "Make room on that disk.")
+    return FloeError("The disk is full", f"The history in {file} cannot be written.", "Free some space on that disk.")
 
 
 def _is_full(file: Path) -> bool:

@@ -111,7 +111,7 @@ class Writer:
         # The thread's border: the chat goes on without its history, and the person knows.
         except Exception as error:
             logging.getLogger("floe_chat").exception("the history failed")
-            hint = "This is a fault of floe-chat. The chat goes on; what is new in it is not saved."
+            hint = "This is a fault of floe-chat. You can continue the chat; new messages are not saved."
             self.events.put(Trouble("The history failed", f"{type(error).__name__}: {error}.", hint))
         finally:
             self.opened.set()
@@ -122,7 +122,7 @@ class Writer:
                 opened = open_history(self._file)
             except FloeError as error:
                 self.failure = error
-                self.events.put(Trouble(error.title, f"{error.cause} This chat goes on unsaved.", error.hint))
+                self.events.put(Trouble(error.title, f"{error.cause} This chat is not saved.", error.hint))
             else:
                 for notice in opened.notices:
                     self.events.put(Trouble(notice.title, notice.cause, ""))
@@ -187,7 +187,7 @@ class Writer:
             raise DamagedError(
                 "The history was moved or deleted",
                 f"{self._file} is not the file that was opened.",
-                "What is new in this chat is not saved. The next start opens what is there then.",
+                "New messages of this chat are not saved. The next start opens the file that is there then.",
             )
 
     def _report(self, error: _Failure | None) -> None:

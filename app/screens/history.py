@@ -50,7 +50,7 @@ class SearchField(Input):
         Binding("pageup", "screen.move(-8)", "", show=False),
         Binding("pagedown", "screen.move(8)", "", show=False),
         Binding("ctrl+d", "screen.delete", "delete the chat", show=False),
-        Binding("ctrl+z", "screen.undo", "bring it back", show=False),
+        Binding("ctrl+z", "screen.undo", "restore it", show=False),
     ]
 
 
@@ -68,7 +68,7 @@ class HistoryScreen(ModalScreen[Choice]):
         self._asked = 0
         self._words = self._found = ""  # what was looked up last, and what the list shows
         self._entered = False
-        self._field = SearchField(printable(words), placeholder="Search in titles and messages", id="search")
+        self._field = SearchField(printable(words), placeholder="Search titles and messages", id="search")
         self._list = OptionList(id="chats", markup=False)
         self._hint = Static("", markup=False, classes="hint")
 
@@ -82,7 +82,7 @@ class HistoryScreen(ModalScreen[Choice]):
     def on_resize(self, event: events.Resize) -> None:
         """Leave out of the frame what anybody would try first, where it has no room for all."""
         first = ["Enter opens"] if event.size.width >= _WIDE else []
-        said = hints(*first, "Ctrl+D deletes", "Ctrl+Z brings back", "Esc closes")
+        said = hints(*first, "Ctrl+D deletes", "Ctrl+Z restores", "Esc closes")
         self.query_one(Page).border_subtitle = said
 
     def on_mount(self) -> None:
@@ -111,7 +111,8 @@ class HistoryScreen(ModalScreen[Choice]):
         place, self._lines = self._list.highlighted, []
         self._list.clear_options()
         self._add([] if isinstance(lines, str) else lines)
-        nothing = "Nothing is found" if self._field.value.strip() else "There is no chat yet"
+        typed = self._field.value.strip()
+        nothing = f"No chat contains all of: {typed}" if typed else "No chat is saved yet"
         self._hint.update(lines if isinstance(lines, str) else "" if lines else nothing)
         self._hint.display = isinstance(lines, str) or not lines
         if self._lines:

@@ -200,7 +200,7 @@ def test_a_chat_waits_for_the_history_at_its_end(tiny_pack: Path, other: sqlite3
     release.start()
     ran = ask(tiny_pack, "hi", *SHORT)
     release.join()
-    assert ran.code == 0 and "is locked" in ran.err and "This chat is kept now" in ran.err
+    assert ran.code == 0 and "is locked" in ran.err and "This chat is saved now" in ran.err
     assert len(run_cli("history", "list").out.splitlines()) == 1
 
 
@@ -210,8 +210,16 @@ def test_a_chat_that_could_not_be_kept_says_so_in_words_and_code(
     monkeypatch.setattr("floe_chat.app.ask._WAIT", 0.1)
     other.execute("BEGIN IMMEDIATE")
     ran = ask(tiny_pack, "hi", *SHORT)
-    assert ran.code == 1 and ran.out and "This chat was not kept" in ran.err
+    assert ran.code == 1 and ran.out and "This chat was not saved" in ran.err
     assert "Waiting" not in explained(ask(tiny_pack, "x" * 600), 2)  # there is nothing to keep
+
+
+def test_a_history_that_cannot_be_opened_costs_the_exit_code_and_not_the_answer(tiny_pack: Path) -> None:
+    file = history_file()
+    file.mkdir(parents=True)
+    ran = ask(tiny_pack, "hi", *SHORT)
+    assert ran.code == 1 and ran.out.strip() and "it is a folder" in ran.err and "This chat was not saved" in ran.err
+    assert ask(tiny_pack, "hi", *SHORT, "--no-save").code == 0
 
 
 Damage = Callable[[Path], Any]

@@ -165,7 +165,7 @@ def test_a_change_that_cannot_be_made_is_told_and_the_rest_is_kept(history: Hist
     chat = history.begin(SETUP, "kept")
     settled(history)
     (trouble,) = [event for event in history.poll() if isinstance(event, Trouble)]
-    assert "no such conversation" in trouble.title.lower()
+    assert "no such chat" in trouble.title.lower()
     assert [found.id for found in history.conversations()] == [chat]
     with pytest.raises(UsageError):
         history.conversation(new_id())

@@ -42,8 +42,8 @@ def filled() -> Path:
 
 def test_before_the_first_chat_there_is_nothing_and_nothing_is_made() -> None:
     ran = history("list")
-    assert (ran.code, ran.out) == (0, "") and "no conversation is kept here yet" in ran.err
-    assert history("search", "x").code == 1 and "no such conversation" in explained(history("show", "1"), 2).lower()
+    assert (ran.code, ran.out) == (0, "") and "no chat is saved here yet" in ran.err
+    assert history("search", "x").code == 1 and "no such chat" in explained(history("show", "1"), 2).lower()
     assert not history_file().parent.exists()
 
 
@@ -96,7 +96,7 @@ def test_search_finds_messages_on_every_branch(filled: Path) -> None:
     assert "\x1b[1mneedle\x1b[0m" in history("search", "needle", terminal=True).out
     assert len(history("search", "network", "-n", "1").out.splitlines()) == 2
     nothing = history("search", "xylophone")
-    assert (nothing.code, nothing.out) == (1, "") and "nothing found" in nothing.err
+    assert (nothing.code, nothing.out) == (1, "") and "nothing found for" in nothing.err
 
 
 def test_show_prints_the_branch(filled: Path) -> None:
@@ -116,7 +116,7 @@ def test_export_and_import_keep_everything(filled: Path, tmp_path: Path) -> None
     assert (wrote.code, wrote.out) == (0, "") and str(backup) in wrote.err
     assert stat.S_IMODE(backup.stat().st_mode) == 0o600
     imported = history("import", backup)
-    assert (imported.code, imported.out) == (0, "4\n5\n6\n") and "3 conversations imported" in imported.err
+    assert (imported.code, imported.out) == (0, "4\n5\n6\n") and "imported 3 chats" in imported.err
     document = json.loads(backup.read_text())
     for number in (4, 5, 6):
         (again,) = json.loads(history("export", number, "--format", "json").out)["conversations"]
@@ -198,7 +198,7 @@ def test_an_export_by_force_is_private_and_follows_a_link(filled: Path, tmp_path
 
 def test_export_wants_numbers_or_all(filled: Path) -> None:
     assert history("export").code == 2 and history("export", 1, "--all").code == 2
-    assert "no such conversation" in explained(history("export", 1, 77), 2).lower()
+    assert "no such chat" in explained(history("export", 1, 77), 2).lower()
 
 
 def test_values_that_were_kept_and_that_no_import_takes_are_left_out_and_told(filled: Path, tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_values_that_were_kept_and_that_no_import_takes_are_left_out_and_told(fi
     store.close()
     backup = tmp_path / "backup.json"
     wrote = history("export", "--all", "--format", "json", "-o", backup)
-    assert wrote.code == 0 and "conversation 1 has sampling values that no model takes" in wrote.err
-    assert wrote.err.count("no model takes") == 1 and "Infinity" not in backup.read_text()
+    assert wrote.code == 0 and "chat 1: sampling values out of range" in wrote.err
+    assert wrote.err.count("out of range") == 1 and "Infinity" not in backup.read_text()
     imported = history("import", backup)
     assert (imported.code, imported.out) == (0, "4\n5\n6\n")
     assert json.loads(backup.read_text())["conversations"][2]["sampling"]["temperature"] == 0.5
@@ -230,15 +230,15 @@ def test_import_refuses_and_adds_nothing(filled: Path, tmp_path: Path) -> None:
 
 
 def test_delete_takes_all_or_none_and_undo_brings_them_back(filled: Path) -> None:
-    assert "no such conversation" in explained(history("delete", 1, 77), 2).lower()
+    assert "no such chat" in explained(history("delete", 1, 77), 2).lower()
     assert len(history("list").out.splitlines()) == 3
     gone = history("delete", 1, 2, 2)
     assert (gone.code, gone.out) == (0, "") and "1, 2 deleted" in gone.err
     assert [line.split()[0] for line in history("list").out.splitlines()] == ["3"]
     assert history("search", "network").code == 1
     assert history("delete", 1, "--undo").code == 0 and history("search", "network").code == 0
-    assert "cannot be brought back" in explained(history("delete", 3, "--undo"), 2)
-    assert "cannot be brought back" in explained(history("delete", 99, "--undo"), 2)
+    assert "cannot be restored" in explained(history("delete", 3, "--undo"), 2)
+    assert "cannot be restored" in explained(history("delete", 99, "--undo"), 2)
 
 
 def test_a_damaged_history_is_told_on_stderr(filled: Path) -> None:

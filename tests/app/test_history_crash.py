@@ -361,7 +361,7 @@ def test_what_may_only_be_read_is_read(small_disk: Path, part: str) -> None:
         (file if part == "file" else file.parent).chmod(0o400 if part == "file" else 0o500)
     opened = open_to_read(file)
     (notice,) = opened.notices
-    assert read_all(opened.store) == 120 and "read as it is" in notice.cause
+    assert read_all(opened.store) == 120 and "opened read-only" in notice.cause
     opened.store.close()
 
 

@@ -9,14 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from floe_chat.app import history_lines
 from floe_chat.app.history import (
     History,
     Ready,
     Trouble,
     Unsent,
+    as_json,
+    as_markdown,
     new_id,
     open_history,
     opening,
+    parse,
 )
 from floe_chat.app.history.schema import MIGRATIONS, VERSION
 from floe_chat.app.history.trouble import SQLITE_ERRORS, explaining
@@ -73,7 +77,7 @@ def test_a_truncated_file_is_kept_aside_and_what_can_be_read_carried_over(file: 
         assert kept.read_bytes() == content and stat.S_IMODE(kept.stat().st_mode) == 0o600
         (notice,) = opened.notices
         saved = read_all(opened.store)
-        assert ("could still be read" in notice.cause) == bool(opened.store.conversations())
+        assert ("were copied" in notice.cause) == bool(opened.store.conversations())
         assert saved >= 8 * 60 * (share - 0.35)
     opened.store.close()
     assert open_history(file).notices == ()
@@ -89,9 +93,7 @@ def test_what_followed_a_lost_page_follows_what_came_before_it(file: Path) -> No
     (found,), (notice,) = opened.store.conversations(), opened.notices
     saved = read_all(opened.store)
     assert 350 < saved < 400 and found.messages == saved and found.name == "chat 0"
-    assert (
-        f"{saved} messages of 1 conversation could" in notice.cause and "1 conversation lost something" in notice.cause
-    )
+    assert f"{saved} messages of 1 chat could" in notice.cause and "1 chat lost messages" in notice.cause
     tree = opened.store.tree(found.id)
     assert [message.parent for message in tree.messages] == [None, *(message.id for message in tree.messages[:-1])]
     opened.store.close()
@@ -243,7 +245,34 @@ def test_a_file_of_a_newer_version_is_refused_and_not_touched(file: Path) -> Non
     history.begin(SETUP, "unsaved")
     assert history.settle(10) and history.conversations()[0].title == "unsaved"
     trouble, ready = history.poll()[:2]
-    assert isinstance(trouble, Trouble) and "unsaved" in trouble.cause and ready == Ready(False, 0)
+    assert isinstance(trouble, Trouble) and "not saved" in trouble.cause and ready == Ready(False, 0)
     history.close()
     assert file.read_bytes() == before
     assert not list(file.parent.glob("*damaged*"))
+
+
+def test_columns_of_another_kind_are_read_as_what_they_should_be(file: Path) -> None:
+    filled(file, conversations=1, messages=6)
+    open_history(file).store.close()  # checked today: nothing is looked at again
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA ignore_check_constraints = ON")
+        connection.execute("UPDATE conversation SET title = x'6869ff', created = 'x', updated = -5, model = 7")
+        ids = [row[0] for row in connection.execute("SELECT id FROM message ORDER BY id")]
+        connection.execute("UPDATE message SET state = 'x', preset = x'00', created = 1e300 WHERE id = ?", (ids[1],))
+        connection.execute(
+            "UPDATE message SET role = 5, depth = 'deep', stats = ? WHERE id = ?", ('{"tokens": []}', ids[2])
+        )
+        connection.execute("UPDATE attachment SET name = x'ff', text = 1 WHERE message = ?", (ids[4],))
+        connection.execute("PRAGMA foreign_keys = OFF")
+        connection.execute("UPDATE message SET parent = ? WHERE id = ?", (ids[5], ids[3]))  # a ring
+    connection.close()
+    opened = open_history(file)
+    assert opened.notices == ()
+    (found,) = opened.store.conversations()
+    assert (found.name, found.model, found.created) == ("hi\ufffd", "7", 0) and "1970" in history_lines.line(found)
+    tree = opened.store.tree(found.id)
+    assert [message.parent for message in tree.messages] == [None, *ids[:5]]
+    (again,) = parse(as_json([tree]), "again", print)
+    assert [message.text for message in again.messages] == [message.text for message in tree.messages]
+    assert as_markdown(tree).startswith("# hi\ufffd") and opened.store.search("chat")
+    opened.store.close()

@@ -96,13 +96,13 @@ def test_markdown_reads_as_the_branch_that_is_shown(store: Store) -> None:
         store.end_answer(b, "Cut", "stopped", None)
         store.switch(chat, a)
     assert as_markdown(store.tree(chat)) == (
-        "# What is an expert?\n\ndemo · Fast · 1970-01-01 00:00 UTC\n\n## Instructions\n\nBe brief.\n\n"
+        "# What is an expert?\n\ndemo · Fast · 1970-01-01 00:00 UTC\n\n## System prompt\n\nBe brief.\n\n"
         "## You\n\nWhat is an expert?\n\n### Attached: a.md\n\n````\ntext with ``` in it\n````\n\n"
-        "## demo · Fast\n\nA small network.\n\n*4 tokens · 12.5 tokens/s · first token 0.25 s · end of turn*\n"
+        "## demo · Fast\n\nA small network.\n\n*4 tokens · 12.5 tokens/s · first token 250 ms · end of turn*\n"
     )
     with store.transaction():
         store.switch(chat, b)
-    assert as_markdown(store.tree(chat)).endswith("## Answer\n\nCut\n\n*cut off before its end*\n")
+    assert as_markdown(store.tree(chat)).endswith("## Answer\n\nCut\n\n*cut off*\n")
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ BAD: list[tuple[Callable[[Any], object], str]] = [
     (lambda d: d.update(conversations={}), "conversations is not a list"),
     (lambda d: d.update(conversations=[1]), "conversations[0] is not an object"),
     (lambda d: d["conversations"][0].pop("title"), "conversations[0].title is missing"),
-    (lambda d: d["conversations"][0].update(head=99), "conversations[0].head names message 99"),
-    (lambda d: d["conversations"][0].update(created="yesterday"), "conversations[0].created is no time"),
-    (lambda d: d["conversations"][0].update(created="2026-01-01T00:00:00"), "conversations[0].created is no time"),
-    (lambda d: d["conversations"][0].update(updated="1066-01-01T00:00:00Z"), "conversations[0].updated is no time"),
+    (lambda d: d["conversations"][0].update(head=99), "conversations[0].head is message 99"),
+    (lambda d: d["conversations"][0].update(created="yesterday"), "conversations[0].created is not a time"),
+    (lambda d: d["conversations"][0].update(created="2026-01-01T00:00:00"), "conversations[0].created is not a time"),
+    (lambda d: d["conversations"][0].update(updated="1066-01-01T00:00:00Z"), "conversations[0].updated is not a time"),
     (
         lambda d: d["conversations"][0]["sampling"].update(top_p="much"),
         "conversations[0].sampling.top_p is not a number",
@@ -146,9 +146,9 @@ BAD: list[tuple[Callable[[Any], object], str]] = [
     (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens_per_s=1e999), "_s is not a number from 0"),
     (lambda d: d["conversations"][0]["messages"][1].update(role="system"), "messages[1].role is not one of user, "),
     (lambda d: d["conversations"][0]["messages"][1].update(text=5), "conversations[0].messages[1].text is not text"),
-    (lambda d: d["conversations"][0]["messages"][1].update(parent=2), "messages[1].parent names message 2"),
-    (lambda d: d["conversations"][0]["messages"][1].update(parent=3), "messages[1].parent names message 3"),
-    (lambda d: d["conversations"][0]["messages"][1].update(id=1), "messages[1].id 1 is there twice"),
+    (lambda d: d["conversations"][0]["messages"][1].update(parent=2), "messages[1].parent is message 2"),
+    (lambda d: d["conversations"][0]["messages"][1].update(parent=3), "messages[1].parent is message 3"),
+    (lambda d: d["conversations"][0]["messages"][1].update(id=1), "messages[1].id 1 appears twice"),
     (lambda d: d["conversations"][0]["messages"][1].update(state="done"), "messages[1].state is not one of complete"),
     (lambda d: d["conversations"][0]["messages"][1].update(id=True), "messages[1].id is not a whole number"),
     (lambda d: d["conversations"][0]["messages"][1]["stats"].update(tokens=None), "messages[1].stats.tokens is not"),
@@ -220,7 +220,7 @@ def test_what_is_no_text_is_not_attached(tmp_path: Path) -> None:
         "binary": (b"\x7fELF\0\0", "zero bytes"),
         "latin": ("café".encode("latin-1"), "not UTF-8"),
         "utf16": ("text".encode("utf-16"), "not UTF-8|zero bytes"),
-        "huge": (b"x" * (LARGEST + 1), f"{LARGEST:,} is the most"),
+        "huge": (b"x" * (LARGEST + 1), f"at most {LARGEST:,} can be"),
     }
     for name, (content, reason) in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -231,6 +231,6 @@ def test_what_is_no_text_is_not_attached(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(UsageError, match="cannot be attached"):
             read_attachment(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "missing", Path("a\0b"), tmp_path / ("x" * 5000)):
+    for path in (tmp_path, tmp_path / "missing", Path("a\0b"), tmp_path / ("x" * 300)):
         with pytest.raises(UsageError, match="cannot be attached"):
             read_attachment(path)

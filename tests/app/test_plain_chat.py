@@ -109,7 +109,7 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
     ):
         assert words in told
     assert "'99999999999999999999999' is not the number of a chat" in told and "The line is not text" in told
-    assert "no such conversation" in told and "'x' is not the number of a chat" in told
+    assert "no such chat" in told and "'x' is not the number of a chat" in told
 
 
 def test_the_last_chat_is_continued(kept: History, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ async def test_error_in_an_answer_keeps_what_came() -> None:
         request = await ask(pilot, client)
         client.say(TextDelta(request, "half"), Failed("Out of memory", "layer 3", "Choose Fast", request))
         await until(pilot, lambda: status(pilot).state == "ready")
-        await until(pilot, lambda: "ended by an error" in screen_text(pilot))
+        await until(pilot, lambda: "stopped by an error" in screen_text(pilot))
         assert "Choose Fast" in screen_text(pilot)
         await ask(pilot, client, "again")
         assert client.asked[1][1] == Message("assistant", "half")

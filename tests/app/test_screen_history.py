@@ -114,7 +114,7 @@ async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> 
     async with ready(ScriptedClient(), size=(60, 20), history=history) as pilot:
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen_text(pilot).count("2 messages") == 2)
-        assert "Ctrl+D deletes · Ctrl+Z brings back · Esc closes" in screen_text(pilot)
+        assert "Ctrl+D deletes · Ctrl+Z restores · Esc closes" in screen_text(pilot)
         await write(pilot, "long 42")
         await until(pilot, lambda: "Long 41" not in words(pilot) and "2 · 15 Feb 1970 │" in words(pilot))
         assert words(pilot).count("Long 42") == 1
@@ -199,7 +199,7 @@ async def test_what_a_crash_left_is_told_and_goes_on(tmp_path: Path) -> None:
         await until(pilot, lambda: any("cut off" in text_of(note) for note in pilot.app.query(Note)))
         composer(pilot).put("/last")
         await pilot.press("enter")
-        await until(pilot, lambda: "half of" in screen_text(pilot) and "cut off before its end" in screen_text(pilot))
+        await until(pilot, lambda: "half of" in screen_text(pilot) and "cut off" in screen_text(pilot))
         await pilot.press("ctrl+up", "m")
         await until(pilot, lambda: client.begun == ["half of"])
         client.say(TextDelta(1, " it"))
