@@ -32,7 +32,7 @@ from .chat_client import Message as ChatMessage
 from .history import Answer, History, HistoryEvent
 from .widgets.plain import printable
 
-_PERIOD = 0.1  # seconds between two looks; nobody sees more frequent ones, and each takes time from the engine
+_PERIOD = 0.1  # seconds between two looks; more frequent ones are not visible, and each takes time from the engine
 
 
 class ModelLoading(Message):

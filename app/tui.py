@@ -1,4 +1,4 @@
-"""The terminal application: themes, keys, commands, and what lies over the chat."""
+"""The terminal application: themes, keys, commands, and the pages over the chat."""
 
 from __future__ import annotations
 

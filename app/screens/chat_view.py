@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from ..widgets.code import CodeBlock
 
-# Figures arrive about five times a second; nobody reads them that fast, and painting takes time from the engine. Most
-# are those of the last second. An answer's first and last ones are painted at once.
+# Figures arrive about five times a second: faster than a person reads, and painting takes time from the engine. An
+# answer's first and last ones are painted at once.
 _PANEL_PERIOD = 1.0
 
 PANELS = ("full", "compact", "hidden")

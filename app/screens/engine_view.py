@@ -55,7 +55,7 @@ class EngineView(ChatView):
 
     @property
     def pack(self) -> Path | None:
-        """Where it lies; None before it is loaded."""
+        """The folder of the loaded model; None before one is loaded."""
         return self._pack
 
     @property
@@ -96,7 +96,7 @@ class EngineView(ChatView):
             self.choose_preset(self._presets[(now + 1) % len(self._presets)])
 
     def choose_preset(self, preset: str) -> None:
-        """Ask for `preset` from the next token on; the conversation keeps it."""
+        """Ask for `preset` from the next token on; the conversation remembers it."""
         self._wanted_preset = preset
         self._bridge.set_preset(preset)
         self._dialogue.set_up(replace(self._dialogue.setup, preset=preset, quality=None))

@@ -57,7 +57,6 @@ class HelpScreen(ModalScreen[None]):
             (Static(heading, classes="heading"), [Entry(*entry) for entry in entries]) for heading, entries in sections
         ]
         self._field = SearchHelp(placeholder="Type to search keys, commands and words", compact=True, id="search")
-        self._field.cursor_blink = False
         self._nothing = Static("", markup=False, classes="nothing")
         self._list = VerticalScroll(id="help", can_focus=False)
 

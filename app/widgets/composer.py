@@ -73,7 +73,6 @@ class Composer(TextArea):
         """`look` shows the completion what is written; `take` puts in what was chosen there, by Enter or not, and
         returns whether it is sent at once."""
         super().__init__(placeholder="Ask something", highlight_cursor_line=False, tab_behavior="focus")
-        self.cursor_blink = False  # each blink would be painted: 1 % of a core while nothing else happens
         self._chips = chips
         self._completion = completion
         self._look = look

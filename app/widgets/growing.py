@@ -1,7 +1,7 @@
 """Blocks of Markdown that grow where they are, as an answer does.
 
 Textual lays the whole screen out again for each piece of a paragraph, and makes four widgets of each item of a list,
-all of them anew for each piece of the last. That is more work than the piece is worth, and the engine needs the time.
+all of them again for each piece of the last. That is more work than the piece is worth, and the engine needs the time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lines of a list that hang: what folds goes on below its own beginning, not at the edge."""
+"""Lines of a list that hang: a folded line continues below its own beginning, not at the edge."""
 
 from __future__ import annotations
 

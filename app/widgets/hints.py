@@ -50,7 +50,7 @@ def key_name(key: str) -> str:
 
 
 def hint(words: str) -> Content:
-    """A hint such as "Esc back" or "N or Esc keeps", for a `Pressing` widget: a click presses the key it begins with,
+    """A hint such as "Esc back" or "N or Esc cancels", for a `Pressing` widget: a click presses the key it begins with,
     if it does."""
     found = _KEY.match(words)
     if found is None:

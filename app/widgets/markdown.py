@@ -128,7 +128,7 @@ class AnswerMarkdown(Markdown):
     async def complete(self, text: str) -> None:
         """Show all of a text that has grown.
 
-        Read piece by piece it can have become something else: then it is shown anew.
+        Read piece by piece it can have become something else: then it is shown again.
         """
         rest = text[len(self.source) :] if text.startswith(self.source) else ""
         await self.grow(rest, going_on=False)

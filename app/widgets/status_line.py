@@ -34,7 +34,7 @@ class StatusLine(Widget):
     percentage, then (to keep the way to stop an answer) the context, then the name.
 
     A click on a hint does it, one on the model or the preset opens their page. `keys` are those that the person gave to
-    actions. `state` is a few words and `tone` a style for the dot before them; `background` says what goes on beside.
+    actions. `state` is a few words and `tone` a style for the dot before them; `background` names background work.
     For some seconds a remark covers the rest; one that is longer than the row appears above it.
     """
 
@@ -99,7 +99,7 @@ class StatusLine(Widget):
         self._remark = ""
 
     def _line(self, model: str, state: Content, details: int) -> Content:
-        """0: nothing of the context, 1: how much is used, 2: its percentage and what goes on beside the chat too."""
+        """0: nothing of the context, 1: how much is used, 2: its percentage and background work too."""
         parts: list[Content] = []
         if model:
             parts.append(Content.styled(model, link("screen.order('models')")).stylize("bold"))
