@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train and pack the demo model anew
 	$(BIN)/python -m floe_chat.models.demo assets/demo/checkpoint
 	rm -rf assets/demo/packed
 	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --dense 8
-	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/manual.md
+	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md
 
 # torch comes first, so that whatever needs it finds the pinned version there.
 $(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*.inl)
