@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from floe_chat.models import small_json
+from floe_chat.models import private_file, small_json
 from floe_chat.models.home import is_folder_name
 
 
@@ -56,3 +56,9 @@ def test_names_of_folders(name: str) -> None:
 )
 def test_names_that_lead_elsewhere(name: object) -> None:
     assert not is_folder_name(name)
+
+
+def test_links_in_a_circle_cannot_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "note").symlink_to("note")
+    with pytest.raises(OSError, match="symbolic links"):
+        private_file.replace(tmp_path / "note", "{}")
