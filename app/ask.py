@@ -6,7 +6,6 @@ Question and answer go into the history, so that the next `ask --continue`, or t
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 import sys
 from contextlib import suppress
@@ -20,7 +19,9 @@ from .chat_client import ChatClient, TextDelta
 from .history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
 from .history.answer import unsaved
 from .history.exchange import ask_anew, ask_in
+from .history.exporting import json_text
 from .signals import ending_in_order
+from .widgets.plain import printable
 
 Form = Literal["text", "json", "lines"]
 """What goes to stdout: the text as it comes, one JSON object at the end, or one for each piece and one at the end."""
@@ -128,7 +129,7 @@ def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded
                     _print_end(update, loaded, sampling, "".join(pieces), form)
                     return
                 case Notice(title, cause):
-                    sys.stderr.write(f"floe-chat: {title}. {cause}\n")
+                    sys.stderr.write(printable(f"floe-chat: {title}. {cause}\n"))
                 case Failed():
                     raise _error(update)
                 case _:
@@ -138,7 +139,7 @@ def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded
 def _show(text: str, form: Form) -> None:
     if form == "json" or not text:
         return
-    sys.stdout.write(text if form == "text" else json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    sys.stdout.write(text if form == "text" else json_text({"text": text}) + "\n")
     sys.stdout.flush()
 
 
@@ -177,7 +178,7 @@ def _print_end(finished: Finished, loaded: Loaded, sampling: Sampling, text: str
         "bytes_per_token": stats.bytes_per_token,
         "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
     }
-    sys.stdout.write(json.dumps(fields, ensure_ascii=False) + "\n")
+    sys.stdout.write(json_text(fields) + "\n")
     sys.stdout.flush()  # the history may yet have to be waited for
 
 

@@ -285,6 +285,15 @@ def test_an_explanation_passes_no_escape_sequence_on(
     assert not {"\x1b", "\x07", "\u202e"} & set(ran.err)
 
 
+@pytest.mark.parametrize("form", ["--json", "--json-lines"])
+def test_json_passes_no_escape_sequence_on(tiny_pack: Path, tmp_path: Path, form: str) -> None:
+    pack = Path(shutil.copytree(tiny_pack, tmp_path / "p"))
+    edit_json(pack / "manifest.json", lambda fields: fields.update(name="a\x9b31m\u202eb\x1b]0;c\x07"))
+    ran = ask(pack, "say \x9b31m\u202e", *SHORT, form)
+    assert ran.code == 0 and not {"\x9b", "\u202e", "\x1b", "\x07"} & set(ran.out + ran.err)
+    assert json.loads(ran.out.splitlines()[-1])["model"].startswith("a")
+
+
 def test_progress_on_a_terminal_is_text_and_carriage_returns(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     ran = run_cli("ask", "-m", str(tiny_pack), "hi", *SHORT, terminal=True)
