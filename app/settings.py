@@ -248,9 +248,8 @@ class Settings:
         "Values above 1 make repeated words less likely; 1 is off.",
         unset=_MODELS_OWN.format(1),
         example=1.0,
-        low=0,
+        low=0.001,
         high=10,
-        above_low=True,
     )
     theme: str = _key("screen.theme", "floe", "The colours; the settings page lists the themes.")
     panel: str = _key(

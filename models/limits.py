@@ -67,7 +67,8 @@ def problem(values: Mapping[str, Any]) -> str | None:
     heads, keys = values.get("num_attention_heads") or 1, values.get("num_key_value_heads") or 1
     if heads % keys:
         return f"{heads:,} attention heads cannot share {keys:,} key and value heads."
-    size = values.get("head_dim") or (values["hidden_size"] // heads if "hidden_size" in values else 2)
+    known = "hidden_size" in values and values.get("num_attention_heads")  # a manifest names no heads
+    size = values.get("head_dim") or (values["hidden_size"] // heads if known else 2)
     if size < 2 or size % 2:
         return f"Its attention heads have {size} values; an even number is needed."
     return None

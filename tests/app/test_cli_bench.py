@@ -145,7 +145,7 @@ def test_the_table_fits_and_marks_what_is_noisy() -> None:
     assert max(map(len, lines)) <= 100
     assert any("23 % !" in line and "1.80x dense int4" in line and "1.23 s" in line for line in lines)
     assert any("0.0123 ms" in line and "33.3 GB/s" in line and "!" not in line for line in lines)
-    assert any("one run" in line and "1234 tok/s" in line and line.endswith("goal: less") for line in lines)
+    assert any("one run" in line and "1,230 tok/s" in line and line.endswith("goal: less") for line in lines)
 
 
 @pytest.mark.parametrize(("cores", "warned"), [(None, False), (0.1, False), (0.94, True)])

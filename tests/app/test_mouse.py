@@ -71,14 +71,14 @@ async def test_stopping_stays_in_reach_on_a_narrow_terminal(size: tuple[int, int
 
 async def test_the_way_through_the_wizard(monkeypatch: pytest.MonkeyPatch) -> None:
     async with showing("wizard-machine", (100, 34), monkeypatch) as pilot:
-        await click(pilot, "Enter goes on")
-        await see(pilot, "Answers at about")
+        await click(pilot, "Enter continues")
+        await see(pilot, "Speed: ")
         await click(pilot, "Esc back")
         await see(pilot, "This machine")
-        await click(pilot, "Enter goes on")
-        await see(pilot, "Answers at about")
+        await click(pilot, "Enter continues")
+        await see(pilot, "Speed: ")
         await click(pilot, "Enter chooses")
-        await see(pilot, "Where to put it")
+        await see(pilot, "Models folder")
         await click(pilot, "Ctrl+D demo model")
         await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
 
@@ -88,14 +88,14 @@ async def test_asked_before_something_is_deleted(monkeypatch: pytest.MonkeyPatch
         await click(pilot, "olmoe")  # a click on a line chooses it
         await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
     async with showing("models-remove", (100, 34), monkeypatch) as pilot:
-        await click(pilot, "N or Esc keeps")
+        await click(pilot, "N or Esc cancels")
         await see(pilot, "X deletes it")
         await click(pilot, "X deletes it")
         await see(pilot, "Y deletes")
 
 
 def test_a_hint_is_clicked_where_it_names_a_key() -> None:
-    assert hint("Enter goes on").spans and hint("N or Esc keeps").spans and hint("Ctrl+D demo model").spans
+    assert hint("Enter continues").spans and hint("N or Esc cancels").spans and hint("Ctrl+D demo model").spans
     assert not hint("↑ ↓ look").spans and not hint("◂ ▸ turn").spans and not hint("Another one").spans
     assert [key_name(key) for key in ("ctrl+p", "f1", "escape", "q", "pageup,up")] == [
         "Ctrl+P",
@@ -104,4 +104,4 @@ def test_a_hint_is_clicked_where_it_names_a_key() -> None:
         "q",
         "PageUp",
     ]
-    assert rows(("Enter goes on", "Esc back", "S stops"), 24) == [["Enter goes on", "Esc back"], ["S stops"]]
+    assert rows(("Enter chooses", "Esc back", "S stops"), 24) == [["Enter chooses", "Esc back"], ["S stops"]]

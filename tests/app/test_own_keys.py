@@ -82,7 +82,7 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
             await pilot.press(key)
             await until(pilot, lambda: isinstance(pilot.app.screen, ChatScreen))
         pilot.app.push_screen(WizardScreen(setups, surveyor=survey))
-        await see(pilot, "Enter goes on", "Ctrl+X quit")
+        await see(pilot, "Enter continues", "Ctrl+X quit")
         assert not wrong(pilot)
         await pilot.press("escape")
         await pilot.resize_terminal(50, 18)
@@ -146,7 +146,7 @@ def test_hints_are_pressed_by_their_key() -> None:
         ("F12 help", "f12"),
         ("Esc back", "escape"),
         ("PageDown on", "pagedown"),
-        ("N or Esc keeps", "n"),
+        ("N or Esc cancels", "n"),
     ):
         (span,) = hint(words).spans
         assert f"press('{key}')" in str(span.style), words

@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -223,10 +224,9 @@ def _module(kind: str) -> types.ModuleType:
 
 
 def _peak() -> int:
-    """The most memory in bytes that this process has had."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most memory in bytes that this process has had; `ru_maxrss` would begin with what its parent had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
 
 
 def _work(kind: str, first: int, scratch: Path, into: int) -> None:
