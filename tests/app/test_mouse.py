@@ -37,7 +37,7 @@ async def test_the_bottom_row_of_the_chat() -> None:
             ("F1 help", "Function keys", "Esc closes"),
             ("Ctrl+P commands", "Search for commands", ""),
             ("Balanced", "By hand", "Esc closes"),
-            ("scripted", "On this machine", "Esc back"),
+            ("scripted", "Installed", "Esc back"),
         ):
             await click(pilot, words)
             await see(pilot, page)

@@ -160,7 +160,7 @@ BAD = [
     ("sampling.top_k", "-1", "0 to 1,000,000"),
     ("sampling.temperature", "-0.1", "0 to 5"),
     ("sampling.min_p", "1.1", "0 to 1"),
-    ("sampling.repetition_penalty", "inf", "above 0, at most 10"),
+    ("sampling.repetition_penalty", "inf", "0.001 to 10"),
     ("chat.max_tokens", "0", "1 to 1,000,000"),
     ("chat.max_tokens", "99999999999999999999", "1 to 1,000,000"),
     ("chat.preset", "'Best'", "must be one of Exact, High, Balanced, Fast"),
