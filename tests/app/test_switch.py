@@ -177,6 +177,7 @@ async def test_a_finished_setup_names_the_key_that_leads_to_its_chat(
     async with app.run_test(size=(120, 36)) as pilot:
         await until(pilot, lambda: is_ready(app, "tiny"))
         setups.start(wish(REPO, "mine"))
+        await app._switch(None)  # pyright: ignore[reportPrivateUsage] - as leaving the wizard does
         await see(pilot, "mine is ready: F6 chats with it")
         await pilot.press("f6")
         await see(pilot, "mine is ready: choose it and press Enter to chat with it")
