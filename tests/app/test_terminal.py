@@ -202,13 +202,13 @@ def test_quitting_in_a_download_leaves_it_to_the_next_start(endless: list[str], 
     def continue_it(window: Window) -> None:
         window.until("● ready")
         window.type("/setup" + ENTER)
-        window.until("Begun, and not finished")
+        window.until("Unfinished setups")
         window.until("tiny")
         window.type(ENTER)
 
     with Window(endless) as window:
         continue_it(window)
-        window.until("is on its way")
+        window.until("Setting up tiny")
         fetched = hub.sent("/storage/")
         until(lambda: hub.sent("/storage/") > fetched + 10_000, "nothing more is fetched")
         window.type(ESCAPE)

@@ -40,7 +40,7 @@ async def to_progress(pilot: Pilot[int]) -> None:
 
 async def test_from_the_machine_to_the_first_chat(published: Path, hub: FakeHub, setups: Setups) -> None:
     async with around(wizard(setups, published)) as pilot:
-        await see(pilot, "This machine", "read at 33.1 GB/s", "no GPU", "Rates were measured")
+        await see(pilot, "This machine", "read at 33.1 GB/s", "no GPU", "speed was measured")
         await to_progress(pilot)
         await see(pilot, "tiny is ready", "Enter chats with it")
         await pilot.press("enter")
@@ -134,7 +134,7 @@ async def test_the_demo_while_it_downloads(published: Path, hub: FakeHub, setups
 @pytest.mark.parametrize("steps", [0, 1, 2])
 async def test_the_demo_is_always_one_key_away(published: Path, setups: Setups, steps: int) -> None:
     async with around(wizard(setups, published)) as pilot:
-        for words in ("Rates were measured", "recommended")[:steps]:
+        for words in ("speed was measured", "recommended")[:steps]:
             await see(pilot, words)
             await pilot.press("enter")
         await pilot.press("ctrl+d")
@@ -249,7 +249,7 @@ async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: 
             await see(pilot, "Enter looks it up")
             paste(pilot, named)
             await pilot.press("enter")
-            await see(pilot, "● 3/4/4", words)
+            await see(pilot, "● 4/4/8", words)
 
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)

@@ -67,7 +67,8 @@ def surveyor(ram: int = 48 << 30, disk: int = ROOMY, measured: list[bool] | None
 
     def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
         found = hardware.probe(catalog.models_folder())
-        found = dataclasses.replace(found, cpu="A test's processor", gpus=(), ram_available=ram, disk_free=disk)
+        found = dataclasses.replace(found, cpu="A test's processor", gpus=(), disk_free=disk)
+        found = dataclasses.replace(found, ram_total=ram, ram_available=ram, ram_limit=None)
         told(found)
         told("rows 4 bit")
         if measured is not None:
