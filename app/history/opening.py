@@ -98,8 +98,8 @@ def open_to_read(file: Path) -> Opened:
 
 
 def parts(file: Path) -> list[Path]:
-    """Which there are of the file, its write-ahead log and the index of that."""
-    paths = (file.with_name(file.name + ending) for ending in ("", "-wal", "-shm"))
+    """Which exist of the file, its rollback journal, its write-ahead log and that log's index."""
+    paths = (file.with_name(file.name + ending) for ending in ("", "-journal", "-wal", "-shm"))
     return [path for path in paths if path.exists()]
 
 
@@ -232,7 +232,8 @@ def _make_private(file: Path) -> tuple[Notice, ...]:
     """Folder 0700, file 0600; SQLite gives -wal and -shm the file's own mode.
 
     Raises:
-        OSError: it cannot be made, or it or its log is a folder, a pipe or a device, for which SQLite would wait.
+        OSError: it cannot be made, or it, its journal or log is a folder, a pipe or a device: SQLite would wait for
+            those.
     """
     private_file.own_folder(file.parent)
     if not file.exists():

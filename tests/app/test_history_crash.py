@@ -201,7 +201,9 @@ def test_only_the_owner_may_read_it(file: Path) -> None:
         os.umask(before)
 
 
-@pytest.mark.parametrize("part", ["history.db", "history.db-wal", "history.db-shm", "history.db-checked"])
+@pytest.mark.parametrize(
+    "part", ["history.db", "history.db-journal", "history.db-wal", "history.db-shm", "history.db-checked"]
+)
 @pytest.mark.parametrize("what", ["pipe", "folder"])
 def test_a_pipe_or_folder_in_its_place_is_refused_at_once(file: Path, part: str, what: str) -> None:
     if part != "history.db":
