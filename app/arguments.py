@@ -25,8 +25,8 @@ def need_folder() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        cause = f"It was deleted or cannot be read: {error.strerror}."
-        raise FloeError("The current folder is not there", cause, "Change to another one: cd ~") from error
+        cause = f"{error.strerror}."
+        raise FloeError("The current folder no longer exists", cause, "Change to another one: cd ~") from error
 
 
 def need_terminal() -> None:
@@ -40,8 +40,8 @@ def need_terminal() -> None:
         )
     if os.environ.get("TERM") == "dumb":
         raise UsageError(
-            "The chat screen cannot be painted here",
-            "This terminal has no cursor to move: TERM is dumb.",
+            "The chat screen cannot be shown here",
+            "The terminal says that it cannot move its cursor (TERM=dumb).",
             "Chat line by line: floe-chat --plain",
         )
 

@@ -138,8 +138,8 @@ def pack(
     manifest = make_manifest(source, spec, tokens, name)
     if tokens.numel() and int(tokens.max()) >= source.config.vocab_size:
         raise CheckpointError(
-            "The checkpoint's tokenizer is not its own",
-            f"It knows token {int(tokens.max())}; the weights have {source.config.vocab_size} tokens.",
+            "The tokenizer does not belong to this checkpoint",
+            f"It has token {int(tokens.max())}; the weights are for {source.config.vocab_size} tokens.",
             "Download the model's own tokenizer files.",
         )
     dense = DensePart(source, spec.dense)

@@ -188,7 +188,7 @@ class Packing:
         write_tensors(self._folder / PROFILE, stacked | self._training.tensors())
 
     def _told(self, layer: int) -> None:
-        self._clock.say(f"Learning to look ahead from layer {layer + 1} of {self._layers}")
+        self._clock.say(f"Training the predictor after layer {layer + 1} of {self._layers}")
 
 
 class _Clock:

@@ -141,7 +141,7 @@ def test_a_folder_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert "current folder is not there" in explained(run_cli("doctor"), 1)
+    assert "current folder no longer exists" in explained(run_cli("doctor"), 1)
     assert run_cli("--help").code == 0
 
 
