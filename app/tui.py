@@ -421,4 +421,4 @@ def run_app(terminal: Terminal, beginning: Beginning) -> int:
         saved = close()
     if not saved:
         sys.stderr.write("floe-chat: a part of this chat could not be saved\n")
-    return 1 if code is None else code
+    return code or 1 if code is None or not saved else code

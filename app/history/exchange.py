@@ -62,7 +62,7 @@ def ask_anew(history: History, text: str, setup: Setup, attachments: Sequence[At
 
 
 def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Message]:
-    """A branch as the model gets it: the instructions if there are any, then user and assistant in turn.
+    """A branch as the model gets it: the system prompt if there is one, then user and assistant in turn.
 
     A question that got no answer, or a blank one, is left out: chat templates want the roles to alternate.
     """

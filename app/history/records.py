@@ -32,7 +32,7 @@ class Setup:
 
     Attributes:
         model: what `--model` takes. preset: None is the model's own default.
-        system_prompt: the instructions in force. persona: the name they came under, or "".
+        system_prompt: the one in force. persona: the name it came under, or "".
         quality: what was set by hand, in the preset's place; None: the preset is in force.
     """
 

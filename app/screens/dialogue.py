@@ -161,7 +161,7 @@ class Dialogue:
     def turns(self, window: int, before: Message | None = None) -> tuple[list[Turn], list[int]]:
         """What the model gets up to the last question (the last one `before` an answer), and the id of each message.
 
-        The instructions come first and have no id. Roles alternate, as chat templates require: a question without an
+        The system prompt comes first and has no id. Roles alternate, as chat templates require: a question without an
         answer is left out. Messages so far back that `window` tokens cannot hold them are not even read.
         """
         kept: list[Message] = []
@@ -180,9 +180,9 @@ class Dialogue:
                 answered.append(message)
             elif answered and answered[-1].role == "user" and message.text.strip():
                 answered.append(message)
-        instructions = [Turn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
+        system = [Turn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
         turns = [Turn(message.role, prompt_of(message)) for message in answered]
-        return instructions + turns, [message.id for message in answered]
+        return system + turns, [message.id for message in answered]
 
     def _cut(self, before: Message) -> None:
         """Leave out `before` and all that follows it."""

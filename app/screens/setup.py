@@ -1,4 +1,4 @@
-"""What one chat is answered with: its title, persona, quality, instructions and sampling values."""
+"""What one chat is answered with: its title, persona, quality, system prompt and sampling values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
             id="quality",
             compact=True,
         )
-        self._instructions = TextArea(
+        self._system_prompt = TextArea(
             setup.system_prompt, placeholder="What the model reads before the chat", tab_behavior="focus"
         )
         self._trouble = Static("", markup=False, classes="trouble")
@@ -70,7 +70,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
                 yield _row("Persona", self._persona)
             yield _row("Quality", self._quality, f"{key_of(self, 'quality')} compares them")
             yield Static("System prompt", classes="heading")
-            yield self._instructions
+            yield self._system_prompt
             yield Static("Sampling", classes="heading")
             for name in NAMES:
                 value = getattr(self._setup.sampling, name)
@@ -81,13 +81,13 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
                 yield Button("Save", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        self._instructions.focus(scroll_visible=False)  # it is; and the page is not laid out yet
+        self._system_prompt.focus(scroll_visible=False)  # it is; and the page is not laid out yet
 
     @on(Select.Changed)
     def _take_persona(self, event: Select.Changed) -> None:
         persona = self._personas.get(str(event.value))
         if persona is not None and str(event.value) != self._setup.persona:
-            self._instructions.load_text(persona.system_prompt)
+            self._system_prompt.load_text(persona.system_prompt)
             for name in NAMES:
                 if (value := getattr(persona, name, None)) is not None:
                     self.query_one(f"#{name}", Input).value = f"{value:g}"
@@ -107,10 +107,10 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
         except UsageError as error:
             self._trouble.update(f"{error.title}: {error.cause}")
             return
-        text = self._instructions.text.strip()
+        text = self._system_prompt.text.strip()
         persona = "" if self._persona.value is Select.NULL else str(self._persona.value)
         if persona and self._personas[persona].system_prompt != text:
-            persona = ""  # they are not its instructions any more
+            persona = ""  # it is no longer its system prompt
         setup = replace(self._setup, sampling=sampling, system_prompt=text, persona=persona)
         if (preset := self._quality.value) not in (Select.NULL, self._in_force):
             setup = replace(setup, preset=str(preset), quality=None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import string
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,22 @@ def test_quitting_in_a_download_leaves_it_to_the_next_start(endless: list[str], 
         window.type(QUIT)
         assert (window.end(), is_gone(window)) == (0, True)
     assert unfinished() == [] and PackedModel.open(find("tiny")).manifest.source.name == REPO
+
+
+def test_what_could_not_be_saved_is_the_exit_code(endless: list[str], history: History) -> None:
+    with Window(endless) as window:
+        window.until("● ready")
+        begin_answer(window, history, "first")
+        window.type(ESCAPE)
+        window.until("stopped by you")
+        with closing(sqlite3.connect(history_file(), isolation_level=None)) as lock:
+            lock.execute("BEGIN IMMEDIATE")
+            window.type("second" + ENTER)
+            window.until("● writing")
+            window.type(QUIT)
+            assert window.end() == 1
+        window.until("could not be saved")
+    assert last_answer(history).role == "assistant"
 
 
 def test_a_wrong_command_line_is_told_on_the_shells_own_page() -> None:
