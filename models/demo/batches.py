@@ -14,6 +14,7 @@ from .vocabulary import BOS, END_USER, EOS, USER, mark_id
 ROW_LENGTHS = (256, 512, 1024, 512)
 TOKENS_PER_BATCH = 1024
 PLAIN_ROW_SHARE = 0.04
+TEXT_FIRST_SHARE = 0.2
 
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and for each whether the model is to predict it."""
@@ -60,7 +61,8 @@ def batches(
     plain: share of rows without dialogues.
 
     A row holds whole dialogues only, because an answer cut off from its question would teach guessing; what
-    remains of the row is filled with plain text, at its start or at its end.
+    remains of the row is filled with plain text. Most rows begin with a dialogue, as every chat does: a short message
+    with nothing in front of it has to be seen often.
     """
     rng = random.Random(seed)
     maker, encoder = DialogueMaker(rng), Encoder(tokenizer)
@@ -83,7 +85,7 @@ def _row(
         wanted += more_wanted
     rest = length - len(ids)
     text = [next(filler) for _ in range(rest)]
-    if rng.random() < 0.5:
+    if rng.random() < TEXT_FIRST_SHARE:
         return text + ids, [True] * rest + wanted
     return ids + text, wanted + [True] * rest
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pydoc_data import topics as python_docs
 from typing import Literal
 
-from .facts import FOLLOW_UPS, Fact, demo_texts, read_facts, read_heldout, read_scope, read_templates
+from .facts import (
+    FOLLOW_UPS,
+    Fact,
+    demo_texts,
+    read_facts,
+    read_first_messages,
+    read_heldout,
+    read_scope,
+    read_templates,
+)
 from .paraphrase import Dress, Typist
 
 # Kept out of training: half of them measure the held-out loss, all of them may appear in other texts.
@@ -28,6 +37,7 @@ HELD_OUT_DOCS = (
 SMALL_TALK = "smalltalk"
 NO_SUBJECT = "follow-up without a subject"
 
+FIRST_SHARE = 0.15  # of dialogues begin with what newcomers write first
 SMALL_TALK_SHARE = 0.10
 DECLINED_SHARE = 0.14
 FOLLOW_UP_SHARE = 0.4  # while the subject still has something to tell
@@ -55,6 +65,8 @@ class DialogueMaker:
         self._typist = Typist(rng, self._templates)
         self._scope = read_scope()
         self._held_out = HeldOut()
+        by_name = {fact.name: fact for fact in facts}
+        self._first = [(message, by_name[name]) for message, name in read_first_messages().items()]
         # Records that can be asked in many ways are asked somewhat more often.
         self._weights = [2.0 + sum(map(len, fact.forms.values())) ** 0.5 for fact in self._facts]
         self._small_talk_weights = [sum(map(len, fact.forms.values())) for fact in self._small_talk]
@@ -71,7 +83,10 @@ class DialogueMaker:
         declined = False
         for turn in range(rng.choice(TURNS)):
             left = subject is not None and set(subject.follow_ups) - told
-            if subject is not None and rng.random() < (FOLLOW_UP_SHARE if left else VAIN_FOLLOW_UP_SHARE):
+            if turn == 0 and rng.random() < FIRST_SHARE:
+                message, subject = rng.choice(self._first)
+                question, answer = self._allowed("q", [message], Dress.SMALL_TALK), subject.answer
+            elif subject is not None and rng.random() < (FOLLOW_UP_SHARE if left else VAIN_FOLLOW_UP_SHARE):
                 question, answer = self._follow_up(subject, told, messages[-1].content)
             elif declined and rng.random() < VAIN_FOLLOW_UP_SHARE:
                 question = self._allowed(f"follow_{rng.choice(FOLLOW_UPS)}", [""], Dress.FOLLOW_UP)

@@ -82,6 +82,11 @@ def read_scope() -> list[Topic]:
     return json.loads((demo_texts() / "scope.json").read_text(encoding="utf-8"))
 
 
+def read_first_messages() -> dict[str, str]:
+    """What newcomers write first -> the name of the record that answers it."""
+    return json.loads((demo_texts() / "first.json").read_text(encoding="utf-8"))
+
+
 def read_heldout() -> list[Check]:
     """Questions that no training text may contain."""
     lines = (demo_texts() / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
