@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -75,6 +77,8 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
         try:
             catalog.find(model, saved=True)
             options["model"] = model
+            if "preset" not in given:
+                options["preset"] = _own_preset(saved, catalog.find(model, saved=True)) or options["preset"]
         except FloeError as error:
             remark = model_choice.missing(model, error, options["model"])
     pack = catalog.find(options.pop("model"))
@@ -82,6 +86,16 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     sampling, max_tokens, system = sampling_from(options, pack)
     client = ChatClient(pack, preset, device, memory_size(vram), found.settings.advanced)
     return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark)
+
+
+def _own_preset(chat: Conversation, pack: Path) -> str | None:
+    """The preset that the chat was answered with, if its model still has it."""
+    from ..engine import quality
+    from ..models.packed import PackedModel
+
+    with suppress(FloeError):
+        return quality.get(chat.setup.preset or "", PackedModel.open(pack).manifest).name
+    return None
 
 
 def need_saving(beginning: Beginning) -> None:

@@ -58,6 +58,13 @@ def test_ask_continues_a_chat_with_its_own_model(olmoe: Path, tiny_pack: Path) -
     assert (answered_by(ran), ran.err) == ("olmoe", "")
 
 
+def test_a_chat_is_continued_at_its_own_preset(olmoe: Path) -> None:
+    assert json.loads(run_cli("ask", "hi", *SHORT, "-m", "olmoe", "--preset", "fast").out)["preset"] == "Fast"
+    assert json.loads(run_cli("ask", "hi", *SHORT, "--continue").out)["preset"] == "Fast"
+    assert json.loads(run_cli("ask", "hi", *SHORT, "--continue", "--preset", "High").out)["preset"] == "High"
+    assert json.loads(run_cli("ask", "hi", *SHORT).out)["preset"] == "Balanced"
+
+
 def test_a_model_that_is_gone_is_named_with_the_one_that_answers_instead(olmoe: Path) -> None:
     chat_of("olmoe", "of olmoe")
     (olmoe / "manifest.json").unlink()
