@@ -104,8 +104,10 @@ def _installed(one: catalog.Installed) -> Model:
         details = " ".join(part for part in (f"{error.title}.", error.cause, error.hint) if part)
         return Model("installed", one.name, one.bytes, "", details, error.title, one.folder)
     bits = setup_words.in_bits(manifest.widths)
-    about = f"built in, {bits}" if one.name == catalog.DEMO else bits
-    details = f"Packed from {manifest.source.name} at {setup_words.named(manifest.widths)}. Folder: {one.folder}"
+    built_in = one.name == catalog.DEMO
+    about = f"built in, {bits}" if built_in else bits
+    origin = "Comes with floe-chat" if built_in else f"Packed from {manifest.source.name}"
+    details = f"{origin}, at {setup_words.named(manifest.widths)}. Folder: {one.folder}"
     return Model("installed", one.name, one.bytes, about, details, "", one.folder)
 
 
