@@ -60,7 +60,7 @@ def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, fo
     if wanted is None:
         wanted, token = _planned(_needed(model, begun), name, given, ask=not yes)
     else:
-        _check_same(wanted, given)
+        _check_same(wanted, given, model)
         note(f"Continuing the setup of {wanted.name}.")
     ctx.exit(_run(wanted, token))
 
@@ -86,7 +86,7 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
     """
     if model is None and name is None:
         return begun[0] if len(begun) == 1 else None
-    source, usual = _meaning(model)
+    source, usual, _ = _meaning(model)
     if name is not None:
         found = next((one for one in begun if one.name == name), None)
         if found is not None and model is not None and found.model != source:
@@ -109,23 +109,30 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
     return same[0] if same else None
 
 
-def _meaning(model: str | None) -> tuple[str | None, str | None]:
-    """What `wish` would set up and call it; None twice if the model means nothing."""
+def _meaning(model: str | None) -> tuple[str | None, str | None, str]:
+    """What `wish` would set up and call it, both None if the model means nothing; and the commit, if one is named."""
     try:
         source = catalog.source(model) if model else None
     except UsageError:
         source = None
-    return (source.place, source.name) if source else (None, None)
+    return (source.place, source.name, source.commit) if source else (None, None, "")
 
 
-def _check_same(wanted: Wish, given: dict[str, int]) -> None:
-    """Raises: UsageError: other widths were given than those that the setup was started with."""
+def _check_same(wanted: Wish, given: dict[str, int], model: str | None) -> None:
+    """Raises: UsageError: other widths or another commit were given than those that the setup was started with."""
     now = {"up": (wanted.up,), "rows": (wanted.gate, wanted.down), "dense": (wanted.dense,)}
     if any(set(now[part]) != {count} for part, count in given.items()):
         raise UsageError(
             f"The setup of {wanted.name} was started with other widths",
             f"Up has {wanted.up} bits, gate {wanted.gate}, down {wanted.down}, attention {wanted.dense}.",
             f"Leave the widths out to continue it, or delete it first: floe-chat setup {wanted.name} --forget",
+        )
+    asked = _meaning(model)[2]
+    if asked and wanted.commit and wanted.commit != asked:
+        raise UsageError(
+            f"The setup of {wanted.name} was started with another commit",
+            f"It downloads commit {wanted.commit} of {wanted.model}.",
+            f"Leave the commit out to continue it, or delete it first: floe-chat setup {wanted.name} --forget",
         )
 
 

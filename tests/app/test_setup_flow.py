@@ -284,6 +284,9 @@ def test_the_command_goes_on_with_what_was_begun(hub: FakeHub) -> None:
     for widths in (["--up", "8"], ["--rows", "3"], ["--up", "3", "--rows", "4", "--dense", "8"]):
         other = runner.invoke(cli, ["setup", REPO, *widths], standalone_mode=False)
         assert isinstance(other.exception, UsageError) and "tiny --forget" in other.exception.hint
+    pinned = f"https://huggingface.co/{REPO}/tree/" + "0123456789" * 4
+    other = runner.invoke(cli, ["setup", pinned, "--name", "tiny"], standalone_mode=False)
+    assert isinstance(other.exception, UsageError) and "another commit" in other.exception.title
     done = runner.invoke(cli, ["setup", REPO, "--up", "3", "--rows", "4", "--dense", "4"])
     assert done.exit_code == 0, done.stderr
     assert "Continuing the setup of tiny." in done.stderr and "tiny is ready" in done.stderr
