@@ -256,12 +256,12 @@ def _speed(one: Option) -> str:
 
 
 def here() -> Machine:
-    """This machine; the first time it is measured, which takes a few seconds."""
+    """This machine; it is measured the first time, and again if other programs disturbed that: some seconds."""
     from ..engine import hardware, machine, rates
     from ..models.catalog import models_folder
 
     folder = models_folder()
-    measured = rates.Measured.load(rates.kept_file())
+    measured = rates.reliable()
     if measured is None:
         with measuring() as report:
             measured = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))

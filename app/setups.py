@@ -61,14 +61,14 @@ class Surveyor(Protocol):
 
 
 def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
-    """This machine; its rates are measured once, which takes a few seconds."""
+    """This machine; its rates are measured the first time, and again if other programs disturbed that: some seconds."""
     from ..engine import hardware, machine, rates
 
     folder = catalog.models_folder()
     found = hardware.probe(folder)
     told(found)
-    kept = None if again else rates.Measured.load(rates.kept_file())
-    measured = kept or rates.measure(folder, told)
+    saved = None if again else rates.reliable()
+    measured = saved or rates.measure(folder, told)
     return Survey(found, machine.here(found, measured), dict(measured.rates))
 
 

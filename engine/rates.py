@@ -95,6 +95,12 @@ def kept_file() -> Path:
     return kept.rates_folder() / f"{hardware.machine_id()}-machine.json"
 
 
+def reliable() -> Measured | None:
+    """The saved rates; None if there are none, or if other programs disturbed them, so that they are measured again."""
+    saved = Measured.load(kept_file())
+    return None if saved is None or saved.disturbed else saved
+
+
 def measure(folder: Path, report: Callable[[str], None]) -> Measured:
     """Measure everything, on the first GPU and on the disk of `folder`, and keep it."""
     rates: dict[str, float] = {}

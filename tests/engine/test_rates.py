@@ -71,6 +71,15 @@ def test_rubbish_is_ignored(tmp_path: Path, text: str) -> None:
     assert Measured.load(tmp_path / "nothing.json") is None
 
 
+def test_disturbed_rates_are_not_relied_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rates, "kept_file", lambda: tmp_path / "rates.json")
+    assert rates.reliable() is None
+    SOME.save(rates.kept_file())
+    assert rates.reliable() == SOME
+    replace(SOME, busy=1.4).save(rates.kept_file())
+    assert rates.reliable() is None and Measured.load(rates.kept_file()) is not None
+
+
 def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     SOME.save(tmp_path / "file" / "rates.json")
