@@ -40,9 +40,9 @@ _MODEL = (
         "--model",
         "-m",
         default="demo",
-        show_default="the model chosen last",
         metavar="NAME|FOLDER",
-        help="A packed model for this run: a name that `floe-chat models` lists, or a folder.",
+        help="A packed model for this run: a name that `floe-chat models` lists, or a folder.  [default: the model "
+        "chosen last]",
     ),
     click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
     click.option(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,7 +26,21 @@ if TYPE_CHECKING:
 
 _JSON = click.option("--json", "as_json_lines", is_flag=True, help="Print one JSON object per line.")
 
-NUMBER = click.IntRange(1, 2**62)
+
+class _Number(click.ParamType):
+    """The number of a saved chat, or its id."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= 2**62):
+            text = text if len(text) < 40 else f"{text[:40]}…"
+            self.fail(f"{text!r} is not the number of a chat; `floe-chat history list` shows them.", param, ctx)
+        return int(text)
+
+
+NUMBER = _Number()
 
 
 @click.group(cls=SuggestingGroup)

@@ -270,3 +270,9 @@ def test_numbers_that_are_none_are_usage_errors(filled: Path) -> None:
     for arguments in (["show", "x"], ["show"], ["delete"], ["search"], ["list", "-n", "0"], ["show", "9" * 30]):
         assert history(*arguments).code == 2, arguments
     assert os.path.lexists(filled)
+
+
+@pytest.mark.parametrize("number", ["0", "x", "²", "1.5", "9" * 5000])
+def test_what_is_no_number_of_a_chat_is_a_usage_error(number: str) -> None:
+    ran = run_cli("history", "show", number)
+    assert ran.code == 2 and "is not the number of a chat" in ran.err and len(ran.err) < 400
