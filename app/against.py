@@ -29,7 +29,7 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         "text that packing did not use]",
     ),
     click.option(
-        "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How much of the text to read."
+        "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How many tokens of the text to read."
     ),
     click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),

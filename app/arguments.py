@@ -17,7 +17,7 @@ from ..models.errors import FloeError, UsageError
 
 _MOST_ASKED = 64 << 20  # characters of one part of a question: no model reads that many
 _SILENCE = 2.0  # seconds
-_WAITING = f"floe-chat: waiting for the end of what is piped in; with <{os.devnull} nothing is\n"
+_WAITING = f"floe-chat: waiting for the end of the piped input; <{os.devnull} gives none\n"
 
 
 def need_folder() -> None:
@@ -99,7 +99,7 @@ def need_text(what: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{what} is not text", "It is not UTF-8.", "Give it in UTF-8.") from error
+        raise UsageError(f"{what} is not text", "It is not UTF-8.", "Encode it as UTF-8.") from error
 
 
 def read_text(file: Path, most: int = 1 << 30) -> str:

@@ -14,24 +14,24 @@ from .bench_table import finish, measuring
 from .command_names import SuggestingGroup
 
 
-@click.group(cls=SuggestingGroup)
+@click.group(cls=SuggestingGroup, short_help="Measure how fast the engine and its parts are.")
 def bench() -> None:
-    """Measure this machine: what the engine and its parts reach on it.
+    """Measure how fast the engine and its parts are on this machine.
 
-    Every run is kept in a file of this machine's own; what got slower since another release is named.
+    Results are saved on this machine. A later run reports what became slower than in an earlier release.
 
     Example: floe-chat bench kernels --quick
     """
 
 
-@bench.command()
+@bench.command(short_help="Time the kernels at Mixtral's width.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: cuda if there is one]")
 @with_options(*TIMING)
 def kernels(device: str | None, threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
     """Time the kernels at Mixtral's width beside what the memory delivers.
 
     On a CPU it takes about a minute (--quick, the default widths alone: half of that) and 3 GB of memory, on a GPU
-    5 GB of its memory. Nothing is downloaded. Close other programs first; a section that they disturbed says so.
+    5 GB of its memory. Nothing is downloaded. Close other programs first; a disturbed section is marked.
 
     Example: floe-chat bench kernels --quick --json > kernels.json
     """
@@ -50,7 +50,7 @@ def kernels(device: str | None, threads: int | None, runs: int | None, quick: bo
     finish(table, as_json=as_json)
 
 
-@bench.command()
+@bench.command(short_help="Time how rows are packed and copied to the GPU.")
 @with_options(*TIMING)
 def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
     """Time how active neurons are packed and copied, by chunk size, beside what a large copy reaches.
@@ -73,17 +73,19 @@ def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) 
     finish(table, as_json=as_json)
 
 
-@bench.command()
+@bench.command(short_help="Compare engines on cards smaller than the model.")
 @click.argument("model", default="demo", metavar="[MODEL]")
 @click.option("--card", "cards", multiple=True, metavar="NAME", help="A virtual card, such as sim:rtx3060-12gb@8gb.")
-@click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="How many the model reads.")
-@click.option("--skew", type=click.FloatRange(0), help="Draw the routing with this skew instead of the model's own.")
+@click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="Tokens that the model reads.")
+@click.option(
+    "--skew", type=click.FloatRange(0), help="Draw experts at random with this skew, instead of by the model's router."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
 def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None, as_json: bool) -> None:
     """Compare engines where the model is larger than the card, on virtual cards.
 
-    What MODEL asks for while it reads a text drives this engine and others at Mixtral's width. Nothing is downloaded
-    and no GPU is needed; times are virtual, with our own time on this host and without it. A card takes two minutes.
+    MODEL reads a text, and its routing drives this engine and others at Mixtral's width. Nothing is downloaded and no
+    GPU is needed. Times are virtual, with and without the time of floe-chat's own code. A card takes two minutes.
 
     Example: floe-chat bench offload --card sim:rtx3060-12gb
     """
@@ -98,13 +100,13 @@ def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None,
     finish(table, as_json=as_json)
 
 
-@bench.command()
+@bench.command(short_help="Time a whole `floe-chat ask` and its parts.")
 @click.argument("model", default="demo", metavar="[MODEL]")
 @with_options(*RUNS)
 def startup(model: str, runs: int | None, as_json: bool) -> None:
-    """Time how long a person waits: a whole `floe-chat ask`, its parts, and the first token of a loaded model.
+    """Time the start: a whole `floe-chat ask`, its parts, and the first token of a loaded model.
 
-    Each run starts two fresh processes, after one that does not count.
+    Each run starts two new processes. The first run is not counted.
 
     Example: floe-chat bench startup
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SPEED: tuple[Option, ...] = (
     *MODEL,
     click.option(
-        "--device", type=click.Choice(["cpu", "cuda"]), help="Where it runs.  [default: cuda if there is one]"
+        "--device", type=click.Choice(["cpu", "cuda"]), help="Where the model runs.  [default: cuda if there is one]"
     ),
     click.option(
         "--preset",
@@ -32,7 +32,7 @@ _SPEED: tuple[Option, ...] = (
         "presets",
         multiple=True,
         metavar="NAME",
-        help='Only this one, or "No sparsity"; may be repeated.  [default: all that the model can run]',
+        help='Measure only this preset, or "No sparsity"; may be repeated.  [default: all that the model can run]',
     ),
     click.option(
         "--peer",
@@ -43,19 +43,19 @@ _SPEED: tuple[Option, ...] = (
         "--peer-files",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where llama.cpp's files are made and kept: 7.4 GB for mixtral-8x7b.  [default: the cache folder]",
+        help="Where llama.cpp's files are stored: 7.4 GB for mixtral-8x7b.  [default: the cache folder]",
     ),
     *TIMING,
 )
 
 
-@click.command()
+@click.command(short_help="Time how fast MODEL answers.")
 @with_options(*_SPEED)
-@click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Of the prompt to be answered.")
+@click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Length of the prompt, in tokens.")
 def decode(**options: Any) -> None:
     """Time how fast MODEL answers, token by token: whole, per layer, and until its first token.
 
-    A synthetic Mixtral takes 0.8 GB of memory per layer and 1 GB beside them, llama.cpp 7.4 GB more. --quick measures
+    A synthetic Mixtral takes 0.8 GB of memory per layer and 1 GB more; llama.cpp takes another 7.4 GB. --quick measures
     the default preset alone.
 
     Example: floe-chat bench decode --synthetic mixtral-8x7b --peer PEER/bin/python
@@ -63,9 +63,11 @@ def decode(**options: Any) -> None:
     _speed("decode", **options)
 
 
-@click.command()
+@click.command(short_help="Time how fast MODEL reads a prompt.")
 @with_options(*_SPEED)
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="Of the prompt.")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt, in tokens."
+)
 def prefill(**options: Any) -> None:
     """Time how fast MODEL reads a prompt: whole, per layer, and until its first token.
 
@@ -76,7 +78,7 @@ def prefill(**options: Any) -> None:
     _speed("prefill", **options)
 
 
-@click.command()
+@click.command(short_help="Time what each part of the engine gains.")
 @with_options(*MODEL, *TIMING)
 def ablation(
     model: str | None,
@@ -87,10 +89,10 @@ def ablation(
     as_json: bool,
     **widths: int | None,
 ) -> None:
-    """Time what each part of the engine is worth: added in turn, each beside the step before and beside the first.
+    """Time what each part of the engine gains: parts are added one by one, from transformers' own model on.
 
-    On the CPU. The first is transformers' own model in 16 bit, so a synthetic Mixtral takes 4 GB of memory per layer
-    and 4 GB beside them (2 layers unless --layers says more). --quick leaves transformers' own out: 1 GB per layer.
+    Runs on the CPU. transformers' own model has 16-bit weights: a synthetic Mixtral takes 4 GB of memory per layer and
+    4 GB more (2 layers unless --layers says more). --quick leaves this model out: 1 GB per layer.
 
     Example: floe-chat bench ablation --synthetic mixtral-8x7b
     """
@@ -178,7 +180,7 @@ def _spec(name: str | None, model: str | None, widths: dict[str, int | None], la
             raise UsageError(f"--{next(iter(given))} is for a synthetic model", "", "Add --synthetic mixtral-8x7b.")
         return None
     if model is not None:
-        raise UsageError("A pack and a synthetic model were named", "", f"Leave out {model} or --synthetic.")
+        raise UsageError("A pack and a synthetic model were both given", "", f"Leave out {model} or --synthetic.")
     from ..engine.bench.synthetic import Spec
 
     return Spec(name, **{"layers": layers, **given})

@@ -12,21 +12,19 @@ from ..models.errors import UsageError
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 
-_RUNS = click.option(
-    "--runs", type=click.IntRange(1), help="Timed runs of each figure, after those to warm up.  [default: 5]"
-)
+_RUNS = click.option("--runs", type=click.IntRange(1), help="Timed runs of each figure, after warm-up.  [default: 5]")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
 RUNS: tuple[Option, ...] = (_RUNS, _JSON)
 TIMING: tuple[Option, ...] = (
     click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: as many as the engine would use]"),
     _RUNS,
-    click.option("--quick", is_flag=True, help="Fewer figures: only what is the default."),
+    click.option("--quick", is_flag=True, help="Measure only the defaults: fewer figures."),
     _JSON,
 )
 MODEL: tuple[Option, ...] = (
     click.argument("model", required=False, metavar="[MODEL]"),
     click.option("--synthetic", metavar="NAME", help="Measure a model of random weights instead: mixtral-8x7b."),
-    click.option("--layers", type=int, help="How many layers it has, at least 2.  [default: 3]"),
+    click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
     click.option("--up", type=int, help="Bits of its up projections: 2, 3, 4, 8 or 16.  [default: as pack]"),
     click.option("--rows", type=int, help="Bits of its gate and down: 2, 3, 4, 8 or 16.  [default: as pack]"),
     click.option("--dense", type=int, help="Bits of its attention: 4, 8 or 16.  [default: as pack]"),

@@ -26,7 +26,7 @@ _HEAD = f"{'':{_NAME}}{'time':>{_TIME}}{'rate':>{_RATE}}{'of floor':>{_SHARE}}{'
 _LEGEND = (
     "time      of one call, the median of all runs",
     "of floor  its rate over the rate of the row named floor, compared run by run",
-    "spread    the middle half of the runs over the median; above 15 % it is marked !: busy machine?",
+    "spread    the middle half of the runs over the median; above 15 % it is marked !: the machine may be busy",
     "2.00x A   twice as fast as row A of the same section",
 )
 
@@ -75,7 +75,7 @@ def _remember(fields: dict[str, Any]) -> Verdict:
     try:
         history.append(file, {"time": datetime.now(UTC).isoformat(timespec="seconds"), **fields})
     except OSError as error:
-        click.echo(f"floe-chat: this run is not kept: {error.strerror or error}: {file}", err=True)
+        click.echo(f"floe-chat: this run was not saved: {error.strerror or error}: {file}", err=True)
     return verdict
 
 

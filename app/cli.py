@@ -41,8 +41,7 @@ _MODEL = (
         "-m",
         default="demo",
         metavar="NAME|FOLDER",
-        help="A packed model for this run: a name that `floe-chat models` lists, or a folder.  [default: the model "
-        "chosen last]",
+        help="A packed model for this run: its name, or its folder.  [default: the model chosen last]",
     ),
     click.option("--preset", "-p", metavar="NAME", help="Exact, High, Balanced or Fast.  [default: Balanced]"),
     click.option(
@@ -50,7 +49,7 @@ _MODEL = (
         default="auto",
         show_default=True,
         metavar="NAME",
-        help="auto, cpu, cuda or cuda:N; sim:NAME plays a card in virtual time.",
+        help="auto, cpu, cuda or cuda:N; sim:NAME simulates a card in virtual time.",
     ),
     click.option(
         "--vram", metavar="SIZE", help="Use at most this much GPU memory, such as 10gb.  [default: what is free]"
@@ -72,11 +71,15 @@ _SAMPLING = (
         help="Drop tokens below this share of the likeliest token's probability.  [default: 0.05]",
     ),
     click.option("--repetition-penalty", type=float, help="Above 1, repetition is less likely.  [default: 1]"),
-    click.option("--seed", type=int, help="Makes answers repeatable.  [default: a fresh one]"),
+    click.option("--seed", type=int, help="The same seed gives the same answer.  [default: random]"),
     click.option(
-        "--max-tokens", type=click.IntRange(1, MOST_TOKENS), default=512, show_default=True, help="Longest answer."
+        "--max-tokens",
+        type=click.IntRange(1, MOST_TOKENS),
+        default=512,
+        show_default=True,
+        help="The longest answer, in tokens.",
     ),
-    click.option("--system", metavar="TEXT", help="The system prompt."),
+    click.option("--system", metavar="TEXT", help="The system prompt of new chats."),
 )
 
 
@@ -100,7 +103,7 @@ def cli(ctx: click.Context, plain: bool, continued: bool, chat: int | None, **op
     """Chat in the terminal with a Mixture-of-Experts model larger than your GPU. Everything stays on this machine.
 
     Without a command, opens the chat screen with the model chosen last. Options that you leave out come from the
-    settings file, see `floe-chat paths`.
+    settings file (`floe-chat paths` shows where it is).
     """
     need_folder()
     _use_own_models_folder()
@@ -150,7 +153,7 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, ch
     "files",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Read the question, or what it is about, from a text file; may be given several times.",
+    help="Add a text file to the question; may be repeated.",
 )
 @click.option("--continue", "-c", "continued", is_flag=True, help="Continue the last chat, with its own model.")
 @click.option(
@@ -161,7 +164,12 @@ def _chat_plainly(ctx: click.Context, options: dict[str, Any], *, last: bool, ch
 )
 @click.option("--no-save", is_flag=True, help="Do not save the question and its answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
-@click.option("--json-lines", "as_lines", is_flag=True, help="Print a JSON object for each piece, and one at the end.")
+@click.option(
+    "--json-lines",
+    "as_lines",
+    is_flag=True,
+    help="Print a JSON object for each piece of the answer, and one at the end.",
+)
 @_with(*_MODEL, *_SAMPLING)
 @click.pass_context
 def ask(
@@ -192,7 +200,7 @@ def ask(
     from .beginning import begin
 
     if as_json and as_lines:
-        raise click.UsageError("--json and --json-lines are two forms of the answer: give one of them.")
+        raise click.UsageError("--json and --json-lines cannot be combined. Give one of them.")
     text = question(prompt, files)
     beginning = begin(ctx, options, last=continued, chat=chat)
     if beginning.remark:
@@ -212,7 +220,7 @@ def _use_own_models_folder() -> None:
     use_models_folder(Path(folder) if folder else None)
 
 
-@cli.command()
+@cli.command(short_help="Show this machine's hardware and which code runs on it.")
 @click.option("--measure", is_flag=True, help="Measure this machine's speeds again, which takes a few seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(measure: bool, as_json: bool) -> None:
@@ -222,7 +230,7 @@ def doctor(measure: bool, as_json: bool) -> None:
     click.echo(report(as_json=as_json, measure=measure))
 
 
-@cli.command()
+@cli.command(short_help="Print a completion script for your shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print a script that completes floe-chat's commands and options in SHELL.
@@ -306,7 +314,9 @@ def _run() -> int:
         heed_interrupts()
         if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]
             raise FloeError(
-                "There is nowhere to write to", "Standard output is closed.", f"Leave it open, or use >{os.devnull}."
+                "There is nowhere to write to",
+                "Standard output is closed.",
+                f"Leave it open, or redirect it: >{os.devnull}",
             )
         return cli.main(standalone_mode=False) or 0
     except click.ClickException as error:
@@ -325,7 +335,7 @@ def _run() -> int:
     except OSError as error:
         logging.getLogger("floe_chat").exception("floe-chat had to stop")
         named = f"{error.filename}: " if error.filename else ""
-        hint = "Look whether you may use it." if named else f"The details are in {log_file()}."
+        hint = "Check its permissions." if named else f"The details are in {log_file()}."
         _explain(FloeError("floe-chat had to stop", f"{named}{error.strerror or error}.", hint))
         return 1
     # The program's border: the person gets a sentence, the log gets the traceback.

@@ -36,7 +36,7 @@ _LEGEND = (
 )
 
 
-@click.command(name="eval")
+@click.command(name="eval", short_help="Measure the quality loss of a pack at each preset.")
 @comparing
 @click.option(
     "--preset",

@@ -47,7 +47,7 @@ class Found:
     figures: tuple[Figure, ...]
 
 
-@click.command()
+@click.command(short_help="Run lm-evaluation-harness tasks, such as arc_easy.")
 @click.argument("model", default="demo", metavar="[MODEL]")
 @click.option(
     "--tasks", "-t", "names", required=True, metavar="NAME,...", help="Tasks, groups or tags; * is a wildcard."
@@ -60,16 +60,21 @@ class Found:
     metavar="NAME",
     help='Exact, High, Balanced, Fast or "No sparsity"; may be repeated.  [default: Balanced]',
 )
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N samples of each task.")
-@click.option("--fewshot", type=click.IntRange(0), metavar="N", help="Solved examples first.  [default: the task's]")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Run only the first N samples of each task.")
+@click.option(
+    "--fewshot",
+    type=click.IntRange(0),
+    metavar="N",
+    help="Solved examples before each question.  [default: the task's]",
+)
 @click.option("--chat", is_flag=True, help="Put each question into the model's chat template.")
 @click.option(
     "--tasks-folder",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Tasks of your own: YAML files, with their data and Python, which is run.",
+    help="Tasks of your own: YAML files, their data and their Python code, which is run.",
 )
-@click.option("--download", is_flag=True, help="Fetch the tasks' data sets from the Hugging Face Hub.")
+@click.option("--download", is_flag=True, help="Download the tasks' data sets from the Hugging Face hub.")
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def harness(
@@ -86,8 +91,8 @@ def harness(
 ) -> None:
     """Run tasks of EleutherAI's lm-evaluation-harness, such as arc_easy, on a packed MODEL.
 
-    It needs the package lm-eval. Nothing is fetched without --download; data sets that were fetched before are found
-    again. Programs from the Hub are never run.
+    It needs the package lm-eval. Data sets are downloaded only with --download, and only once. Code from the hub is
+    never run.
 
     Example: floe-chat harness mixtral --tasks arc_challenge,hellaswag --preset Fast --limit 200 --download
     """
@@ -100,7 +105,9 @@ def harness(
     finally:
         tell("")
     if found.cut:
-        note = f"{found.cut} requests were longer than the window of {found.window} tokens and lost their beginning."
+        note = (
+            f"{found.cut} requests were longer than the window of {found.window} tokens. Their beginning was cut off."
+        )
         click.echo(f"floe-chat: {note}", err=True)
     if not as_json:
         click.echo(table(found))

@@ -151,8 +151,8 @@ class PackLM(TemplateLM):
         """What is read to predict `continuation`; too long a context loses its beginning."""
         if not 0 < len(continuation) <= self.max_length:
             raise FloeError(
-                f"A task wants the likelihood of {len(continuation)} tokens",
-                f"It must be one token or more, and no more than the model's window of {self.max_length}.",
+                f"A task asks for the likelihood of {len(continuation)} tokens",
+                f"One token to {self.max_length}, the model's window, is possible.",
                 "Choose another task.",
             )
         both = context + continuation

@@ -68,7 +68,7 @@ def prepare(*, download: bool) -> str:
     if int(version("datasets").partition(".")[0]) < SCRIPTLESS:
         raise FloeError(
             f"The package datasets {version('datasets')} is too old",
-            "It would run programs that come with a data set.",
+            "It would run code that comes with a data set.",
             f"Update it: pip install 'datasets>={SCRIPTLESS}'",
         )
     for handler in logging.getLogger("floe_chat").handlers:
@@ -105,8 +105,8 @@ def _refuse_programs(name: str, task: Any) -> None:
     own = task.get_config("process_results") is not None
     lacking = [] if own else [metric for metric, function in metrics.items() if function is None]
     if lacking or getattr(task, "UNSAFE_CODE", False):
-        program = f"{lacking[0]}, a program that the Hub would supply" if lacking else "programs that the model writes"
-        raise UsageError(f"The task {name} runs {program}", "floe-chat does not.", "Choose another task.")
+        program = f"{lacking[0]}, code that the hub supplies" if lacking else "code that the model writes"
+        raise UsageError(f"The task {name} runs {program}", "floe-chat does not run such code.", "Choose another task.")
 
 
 def measure(lm: PackLM, tasks: dict[str, Any], limit: int | None, *, chat: bool, download: bool) -> list[Figure]:
@@ -167,7 +167,7 @@ def _find(names: Sequence[str], folder: Path | None) -> tuple[Any, list[str]]:
         raise UsageError(
             f"There is no task {', '.join(missing)}",
             "" if folder is None else f"{folder} has {', '.join(there) or 'none that can be read'}.",
-            f"Perhaps you mean {' or '.join(near)}." if near else "See the list: lm-eval ls tasks",
+            f"Did you mean {' or '.join(near)}." if near else "See the list: lm-eval ls tasks",
         )
     return manager, list(dict.fromkeys(match for found in matches.values() for match in found))
 
@@ -194,7 +194,7 @@ def _border(title: str, *, download: bool) -> Generator[None]:
         logging.getLogger("floe_chat").exception("%s", title)
         hint = f"The details are in {log_file()}."
         if isinstance(error, ConnectionError) or (not download and _network().asked):
-            hint = "Check the connection." if download else "Allow it to fetch what it lacks: add --download."
+            hint = "Check the connection." if download else "Add --download to download what is missing."
         raise FloeError(title, _first_line(error), hint) from error
 
 
@@ -233,7 +233,7 @@ class _Network:
             event == "socket.getaddrinfo" or (event == "socket.connect" and isinstance(arguments[1], tuple))
         ):
             self.asked = True
-            raise ConnectionError("It wants the network")
+            raise ConnectionError("It needs the network")
 
 
 _network = cache(_Network)

@@ -43,7 +43,7 @@ class _Number(click.ParamType):
 NUMBER = _Number()
 
 
-@click.group(cls=SuggestingGroup)
+@click.group(cls=SuggestingGroup, short_help="List, search, show, export, import and delete chats.")
 def history() -> None:
     """List, search, show, export, import and delete the chats saved on this machine.
 
@@ -63,7 +63,7 @@ def history() -> None:
 
 @history.command("list")
 @click.option(
-    "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="At most so many."
+    "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Show at most this many."
 )
 @_JSON
 def list_(limit: int, as_json_lines: bool) -> None:
@@ -83,17 +83,17 @@ def list_(limit: int, as_json_lines: bool) -> None:
         found = store.conversations(limit)
         more = len(store.conversations(1, found[-1])) if found else 0
     if not found:
-        progress.note("no chat is saved here yet")
+        progress.note("no chat is saved yet")
     for each in found:
         click.echo(json_text(history_lines.summary(each)) if as_json_lines else history_lines.line(each))
     if more:
         progress.note("there are more; show them with --limit")
 
 
-@history.command()
+@history.command(short_help="Find titles and messages by their words.")
 @click.argument("words", nargs=-1, required=True)
 @click.option(
-    "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="At most so many."
+    "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Show at most this many."
 )
 @_JSON
 def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
@@ -120,7 +120,7 @@ def search(words: tuple[str, ...], limit: int, as_json_lines: bool) -> None:
         sys.exit(1)
 
 
-@history.command()
+@history.command(short_help="Print a chat as Markdown.")
 @click.argument("number", type=NUMBER)
 @_JSON
 def show(number: int, as_json_lines: bool) -> None:
@@ -145,7 +145,7 @@ def show(number: int, as_json_lines: bool) -> None:
             click.echo(json_text(history_lines.message(message)))
 
 
-@history.command()
+@history.command(short_help="Export chats as Markdown or JSON.")
 @click.argument("numbers", type=NUMBER, nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All chats, instead of NUMBERS.")
 @click.option(
@@ -196,7 +196,7 @@ def export(numbers: tuple[int, ...], everything: bool, form: str, output: str | 
         _write(Path(output), text, force)
 
 
-@history.command("import")
+@history.command("import", short_help="Add chats that `export --format json` wrote.")
 @click.argument("file", type=click.Path(path_type=Path))
 def import_(file: Path) -> None:
     """Add the chats in FILE, which `export --format json` wrote, and print their new numbers.
@@ -218,7 +218,7 @@ def import_(file: Path) -> None:
     progress.note(f"imported {len(ids)} chat{'' if len(ids) == 1 else 's'}")
 
 
-@history.command()
+@history.command(short_help="Delete chats, or restore them with --undo.")
 @click.argument("numbers", type=NUMBER, nargs=-1, required=True)
 @click.option("--undo", is_flag=True, help="Restore them, within a week.")
 def delete(numbers: tuple[int, ...], undo: bool) -> None:

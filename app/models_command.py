@@ -22,7 +22,9 @@ from .widgets import units
 from .widgets.plain import printable
 
 
-@click.group(cls=SuggestingGroup, invoke_without_command=True)
+@click.group(
+    cls=SuggestingGroup, invoke_without_command=True, short_help="List installed, unfinished and available models."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def models(ctx: click.Context, as_json: bool) -> None:
@@ -40,13 +42,13 @@ def models(ctx: click.Context, as_json: bool) -> None:
     click.echo(json.dumps(found, indent=2) if as_json else printable(_text(found)))
 
 
-@models.command()
+@models.command(short_help="Delete a model or its unfinished setup.")
 @click.argument("name")
 @click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
 def remove(name: str, yes: bool) -> None:
     """Delete the model NAME, or its unfinished setup, from the models folder.
 
-    Files in the hub's own cache stay there.
+    Files in the Hugging Face cache are not deleted.
     """
     begun = next((one for one in unfinished() if one.name == name), None)
     folder = begun.folder if begun else catalog.models_folder() / name
@@ -67,7 +69,7 @@ def remove(name: str, yes: bool) -> None:
     click.echo(f"floe-chat: deleted {printable(name)}.", err=True)
 
 
-@click.command()
+@click.command(short_help="Show where settings, chats, models and the log are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def paths(as_json: bool) -> None:
     """Show where floe-chat stores settings, chats, models, caches and the log."""

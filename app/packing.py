@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _LEAST_TOKENS = 1024  # of a text of the user's: on less, every threshold is a guess
 
 
-@click.command()
+@click.command(short_help="Pack a checkpoint folder.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--up", type=int, default=3, show_default=True, help="Bits of the up projection: 2, 3, 4, 8 or 16.")
@@ -35,11 +35,11 @@ _LEAST_TOKENS = 1024  # of a text of the user's: on less, every threshold is a g
     "--narrow-share",
     type=float,
     metavar="SHARE",
-    help="Give the least used experts of each layer, this share of them, fewer bits.  [default: none]",
+    help="Give this share of each layer's experts, the least used, fewer bits.  [default: none]",
 )
 @click.option("--narrow-up", type=int, help="Bits of the up projection of these experts.  [default: 2]")
 @click.option("--narrow-rows", type=int, help="Bits of gate and down of these experts.  [default: as the others]")
-@click.option("--name", help="Name of the model.  [default: the destination folder's name]")
+@click.option("--name", help="The model's name.  [default: the destination folder's name]")
 @click.option(
     "--text",
     "text_file",
@@ -79,7 +79,9 @@ def pack(
     The same command continues a pack that was interrupted.
     """
     if name is not None and not (name.strip() and name.isprintable()):
-        raise UsageError(f"A model cannot be called {name!r}", "", "Choose letters, digits, '-' and '_' with --name.")
+        raise UsageError(
+            f"A model cannot be called {name!r}", "", "Give a name of letters, digits, '-' and '_' with --name."
+        )
     gate, down = rows if gate is None else gate, rows if down is None else down
     if dense is None:
         dense = 16 if up == gate == down == 16 else 4
@@ -112,7 +114,9 @@ def _narrow(share: float | None, up: int | None, rows: int | None, gate: int, do
     if share is None:
         if up is not None or rows is not None:
             raise UsageError(
-                "No experts are narrow", "Their bits were given without their share.", "Add --narrow-share 0.25."
+                "--narrow-up and --narrow-rows need --narrow-share",
+                "",
+                "Add a share of the experts: --narrow-share 0.25",
             )
         return None
     return Narrow(share, 2 if up is None else up, *((gate, down) if rows is None else (rows, rows)))

@@ -25,9 +25,9 @@ _LOOK_S = 0.2
 _LEAVING_S = 2.0  # that Ctrl+C waits for the work in hand; it is done again later
 
 
-@click.command()
+@click.command(short_help="Download a model, pack it for this machine, and check it.")
 @click.argument("model", required=False, metavar="[MODEL]")
-@click.option("--name", help="Name of the model on this machine.  [default: its listed name]")
+@click.option("--name", help="The model's name on this machine.  [default: its listed name]")
 @click.option("--up", type=int, help="Bits of the up projection: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--rows", type=int, help="Bits of gate and down: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")

@@ -41,9 +41,9 @@ _LEGEND = (
 )
 
 
-@click.command()
+@click.command(short_help="Find the best presets for a pack, and store them in it.")
 @comparing
-@click.option("--widths/--no-widths", default=True, show_default=True, help="Try other widths than the pack's too.")
+@click.option("--widths/--no-widths", default=True, show_default=True, help="Also try widths other than the pack's.")
 def tune(
     model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
 ) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..models.verify import Compared, Damage
 
 
-@click.command()
+@click.command(short_help="Check every byte of a packed model.")
 @click.argument("model", default="demo", metavar="[MODEL]")
 @click.option(
     "--source",
@@ -196,7 +196,7 @@ def _lines(
         return lines
     lines += [f"{name_of(folder, manifest.name)}: all {_count(manifest)} files are sound, {size}."]
     lines += [
-        f"unknown   {name}: an earlier version recorded no checksum of it, so changes cannot be noticed."
+        f"unknown   {name}: an earlier version recorded no checksum for it, so damage cannot be detected."
         for name in unrecorded(folder, manifest)
     ]
     if compared:

@@ -33,9 +33,9 @@ class Verdict:
     def told(self) -> tuple[str, ...]:
         """In words, a line each."""
         if self.version is None:
-            return ("history: nothing to compare with yet: no other release has measured this here",)
+            return ("history: nothing to compare with: no other release was measured here",)
         if not self.regressions:
-            return (f"history: nothing got slower since {self.version}",)
+            return (f"history: nothing became slower than in {self.version}",)
         return tuple(f"regression: {line}" for line in self.regressions)
 
 

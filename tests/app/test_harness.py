@@ -147,7 +147,7 @@ def test_requests_that_were_cut_are_told(tiny_pack: Path, tmp_path: Path) -> Non
     write_task(tmp_path, "tiny_long", CHOICE, [{"question": LONG, "choices": ["a", "b"], "answer": 0}])
     ran = run_harness(tiny_pack, tmp_path, "--tasks", "tiny_long", "--json")
     assert ran.code == 0 and json.loads(ran.out)["cut"] == 2
-    assert ran.err == "floe-chat: 2 requests were longer than the window of 512 tokens and lost their beginning.\n"
+    assert ran.err == "floe-chat: 2 requests were longer than the window of 512 tokens. Their beginning was cut off.\n"
 
 
 def test_groups_and_names_that_mean_nothing(
@@ -223,7 +223,7 @@ def test_a_pack_that_computes_nonsense_is_named(tiny_pack: Path, tasks: Path, tm
         ({"dataset_kwargs": {"data_files": {"test": "nonesuch.jsonl"}}}, "nonesuch.jsonl"),
         ({"doc_to_text": "{{"}, "Template"),
         ({"nonesuch": 1}, "nonesuch"),
-        ({"dataset_path": "floe/nonesuch", "dataset_kwargs": {}}, "add --download"),
+        ({"dataset_path": "floe/nonesuch", "dataset_kwargs": {}}, "Add --download"),
     ],
     ids=["no data", "template", "field", "data on the Hub"],
 )
@@ -250,16 +250,16 @@ def test_a_task_may_not_reach_the_network_by_itself(tiny_pack: Path, tmp_path: P
     (tmp_path / "scoring.py").write_text(SCORING)
     write_task(tmp_path, "tiny_curious", ANSWER | {"process_results": "!score"}, QUESTIONS)
     told = explained(run_harness(tiny_pack, tmp_path, "--tasks", "tiny_curious", "--limit", "1"), 1)
-    assert "wants the network" in told and "add --download" in told
+    assert "needs the network" in told and "Add --download" in told
 
 
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"unsafe_code": True}, "programs that the model writes"),
+        ({"unsafe_code": True}, "code that the model writes"),
         (
             {"metric_list": [{"metric": "floe/nonesuch", "hf_evaluate": True, "aggregation": "mean"}]},
-            "floe/nonesuch, a program",
+            "floe/nonesuch, code",
         ),
     ],
     ids=["the model's", "the Hub's"],
@@ -337,7 +337,7 @@ def test_data_is_fetched_only_when_the_person_allows_it_and_kept(
 ) -> None:
     write_task(tmp_path, "tiny_far", CHOICE | {"dataset_path": "floe/tiny", "dataset_kwargs": {}}, [])
     told = explained(run_beside(hub, cache, tiny_pack, tmp_path), 1)
-    assert "floe/tiny" in told and "add --download" in told and not Hub.asked
+    assert "floe/tiny" in told and "Add --download" in told and not Hub.asked
     ran = run_beside(hub, cache, tiny_pack, tmp_path, "--download", "--json")
     assert (ran.code, ran.err) == (0, ""), ran.err
     assert any(path.endswith("/test.jsonl") for path in Hub.asked)

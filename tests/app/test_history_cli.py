@@ -42,7 +42,7 @@ def filled() -> Path:
 
 def test_before_the_first_chat_there_is_nothing_and_nothing_is_made() -> None:
     ran = history("list")
-    assert (ran.code, ran.out) == (0, "") and "no chat is saved here yet" in ran.err
+    assert (ran.code, ran.out) == (0, "") and "no chat is saved yet" in ran.err
     assert history("search", "x").code == 1 and "no such chat" in explained(history("show", "1"), 2).lower()
     assert not history_file().parent.exists()
 
