@@ -138,7 +138,7 @@ class Loaded:
         model: the pack's name, folder: where it lies. source: where its weights came from.
         context_window: tokens that prompt and answer may take together. vocabulary: tokens that the model knows.
         presets: the presets this pack can run, best first. preset: the one in force.
-        widths: the pack's bit widths in words, such as "up 2 bit, rows 4 bit, dense 8 bit".
+        widths: the pack's bit widths in words, such as "up 2, gate and down 4, attention 8 bits".
         device: where it computes. backend: which kernels run there. reason: why these and no others.
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
         advanced: in words, which advanced settings in force differ from the default.

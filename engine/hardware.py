@@ -134,7 +134,7 @@ def choose_device(wanted: str) -> tuple[str, str]:
         return "cpu", "it was asked for"
     gpus, reason = _gpus()
     if kind == "auto":
-        return ("cuda:0", f"there is a {gpus[0].name}") if gpus else ("cpu", reason)
+        return ("cuda:0", f"the GPU is {gpus[0].name}") if gpus else ("cpu", reason)
     if index >= len(gpus):
         raise ValueError(reason or f"there are {len(gpus)} GPUs")
     return f"cuda:{index}", "it was asked for"
@@ -147,7 +147,7 @@ def choose_threads(hidden: int, intermediate: int) -> tuple[int, str]:
     """How many CPU threads torch should use for experts of this size, and why."""
     cores = min(_usable_cores(), psutil.cpu_count(logical=False) or _usable_cores())
     if hidden * intermediate < _SMALL_EXPERT:
-        return 1, "1 thread, since experts this small are slower when shared out"
+        return 1, "1 thread: experts this small are slower on several"
     return cores, f"{cores} threads, one per usable core"
 
 

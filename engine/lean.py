@@ -68,11 +68,11 @@ class LeanDecoder:
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
-        self.reason = "one lean pass for the dense layers"
+        self.reason = "dense layers in floe-chat's own pass"
         try:
             self.steps, self.ends = self._native_steps()
         except Unsupported as declined:
-            self.reason += f" by torch's operations, since {declined}"
+            self.reason += f" by torch's operations, because {declined}"
             _log.info("no compiled step: %s", declined)
         else:
             self.reason += f", {self._compiled()}"
@@ -81,7 +81,7 @@ class LeanDecoder:
 
     def _native_steps(self) -> tuple[list[NativeStep], NativeEnds]:
         if self.device.type != "cpu":
-            raise Unsupported(f"the compiled step runs on the CPU and the dense layers lie on {self.device}")
+            raise Unsupported(f"the compiled step runs on the CPU and the dense layers are on {self.device}")
         if self._embedding.dtype != torch.float32:
             raise Unsupported(f"the compiled step computes float32, not {self._embedding.dtype}")
         try:
@@ -97,7 +97,7 @@ class LeanDecoder:
             self._whole = TokenPass(self.steps, self._layers, self.ends)
         except Unsupported as declined:
             _log.info("a call per layer: %s", declined)
-            return "a compiled step per layer and token"
+            return "one compiled call per layer and token"
         return "one compiled call per token"
 
     def _store(self) -> GrowingStore:

@@ -61,7 +61,7 @@ class LoadedModel:
             try:
                 heat.write(heat.file_of(self.packed.folder), self.offload.pool.heat())
             except OSError as error:
-                _log.warning("what was used is not kept: %s", error)
+                _log.warning("expert use was not saved: %s", error)
 
     def vram_bytes(self) -> int | None:
         """Device memory that torch holds; None without a GPU."""
@@ -161,7 +161,7 @@ def load(
         widths=manifest.widths.describe(),
         device=place if shared is None else shared.device.name,
         backend=backend.name,
-        reason=f"{backend.reason}; {decoder.reason}; on {place}, since {choice.why}; {why_threads}{moves}",
+        reason=f"{backend.reason}; {decoder.reason}; on {place}, because {choice.why}; {why_threads}{moves}",
         seconds=time.perf_counter() - started,
         memory_bytes=parameter_bytes + packed_bytes + experts.nbytes,
         advanced=() if shared is None else advanced.changed(),

@@ -202,12 +202,14 @@ def choose(
     budget = int(cap * (1 - KEPT_FREE))
     if needs.whole() <= budget:
         longest = needs.longest(budget, window)
-        return Choice(place, f"{why} and the whole pack fits", longest, budget=budget, cap=cap)
+        return Choice(place, f"{why}, and the whole pack fits", longest, budget=budget, cap=cap)
     if wanted == "auto" and budget < needs.least():
         return Choice("cpu", f"{why} with {size(budget)} to use, and {size(needs.least())} is needed", window)
     if vram is not None and vram > free:
         why += f" of which {size(free)} is free"
-    why += f"; with {size(budget)} of its memory it holds a pool of rows, since all need {size(needs.whole())}"
+    why += (
+        f"; with {size(budget)} of its memory it holds a pool of rows, because all weights need {size(needs.whole())}"
+    )
 
     def make(wanted: Wanted) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
@@ -228,8 +230,8 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice
     card = cards.named(wanted, study=True)
     if vram is not None and vram > card.vram_bytes:
         has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
-        raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give less.")
-    why = f"{wanted} is a virtual device: the CPU computes, and time is counted from the card's profile"
+        raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give a smaller size.")
+    why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile"
 
     def make(wanted: Wanted) -> Device:
         # What is read in place is not packed. The papers' cards stage, so that is what "auto" means here.
@@ -259,7 +261,7 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
 
         return _measured(Ends(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
 
-    why = f"{wanted} is a test device: RAM stands for its memory, its link is slowed down"
+    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down"
     return _pooled("cpu", why, needs, window, vram, make)
 
 

@@ -109,7 +109,7 @@ class Rates:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, OverflowError, RecursionError) as error:
-            _log.warning("The kept rates in %s are ignored: %s", file, error)
+            _log.warning("The saved rates in %s are ignored: %s", file, error)
             return None
         return rates
 

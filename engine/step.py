@@ -68,7 +68,7 @@ class Decoder(Protocol):
 class LibraryDecoder:
     """transformers' own forward pass."""
 
-    def __init__(self, model: Any, reason: str = "transformers' own dense layers") -> None:
+    def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
         self.device: torch.device = model.get_input_embeddings().weight.device
 
@@ -95,4 +95,4 @@ def choose(model: Any, window: int) -> LeanDecoder | LibraryDecoder:
         return LeanDecoder(model, window)
     except Unsupported as declined:
         _log.info("no lean pass: %s", declined)
-        return LibraryDecoder(model, f"transformers' own dense layers, since {declined}")
+        return LibraryDecoder(model, f"dense layers in transformers, because {declined}")

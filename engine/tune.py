@@ -142,5 +142,5 @@ def _keep(pack: Path, found: Frontier, told: Told) -> dict[str, FileEntry]:
         partial.replace(pack / FRONTIER)
         return {FRONTIER: file_entry(pack / FRONTIER)}
     except OSError as error:
-        told.note(f"The points of the frontier could not be kept in the pack: {error.strerror or error}.")
+        told.note(f"The points of the frontier could not be saved in the pack: {error.strerror or error}.")
         return {}

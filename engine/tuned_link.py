@@ -80,7 +80,7 @@ class Tuned:
     def beside(self, kind: Kind) -> str:
         """What the other kind would be, or why it cannot be; "" where nobody looked."""
         if kind == "staged" and self.why_not:
-            return f"not read in place, since {self.why_not}"
+            return f"not read in place, because {self.why_not}"
         other: Kind = "in place" if kind == "staged" else "staged"
         return self.describe(other) if self.of(other) else ""
 
@@ -108,7 +108,7 @@ class Tuned:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            _log.warning("The kept rates in %s are ignored: %s", file, error)
+            _log.warning("The saved rates in %s are ignored: %s", file, error)
             return None
 
 

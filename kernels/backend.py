@@ -70,11 +70,13 @@ def _cuda(index: int) -> Backend:
     of = f"compute capability {capability[0]}.{capability[1]}"
     if capability < TRITON_FROM:
         needed = ".".join(map(str, TRITON_FROM))
-        return _reference(device, f"plain torch, since the Triton kernels need {needed} or newer and this GPU has {of}")
+        return _reference(
+            device, f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
+        )
     try:
         from . import triton  # here, since it is slow to import and absent where no GPU could use it
     except ImportError as error:
-        return _reference(device, f"plain torch, since Triton cannot be imported: {error}")
+        return _reference(device, f"plain torch, because Triton cannot be imported: {error}")
     return Backend(
         name="triton",
         device=device,
@@ -97,7 +99,7 @@ def _cpu() -> Backend:
     except native.NativeUnavailableError as error:
         if native.isa_is_forced():
             raise
-        return _reference("cpu", f"plain torch, since {error}")
+        return _reference("cpu", f"plain torch, because {error}")
     return Backend(
         name=f"native {isa.name}",
         device="cpu",

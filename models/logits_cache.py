@@ -60,7 +60,7 @@ def cached(key: str, shape: tuple[int, int, int], note: Callable[[str], None], c
     try:
         _store(folder, key, logits)
     except OSError as error:
-        note(f"The logits of the source could not be kept for next time: {error.strerror or error}.")
+        note(f"The logits of the source could not be cached: {error.strerror or error}.")
     return logits
 
 

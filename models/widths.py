@@ -25,8 +25,8 @@ class Narrow:
         return int(self.share * experts + 0.5)
 
     def describe(self) -> str:
-        """In words: "the rarest 25 % of experts up 2 bit, rows 3 bit"."""
-        return f"the rarest {self.share * 100:g} % of experts {_experts(self.up, self.gate, self.down)}"
+        """In words: "the least used 25 % of experts: up 2, gate and down 3 bits"."""
+        return f"the least used {self.share * 100:g} % of experts: {_experts(self.up, self.gate, self.down)} bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Widths:
     narrow: Narrow | None = None
 
     def describe(self) -> str:
-        """In words, for a screen: "up 2 bit, rows 4 bit, dense 8 bit"."""
-        told = f"{_experts(self.up, self.gate, self.down)}, dense {self.dense} bit"
+        """In words, for a screen: "up 2, gate and down 4, attention 8 bits"."""
+        told = f"{_experts(self.up, self.gate, self.down)}, attention {self.dense} bits"
         return told if self.narrow is None else f"{told}; {self.narrow.describe()}"
 
 
 def _experts(up: int, gate: int, down: int) -> str:
-    rows = f"rows {gate} bit" if gate == down else f"gate {gate} bit, down {down} bit"
-    return f"up {up} bit, {rows}"
+    rows = f"gate and down {gate}" if gate == down else f"gate {gate}, down {down}"
+    return f"up {up}, {rows}"
 
 
 @dataclass(frozen=True, slots=True)

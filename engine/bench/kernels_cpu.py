@@ -27,7 +27,7 @@ _OWN_USE = 300 << 20  # what measuring takes beside the weights
 _SHORT = "Memory is short: fewer experts were used in turn, but still more than the caches hold."
 _NO_NATIVE = (
     "Without the compiled kernels, plain torch dequantizes whole matrices for every token: each of its figures is one "
-    "run without warm-up, and there is nothing to say about rows and pages."
+    "run without warm-up, and rows and pages are not measured."
 )
 
 

@@ -147,7 +147,7 @@ def _check_result(expert: Expert, up: int, rows: int) -> None:
         error = float((y - truth).double().pow(2).mean().sqrt() / truth.double().pow(2).mean().sqrt())
         if not error <= _TOLERANCE:
             raise FloeError(
-                "The GPU kernels compute something wrong, so nothing was timed",
+                "The GPU kernels give wrong results, so nothing was timed",
                 f"With up {up} bit and rows {rows} bit at {sparsity * 100:.0f} % sparsity the result is {error:.1e} "
                 "off the reference's.",
                 "Please report it with the output of: floe-chat doctor",
@@ -214,7 +214,7 @@ def _zero_copy(bench: _Bench, expert: Expert) -> Section:
     nbytes = expert.active[0.8] * host.layout.nbytes
     link = Timed("copy over the link (floor)", copied, [target.nbytes] * len(copied))
     return Section(
-        "Rows in pinned host memory, up 2 bit, rows 4 bit",
+        "Rows in pinned host memory, up 2, gate and down 4 bits",
         summarise([link, Timed("80 % sparse, read in place", stepped, [nbytes] * len(stepped), link.name)]),
     )
 

@@ -16,7 +16,7 @@ from .subject import Subject
 ANSWER = 8  # tokens that are decoded in one run, after the first one; a run is their median
 _NEXT_TO_NOTHING = 1e-9
 _READS = 4
-_DROWNED = "The time of one layer drowned in noise here: {names}. More layers or a quieter machine would help."
+_DROWNED = "The time of one layer was lost in noise: {names}. Use more layers or a quieter machine."
 
 
 class Key(NamedTuple):

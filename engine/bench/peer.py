@@ -289,4 +289,4 @@ def _make_file(python: str, recipe: Recipe, file: Path) -> None:
 
 def _last(text: str) -> str:
     """How an interpreter's complaint ends."""
-    return " ".join(text.strip().splitlines()[-_CAUSE_LINES:]) or "It said nothing."
+    return " ".join(text.strip().splitlines()[-_CAUSE_LINES:]) or "It printed nothing."

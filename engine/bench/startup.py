@@ -70,7 +70,7 @@ def run(
 def _output(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
-        raise FloeError("floe-chat could not be started", done.stderr.strip(), "Try what floe-chat ask says.")
+        raise FloeError("floe-chat could not be started", done.stderr.strip(), "Run `floe-chat ask hello` to see why.")
     return done.stdout
 
 

@@ -209,8 +209,8 @@ def calibrate(subject: Subject) -> None:
         bool(table.isfinite().all()) for one in layers for table in (one.packed.thresholds, one.packed.products)
     ):
         raise FloeError(
-            "The kernels compute something wrong, so nothing was timed",
-            "Of weights and inputs that are all finite, results are not.",
+            "The kernels give wrong results, so nothing was timed",
+            "All weights and inputs are finite, but the results are not.",
             "Please report it with the output of: floe-chat doctor",
         )
 

@@ -139,7 +139,7 @@ def test_the_table_fits_and_marks_what_is_noisy() -> None:
     plain = Row("read (floor)", 0.0123, 5, 0.02, False, 33.333, None, None, None, None, None)
     noisy = Row("60 % sparse, bfloat16 x", 1234.5, 5, 0.23, True, 0.0004, "a", 0.5, "dense int4", 1.8, None)
     once = Row("plain torch", 12.0, 1, None, False, None, None, None, None, None, 1234.0, "goal: less")
-    reason = "plain torch, since " + "one thing after another " * 10
+    reason = "plain torch, because " + "one thing after another " * 10
     shown = text(Table("kernels", "cpu", {"reason": reason}, (Section("All", (plain, noisy, once)),), (reason,)))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 100

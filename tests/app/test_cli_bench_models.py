@@ -48,7 +48,7 @@ def test_a_synthetic_model_is_measured(bench: str) -> None:
     assert (ran.code, ran.err) == (0, "")
     fields = json.loads(ran.out.splitlines()[-1])
     assert (fields["bench"], fields["device"]) == (bench, "cpu")
-    assert fields["facts"]["model"] == "tiny, 2 layers, up 4 bit, rows 8 bit, dense 4 bit"
+    assert fields["facts"]["model"] == "tiny, 2 layers, up 4, gate and down 8, attention 4 bits"
     assert fields["facts"]["prompt"] == "12 tokens"
     names = {row["name"] for section in fields["sections"] for row in section["rows"]}
     assert names <= {floor.READ, "Balanced"} and "Balanced" in names

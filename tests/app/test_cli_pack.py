@@ -20,7 +20,7 @@ LOSSLESS = ("--up", "16", "--rows", "16")  # then --dense follows
 def test_pack_then_ask(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "mine"
     ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--up", "3", "--rows", "8", "--dense", "4")
-    assert (ran.code, ran.out) == (0, "") and "up 3 bit, rows 8 bit, dense 4 bit" in ran.err
+    assert (ran.code, ran.out) == (0, "") and "up 3, gate and down 8, attention 4 bits" in ran.err
     manifest = PackedModel.open(packed, recheck=True).manifest
     assert manifest.name == "mine" and manifest.source.name == tiny_checkpoint.name
     asked = run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3", "--json")
@@ -37,7 +37,7 @@ def test_a_lossless_pack_runs_exact_under_its_own_name(tiny_checkpoint: Path, tm
 
 @pytest.mark.parametrize(
     ("options", "dense"),
-    [([], "dense 4 bit"), (["--up", "16", "--rows", "16", "--dense", "8"], "dense 8 bit")],
+    [([], "attention 4 bits"), (["--up", "16", "--rows", "16", "--dense", "8"], "attention 8 bits")],
     ids=["default", "wide-experts"],
 )
 def test_a_pack_with_a_rounded_dense_part_says_what_exact_needs(
@@ -123,7 +123,7 @@ def test_an_interrupted_pack_says_so_and_can_be_repeated(
 def test_gate_and_down_may_differ(tiny_checkpoint: Path, tmp_path: Path) -> None:
     packed = tmp_path / "p"
     ran = run_cli("pack", str(tiny_checkpoint), str(packed), "--rows", "8", "--gate", "3")
-    assert ran.code == 0 and "gate 3 bit, down 8 bit" in ran.err
+    assert ran.code == 0 and "gate 3, down 8" in ran.err
     assert run_cli("ask", "hi", "-m", str(packed), "--max-tokens", "3").code == 0
 
 

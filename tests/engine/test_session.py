@@ -63,7 +63,11 @@ def test_loading_tells_its_steps_and_what_was_loaded(tiny_pack: Path) -> None:
     assert all(0 <= step.fraction <= 1 for step in steps)
     assert (loaded.model, loaded.context_window, loaded.preset) == ("tiny", 512, "Balanced")
     assert loaded.presets == ("High", "Balanced", "Fast") and loaded.device == "cpu" and loaded.backend
-    assert loaded.widths == "up 3 bit, rows 4 bit, dense 4 bit" and loaded.memory_bytes > 100_000 and loaded.seconds > 0
+    assert (
+        loaded.widths == "up 3, gate and down 4, attention 4 bits"
+        and loaded.memory_bytes > 100_000
+        and loaded.seconds > 0
+    )
 
 
 def test_an_answer_is_prefill_then_tokens_then_its_end(engine: Engine, tiny_pack: Path) -> None:

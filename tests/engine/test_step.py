@@ -368,9 +368,9 @@ def test_what_it_does_not_compute_the_library_does_and_the_reason_is_told(
 @pytest.mark.parametrize(
     ("dtype", "library", "reason"),
     [
-        (torch.float32, True, "a compiled step per layer and token"),
-        (torch.bfloat16, True, "by torch's operations, since the compiled step computes float32, not torch.bfloat16"),
-        (torch.float32, False, "by torch's operations, since it was not compiled"),
+        (torch.float32, True, "one compiled call per layer and token"),
+        (torch.bfloat16, True, "by torch's operations, because the compiled step computes float32, not torch.bfloat16"),
+        (torch.float32, False, "by torch's operations, because it was not compiled"),
     ],
 )
 def test_it_is_told_whether_the_compiled_step_runs(
@@ -380,7 +380,7 @@ def test_it_is_told_whether_the_compiled_step_runs(
         request.getfixturevalue("no_library")
     lean = choose(make_model("mixtral", dtype), WINDOW)
     assert isinstance(lean, LeanDecoder) and lean.reason.endswith(reason)
-    assert bool(lean.steps) == ("compiled step per" in reason)
+    assert bool(lean.steps) == ("compiled call per" in reason)
 
 
 @pytest.mark.parametrize(

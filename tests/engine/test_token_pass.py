@@ -180,7 +180,7 @@ def test_a_flag_is_seen_on_both_sides() -> None:
 def test_experts_of_two_widths_go_layer_by_layer(tmp_path: Path) -> None:
     make_pack(make_checkpoint(tmp_path / "source", experts=6), tmp_path / "pack", PackSpec(narrow=Narrow(0.5, 2, 3, 3)))
     loaded = open_model(tmp_path / "pack")
-    assert "a compiled step per layer and token" in loaded.decoder.reason
+    assert "one compiled call per layer and token" in loaded.decoder.reason
     assert answer(loaded, IDS, max_new_tokens=3).tokens
 
 

@@ -92,7 +92,7 @@ def test_only_what_is_wanted_is_measured() -> None:
 def test_what_stands_in_the_way_is_said() -> None:
     kind, tuned = choose("auto", TUNED, "the moon is full", no_measuring)
     assert kind == "staged" and tuned == replace(TUNED, why_not="the moon is full")
-    assert tuned.beside(kind) == "not read in place, since the moon is full"
+    assert tuned.beside(kind) == "not read in place, because the moon is full"
     assert choose("auto", tuned, "", no_measuring) == ("in place", TUNED)  # it is no longer
     measuring = Measuring(SLOW, QUICK)
     assert choose("auto", Tuned("cuda:0", 64), "no kernels", measuring)[0] == "staged"
@@ -262,7 +262,7 @@ def test_a_driver_that_refuses_leaves_rows_staged(
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
     link, reached, how = open_link(Ends("fake", "cpu", make, ""), "auto", rows)
     assert link_kind(link) == "staged" and reached == 2e9 and not cuda.registered
-    assert "not read in place, since" in how and how.endswith("cannot be pinned: out of memory)")
+    assert "not read in place, because" in how and how.endswith("cannot be pinned: out of memory)")
     with cuda.running():
         assert moves(link, rows, target)
         link.close()
@@ -330,7 +330,7 @@ def test_a_test_device_says_why_rows_are_staged(opened: Callable[..., Any]) -> N
     loaded, told = opened("throttled:1gb", "auto")
     loaded.close()
     assert "rows are staged by the CPU" in told.reason
-    assert "not read in place, since a test device has no GPU that could" in told.reason
+    assert "not read in place, because a test device has no GPU that could" in told.reason
     loaded, told = opened("throttled:1gb", "staged")
     loaded.close()
     assert told.reason.endswith("(asked for)")
@@ -357,7 +357,7 @@ def test_doctor_says_how_rows_come_to_the_gpu() -> None:
     line = transfer_line(run_cli("doctor").out)
     assert "cuda:0, rows of 4,608 bytes" in line and "read in place by the GPU, 400 in a chunk: 4 GB/s" in line
     replace(TUNED, why_not="the RAM is full").save(tuned_link.file_of("cuda:0", 4608))
-    assert "not read in place, since the RAM is full" in transfer_line(run_cli("doctor").out)
+    assert "not read in place, because the RAM is full" in transfer_line(run_cli("doctor").out)
     assert json.loads(run_cli("doctor", "--json").out)["links"][0]["why_not"] == "the RAM is full"
 
 

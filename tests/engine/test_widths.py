@@ -276,7 +276,7 @@ def test_a_model_opened_on_a_device_answers_as_on_the_cpu(pack: Path, loaded: Lo
     try:
         there.control.preset = PRESETS["nothing"]
         assert generated(there, prompt, max_new_tokens=8).tokens == wanted
-        assert "the rarest 40 % of experts" in facts.widths
+        assert "the least used 40 % of experts" in facts.widths
     finally:
         there.close()
 

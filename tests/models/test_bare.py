@@ -73,7 +73,7 @@ def test_a_chat_computes_what_the_library_does(family: str, spec: PackSpec, tmp_
         first = loaded.decoder.forward([1, 5, 9, 40, 41], kv)
         kv.computed([1, 5, 9, 40, 41], loaded.control.preset)
         logits += [first, loaded.decoder.forward([7], kv)]
-        assert "one lean pass" in loaded.decoder.reason
+        assert "floe-chat's own pass" in loaded.decoder.reason
     assert torch.equal(logits[0], logits[2]) and torch.equal(logits[1], logits[3])
 
 
@@ -85,7 +85,7 @@ def test_a_rope_that_changes_with_the_length_takes_the_library(tmp_path: Path) -
     make_pack(source, pack, PackSpec())
     assert not bare.knows(AutoConfig.from_pretrained(pack))
     loaded, told = load(pack, None, "cpu", lambda _step, _share: None)
-    assert "transformers' own dense layers, since rope of the type dynamic" in told.reason
+    assert "dense layers in transformers, because rope of the type dynamic" in told.reason
     ids = torch.tensor([[1, 5, 9]])
     ours = loaded.decoder.forward([1, 5, 9], KVCache())
     assert relative_rms(ours, loaded.model(input_ids=ids).logits[:, -1]) < 1e-6

@@ -137,7 +137,7 @@ def test_a_flipped_byte_has_that_file_fetched_once_more(hub: FakeHub, published:
 def test_bytes_that_stay_wrong_are_an_error(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults.append(Fault("GET /storage/.*-00002-", flip=True, times=ALWAYS))
     error = failure(tmp_path)
-    assert isinstance(error, HubError) and "arrives damaged" in error.title
+    assert isinstance(error, HubError) and "arrived damaged" in error.title
     assert not (tmp_path / SHARDS[1]).exists()
 
 

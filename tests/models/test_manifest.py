@@ -210,8 +210,8 @@ def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("widths", "words"),
     [
-        ((2, 4, 4, 8), "up 2 bit, rows 4 bit, dense 8 bit"),
-        ((4, 8, 3, 16), "up 4 bit, gate 8 bit, down 3 bit, dense 16 bit"),
+        ((2, 4, 4, 8), "up 2, gate and down 4, attention 8 bits"),
+        ((4, 8, 3, 16), "up 4, gate 8, down 3, attention 16 bits"),
     ],
 )
 def test_widths_in_words(tiny_pack: Path, widths: tuple[int, int, int, int], words: str) -> None:

@@ -65,7 +65,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_experts_that_the_text_used_least_are_narrow_and_the_manifest_says_why(whole: Path) -> None:
     manifest = Manifest.read(whole)
     popularity = PackedModel(whole, manifest).profile()["popularity"]
-    assert manifest.widths.narrow == NARROW and "the rarest 30 % of experts up 2 bit" in manifest.widths.describe()
+    assert manifest.widths.narrow == NARROW and "the least used 30 % of experts: up 2" in manifest.widths.describe()
     assert len({rare.experts for rare in manifest.rare}) > 1, "each layer has its own"
     for rare, shares in zip(manifest.rare, popularity, strict=True):
         assert len(rare.experts) == RARE
@@ -167,7 +167,7 @@ def test_an_interrupted_pack_of_another_choice_is_not_gone_on_with(tmp_path: Pat
     other = PackSpec(up=4, gate=4, down=8, dense=8)
     with pytest.raises(UsageError) as caught:
         packed(source, tmp_path, other)
-    assert "choice of narrow experts is the rarest 30 %" in caught.value.cause and "not none" in caught.value.cause
+    assert "choice of narrow experts is the least used 30 %" in caught.value.cause and "not none" in caught.value.cause
 
 
 WRONG: dict[str, Callable[[Any], None]] = {
@@ -251,7 +251,10 @@ def test_choices_that_make_no_sense_are_explained(
 def test_the_command_packs_verifies_and_answers(source: Path, tmp_path: Path) -> None:
     folder = str(tmp_path / "out")
     ran = run_cli("pack", str(source), folder, "--narrow-share", "0.3")
-    assert ran.code == 0 and "rows 4 bit, dense 4 bit; the rarest 30 % of experts up 2 bit, rows 4 bit" in ran.err
+    assert (
+        ran.code == 0
+        and "gate and down 4, attention 4 bits; the least used 30 % of experts: up 2, gate and down 4 bits" in ran.err
+    )
     verified = json.loads(run_cli("verify", folder, "--source", str(source), "--json").out)
     assert verified["good"] and {matrix["bits"] for matrix in verified["compared"]} >= {2, 4, 8}
     asked = run_cli("ask", "hi", "-m", folder, "--max-tokens", "3", "--json")

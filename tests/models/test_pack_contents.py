@@ -185,7 +185,7 @@ def test_product_tables_leave_out_the_share_they_say(tiny_pack: Path, tiny_check
 def test_widths_may_differ_and_make_the_files_smaller(tmp_path: Path, tiny_checkpoint: Path, exact_pack: Path) -> None:
     make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up=3, gate=2, down=8))
     packed = PackedModel.open(tmp_path / "p")
-    assert packed.manifest.widths.describe() == "up 3 bit, gate 2 bit, down 8 bit, dense 4 bit"
+    assert packed.manifest.widths.describe() == "up 3, gate 2, down 8, attention 4 bits"
     gate, _, down = Checkpoint(tiny_checkpoint).expert(0, 0)
     records = packed.layer(0).rows
     stored_gate, stored_down = records.layout.read(records.data[0], torch.float32)
