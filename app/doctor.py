@@ -136,7 +136,7 @@ def _rates(measured: Measured | None) -> Iterator[str]:
         yield _line(
             "busy",
             f"other programs used {trimmed(measured.busy, 2)} cores",
-            "these rates may be too low: measure again",
+            "these rates may be too low; --measure repeats them",
         )
     for name, rate in measured.rates.items():
         value = f"{trimmed(rate / 1e12)} TFLOPS" if name == rates.FLOPS else quantities.rate(rate)

@@ -31,21 +31,21 @@ _PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
 _LIST = "list"
 
 
-@click.command()
+@click.command(short_help="Show whether a model runs here, how, and how fast.")
 @click.argument("model", required=False, metavar="[MODEL]")
 @click.option("--vram", metavar="SIZE", help="GPU memory in GB, such as 12.")
 @click.option("--ram", metavar="SIZE", help="Installed RAM in GB, such as 32.")
 @click.option("--cpu-gbs", type=float, metavar="GB/S", help="How fast the CPU reads memory.")
-@click.option("--link-gbs", type=float, metavar="GB/S", help="How fast copies to the GPU are.")
+@click.option("--link-gbs", type=float, metavar="GB/S", help="How fast data is copied to the GPU.")
 @click.option("--pcie", metavar="GxL", help="PCIe generation and lanes instead of --link-gbs, such as 4x16.")
 @click.option("--disk-gbs", type=float, metavar="GB/S", help="How fast the disk reads.")
 @click.option("--disk-free", metavar="SIZE", help="Free disk space in GB.")
 @click.option(
     "--card",
     metavar="NAME",
-    help="A graphics card and the machine around it, such as 3090, or none for no GPU; list prints all.",
+    help="A graphics card in a typical machine, such as 3090; none plans without a GPU, list prints all cards.",
 )
-@click.option("--context", type=click.IntRange(1), help="Tokens of a chat to have room for.  [default: 4096]")
+@click.option("--context", type=click.IntRange(1), help="Context to reserve, in tokens.  [default: 4096]")
 @click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
 @click.option("--net-mbs", type=float, metavar="MB/S", help="How fast the download is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -118,7 +118,7 @@ def as_fields(plan: Plan) -> dict[str, Any]:
 
 def text_of(plan: Plan) -> str:
     """The plan for people."""
-    from ..engine.reasons import BITS, KL
+    from ..engine.reasons import BITS, KL, MEMORY
 
     entry = plan.entry
     about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
@@ -127,7 +127,7 @@ def text_of(plan: Plan) -> str:
         lines.append("  Its publisher asks you to accept terms on the hub first; that needs an account.")
     if entry.chat is None:
         lines.append(
-            "  It is a base model: it continues text. It has no chat template, so floe-chat cannot chat with it."
+            "  It is a base model: it continues text, but has no chat template, so floe-chat cannot chat with it."
         )
     lines += ["", *_machine_lines(plan), ""]
     if plan.chosen is None:
@@ -139,7 +139,8 @@ def text_of(plan: Plan) -> str:
     if len(plan.options) > 1:
         lines += ["Choices, the most exact first (* recommended)", *_table(plan), ""]
     note = "Speeds are estimates, with their ranges, for the preset Balanced."
-    return "\n".join([*lines, *(_wrapped(text).strip() for text in (BITS, KL, note))])
+    legend = (BITS, KL, note) if plan.chosen is None else (BITS, KL, MEMORY, note)
+    return "\n".join([*lines, *(_wrapped(text).strip() for text in legend)])
 
 
 def text_of_all(plans: Sequence[Plan]) -> str:

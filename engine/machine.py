@@ -114,7 +114,7 @@ def here(found: Hardware, measured: Measured | None) -> Machine:
         vram, name = usable[0].vram_total, f"{usable[0].name} and {found.cpu}"
         speeds = _with_gpu(speeds, known, told)
         if usable[0].vram_free < FREE * vram:
-            told["vram"] = f"Of the {memory(vram)} of GPU memory {memory(usable[0].vram_free)} are free at the moment."
+            told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
     else:
         told["gpu"] = f"It has no GPU that can be used: {found.gpu_reason}."
     told["ram"] = _of_ram(found.ram_total)
@@ -203,7 +203,7 @@ def _linked(speeds: Speeds, said: Described, told: dict[str, str]) -> Speeds:
         )
     packed = speeds.read * PACKED
     if link > packed:
-        told["packing"] = f"Copies to the GPU reach {rate(packed)}: the CPU gathers rows no faster."
+        told["packing"] = f"Copies to the GPU reach {rate(packed)}: the CPU cannot gather rows faster."
     return dataclasses.replace(speeds, link=min(link, packed))
 
 

@@ -28,7 +28,7 @@ def check(sampling: Sampling) -> None:
     for field in fields(sampling):
         value = getattr(sampling, field.name)
         if not may_be(field.name, value):
-            raise UsageError(f"{field.name} cannot be {value}", "", f"Valid is {_VALID[field.name]}.")
+            raise UsageError(f"{field.name} cannot be {value}", "", f"Give {_VALID[field.name]}.")
 
 
 def may_be(name: str, value: Any) -> bool:

@@ -20,20 +20,26 @@ BITS = (
 )
 KL = (
     "Quality loss (KL): how far the next-word probabilities move from the 16-bit original's, in nats. 0 is identical, "
-    "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22 M-parameter demo model, so a guide only."
+    "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22-million-parameter demo model, so a "
+    "guide only."
+)
+MEMORY = (
+    "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "
+    "down weights, and pool those of them that the GPU holds; context is the chat's keys and values; pages are the "
+    "part of the pack that is cached in RAM, and lacking the part that is read from the disk."
 )
 _PARTS = {
     "dense": "attention and the output layer",
     "up": "finding active neurons",
     "rows": "computing active neurons",
     "disk": "reading from the disk",
-    "host": "floe-chat's own Python",
+    "host": "floe-chat's own Python code",
 }
 
 
 def describe(spec: PackSpec) -> str:
     """Widths as every page writes them: "3/4/4" for up / gate and down / attention."""
-    rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate},{spec.down}"
+    rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate}+{spec.down}"
     narrow = "" if spec.narrow is None else f"; {spec.narrow.describe()}"
     return f"{spec.up}/{rows}/{spec.dense}{narrow}"
 
@@ -41,8 +47,8 @@ def describe(spec: PackSpec) -> str:
 def rule() -> str:
     """How the recommendation weighs speed and loss (see options.py)."""
     return (
-        f"The recommendation weighs speed against loss: twice the speed is worth {WORTH} nats, and a third of that "
-        f"above {ENOUGH:.0f} tokens/s, which is faster than most people read. {describe(DEFAULT)} is recommended "
+        f"The recommendation weighs speed against quality loss: twice the speed is worth {WORTH} nats, and a third of "
+        f"that above {ENOUGH:.0f} tokens/s, which is faster than most people read. {describe(DEFAULT)} is recommended "
         "unless another choice is clearly better."
     )
 
@@ -89,14 +95,15 @@ def _why_bits(entry: Entry, chosen: Option, options: Sequence[Option]) -> list[s
     said = [f"{describe(chosen.spec)} bits: quality loss {_loss(chosen)} at about {_speed(chosen)}."]
     at = options.index(chosen)
     if better := next((one for one in reversed(options[:at]) if not one.missing), None):
-        more = f"More exact: {describe(better.spec)} bits would lose {_loss(better)}, at about {_speed(better)}"
+        more = f"More exact: {describe(better.spec)} bits, quality loss {_loss(better)}, at about {_speed(better)}"
         said.append(f"{more}{_because(better, chosen)}.")
     elif at:
         said.append(f"{describe(options[at - 1].spec)} bits would need {lacks(options[at - 1].missing)} more.")
-    faster = [one for one in options[at + 1 :] if one.works and one.decode.mid > chosen.decode.mid]
+    after = (one for one in options[at + 1 :] if one.works and one.decode.mid > chosen.decode.mid)
+    faster = [one for one in after if _speed(one) != _speed(chosen)]
     if faster:
         said.append(
-            f"Faster: {describe(faster[0].spec)} bits would reach {_speed(faster[0])}, but lose {_loss(faster[0])}."
+            f"Faster: {describe(faster[0].spec)} bits, about {_speed(faster[0])}, but quality loss {_loss(faster[0])}."
         )
     return [*said, rule()] if len(said) > 1 else said
 
@@ -104,11 +111,11 @@ def _why_bits(entry: Entry, chosen: Option, options: Sequence[Option]) -> list[s
 def _because(slower: Option, chosen: Option) -> str:
     """Why a more exact option is so much slower."""
     if slower.ram_share < chosen.ram_share:
-        return f", since {share(1 - slower.ram_share)} of what a token reads would come from the disk"
+        return f", because {share(1 - slower.ram_share)} of what a token reads would come from the disk"
     if slower.place != chosen.place and chosen.place == "gpu":
-        return ", since the GPU could not hold all of it"
+        return ", because not all of it would fit on the GPU"
     if slower.place == "cpu" != chosen.place:
-        return ", since the GPU could not help"
+        return ", because the GPU could not help"
     return ""
 
 
@@ -126,12 +133,12 @@ def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> 
     asked, budget = needs(takes, context), int(machine.vram * (1 - KEPT_FREE))
     free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
-        return f"All of it fits the GPU: it needs {memory(asked.whole())}, and {free}."
+        return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
     if chosen.place == "pool":
         return (
-            f"The GPU holds part of it: all would need {memory(asked.whole())}, and {free}. Beside attention, the up "
-            f"projections and {context:,} tokens of context it has room for {share(chosen.pool_share)} of the neurons, "
-            f"which are about {share(chosen.token.hit)} of those a token needs. The rest is in RAM: the CPU computes "
+            f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. Beside attention, "
+            f"the up projections and {context:,} tokens of context, it has room for {share(chosen.pool_share)} of the "
+            f"neurons, about {share(chosen.token.hit)} of those a token needs. The rest is in RAM: the CPU computes "
             "part of it and copies part of it to the GPU."
         )
     if not machine.vram:
@@ -142,7 +149,7 @@ def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> 
 
 
 def _why_ram(machine: Machine, chosen: Option) -> str:
-    free = f"{memory(chosen.ram['free'])} of {memory(machine.ram)} of RAM that can be used stay free"
+    free = f"{memory(chosen.ram['free'])} of {memory(machine.ram)} of usable RAM stay free"
     if chosen.ram_share >= 1:
         return f"Everything that a token reads fits in RAM; {free}."
     return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
@@ -151,4 +158,4 @@ def _why_ram(machine: Machine, chosen: Option) -> str:
 def _why_speed(chosen: Option) -> str:
     parts = {name: getattr(chosen.token, name) for name in _PARTS}
     most = max(parts, key=parts.__getitem__)
-    return f"{share(parts[most] / chosen.token.seconds)} of the time is {_PARTS[most]}."
+    return f"{share(parts[most] / chosen.token.seconds)} of the time goes to {_PARTS[most]}."
