@@ -20,13 +20,15 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
         UsageError: no such value, or one out of range.
     """
     if name not in NAMES:
-        raise UsageError(f"There is no sampling value {name!r}", "", f"The values are {', '.join(NAMES)}.")
+        raise UsageError(f"There is no sampling value {name!r}", "", f"Choose one of {', '.join(NAMES)}.")
     if name == "seed" and value in ("", "none"):
         return replace(sampling, seed=None)
     try:
         number = int(value) if name in ("top_k", "seed") else float(value)
     except ValueError as error:
-        raise UsageError(f"{name} cannot be {value!r}", "It is a number.", "Example: /set temperature 0.3") from error
+        raise UsageError(
+            f"{name} cannot be {value!r}", "It must be a number.", "Example: /set temperature 0.3"
+        ) from error
     key = next((key for key in KEYS if key.field == name), None)
     if key is not None and (trouble := key.trouble(number)):
         raise UsageError(f"{name} cannot be {value}", f"It {trouble}.")

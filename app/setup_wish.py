@@ -85,9 +85,13 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
     source = catalog.source(model)
     called = name or source.name
     if called == catalog.DEMO:
-        raise UsageError("The name demo is taken", "It is the built-in model's.", "Choose another name with --name.")
+        raise UsageError(
+            "The name demo is taken", "It is the name of the built-in model.", "Choose another name with --name."
+        )
     if not _is_name(called):
-        raise UsageError(f"A model cannot be called {called!r}", "", "Choose letters, digits, '-' and '_' with --name.")
+        raise UsageError(
+            f"A model cannot be called {called!r}", "", "Give a name of letters, digits, '-' and '_' with --name."
+        )
     wanted = Wish(source.place, called, commit=source.commit, **(bits or {}))  # pyright: ignore[reportArgumentType]
     if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
         raise UsageError(
@@ -164,7 +168,7 @@ def _read(path: Path) -> Wish | BadNote:
         fields = small_json.read(path)
         wanted = Wish(**_checked(fields))
         if wanted.name != path.name.removesuffix(_NOTE):  # else forgetting it would delete another folder
-            raise ValueError("it names another model than its file does")
+            raise ValueError("its model's name differs from the file's")
         wanted.spec()
     except UsageError as error:
         return BadNote(path, f"{error.title}.")
@@ -178,16 +182,16 @@ def _checked(fields: Any) -> dict[str, Any]:
     kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Wish)}
     del kinds["home"]
     if not isinstance(fields, dict) or not {"model", "name"} <= fields.keys() <= kinds.keys():
-        raise ValueError("it has other fields than a setup note")
+        raise ValueError("its fields are not those of a setup note")
     for name, value in fields.items():
         if type(value) is not kinds[name]:
-            raise ValueError(f"its {name} is not {'a number' if kinds[name] is int else 'a text'}")
+            raise ValueError(f"its {name} is not {'a number' if kinds[name] is int else 'text'}")
     if not _is_name(fields["name"]) or fields["name"] == catalog.DEMO:
         raise ValueError("its name cannot be a model's")
     if not (re.fullmatch(_HUB_ID, fields["model"]) or Path(fields["model"]).is_absolute()):
         raise ValueError("its model is neither a hub id nor a folder")
     if not re.fullmatch("([0-9a-f]{7,64})?", fields.get("commit", "")):
-        raise ValueError("its commit is not one")
+        raise ValueError("its commit is not a commit's hash")
     return fields
 
 

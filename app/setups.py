@@ -86,7 +86,7 @@ def look_up(wanted: Wish, token: str | None = None) -> Entry:
     try:
         fields = json.loads(repo.read("config.json") or b"{}")
         if not isinstance(fields, dict):
-            raise ValueError("it holds no fields")
+            raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"config.json of {wanted.model} cannot be read", f"{error}.", "Ask its publisher, or use another model."
@@ -108,7 +108,7 @@ def remove(name: str) -> None:
     folder = catalog.models_folder() / name
     known = {model.name for model in catalog.installed()} - {catalog.DEMO}
     if name not in known:
-        raise FloeError(f"{name} cannot be deleted", "It is not a model of the models folder.")
+        raise FloeError(f"{name} cannot be deleted", "It is not in the models folder.")
     try:
         if folder.is_symlink():
             folder.unlink()

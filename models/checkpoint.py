@@ -248,7 +248,7 @@ def _folder_of(shelf: Shelf) -> Path:
     config = shelf.small("config.json")
     if config is None:
         raise CheckpointError(
-            f"{shelf.name} is no model that floe-chat knows", "It has no config.json.", "Choose another model."
+            f"{shelf.name} is not a model that floe-chat supports", "It has no config.json.", "Choose another model."
         )
     return config.parent
 

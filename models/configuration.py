@@ -162,7 +162,7 @@ def _rope(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """The usual rope's two values; older files have its base beside it."""
     stated: Any = fields.get("rope_parameters") or {}
     if not isinstance(stated, dict) or stated.keys() - {"rope_type", "rope_theta"}:
-        raise ValueError("its rope is described in more words than usual")
+        raise ValueError("its rope settings have unknown fields")
     rope = {"rope_theta": fields.get("rope_theta", theta), "rope_type": "default", **stated}
     if rope["rope_type"] != "default" or type(rope["rope_theta"]) not in (int, float):
         raise ValueError(f"its rope is {rope}")

@@ -256,7 +256,7 @@ class Fetcher:
         if item.refetched:
             item.part = None
             raise HubError(
-                f"{item.file.name} of {self._repo.name} arrives damaged",
+                f"{item.file.name} of {self._repo.name} arrived damaged",
                 "It was fetched twice and had the wrong hash both times.",
                 "Try again later, or from another network or mirror.",
             )
@@ -284,7 +284,7 @@ class Fetcher:
                     await self._receive(item, piece, answer)
                 if not piece.came and not item.unranged:
                     raise Wrong(
-                        HubError(f"{item.file.name} does not arrive", "The answers are empty.", "Try again later.")
+                        HubError(f"{item.file.name} cannot be downloaded", "The answers are empty.", "Try again later.")
                     )
             except Passing as trouble:
                 failures = 1 if piece.new else failures + 1

@@ -105,7 +105,7 @@ def _wrong(repo: Repo, file: RepoFile, cause: str) -> Wrong:
 
 def _other_bytes(file: RepoFile, cause: str) -> HubError:
     return HubError(
-        f"The wrong bytes of {file.name} arrive",
+        f"The wrong bytes of {file.name} arrived",
         cause,
         "Try again later; the cause may be a proxy or a mirror in between.",
     )

@@ -134,7 +134,7 @@ class Repo:
             digest.update(content)
             if digest.hexdigest() == file.hash:
                 return content
-        raise TryAgainError(f"{name} of {self.name} arrives damaged", "Its hash was wrong twice.", "Try again later.")
+        raise TryAgainError(f"{name} of {self.name} arrived damaged", "Its hash was wrong twice.", "Try again later.")
 
     def header(self, name: str) -> dict[str, TensorPlace]:
         """Tensor name -> its place in a shard, from the first bytes alone; remembered.

@@ -92,7 +92,7 @@ def refusal(response: httpx2.Response, body: bytes, repo: str, endpoint: str, *,
     if code == "RevisionNotFound":
         return HubError(f"{repo} has no such revision", said, "Use a branch, a tag or a commit of that repository.")
     if code == "EntryNotFound":
-        return HubError(f"{repo} lacks a file of its listing", said, "Try again, or use another revision.")
+        return HubError(f"{repo} lacks a file that it lists", said, "Try again, or use another revision.")
     if code == "RepoNotFound" or status == 404:
         private = "" if token else " If it is private, set a token (HF_TOKEN, or `hf auth login`)."
         return HubError(

@@ -58,7 +58,7 @@ def listing(repo: str, content: bytes) -> tuple[str, bool, tuple[RepoFile, ...]]
             raise ValueError("it lists a file twice")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TryAgainError(
-            "The hub's answer about this model makes no sense",
+            "The hub's answer about this model is invalid",
             f"{type(error).__name__}: {plain(str(error))}.",
             "Try again, or use another mirror (HF_ENDPOINT).",
         ) from error

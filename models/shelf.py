@@ -112,7 +112,7 @@ def parse_header(file: str, head: bytes, size: int) -> dict[str, TensorPlace]:
         length = header_bytes(file, head)
         places = _places(json.loads(head[8 : 8 + length]), 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(file, f"Its header makes no sense ({type(error).__name__}): {error}.") from error
+        raise _unreadable(file, f"Its header is invalid ({type(error).__name__}): {error}.") from error
     end = max((place.end for place in places.values()), default=8 + length)
     if size != end:
         raise _unreadable(file, f"It has {size:,} bytes; its header needs {end:,}.")

@@ -29,7 +29,7 @@ def read_attachment(path: Path) -> Attachment:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "There can be no such path"
+        reason = error.strerror if isinstance(error, OSError) else "It is not a valid path"
         raise UsageError(f"{path} cannot be attached", f"{reason}.", "Give the path of a text file.") from error
     if len(content) > LARGEST:
         raise _too_large(path, len(content))
