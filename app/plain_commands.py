@@ -178,7 +178,7 @@ class PlainCommands:
             remark(f"{problem}Presets, best quality first: {', '.join(chat.presets)}. In use: {chat.preset}.")
             return
         chat.set_quality(wanted)
-        remark(f"{wanted} is used from the next answer.")
+        remark(f"{wanted} is used from the next answer on.")
 
     def _system(self, text: str) -> None:
         setup = self._chat.dialogue.setup
@@ -186,7 +186,9 @@ class PlainCommands:
             remark(setup.system_prompt or "This chat has no system prompt.")
             return
         self._chat.dialogue.set_up(replace(setup, system_prompt="" if text == "none" else text, persona=""))
-        remark("The system prompt is removed." if text == "none" else "The system prompt applies from the next answer.")
+        remark(
+            "The system prompt is removed." if text == "none" else "The system prompt applies from the next answer on."
+        )
 
     def _persona(self, name: str) -> None:
         if not name:
@@ -205,7 +207,7 @@ class PlainCommands:
             return
         sampling = changed(sampling, name, value.strip())
         self._chat.dialogue.set_up(replace(self._chat.dialogue.setup, sampling=sampling))
-        remark(f"{name} is {getattr(sampling, name)} from the next answer.")
+        remark(f"{name} is {getattr(sampling, name)} from the next answer on.")
 
     def _stats(self, _argument: str) -> None:
         remark(footer(self._chat.stats) if self._chat.stats else "There is no answer yet.")

@@ -22,17 +22,17 @@ from .arguments import memory_size
 ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "quit": ("ctrl+q", "Quit floe-chat"),
-        "help": ("f1", "Keys, commands and the words of the panel"),
+        "help": ("f1", "Help: keys, commands and words"),
         "palette": ("ctrl+p", "All commands by name"),
         "stop": ("escape", "Stop the answer, or take back a queued question"),
         "new_chat": ("ctrl+n", "Start a new chat"),
         "toggle_panel": ("f2", "Show the live panel in full, compact, or not at all"),
         "next_preset": ("f3", "Switch to the next quality preset"),
-        "quality": ("f4", "Quality: presets, and every value by hand"),
+        "quality": ("f4", "Quality: presets and fine controls"),
         "setup": ("f5", "This chat: system prompt, persona, quality, sampling"),
-        "models": ("f6", "Models: installed, unfinished, and available"),
-        "experts": ("f9", "Experts, layer by layer"),
-        "history": ("ctrl+r", "Earlier chats, and a search in them"),
+        "models": ("f6", "Models: installed, unfinished and available"),
+        "experts": ("f9", "Expert use, layer by layer"),
+        "history": ("ctrl+r", "Earlier chats, with a search"),
         "regenerate": ("ctrl+t", "Answer the last question again"),
         "copy": ("ctrl+o", "Copy the last answer"),
         "newline": ("ctrl+j", "Start a new line in the question"),
@@ -181,19 +181,19 @@ class Settings:
     model: str = _key(
         "chat.model",
         "demo",
-        "The model to start with: a name that `floe-chat models` lists, or the folder of a packed model. "
-        "Choosing a model on the screen changes this.",
+        "The model to start with: its name (`floe-chat models` lists them) or its folder. Choosing a model on the "
+        "screen changes this.",
     )
     preset: str | None = _key(
         "chat.preset",
         None,
-        "The quality preset: Exact answers best, Fast answers soonest. A chat can change it.",
+        "The quality preset of new chats, from the most exact to the fastest.",
         unset="Balanced, or the model's own",
         example="Balanced",
         choices=("Exact", "High", "Balanced", "Fast"),
     )
     device: str = _key(
-        "chat.device", "auto", "Where the model runs: auto, cpu, cuda, or one of several cards, such as cuda:1."
+        "chat.device", "auto", "Where the model runs: auto, cpu, cuda, or one card of several, such as cuda:1."
     )
     vram: str | None = _key(
         "chat.vram",
@@ -208,7 +208,7 @@ class Settings:
     temperature: float | None = _key(
         "sampling.temperature",
         None,
-        "How much answers vary: 0 always takes the most likely token.",
+        "How much answers vary; 0 always takes the most likely token.",
         unset=_MODELS_OWN.format(0.7),
         example=0.7,
         low=0,
@@ -236,7 +236,7 @@ class Settings:
     min_p: float | None = _key(
         "sampling.min_p",
         None,
-        "Leave out tokens below this share of the most likely one's probability; 0 is off.",
+        "Leave out tokens with less than this share of the top token's probability; 0 is off.",
         unset=_MODELS_OWN.format(0.05),
         example=0.05,
         low=0,
@@ -266,18 +266,20 @@ class Settings:
     predictor: str = _key(
         "advanced.predictor",
         "auto",
-        "What predicts the weights to prefetch for the next layer; none prefetches nothing.",
+        "How the weights that the next layer needs are predicted, to prefetch them: gate uses its router, learned a "
+        "predictor that was trained while packing, partial the next layer's attention too; none prefetches nothing.",
         choices=PREDICTORS,
     )
     cpu_share: bool = _key(
         "advanced.cpu_share",
         True,
-        "Let the CPU compute a share of what is not in GPU memory.",
+        "Let the CPU compute a share of the weights that are not in GPU memory.",
     )
     transfer: str = _key(
         "advanced.transfer",
         "auto",
-        "How weights are copied to the GPU; auto uses the faster way, as measured.",
+        "How weights reach the GPU: staged copies them in chunks, in place lets the GPU read RAM, auto uses the faster "
+        "of both as measured.",
         choices=TRANSFERS,
     )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: key for name, (key, _does) in ACTIONS.items()})

@@ -121,7 +121,7 @@ class Acts(Talk):
         self._composer.put(record.text)
         self._writing.chips.give_back(record.attachments)
         what = "question" if record.role == "user" else "answer"
-        self._writing.title(f"Editing the {what}", f"Enter saves both versions · {key_of(self, 'stop')} cancels")
+        self._writing.title(f"Editing the {what}", f"Enter saves a new version · {key_of(self, 'stop')} cancels")
         self._composer.focus()
 
     async def _again(self, record: Message) -> None:

@@ -82,7 +82,11 @@ class ChatScreen(ChatSettings):
             Command("cut", "Cut", "Shorten attached texts that are too large", self.cut),
             Command("export", "Export", "Write this chat to a .md or .json file", self.export, "[FILE]"),
             Command(
-                "chat", "This chat", "Its system prompt, persona, quality and sampling", self.open_setup, key="setup"
+                "chat",
+                "This chat",
+                "This chat's system prompt, persona, quality and sampling",
+                self.open_setup,
+                key="setup",
             ),
             Command("system", "System prompt", "Show or change this chat's system prompt", self.instruct, "[TEXT]"),
             Command("persona", "Persona", "List personas, or use one", self.take_persona, "[NAME]"),

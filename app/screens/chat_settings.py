@@ -80,7 +80,7 @@ class ChatSettings(Chats):
         name, _space, value = words.partition(" ")
         sampling = changed(sampling, name, value.strip())
         self._dialogue.set_up(replace(self._dialogue.setup, sampling=sampling))
-        self._status.remark(f"{name} is {getattr(sampling, name)} from the next answer")
+        self._status.remark(f"{name} is {getattr(sampling, name)} from the next answer on")
 
     async def _note(self, *lines: str) -> None:
         await self._transcript.add(Note("\n".join(lines)))
@@ -109,6 +109,6 @@ class ChatSettings(Chats):
         preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
         if preset is None:
             raise UsageError(
-                f"There is no preset {name!r}", "", f"Presets: {known or 'known when the model is loaded'}."
+                f"This model has no preset {name!r}", "", f"Presets: {known or 'known when the model is loaded'}."
             )
         self.choose_preset(preset)

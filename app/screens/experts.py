@@ -27,7 +27,7 @@ _PREDICTED = (
     "Recall: the share of active neurons, or of called experts, that were predicted one layer ahead. "
     "Precision: the share of predictions that were right. —: nothing was predicted yet."
 )
-_IN_PLACE = "All weights are in the memory that computes, so nothing is prefetched."
+_IN_PLACE = "All weights are in the memory of the device that computes, so nothing is prefetched."
 
 
 class HeatMap(Widget):
@@ -66,7 +66,7 @@ class HeatMap(Widget):
         cell = max(1, min(_WIDEST_CELL, room // len(use[0])))
         wide = min(room, cell * len(use[0]))
         most = max(max(layer) for layer in use) or 1.0
-        experts = f"{len(use[0])} experts, fullest {share(most)}"[:wide]
+        experts = f"{len(use[0])} experts, busiest {share(most)}"[:wide]
         titles = f"{'':5}{experts:<{wide}}"
         lines: list[Content] = []
         if rows is not None:

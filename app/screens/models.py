@@ -350,7 +350,7 @@ def told(check: Check) -> str:
     if check.error is not None:
         return f"{check.name} could not be checked: {check.error.title}. {check.error.cause}"
     if not check.damaged:
-        return f"{check.name}: all files are undamaged."
+        return f"{check.name}: all files are intact."
     first = check.damaged[0]
     more = f", and {len(check.damaged) - 1} more" if len(check.damaged) > 1 else ""
     return (

@@ -26,20 +26,24 @@ from ..widgets.plain import printable
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
 
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
-_HEADS = ("", "neurons", "halves", "drop <", "major <", "KL, nats", "per token")
-_SHORT_HEADS = ("", "neurons", "halves", "drop<", "major<", "KL, nats", "a token")
-_OFFLOADED_ONLY = "It matters only where a part of the model is outside GPU memory; this one is in place."
+_HEADS = ("", "neurons", "halves", "skip <", "halve <", "KL, nats", "per token")
+_SHORT_HEADS = ("", "neurons", "halves", "skip<", "halve<", "KL, nats", "a token")
+_OFFLOADED_ONLY = "No effect here: all of this model is in the memory of the device that computes."
 
 _DIALS = (
-    ("sparsity", "skip neurons", "Neurons with the weakest up projection are skipped: up to this share of them."),
-    ("product", "skip second halves", "Of this share of neurons the down half is skipped."),
-    ("drop", "drop experts below", "Experts with a router score below this share of the mean are not run."),
-    ("major", "major half below", "Below this share of the mean only the more important half of an expert is run."),
-    ("alpha", "substitute within", "An expert outside GPU memory is replaced by one inside whose score is this close."),
+    ("sparsity", "skip neurons", "Skip neurons with the weakest up projection: up to this share of them."),
+    ("product", "skip down halves", "Skip the down projection of this share of the neurons."),
+    ("drop", "skip experts below", "Skip experts whose router score is below this share of the mean."),
+    (
+        "major",
+        "halve experts below",
+        "Run only the more important half of experts whose score is below this share of the mean.",
+    ),
+    ("alpha", "substitute within", "Replace an expert outside GPU memory by one inside whose score is this close."),
     (
         "lenient",
         "weak rows not in VRAM",
-        "Wait for every row, or leave out the weakest quarter if they are not in GPU memory: faster, less exact.",
+        "Wait for every row, or leave out the weakest quarter of those not in GPU memory: faster, less exact.",
     ),
 )
 
@@ -120,10 +124,10 @@ class QualityScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with Page(classes="page") as page:
             page.border_title = "Quality"
-            page.border_subtitle = hints("◂ ▸ turn", "Enter uses a preset", "Esc closes")
+            page.border_subtitle = hints("◂ ▸ change", "Enter uses a preset", "Esc closes")
             yield Static(self._trouble, markup=False, classes="trouble") if self._trouble else PresetHead()
             yield from (PresetLine(cost) for cost in self._costs)
-            yield Static("By hand", classes="heading")
+            yield Static("Custom", classes="heading")
             for name, label, meaning in _DIALS:
                 yield Dial(name, label, meaning, ("wait for", "leave out") if name == "lenient" else None)
             yield self._meaning
@@ -190,9 +194,9 @@ def _measured_on(costs: Sequence[Cost]) -> str:
     """Which text the KL was measured on."""
     known = next((cost for cost in costs if cost.kl is not None), None)
     if known is None:
-        return "Run floe-chat tune to measure it for this model."
+        return "To measure it for this model, run: floe-chat tune MODEL"
     if not known.text:
-        return "Measured by floe-chat tune, on a text that this pack does not name."
+        return "Measured by floe-chat tune."
     return f"Measured on {printable(known.text)}, {known.tokens:,} tokens."
 
 

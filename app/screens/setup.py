@@ -20,7 +20,9 @@ from ..settings import KEYS, Persona
 from ..widgets.hints import ScrollingPage, hints, key_of
 from ..widgets.plain import printable
 
-_MEANINGS = {key.field: key.description for key in KEYS} | {"seed": "The same number gives the same answer again."}
+_MEANINGS = {key.field: key.description for key in KEYS} | {
+    "seed": "The same number gives the same answer. Empty is random."
+}
 
 
 class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
@@ -51,7 +53,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
             [(name, name) for name in presets],
             value=Select.NULL if by_hand else in_force,
             allow_blank=by_hand,
-            prompt="by hand" if presets else "not known yet",
+            prompt="Custom" if presets else "not known yet",
             disabled=not presets,
             id="quality",
             compact=True,

@@ -31,7 +31,7 @@ class TooSmallScreen(Screen[None]):
         """Name the terminal's new size."""
         words = (
             f"floe-chat needs at least {SMALLEST.width}x{SMALLEST.height}, "
-            f"this terminal is {size.width}x{size.height}: enlarge it.\n"
+            f"this terminal has {size.width}x{size.height}: enlarge it.\n"
             "\n"
             f"Your text is saved, and the answer continues. {key_of(self, 'quit')} quits."
         )

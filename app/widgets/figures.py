@@ -88,10 +88,11 @@ def speed_beside(figures: Figures, width: int) -> Content:
     stats = figures.stats
     value = units.seconds(stats and stats.first_token_s)
     first = "first token" if len(f"first token {value}") <= width else "first"
+    prefill = stats.prefill_tps if stats else None
     return Content("\n").join(
         [
             muted("tokens/s"),
-            row(figures, "prefill", units.rate(stats and stats.prefill_tps), width),
+            row(figures, "prefill", f"{units.rate(prefill)}{'' if prefill is None else '/s'}", width),
             row(figures, first, value, width),
         ]
     )

@@ -14,11 +14,11 @@ MEANINGS = {
     "the first piece of the answer. Prompt reused: the part that was still in the KV cache.",
     "origins": "Rows are the weights of neurons. A part of them is in GPU memory, the rest in RAM. Ready: in GPU "
     "memory when needed. Coming: prefetched, and on the way. Copied: fetched when needed. On CPU: computed by the CPU "
-    "from RAM. Left out: weak neurons whose rows were not in GPU memory, skipped if F4 says so; answers then vary with "
-    "what is there. Expert hit rate: expert calls with at least half of their rows ready or coming. The "
+    "from RAM. Left out: weak neurons whose rows were not in GPU memory, skipped if F4 is set so; answers then vary. "
+    "Expert hit rate: expert calls with at least half of their rows ready or coming. The "
     "predictor names the neurons of the next layer. Recall: how many of the needed ones it named (by layer, first to "
     "last). Precision: how many of the named ones were needed. Substituted: experts replaced by others "
-    "in GPU memory. Dropped: halves of experts with a low score.",
+    "in GPU memory. Halved: experts with a low score, of which only the more important half ran.",
     "link": "The link between RAM and GPU: bytes moved per token, how long the GPU waited for them, the speed while it "
     "was busy and that speed as a share of its peak, and the share of time it was busy.",
     "neurons": "Neurons are the units of an expert. Inactive ones are skipped, which is what makes this fast. Active "
@@ -39,7 +39,7 @@ TERMS = (
     ("prompt reused", "the part of the prompt that was still in the KV cache, and cost no time"),
     ("expert", "one of several small networks in each layer; the model picks a few for every token"),
     ("neuron", "one unit of an expert; inactive ones are skipped, which is what makes this fast"),
-    ("active share", "the share of neurons in the picked experts that took part"),
+    ("active share", "the share of the picked experts' neurons that were computed"),
     ("bytes read per token", "weights of the picked experts that were read to write one token"),
     ("bits", BITS),
     ("KL", KL),
@@ -47,22 +47,22 @@ TERMS = (
     ("quantization", "storing weights with fewer bits than the original's 16"),
     ("Experts", "the share of calls that each expert got: layers to the right, experts downwards"),
     ("KV cache", "what the model stores of the chat so far"),
-    ("context", "the tokens of the chat, of those that the model's window holds"),
+    ("context", "tokens of the chat so far, and how many fit the model's window"),
     ("resident weights", "the part of the model that is always in memory"),
     ("Backend", "where the model computes, with which kernels, and why"),
-    ("Rows", "the weights of neurons. Shown when GPU memory holds only a part of them"),
+    ("Rows", "the weights of neurons; shown when GPU memory holds only a part of them"),
     ("hit rate, ready", "active neurons whose rows were in GPU memory when needed"),
     ("coming", "rows that were prefetched, and on the way when needed"),
     ("copied", "rows that were fetched from RAM when needed"),
     ("on CPU", "neurons that the CPU computed from RAM, so that nothing had to move"),
-    ("left out", "weak neurons whose rows were not in GPU memory, and which were skipped: answers vary with that"),
+    ("left out", "weak neurons, skipped because their rows were not in GPU memory; answers then vary"),
     ("expert hit rate", "expert calls with at least half of their rows ready or coming"),
     ("predictor recall", "the share of active neurons that were predicted one layer ahead"),
     ("its precision", "the share of predicted neurons that became active"),
-    ("substituted, dropped", "experts replaced by others in GPU memory; halves of experts with a low score, skipped"),
+    ("substituted, halved", "experts replaced by others in GPU memory; experts of which only one half ran"),
     ("Link", "the link between RAM and GPU: bytes moved per token, speed, and how long the GPU waited"),
     ("dense, up, pool", "GPU memory for layers around the experts, for finding active neurons, and for rows"),
-    ("budget", "GPU memory that may be used: what was free at the start less a reserve, or --vram"),
-    ("virtual time", "times of a card that is not in this machine, by its profile, and of this program's own code"),
+    ("budget", "GPU memory that floe-chat may use: --vram, or what was free at the start less a reserve"),
+    ("virtual time", "times of a simulated card, from its published figures, plus the time of floe-chat's own code"),
     ("—", "not measured yet. kB, MB and GB are powers of 1000"),
 )

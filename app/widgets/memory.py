@@ -59,7 +59,7 @@ def origins(figures: Figures, width: int) -> Content:
         ]
         if not figures.dense:
             lines += by_layer(figures, "recall by layer", rows.recalls, width, top=1.0)
-    for label, share in (("experts substituted", rows.substituted), ("expert halves dropped", rows.dropped)):
+    for label, share in (("experts substituted", rows.substituted), ("experts halved", rows.dropped)):
         if share and not figures.dense:
             lines.append(row(figures, label, units.share(share), width))
     return Content("\n").join(lines)

@@ -14,7 +14,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option as Row
 
 from ...models.errors import FloeError
-from ...models.quantities import digits, divergence, forecast, size
+from ...models.quantities import digits, forecast, size, trimmed
 from . import setup_words
 from .background import in_background
 from .plain import printable
@@ -198,7 +198,7 @@ class ChoiceStep(Step):
             return Content.assemble((printable(entry.name), "bold $primary"), (f"  {setup_words.about(entry)}", MUTED))
         one = line.option
         mark = "●" if line.recommended else " "
-        quality = f"{mark} {setup_words.widths(one.spec)}", divergence(one.kl)
+        quality = f"{mark} {setup_words.widths(one.spec)}", trimmed(one.kl, 2)
         if lacks := setup_words.missing(one):
             return Content.styled(f"{_quality(*quality)}  {lacks}", MUTED)
         speed = setup_words.rate(one.decode) if wide else digits(one.decode.mid, 2)
@@ -227,7 +227,7 @@ class ChoiceStep(Step):
             if one.works or setup_words.only_disk_lacks(one):
                 self.post_message(self.Taken(self, Chosen(line.plan, one)))
             else:
-                why = f"It {setup_words.missing(one)}." if one.missing else f"It would be {setup_words.missing(one)}."
+                why = f"It {setup_words.missing(one)}." if one.missing else f"It is {setup_words.missing(one)}."
                 self.tell(FloeError("This does not fit this machine", why, self._instead(line.plan)))
 
     def _instead(self, plan: Plan) -> str:
@@ -278,14 +278,14 @@ def _details(plan: Plan, one: Option) -> Content:
     words = digits(one.decode.mid * _WORDS * 60, 2)
     lines: list[Content | str] = []
     if lacks := setup_words.missing(one):
-        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It would be {lacks}.", "$text-warning"))
+        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It is {lacks}.", "$text-warning"))
     else:
         lines.append(
             f"Speed: {setup_words.rate(one.decode)} tokens/s, about {words} words a minute, {setup_words.place(one)}."
         )
     lines.append(f"Quality: {setup_words.named(one.spec)}; {setup_words.loss(one.kl)}.")
     if plan.entry.gated:
-        lines.append("Its publisher wants you to accept terms on the hub first, with an account.")
+        lines.append("Its publisher asks you to accept terms on the hub first; that needs an account.")
     if plan.entry.folder is None:
         fetched = size(plan.entry.checkpoint_bytes)
         lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}.")

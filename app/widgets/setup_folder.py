@@ -52,7 +52,7 @@ def look_at(folder: Path, now: Path) -> Look:
     if whole == 0:  # such as /proc
         return Look(folder, free, f"{near} is not on a disk: nothing can be saved there.")
     if not os.access(near, os.W_OK | os.X_OK):
-        return Look(folder, free, f"You may not write to {near}.")
+        return Look(folder, free, f"You have no permission to write to {near}.")
     return Look(folder, free, "", left)
 
 
@@ -138,7 +138,7 @@ class FolderStep(Step):
         if look.left_behind:
             one = look.left_behind == 1
             many, they = ("1 model stays", "It is") if one else (f"{look.left_behind} models stay", "They are")
-            told.append(f"{many} in {printable(str(self._first))}. {they} not listed while another folder is used.")
+            told.append(f"{many} in {printable(str(self._first))}. {they} not listed while you use another folder.")
         if self._lost:
             told.append(self._lost)
         self._moved.update("\n".join(told))

@@ -112,7 +112,7 @@ def _installed(one: catalog.Installed) -> Model:
 
 
 def _unfinished(wish: Wish) -> Model:
-    details = f"{wish.model} at {setup_words.named(wish)}. What is done is saved in {wish.folder}"
+    details = f"{wish.model} at {setup_words.named(wish)}. What is done so far is saved in {wish.folder}"
     return Model("unfinished", wish.name, wish.taken, "so far", details, wish=wish)
 
 

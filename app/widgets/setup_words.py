@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from ...models.quantities import digits, divergence, estimate, size
+from ...models.quantities import digits, estimate, size, trimmed
 
 if TYPE_CHECKING:
     from ...engine.options import Option, Range
@@ -54,9 +54,9 @@ def named(of: Widths) -> str:
 
 
 def loss(kl: float) -> str:
-    """The quality loss of widths and what it means: "KL 0.0135 (on the demo model), slightly noticeable"."""
+    """The quality loss of widths and what it means: "KL 0.014 (on the demo model), slightly noticeable"."""
     meaning = "slightly noticeable" if kl < _NOTICEABLE else "noticeable"
-    return f"KL {divergence(kl)} (on the demo model), {'hard to notice' if kl < _HARD_TO_NOTICE else meaning}"
+    return f"KL {trimmed(kl, 2)} (on the demo model), {'hard to notice' if kl < _HARD_TO_NOTICE else meaning}"
 
 
 def rate(of: Range) -> str:
@@ -86,12 +86,12 @@ def only_disk_lacks(one: Option) -> bool:
 def about(entry: Entry) -> str:
     """What a model is, in a few words."""
     weights = entry.sizes.parameters
-    unit, name = (1e9, "billion") if weights >= 1e9 else (1e6, "million")
-    said = [f"{digits(weights / unit)} {name} weights"]
+    unit, name = (1e9, "B") if weights >= 1e9 else (1e6, "M")
+    said = [f"{digits(weights / unit)} {name} parameters"]
     if entry.chat is None:
-        said.append("base model, cannot chat")
-    if entry.licence:
-        said.append(entry.licence)
+        said.append("base model, no chat")
     if entry.gated:
         said.append("terms to accept")
+    if entry.licence:
+        said.append(entry.licence)
     return " · ".join(said)

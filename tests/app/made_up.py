@@ -102,7 +102,7 @@ FOUND = Found(
             "available",
             PUBLISHED[2].name,
             281_000_000_000,
-            "141 billion weights",
+            "141 B parameters",
             "Setting it up downloads 281 GB.",
         ),
     ),

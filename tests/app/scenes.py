@@ -281,7 +281,7 @@ SCENES: dict[str, Scene] = {
     "palette": _page("ctrl+p", "Search for commands"),
     "settings": _settings,
     "this-chat": _page("f5", "System prompt", "temperature"),
-    "quality": _page("f4", "By hand", "58.9 tokens/s"),
+    "quality": _page("f4", "Custom", "58.9 tokens/s"),
     "experts": _page("f9", "recall", "precision"),
     "history": _history,
     "history-search": _search,

@@ -51,9 +51,9 @@ async def test_what_there_is_and_a_choice(published: Path, setups: Setups, mine:
     (catalog.models_folder() / "half\x1b[2J").mkdir()
     async with around(screen(setups, published)) as pilot:
         await see(
-            pilot, "Installed", "● demo", "built in", "mine", "bits per weight", "Available", "tiny", "million weights"
+            pilot, "Installed", "● demo", "built in", "mine", "bits per weight", "Available", "tiny", "M parameters"
         )
-        await see(pilot, "base model, cannot chat", "Another model", "Disk: ", "free")
+        await see(pilot, "base model, no chat", "Another model", "Disk: ", "free")
         assert "\x1b" not in "".join(lines(pilot))
         await to(pilot, "half\x1b[2J")
         await pilot.press("enter")
@@ -85,7 +85,7 @@ async def test_checked_and_deleted(published: Path, setups: Setups, mine: Path) 
     async with around(screen(setups, published)) as pilot:
         await to(pilot, "mine")
         await pilot.press("v")
-        await see(pilot, "mine: all files are undamaged.")
+        await see(pilot, "mine: all files are intact.")
         weights = mine / "layer_01.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1] + b"?")
         await pilot.press("v")

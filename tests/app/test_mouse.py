@@ -36,7 +36,7 @@ async def test_the_bottom_row_of_the_chat() -> None:
         for words, page, leave in (
             ("F1 help", "Function keys", "Esc closes"),
             ("Ctrl+P commands", "Search for commands", ""),
-            ("Balanced", "By hand", "Esc closes"),
+            ("Balanced", "Custom", "Esc closes"),
             ("scripted", "Installed", "Esc back"),
         ):
             await click(pilot, words)

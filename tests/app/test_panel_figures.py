@@ -116,7 +116,7 @@ def test_the_origins_of_rows_have_a_legend() -> None:
         "its precision    ━━━━━────  57 %",
         "recall by layer     74 % to 86 %",
         "····▆▆▆▆▇▇▇▇▇▇▇▇",
-        "expert halves dropped        3 %",
+        "experts halved               3 %",
     ]
     narrow = lines(memory.origins, shown, 20)
     assert narrow[2:8] == [
@@ -187,7 +187,7 @@ def test_left_out_is_what_the_engine_counted() -> None:
 def test_substituted_and_dropped_appear_when_there_are_some() -> None:
     shown = figures(dataclasses.replace(ROWS, substituted=0.07, dropped=0.001))
     assert value(memory.origins, shown, "experts substituted") == "7 %"
-    assert value(memory.origins, shown, "expert halves dropped") == "<1 %"
+    assert value(memory.origins, shown, "experts halved") == "<1 %"
 
 
 def test_the_link_and_its_peak() -> None:

@@ -212,10 +212,10 @@ async def test_what_fails_can_be_chosen_anew(published: Path, hub: FakeHub, setu
     hub.faults.append(Fault("GET /storage/.*model-00002", times=ALWAYS, flip=True))
     async with around(wizard(setups, published)) as pilot:
         await to_progress(pilot)
-        await see(pilot, "arrives damaged", "What to do", "R tries again")
+        await see(pilot, "arrived damaged", "What to do", "R tries again")
         assert setups.words() == "tiny: the setup failed"
         await pilot.press("r")
-        await see(pilot, "arrives damaged")
+        await see(pilot, "arrived damaged")
         await pilot.press("c")
         await see(pilot, "recommended", "Speed: ")
         await pilot.press("down", "enter")
