@@ -23,7 +23,7 @@ check: $(STAMP_DEV)  ## lint, format, types, import arrows
 fuzz: $(STAMP_DEV)  ## hostile inputs of every kind, for an hour
 	@$(BIN)/python tests/fuzz/driver.py --seconds 3600
 
-demo: $(STAMP)  ## train and pack the demo model anew
+demo: $(STAMP)  ## train and pack the demo model again
 	$(BIN)/python -m floe_chat.models.demo assets/demo/checkpoint
 	rm -rf assets/demo/packed
 	$(BIN)/floe-chat pack assets/demo/checkpoint assets/demo/packed --name demo --up 4 --dense 8
