@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
+from typing import ClassVar
 
 import click
 
@@ -13,16 +14,20 @@ from ..models.errors import UsageError
 class SuggestingGroup(click.Group):
     """A group that names the commands that look like a mistyped one."""
 
+    aliases: ClassVar[tuple[str, ...]] = ()
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-") and not ctx.resilient_parsing:
-            raise unknown(args[0], list(self.commands), ctx.command_path)
+            raise unknown(args[0], [*self.commands, *self.aliases], ctx.command_path)
         return super().resolve_command(ctx, args)
 
 
 class CommandGroup(SuggestingGroup):
     """The group of all commands; `run`, `pull`, `list`, `rm` and `chat` become the commands that do the same here."""
+
+    aliases = ("run", "pull", "list", "chat")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if ctx.resilient_parsing else translated(args))

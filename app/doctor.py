@@ -74,7 +74,7 @@ def _text(
             "Machine",
             *_machine(found),
             "",
-            "Measured rates",
+            "Measured rates (up, rows, dense and prompt: the kernels, by bits per weight)",
             *_rates(measured),
             "",
             "Paths",

@@ -38,18 +38,18 @@ class PlainCommands:
         self._chat = chat
         self._deleted: list[tuple[int, int]] = []  # what `undo` takes, and the chat it belongs to
         commands = (
-            _Command("/new", "starts a new chat; this one stays in the history", self._new),
+            _Command("/new", "starts a new chat; this one is saved", self._new),
             _Command("/again", "answers the last question again", self._again),
             _Command("/edit TEXT", "asks TEXT instead of your last question; the old version is saved", self._edit),
             _Command("/file PATH", "attaches a text file to your next question", self._attach),
             _Command("/history [WORDS]", "lists your last chats, or those that contain the words", self._history),
-            _Command("/open NUMBER", "continues the chat of that number", self._open),
+            _Command("/open NUMBER", "continues the chat with that number", self._open),
             _Command("/last", "continues your last chat", self._last),
             _Command("/rename TITLE", "gives this chat a title", self._rename),
             _Command("/export [FILE]", "writes this chat to a .md or .json file", self._export),
             _Command("/delete", "deletes this chat", self._delete),
-            _Command("/undo", "brings back the chat that you deleted last", self._undo),
-            _Command("/models [NAME]", "lists the installed models, or lets NAME answer from now on", self._models),
+            _Command("/undo", "restores the chat that you deleted last", self._undo),
+            _Command("/models [NAME]", "lists the installed models, or switches to NAME", self._models),
             _Command("/preset [NAME]", "lists the quality presets, or uses NAME", self._preset),
             _Command(
                 "/system [TEXT]", "shows this chat's system prompt, or sets it; /system none removes it", self._system
@@ -112,7 +112,7 @@ class PlainCommands:
 
     def _open(self, number: str) -> None:
         if not number.isdecimal() or len(number) > _DIGITS:
-            raise UsageError(f"{number!r} is not the number of a chat", "", "/history shows the numbers.")
+            raise UsageError(f"{number!r} is not the number of a chat", "", "/history lists the numbers.")
         self._show(self._chat.history.numbered(int(number)))
 
     def _last(self, _argument: str) -> None:
@@ -146,11 +146,13 @@ class PlainCommands:
         self._deleted.append((self._chat.history.delete(identity), identity))
         self._chat.history.settle()
         self._chat.dialogue.begin_anew(self._chat.setup)
-        remark("This chat is deleted. /undo brings it back; your next question starts a new one.")
+        remark("This chat is deleted. /undo restores it; your next question starts a new one.")
 
     def _undo(self, _argument: str) -> None:
         if not self._deleted:
-            raise UsageError("There is nothing to bring back", "", "/undo brings back a chat that you deleted here.")
+            raise UsageError(
+                "There is nothing to restore", "", "/undo restores a chat that you deleted since the start."
+            )
         mark, identity = self._deleted.pop()
         self._chat.history.undo(mark)
         self._chat.history.settle()
@@ -195,7 +197,7 @@ class PlainCommands:
             remark(listed(self._chat.personas))
             return
         self._chat.dialogue.set_up(with_persona(self._chat.dialogue.setup, self._chat.personas, name))
-        remark(f"{name} answers from the next question.")
+        remark(f"The persona {name} applies from the next question on.")
 
     def _set(self, words: str) -> None:
         sampling = self._chat.dialogue.setup.sampling
@@ -203,7 +205,7 @@ class PlainCommands:
         if not words:
             for field in fields(sampling):
                 value = getattr(sampling, field.name)
-                remark(f"{field.name}: {'a fresh one each time' if value is None else value}")
+                remark(f"{field.name}: {'random' if value is None else value}")
             return
         sampling = changed(sampling, name, value.strip())
         self._chat.dialogue.set_up(replace(self._chat.dialogue.setup, sampling=sampling))

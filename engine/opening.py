@@ -193,7 +193,9 @@ def choose(
     try:
         place, why = hardware.choose_device(wanted)
     except ValueError as error:
-        raise UsageError(f"The device {wanted!r} cannot be used", str(error), "Use --device cpu.") from error
+        why = str(error)
+        cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
+        raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
     if place == "cpu":
         return Choice(place, why, window)
     needs = Needs.of(manifest, layers, config, 2)

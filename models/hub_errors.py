@@ -163,7 +163,8 @@ def no_connection(error: Exception, endpoint: str) -> FloeError:
     if isinstance(error, BadRedirectError):
         why = f"{error}"
     elif any(isinstance(cause, socket.gaierror) for cause in causes) or isinstance(error, httpx2.ConnectError):
-        why = next((str(c) for c in causes if isinstance(c, socket.gaierror)), str(error)) or "No connection."
+        why = next((c.strerror or str(c) for c in causes if isinstance(c, socket.gaierror)), str(error))
+        why = f"{why.rstrip('.') or 'No connection'}."
     elif isinstance(error, httpx2.TimeoutException):
         why = "It does not answer in time."
     else:

@@ -104,7 +104,7 @@ class Reader:
 
     def numbered(self, number: int) -> Conversation:
         """One conversation by its short number."""
-        return self._one_conversation("number = ?", number)
+        return self._one_conversation("number = ?", number, f"There is no chat {number}")
 
     def newest(self) -> Conversation | None:
         """The conversation that was written to last."""
@@ -205,10 +205,10 @@ class Reader:
     def _summary(self, conversation: int) -> Iterator[Summary]:
         yield from map(_summary, self._rows(f"{_SUMMARY} AND c.id = ?", [conversation]))
 
-    def _one_conversation(self, which: str, value: int) -> Conversation:
+    def _one_conversation(self, which: str, value: int, none: str = "There is no such chat") -> Conversation:
         row = next(self._rows(f"{_CONVERSATION} AND {which}", [value]), None)
         if row is None:
-            raise UsageError("There is no such chat", "", "`floe-chat history list` shows the chats.")
+            raise UsageError(none, "", "`floe-chat history list` shows the chats.")
         return self._conversation(row)
 
     def _conversation(self, row: tuple[Any, ...]) -> Conversation:

@@ -40,7 +40,7 @@ class ChatSettings(Chats):
             return
         self._dialogue.set_up(replace(self._dialogue.setup, system_prompt=text, persona=""))
         self._show_name()
-        self._status.remark("The new system prompt applies from the next question")
+        self._status.remark("The new system prompt applies from the next question on")
 
     async def take_persona(self, name: str) -> None:
         """Use the system prompt and sampling values of a persona, or list all personas."""
@@ -49,7 +49,7 @@ class ChatSettings(Chats):
             return
         self._dialogue.set_up(with_persona(self._dialogue.setup, self._personas, name))
         self._show_name()
-        self._status.remark(f"Persona {name} applies from the next question")
+        self._status.remark(f"Persona {name} applies from the next question on")
 
     async def _list_personas(self) -> None:
         if not self._personas:

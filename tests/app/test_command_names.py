@@ -45,6 +45,7 @@ def test_they_run(tiny_pack: Path) -> None:
     [
         (["serve"], "floe-chat ask --json"),
         (["docter"], "Did you mean doctor?"),
+        (["chatt"], "Did you mean chat?"),
         (["history", "lst"], "Did you mean list?"),
         (["models", "delete"], "floe-chat models --help"),
         (["bench", "krenels"], "Did you mean kernels?"),

@@ -43,7 +43,7 @@ def filled() -> Path:
 def test_before_the_first_chat_there_is_nothing_and_nothing_is_made() -> None:
     ran = history("list")
     assert (ran.code, ran.out) == (0, "") and "no chat is saved yet" in ran.err
-    assert history("search", "x").code == 1 and "no such chat" in explained(history("show", "1"), 2).lower()
+    assert history("search", "x").code == 1 and "no chat 1" in explained(history("show", "1"), 2).lower()
     assert not history_file().parent.exists()
 
 
@@ -198,7 +198,7 @@ def test_an_export_by_force_is_private_and_follows_a_link(filled: Path, tmp_path
 
 def test_export_wants_numbers_or_all(filled: Path) -> None:
     assert history("export").code == 2 and history("export", 1, "--all").code == 2
-    assert "no such chat" in explained(history("export", 1, 77), 2).lower()
+    assert "no chat 77" in explained(history("export", 1, 77), 2).lower()
 
 
 def test_values_that_were_kept_and_that_no_import_takes_are_left_out_and_told(filled: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_import_refuses_and_adds_nothing(filled: Path, tmp_path: Path) -> None:
 
 
 def test_delete_takes_all_or_none_and_undo_brings_them_back(filled: Path) -> None:
-    assert "no such chat" in explained(history("delete", 1, 77), 2).lower()
+    assert "no chat 77" in explained(history("delete", 1, 77), 2).lower()
     assert len(history("list").out.splitlines()) == 3
     gone = history("delete", 1, 2, 2)
     assert (gone.code, gone.out) == (0, "") and "1, 2 deleted" in gone.err

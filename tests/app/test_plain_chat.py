@@ -109,7 +109,7 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
     ):
         assert words in told
     assert "'99999999999999999999999' is not the number of a chat" in told and "The line is not text" in told
-    assert "no such chat" in told and "'x' is not the number of a chat" in told
+    assert "no chat " in told and "'x' is not the number of a chat" in told
 
 
 def test_the_last_chat_is_continued(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +195,7 @@ def test_a_chat_is_exported_deleted_and_brought_back(
         "/undo",
     )
     told = capsys.readouterr()
-    assert told.err.count("This chat is empty") == 2 and "nothing to bring back" in told.err
+    assert told.err.count("This chat is empty") == 2 and "nothing to restore" in told.err
     assert told.err.count("Written to") == 2 and "It was not changed." in told.err
     assert sorted(path.suffix for path in tmp_path.glob("*.*") if "history" not in path.name) == [".json", ".md"]
     assert "There are no chats yet." in told.err and told.out.endswith("You: hi\nscripted: HI!\n")
