@@ -26,7 +26,7 @@ _HEAD = f"{'':{_NAME}}{'time':>{_TIME}}{'rate':>{_RATE}}{'of floor':>{_SHARE}}{'
 _LEGEND = (
     "time      of one call, the median of all runs",
     "of floor  its rate over the rate of the row named floor, compared run by run",
-    "spread    the middle half of the runs over the median; above 15 % it is marked !: the machine may be busy",
+    "spread    the middle half of the runs over the median; marked ! above 15 %, as on a busy machine",
     "2.00x A   twice as fast as row A of the same section",
 )
 

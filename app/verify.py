@@ -49,7 +49,7 @@ def verify(
 
     Files without a recorded checksum (packs of earlier versions) are listed.
 
-    Exit code 0: the model is sound, or was repaired. 1: it is damaged; the output says what to do.
+    Exit code 0: the model is intact, or was repaired. 1: it is damaged; the output says what to do.
     """
     from ..models.catalog import find
     from ..models.manifest import Manifest
@@ -137,7 +137,7 @@ def _repair(
     for name in changed:
         progress.note(
             f"{name} was packed again and differs from before: the text or the number of threads differs. "
-            "The pack is sound."
+            "The pack is intact."
         )
     return names
 
@@ -186,7 +186,7 @@ def _lines(
     lines = [f"repaired  {name}" for name in repaired]
     if damaged:
         lines += [f"damaged   {damage.file}: {damage.cause}" for damage in damaged]
-        lines += [f"{len(damaged)} of {_count(manifest)} files are damaged; the others are sound.", ""]
+        lines += [f"{len(damaged)} of {_count(manifest)} files are damaged; the others are intact.", ""]
         if any(damage.file in manifest.files for damage in damaged):
             here = source is None and manifest.source.commit
             lines += [f"Pack these files again {'from the hub' if here else 'from the checkpoint that was packed'}:"]
@@ -194,7 +194,7 @@ def _lines(
             lines += [f"  floe-chat verify {shlex.quote(str(folder))} --repair{given}"]
             lines += ["or restore them from a copy."]
         return lines
-    lines += [f"{name_of(folder, manifest.name)}: all {_count(manifest)} files are sound, {size}."]
+    lines += [f"{name_of(folder, manifest.name)}: all {_count(manifest)} files are intact, {size}."]
     lines += [
         f"unknown   {name}: an earlier version recorded no checksum for it, so damage cannot be detected."
         for name in unrecorded(folder, manifest)

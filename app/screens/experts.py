@@ -27,7 +27,7 @@ _PREDICTED = (
     "Recall: the share of active neurons, or of called experts, that were predicted one layer ahead. "
     "Precision: the share of predictions that were right. —: nothing was predicted yet."
 )
-_IN_PLACE = "All weights are in the memory of the device that computes, so nothing is prefetched."
+_IN_PLACE = "The whole model fits the device, so nothing is prefetched."
 
 
 class HeatMap(Widget):

@@ -28,7 +28,7 @@ from ..widgets.units import NOT_MEASURED, rate_of, share, size
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "skip <", "halve <", "KL, nats", "per token")
 _SHORT_HEADS = ("", "neurons", "halves", "skip<", "halve<", "KL, nats", "a token")
-_OFFLOADED_ONLY = "No effect here: all of this model is in the memory of the device that computes."
+_OFFLOADED_ONLY = "No effect here: the whole model fits the device."
 
 _DIALS = (
     ("sparsity", "skip neurons", "Skip neurons with the weakest up projection: up to this share of them."),

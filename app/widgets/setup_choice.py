@@ -258,7 +258,7 @@ class ChoiceStep(Step):
 
 
 def _quality(bits: str, kl: str) -> str:
-    return f"{bits:<8}{kl:>9}"
+    return f"{bits:<8}{kl:>8} "
 
 
 def _columns(bits: str, kl: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:

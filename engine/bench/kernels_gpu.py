@@ -214,7 +214,7 @@ def _zero_copy(bench: _Bench, expert: Expert) -> Section:
     nbytes = expert.active[0.8] * host.layout.nbytes
     link = Timed("copy over the link (floor)", copied, [target.nbytes] * len(copied))
     return Section(
-        "Rows in pinned host memory, up 2, gate and down 4 bits",
+        "Rows in pinned host memory, up 2 bit, rows 4 bit",
         summarise([link, Timed("80 % sparse, read in place", stepped, [nbytes] * len(stepped), link.name)]),
     )
 

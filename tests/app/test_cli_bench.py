@@ -157,7 +157,7 @@ def test_a_section_that_others_disturbed_says_so(cores: float | None, warned: bo
 
 def test_a_second_run_is_compared_with_another_release(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run_cli(*QUICK)
-    assert "nothing to compare with yet" in first.out
+    assert "nothing to compare with" in first.out
     (kept,) = own_folders.rglob("*-kernels.jsonl")
     entry: dict[str, Any] = json.loads(kept.read_text().strip())
     assert entry["time"] and entry.pop("version") == version("floe-chat")
@@ -181,4 +181,4 @@ def test_a_history_that_cannot_be_kept_is_no_failure(own_folders: Path) -> None:
         parent.parent.mkdir(parents=True, exist_ok=True)
         parent.write_text("a file where a folder should be")
     ran = run_cli(*QUICK, "--json")
-    assert ran.code == 0 and "not kept" in ran.err and json.loads(ran.out)
+    assert ran.code == 0 and "not saved" in ran.err and json.loads(ran.out)

@@ -264,7 +264,7 @@ async def test_nothing_essential_is_cut_off(
         await see(pilot, "4/4/8", "3/4/4", "words a minute", "Disk: ", "Enter chooses", "Ctrl+D demo model")
         assert "\x1b" not in "".join(lines(pilot))
         await pilot.press("end", "up")
-        await see(pilot, "wants you to accept terms on the hub first, with an account")
+        await see(pilot, "asks you to accept terms on the hub first; that needs an account")
         await pilot.press("home", "enter")
         await see(pilot, "Models folder", "are free", "Enter continues", "Ctrl+D demo model")
         await pilot.press("enter")

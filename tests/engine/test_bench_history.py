@@ -34,7 +34,7 @@ def test_what_got_slower_than_in_the_last_release_is_named() -> None:
 
 def test_nothing_slower_and_nothing_to_compare_with_are_said() -> None:
     now = entry("0.2.0", row("Balanced", 3.1))
-    assert "since 0.1.0" in history.compare(now, [entry("0.1.0", row("Balanced", 3.0))]).told()[0]
+    assert "than in 0.1.0" in history.compare(now, [entry("0.1.0", row("Balanced", 3.0))]).told()[0]
     same = entry("0.2.0", row("Balanced", 1.0))
     assert "nothing to compare" in history.compare(now, [same]).told()[0]
 

@@ -187,7 +187,7 @@ def test_what_drowned_in_noise_is_said_and_not_shown() -> None:
         Key("c", 3, "seconds"): [3.0, 3.0, 2.0],
     }
     clear, notes = layers.told_apart(found, {"a": (1, 3), "b": (1, 3), "c": (1, 3), "one": (1, 1)})
-    assert clear == ["a", "c"] and len(notes) == 1 and "here: b." in notes[0]
+    assert clear == ["a", "c"] and len(notes) == 1 and "noise: b." in notes[0]
     assert layers.slope(found, "a", (1, 3), "seconds") == [1.0, 1.0]
     assert layers.slope(found, "c", (1, 3), "seconds")[2] > 0
 

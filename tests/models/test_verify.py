@@ -270,7 +270,7 @@ def tuned(copy: Path) -> Path:
 
 def test_a_change_of_the_manifest_or_of_what_lies_beside_is_named(tuned: Path) -> None:
     count = len(list(tuned.iterdir()))
-    assert f"all {count} files are sound" in run_cli("verify", str(tuned)).out
+    assert f"all {count} files are intact" in run_cli("verify", str(tuned)).out
     spoil(tuned / FRONTIER)
     ran = run_cli("verify", str(tuned))
     assert ran.code == 1 and "damaged   frontier.json" in ran.out and "floe-chat tune" in ran.out
