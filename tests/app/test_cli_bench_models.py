@@ -66,7 +66,7 @@ def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert ran.code == 0 and "llama-cpp-python 9.9.9" in ran.out, ran
     assert len(list((tmp_path / "files").iterdir())) == 4
     first = json.loads(ran.out.splitlines()[-1])
-    assert "llama.cpp Q4_K_M" in ran.out or "drowned in noise" in first["notes"][0]
+    assert "llama.cpp Q4_K_M" in ran.out or "was lost in noise" in first["notes"][0]
 
 
 def test_a_pack_is_measured_at_the_preset_that_was_named(tiny_pack: Path) -> None:

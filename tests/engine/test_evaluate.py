@@ -218,7 +218,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(tiny_pack: Path, tiny_ch
     cache_folder().write_text("a file where the folder should be")
     notes: list[str] = []
     assert measured(tiny_pack, tiny_checkpoint, "High", notes=notes).presets
-    assert any("could not be kept" in note for note in notes)
+    assert any("could not be cached" in note for note in notes)
 
 
 def test_the_cache_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
