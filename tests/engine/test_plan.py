@@ -17,6 +17,7 @@ from floe_chat.engine.rates import GPU_REACHED, Measured
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
 from floe_chat.models.pack import PackSpec
+from floe_chat.models.quantities import digits
 
 GB = 1 << 30
 MIXTRAL, LARGE = described("mixtral-8x7b-instruct"), described("mixtral-8x22b-instruct")
@@ -175,6 +176,17 @@ class TestRecommendation:
         base = a_machine(speeds=Speeds(read=30e9, disk=2e9))
         found = plan.make(machine.described(Described(card=card, ram=ram * GB), base), MIXTRAL)
         assert found.chosen and reasons.describe(found.chosen.spec) == bits
+
+    def test_a_faster_choice_is_faster_in_the_printed_figures_too(self) -> None:
+        base, offered = a_machine(speeds=Speeds(read=30e9, disk=2e9)), 0
+        for card in ("none", "3060", "3070", "4080"):
+            for ram in (24, 32, 64):
+                found = plan.make(machine.described(Described(card=card, ram=ram * GB), base), MIXTRAL)
+                for sentence in found.why:
+                    if sentence.startswith("Faster: "):
+                        offered += 1
+                        assert found.chosen and f"about {digits(found.chosen.decode.mid, 2)} tokens/s" not in sentence
+        assert offered
 
     def test_memory_that_happens_to_be_free_does_not_matter(self) -> None:
         busy = dataclasses.replace(some_hardware(), ram_available=4 * GB)
