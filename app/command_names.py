@@ -10,6 +10,17 @@ import click
 
 from ..models.errors import UsageError
 
+_SAME = {
+    "delete": "remove",
+    "del": "remove",
+    "rm": "delete",
+    "remove": "delete",
+    "ls": "list",
+    "info": "show",
+    "cat": "show",
+}
+"""What a subcommand may be called elsewhere, and here."""
+
 
 class SuggestingGroup(click.Group):
     """A group that names the commands that look like a mistyped one."""
@@ -72,6 +83,7 @@ def unknown(name: str, names: list[str], path: str) -> UsageError:
             "It looks like a question.",
             f"Ask it with: floe-chat ask {shlex.quote(name)}",
         )
-    close = difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6)
+    close = [_SAME[name.lower()]] if _SAME.get(name.lower()) in names else []
+    close = close or difflib.get_close_matches(name.lower(), names, n=2, cutoff=0.6)
     hint = f"Did you mean {' or '.join(close)}?" if close else f"Run `{path} --help` to see the commands."
     return UsageError(f"There is no command {name!r}", "", hint)

@@ -140,6 +140,8 @@ class Acts(Talk):
             await self._again(record)
         elif record.state == "streaming":
             self._status.remark("Another floe-chat is writing this answer")
+        elif record.state == "complete" and record.stats is not None and record.stats.stop_reason == "stop":
+            self._status.remark("This answer is complete")
         else:
             await self._answer(more_of=record)
 

@@ -107,8 +107,11 @@ class ChatSettings(Chats):
             self._status.remark(f"Presets: {known or 'known when the model is loaded'}")
             return
         preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
+        if preset is None and not self.presets:
+            raise UsageError(f"This model has no preset {name!r}", "", "Its presets are known when it is loaded.")
         if preset is None:
-            raise UsageError(
-                f"This model has no preset {name!r}", "", f"Presets: {known or 'known when the model is loaded'}."
-            )
+            from ...engine import quality
+            from ...models.manifest import Manifest
+
+            preset = quality.get(name, Manifest.read(self._bridge.pack)).name  # which says why it has none
         self.choose_preset(preset)

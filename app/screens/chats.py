@@ -105,7 +105,9 @@ class Chats(Acts):
         newest = self._history.newest()
         if newest is None:
             self._status.remark("There is no earlier chat")
-        elif newest.id != self._dialogue.id:
+        elif newest.id == self._dialogue.id:
+            self._status.remark("This is the last chat")
+        else:
             await self.open(newest.id)
 
     def open_history(self, words: str = "") -> None:

@@ -82,7 +82,7 @@ class HeatMap(Widget):
             if rows is not None:
                 by_layer = (rows.recalls, rows.precisions, rows.expert_recalls, rows.expert_precisions)
                 figures += [_at(values, number) for values in by_layer]
-            lines.append(Content.assemble((f"{number:>3}  ", MUTED), *cells, _columns(figures, column)))
+            lines.append(Content.assemble((f"{number + 1:>3}  ", MUTED), *cells, _columns(figures, column)))
         if rows is not None:
             over_all = (stats.active_neurons, rows.recall, rows.precision, rows.expert_recall, rows.expert_precision)
             lines.append(Content.assemble((f"{'all':>3}  ", MUTED), " " * wide, _columns(over_all, column)))

@@ -195,7 +195,7 @@ def _line(line: Line, *, here: bool) -> Hanging:
     """A chat's name, and under it what is known of it or what was found."""
     name = Content.styled(printable(line.name), "bold")
     mark = Content.styled("● " if here else "  ", "$primary")
-    facts = [f"{line.number}", when(line.updated / 1000, time.time())]
+    facts = [f"#{line.number}", when(line.updated / 1000, time.time())]
     if isinstance(line, Summary):
         facts += [f"{line.messages} message{'' if line.messages == 1 else 's'}", printable(short_name(line.model))]
     under = Content.styled(" · ".join(fact for fact in facts if fact), MUTED)

@@ -131,6 +131,7 @@ class Composer(TextArea):
             name = name.lower()
             if name not in self.commands:
                 self.post_message(self.Refused(self.unknown(name)))
+                self.select_all()  # what is typed next replaces it
                 return
             self.clear()
             self.post_message(self.Ordered(name, argument.strip()))

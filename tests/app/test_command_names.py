@@ -47,6 +47,8 @@ def test_they_run(tiny_pack: Path) -> None:
         (["docter"], "Did you mean doctor?"),
         (["chatt"], "Did you mean chat?"),
         (["history", "lst"], "Did you mean list?"),
+        (["history", "rm"], "Did you mean delete?"),
+        (["models", "delete"], "Did you mean remove?"),
         (["models", "delete"], "floe-chat models --help"),
         (["bench", "krenels"], "Did you mean kernels?"),
         (["zzz"], "floe-chat --help"),

@@ -21,10 +21,10 @@ def texts(pilot: Pilot[int]) -> list[str]:
     return [block.text for block in blocks if isinstance(block, UserTurn | AnswerTurn)]
 
 
-async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str) -> None:
+async def exchange(pilot: Pilot[int], client: ScriptedClient, question: str, answer: str, reason: str = "stop") -> None:
     request = await ask(pilot, client, question)
     client.say(TextDelta(request, answer))
-    await finish(pilot, client, request)
+    await finish(pilot, client, request, reason)
 
 
 async def answered(pilot: Pilot[int], client: ScriptedClient, count: int, text: str) -> None:
@@ -83,7 +83,7 @@ async def test_the_context_is_that_of_the_branch_on_the_screen() -> None:
 async def test_an_answer_is_edited_and_goes_on() -> None:
     client = ScriptedClient()
     async with ready(client) as pilot:
-        await exchange(pilot, client, "one", "first")
+        await exchange(pilot, client, "one", "first", "length")
         await write(pilot, "/more")
         await pilot.press("enter")
         await answered(pilot, client, 2, " and more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from floe_chat.app.chat_client import ChatClient
 from floe_chat.app.screens.commands import ALIASES, find, unknown
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
@@ -61,11 +62,29 @@ async def test_other_programs_commands_do_the_same() -> None:
         await order(pilot, "/histroy")
         await until(pilot, lambda: "There is no command /histroy. Did you mean /history?" in shown(pilot))
         assert composer(pilot).text == "/histroy"
-        composer(pilot).put("")
-        await write(pilot, "/li")
+        await write(pilot, "/li")  # in its place
         await until(pilot, lambda: pilot.app.screen.query_one(Completion).chosen == "/models")
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(pilot.app.screen, ModelsScreen))
+
+
+async def test_a_complete_answer_is_not_continued() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        await finish(pilot, client, await ask(pilot, client, "one"))
+        await order(pilot, "/more")
+        await until(pilot, lambda: "This answer is complete" in shown(pilot))
+        await order(pilot, "/last")
+        await until(pilot, lambda: "This is the last chat" in shown(pilot))
+        assert len(client.asked) == 1
+
+
+async def test_a_preset_that_a_model_lacks_says_why(tiny_pack: Path) -> None:
+    client = ChatClient(tiny_pack, device="cpu")
+    async with app_for(client).run_test(size=(120, 36)) as pilot:
+        await until(pilot, lambda: status(pilot).state == "ready", seconds=60)
+        await order(pilot, "/preset exact")
+        await until(pilot, lambda: "needs the source's own 16-bit weights" in shown(pilot))
 
 
 async def test_commands_without_an_argument_show_what_there_is(tmp_path: Path) -> None:
