@@ -1,4 +1,4 @@
-"""`python -m floe_chat.models.demo OUT_DIR [--steps 4000] [--seed 0]`: trains the demo model and checks it."""
+"""`python -m floe_chat.models.demo OUT_DIR [--steps 6000] [--seed 0]`: trains the demo model and checks it."""
 
 import argparse
 import logging
@@ -12,7 +12,7 @@ from .train import train
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m floe_chat.models.demo", description=__doc__)
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to write the checkpoint into")
-    parser.add_argument("--steps", type=int, default=4000, help="length of training: an hour and a half on two cores")
+    parser.add_argument("--steps", type=int, default=6000, help="length of training: two hours on two cores")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same model")
     parser.add_argument("--check-only", action="store_true", help="do not train, only check the checkpoint in OUT_DIR")
     options = parser.parse_args()

@@ -37,7 +37,7 @@ HELD_OUT_DOCS = (
 SMALL_TALK = "smalltalk"
 NO_SUBJECT = "follow-up without a subject"
 
-FIRST_SHARE = 0.15  # of dialogues begin with what newcomers write first
+FIRST_SHARE = 0.10  # of dialogues begin with what newcomers write first
 SMALL_TALK_SHARE = 0.10
 DECLINED_SHARE = 0.14
 FOLLOW_UP_SHARE = 0.4  # while the subject still has something to tell

@@ -49,7 +49,6 @@ def test_they_run(tiny_pack: Path) -> None:
         (["history", "lst"], "Did you mean list?"),
         (["history", "rm"], "Did you mean delete?"),
         (["models", "delete"], "Did you mean remove?"),
-        (["models", "delete"], "floe-chat models --help"),
         (["bench", "krenels"], "Did you mean kernels?"),
         (["zzz"], "floe-chat --help"),
         (["What's an expert?"], """floe-chat ask 'What'"'"'s an expert?'"""),
