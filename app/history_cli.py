@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _JSON = click.option("--json", "as_json_lines", is_flag=True, help="Print one JSON object per line.")
 
 
-class _Number(click.ParamType):
+class _Number(click.ParamType[int]):
     """The number of a saved chat, or its id."""
 
     name = "number"
