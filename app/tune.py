@@ -95,7 +95,7 @@ def text(found: Tuning, measured_on: str) -> str:
     wide = any(point.setting not in presets for point in frontier.pareto(own=False)) and probes
     lines = [
         f"floe-chat {version('floe-chat')}, {found.model} tuned on its 16-bit source {found.source}",
-        f"  {found.widths}",
+        *(f"  {part}" for part in found.widths.split("; ")),
         f"  {len(frontier.points)} settings, {found.scored} tokens of {Path(measured_on).name} predicted",
         "",
         *plot(frontier),
