@@ -319,8 +319,14 @@ def _run() -> int:
                 f"Leave it open, or redirect it: >{os.devnull}",
             )
         return cli.main(standalone_mode=False) or 0
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        path = context.command_path if context else "floe-chat"
+        title, _, more = error.format_message().removesuffix(".").partition(". ")
+        _explain(FloeError(title, more.strip("()"), f"`{path} --help` prints what it accepts."))
         return error.exit_code
     except FloeError as error:
         _explain(error)

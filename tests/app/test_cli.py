@@ -125,6 +125,22 @@ def test_options_that_the_command_lacks_are_not_sent_there(arguments: str) -> No
     assert "has no --" in told and "belongs after" not in told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "title", "more"),
+    [
+        (["ask", "--modle", "x", "hi"], "No such option", ["--model", "floe-chat ask --help"]),
+        (["ask", "--temperature", "hot", "hi"], "Invalid value for '--temperature'", ["floe-chat ask --help"]),
+        (["ask", "--model", "nonesuch", "hi"], "There is no model 'nonesuch'", ["Installed"]),
+        (["histroy"], "There is no command 'histroy'", ["history"]),
+    ],
+    ids=str,
+)
+def test_every_wrong_use_is_explained_in_one_form(arguments: list[str], title: str, more: list[str]) -> None:
+    first, *rest = explained(run_cli(*arguments), 2).splitlines()
+    assert first.startswith(f"floe-chat: {title}") and rest and all(line.startswith("  ") for line in rest)
+    assert all(word in "".join(rest) for word in more)
+
+
 def test_the_screen_needs_a_terminal() -> None:
     assert "floe-chat ask" in explained(run_cli(), 2)
 
