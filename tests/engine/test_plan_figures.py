@@ -26,12 +26,7 @@ def test_benchmarks_have_the_table_of_this_file() -> None:
 def test_what_tune_measured_is_in_the_file() -> None:
     points = json.loads(asset("demo", "packed", "frontier.json").read_text(encoding="utf-8"))["points"]
     for name, values in of_frontier(points).items():
-        kept = (
-            {part: of for part, of in FILE[name]["values"].items() if part != "dense"}
-            if name == "quantization"
-            else None
-        )
-        assert values == (kept or FILE[name]["values"]), "run tests/bench/plan_figures.py"
+        assert values == FILE[name]["values"], "run tests/bench/plan_figures.py"
 
 
 @pytest.mark.parametrize("part", ["up", "gate", "down"])

@@ -1,0 +1,58 @@
+"""The built-in demo model answers what newcomers write first, and greetings whole, at every preset that it has."""
+
+from __future__ import annotations
+
+import pytest
+from floe_chat.engine import quality
+from floe_chat.engine.events import Sampling
+from floe_chat.engine.generate import KVCache, generate
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.models.catalog import asset
+from floe_chat.models.chat_format import ChatFormat
+from floe_chat.models.demo.facts import read_facts, read_first_messages
+
+PACK = asset("demo", "packed")
+ANSWERS = {fact.name: fact.answer for fact in read_facts()}
+FIRST = read_first_messages()
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load(PACK, None, "cpu", lambda _step, _share: None)[0]
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    return ChatFormat(PACK)
+
+
+def answer(demo: LoadedModel, chat: ChatFormat, question: str) -> str:
+    prompt = chat.encode([{"role": "user", "content": question}])
+    steps = generate(
+        demo.decoder,
+        KVCache(),
+        prompt,
+        Sampling(temperature=0),
+        max_new_tokens=200,
+        stop_ids=chat.stop_ids,
+        window=demo.window,
+        control=demo.control,
+        telemetry=demo.telemetry,
+    )
+    return chat.decoder().push([step.token for step in steps if step.token is not None]).strip()
+
+
+@pytest.mark.parametrize("preset", ["High", "Balanced", "Fast"])
+def test_greetings_are_answered_whole(demo: LoadedModel, chat: ChatFormat, preset: str) -> None:
+    demo.control.preset = quality.get(preset, demo.packed.manifest)
+    greetings = [message for message, name in FIRST.items() if name == "hello"]
+    assert {"hi", "Hi", "hey"} <= set(greetings)
+    assert {greeting: answer(demo, chat, greeting) for greeting in greetings} == dict.fromkeys(
+        greetings, ANSWERS["hello"]
+    )
+
+
+def test_first_messages_get_their_answers(demo: LoadedModel, chat: ChatFormat) -> None:
+    demo.control.preset = quality.get(quality.DEFAULT, demo.packed.manifest)
+    missed = [message for message, name in FIRST.items() if answer(demo, chat, message) != ANSWERS[name]]
+    assert len(missed) <= len(FIRST) // 20, missed
