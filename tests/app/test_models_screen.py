@@ -119,7 +119,7 @@ async def test_set_up_in_the_background(published: Path, hub: FakeHub, setups: S
         await pilot.press("enter")
         await see(pilot, "This machine", "Enter continues")
         await pilot.press("enter")
-        await see(pilot, "● 4/4/8", "Speed: ")
+        await see(pilot, "● 3/4/4", "Speed: ")
         await pilot.press("enter")
         await see(pilot, "Models folder", "are free")
         await pilot.press("enter")
@@ -213,7 +213,7 @@ async def test_another_model_is_typed_where_it_is_listed(published: Path, hub: F
         await pilot.press("enter")
         await see(pilot, "This machine", "Enter continues")
         await pilot.press("enter")
-        await see(pilot, "Model and bits per weight", "● 4/4/8", "Disk: download")
+        await see(pilot, "Model and bits per weight", "● 3/4/4", "Disk: download")
 
 
 @pytest.mark.parametrize("where", ["wizard", "list"])

@@ -249,7 +249,7 @@ async def test_any_model_by_id_or_folder(published: Path, hub: FakeHub, setups: 
             await see(pilot, "Enter looks it up")
             paste(pilot, named)
             await pilot.press("enter")
-            await see(pilot, "● 4/4/8", words)
+            await see(pilot, "● 3/4/4", words)
 
 
 @pytest.mark.parametrize("size", [(60, 20), (80, 24), (120, 36)], ids=str)
