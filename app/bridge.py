@@ -23,8 +23,8 @@ from ..engine.events import (
     Notice,
     PrefillProgress,
     PresetChanged,
+    Rule,
     Sampling,
-    SetQuality,
     Stats,
 )
 from .chat_client import ChatClient, Cost, Submitted, TextDelta, Update
@@ -147,7 +147,7 @@ class EngineBridge:
         self._target: MessagePump | None = None
         self._due = False  # a look is on its way
         self._looked = -_PERIOD  # when the last one was, by `time.monotonic`
-        self.by_hand: SetQuality | None = None
+        self.by_hand: Rule | None = None
 
     @property
     def pack(self) -> Path:
@@ -225,10 +225,10 @@ class EngineBridge:
         """Ask for another quality preset."""
         self._client.set_preset(preset)
 
-    def set_quality(self, quality: SetQuality) -> None:
+    def set_quality(self, rule: Rule) -> None:
         """Turn the quality dial by hand."""
-        self.by_hand = quality
-        self._client.set_quality(quality)
+        self.by_hand = rule
+        self._client.set_quality(rule)
 
     def drain(self, target: MessagePump) -> None:
         """Post what has come, and keep the running answer's text: once it is here, a crash does not lose it."""

@@ -21,6 +21,7 @@ from ..engine.events import (
     Generate,
     Load,
     Loaded,
+    Rule,
     Sampling,
     SetPreset,
     SetQuality,
@@ -266,9 +267,9 @@ class ChatClient:
         """Change the quality preset from the next token on."""
         self._session.send(SetPreset(preset))
 
-    def set_quality(self, quality: SetQuality) -> None:
+    def set_quality(self, rule: Rule) -> None:
         """Turn the quality dial by hand, from the next token on."""
-        self._session.send(quality)
+        self._session.send(SetQuality(rule))
 
     def close(self) -> None:
         """End the engine; never hangs: the thread is a daemon and gets half a second to end by itself."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..models.manifest import Manifest
     from ..models.pack import PackSpec
     from ..models.pack_run import Progress
-    from ..models.widths import Narrow
 
 _LEAST_TOKENS = 1024  # of a text of the user's: on less, every threshold is a guess
 
@@ -31,14 +30,6 @@ _LEAST_TOKENS = 1024  # of a text of the user's: on less, every threshold is a g
 @click.option("--gate", type=int, help="Bits of gate.  [default: those of --rows]")
 @click.option("--down", type=int, help="Bits of down.  [default: those of --rows]")
 @click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: 4, or 16 if all others are 16]")
-@click.option(
-    "--narrow-share",
-    type=float,
-    metavar="SHARE",
-    help="Give this share of each layer's experts, the least used, fewer bits.  [default: none]",
-)
-@click.option("--narrow-up", type=int, help="Bits of the up projection of these experts.  [default: 2]")
-@click.option("--narrow-rows", type=int, help="Bits of gate and down of these experts.  [default: as the others]")
 @click.option("--name", help="The model's name.  [default: the destination folder's name]")
 @click.option(
     "--text",
@@ -59,9 +50,6 @@ def pack(
     gate: int | None,
     down: int | None,
     dense: int | None,
-    narrow_share: float | None,
-    narrow_up: int | None,
-    narrow_rows: int | None,
     name: str | None,
     text_file: Path | None,
     device: str,
@@ -73,9 +61,6 @@ def pack(
     fewer are smaller and faster, and less exact. With --up 16 --rows 16 nothing is quantized, and the preset Exact
     gives the original model's answers. `floe-chat tune` measures size and quality loss of other widths.
 
-    With --narrow-share 0.25, the quarter of each layer's experts that the calibration text uses least gets fewer bits.
-    That saves GPU memory; the quality loss depends on how unevenly the model uses its experts.
-
     The same command continues a pack that was interrupted.
     """
     if name is not None and not (name.strip() and name.isprintable()):
@@ -85,7 +70,6 @@ def pack(
     gate, down = rows if gate is None else gate, rows if down is None else down
     if dense is None:
         dense = 16 if up == gate == down == 16 else 4
-    narrow = _narrow(narrow_share, narrow_up, narrow_rows, gate, down)
     with click.progressbar(length=1000, label="Reading", file=sys.stderr, show_pos=False, show_eta=False) as bar:
         shown = 0
         from ..models.pack import PackSpec
@@ -99,27 +83,11 @@ def pack(
             bar.update(int(share * 1000) - shown)
             shown = int(share * 1000)
 
-        spec = PackSpec(up, gate, down, dense, device=device, narrow=narrow)
+        spec = PackSpec(up, gate, down, dense, device=device)
         called = name or destination.resolve().name
         manifest, size = pack_folder(source, destination, spec, called, progress, text_file, fresh=fresh)
     click.echo(f"{destination}: {manifest.widths.describe()}, {size / 1e9:.3g} GB", err=True)
     click.echo(f"Chat with it: floe-chat --model {destination}", err=True)
-
-
-def _narrow(share: float | None, up: int | None, rows: int | None, gate: int, down: int) -> Narrow | None:
-    """The narrow experts that were asked for; by default with the bits that were best on the demo model
-    (BENCHMARKS.md, mixed widths)."""
-    from ..models.widths import Narrow
-
-    if share is None:
-        if up is not None or rows is not None:
-            raise UsageError(
-                "--narrow-up and --narrow-rows need --narrow-share",
-                "",
-                "Add a share of the experts: --narrow-share 0.25",
-            )
-        return None
-    return Narrow(share, 2 if up is None else up, *((gate, down) if rows is None else (rows, rows)))
 
 
 def pack_folder(

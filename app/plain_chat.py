@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine.events import Failed, Finished, Loaded, Notice, SetQuality
+from ..engine.events import Failed, Finished, Loaded, Notice, Rule
 from ..models import catalog
 from ..models.errors import FloeError
 from . import model_choice
@@ -223,7 +223,7 @@ class PlainChat:
         except FloeError as error:
             remark(model_choice.missing(own, error, self.model))
 
-    def set_quality(self, quality: SetQuality | str) -> None:
+    def set_quality(self, quality: Rule | str) -> None:
         """Answer with a preset, or with shares set by hand."""
         if isinstance(quality, str):
             self.client.set_preset(quality)

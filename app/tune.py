@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..engine.candidates import Setting
     from ..engine.frontier import Frontier, Point
     from ..engine.tune import Tuning
+    from ..models.manifest import Tuned
 
 _PLOT = (86, 20)
 _HEAD = (
@@ -30,7 +32,6 @@ _HEAD = (
 )
 _LEGEND = (
     "widths       bits per weight of up/gate/down; rank: of a compensator for the quantization of up",
-    "             *: fewer for this pack's narrow experts",
     "sparse       share of neurons left out by |up · x|",
     "             in an expert of mean score; more in those of a lower one (but in FloE's rows)",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
@@ -77,11 +78,17 @@ def tune(
         "text": measured_on,
         "scored": found.scored,
         "unskipped_kl": found.unskipped_kl,
-        "presets": [{name: getattr(preset, name) for name in preset.__slots__} for preset in found.presets],
+        "presets": [_flat(preset) for preset in found.presets],
         "frontier": [fields_of(point) for point in found.frontier.pareto(own=False)],
         "points": [fields_of(point) for point in found.frontier.points],
     }
     click.echo(json.dumps(rounded(fields)))
+
+
+def _flat(preset: Tuned) -> dict[str, Any]:
+    """A preset's fields, its rule's among them."""
+    fields = asdict(preset)
+    return {**fields.pop("rule"), **fields}
 
 
 def text(found: Tuning, measured_on: str) -> str:
@@ -117,7 +124,7 @@ def text(found: Tuning, measured_on: str) -> str:
 
 def plot(frontier: Frontier) -> list[str]:
     """All points, KL over bits: . measured, o the frontier over all widths, x that of the pack's own, H B F presets."""
-    marked = [(point, ".") for point in frontier.points if not point.setting.alpha]
+    marked = [(point, ".") for point in frontier.points if not point.setting.rule.alpha]
     marked += [(point, "o") for point in frontier.pareto(own=False)] + [(p, "x") for p in frontier.pareto(own=True)]
     marked += [(point, name[0]) for name, point in frontier.presets().items()]
     points = [(point.bits, point.kl, mark) for point, mark in marked if point.kl > 0]
@@ -126,9 +133,9 @@ def plot(frontier: Frontier) -> list[str]:
 
 
 def _dials(point: Point) -> int:
-    s = point.setting
+    s, rule = point.setting, point.setting.rule
     widths = (s.up < 16 or s.rank > 0) + (s.gate < 16) + (s.down < 16)
-    return widths + bool(s.sparsity or s.product) + bool(s.drop or s.major) + bool(s.alpha) + (s.narrow is not None)
+    return widths + bool(rule.sparsity or rule.product) + bool(rule.drop or rule.major) + bool(rule.alpha)
 
 
 def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
@@ -136,13 +143,13 @@ def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
 
 
 def _row(point: Point, name: str) -> str:
-    s, d = point.setting, point.divergence
-    widths = f"{s.up}/{s.gate}/{s.down}{'' if s.narrow is None else '*'}"
+    s, rule, d = point.setting, point.setting.rule, point.divergence
+    widths = f"{s.up}/{s.gate}/{s.down}"
     stored = f"  {widths:<9}{s.rank or '-':>4}"
-    skipped = f"{_part(s.sparsity):>7}{_part(s.product):>8}{_part(s.drop):>5}{_part(s.major):>6}"
+    skipped = f"{_part(rule.sparsity):>7}{_part(rule.product):>8}{_part(rule.drop):>5}{_part(rule.major):>6}"
     figures = f"{divergence(d.kl_mean):>10}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
     absent = f"{units.share(point.missed / point.read if point.read else None):>7}"
-    return f"{stored}{skipped}{figures}{absent}  {name or (f'alpha {s.alpha:g}' if s.alpha else '')}".rstrip()
+    return f"{stored}{skipped}{figures}{absent}  {name or (f'alpha {rule.alpha:g}' if rule.alpha else '')}".rstrip()
 
 
 def _part(share: float) -> str:

@@ -9,21 +9,25 @@ and each layer's quantile tables come from them when its turn comes, much as in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import operations as kernels
 from ..kernels.layouts import VectorLayout, group_size
+from ..kernels.rule import Rule
+from ..kernels.types import Limits
 from ..models import calibration
 from ..models.checkpoint import Checkpoint
 from ..models.quantize import quantize
-from ..models.widths import Narrow
 from . import selection
 from .source_model import SourceModel
 
+WEIGHED = Rule(weighed=True)
+MAJOR, WHOLE = 1, 2  # how many halves of an expert's neurons are computed
 RESIDENT_SHARE = 0.5  # of a layer's experts, where a setting or a figure depends on which are resident
 _FACTOR_BYTES = 1 + 4 / 64  # per value of a compensator's factors: 8-bit codes in groups of 64
 
@@ -34,61 +38,30 @@ class Setting:
 
     Attributes:
         up, gate, down: bits per weight. rank: of the low-rank compensator of the up projection, 0 for none.
-        sparsity: share of neurons left out by |up · x| (FloE eq. 6). product: share of neurons whose down half is left
-            out by |silu(gate · x) · up · x|.
-        drop, major: router scores, relative to the mean of a token's experts, below which an expert is left out, or
-            only its major half computed (DualSparse-MoE section 4).
-        alpha: how far below the (k+1)-th score a resident expert may stand in for an absent one (importance-driven
-            scheduling, algorithm 1).
-        narrow, rare: fewer bits for some experts (CORM), and which they are, layer by layer.
-        weighed: whether thresholds rise as the router's weight of a call falls, see `work.Work`.
+        rule: what a token may skip; `late` means nothing here, where all rows are there.
     """
 
     up: int = 16
     gate: int = 16
     down: int = 16
     rank: int = 0
-    sparsity: float = 0.0
-    product: float = 0.0
-    drop: float = 0.0
-    major: float = 0.0
-    alpha: float = 0.0
-    narrow: Narrow | None = None
-    rare: tuple[tuple[int, ...], ...] = ()
-    weighed: bool = True
-
-    def is_narrow(self, layer: int, expert: int) -> bool:
-        """Whether it has the fewer bits."""
-        return self.narrow is not None and expert in self.rare[layer]
-
-    def narrowed(self) -> Setting:
-        """The same with the fewer bits for all."""
-        n = self.narrow
-        return self if n is None else replace(self, up=n.up, gate=n.gate, down=n.down, narrow=None, rare=())
+    rule: Rule = WEIGHED
 
 
 @dataclass(slots=True)
 class Taken:
-    """Work of experts per token: halves of experts looked at, neurons whose gate was read, and whose down.
-
-    `narrow`: the part of it that narrow experts do; None for none.
-    """
+    """Work of experts per token: halves of experts looked at, neurons whose gate was read, and whose down."""
 
     halves: float = 0.0
     active: float = 0.0
     kept: float = 0.0
-    narrow: Taken | None = None
 
     def nbytes(self, setting: Setting, hidden: int, neurons: int) -> float:
         """Bytes of weights that this work reads, scales included."""
         group = group_size(hidden)
         up, gate, down = (VectorLayout(hidden, bits, group).nbytes for bits in (setting.up, setting.gate, setting.down))
         factors = setting.rank * (hidden + neurons / 2) * _FACTOR_BYTES
-        read = self.halves * (neurons / 2 * up + factors) + self.active * gate + self.kept * down
-        if self.narrow is None or setting.narrow is None:
-            return read
-        usual = self.narrow.nbytes(replace(setting, narrow=None), hidden, neurons)
-        return read - usual + self.narrow.nbytes(setting.narrowed(), hidden, neurons)
+        return self.halves * (neurons / 2 * up + factors) + self.active * gate + self.kept * down
 
     def add(self, halves: float, active: float, kept: float) -> None:
         """More work."""
@@ -98,18 +71,14 @@ class Taken:
 
     def times(self, share: float) -> Taken:
         """A share of it."""
-        narrow = None if self.narrow is None else self.narrow.times(share)
-        return Taken(self.halves * share, self.active * share, self.kept * share, narrow)
+        return Taken(self.halves * share, self.active * share, self.kept * share)
 
 
 def together(parts: Iterable[Taken]) -> Taken:
     """All of it."""
-    found, narrow = Taken(), Taken()
+    found = Taken()
     for part in parts:
         found.add(part.halves, part.active, part.kept)
-        if part.narrow is not None:
-            narrow.add(part.narrow.halves, part.narrow.active, part.narrow.kept)
-    found.narrow = narrow if narrow.halves else None
     return found
 
 
@@ -205,23 +174,18 @@ class _Experts(nn.Module):
             seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
             expert = _Expert(*self._checkpoint.expert(self._layer, number), seen)
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
-            y, _, _ = expert(Setting(), hidden[token], selection.WHOLE, torch.ones(len(token)))
+            y, _, _ = expert(Setting(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
             for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
-                narrow = setting.is_narrow(self._layer, number)
-                own = setting.narrowed() if narrow else setting
-                for part in (selection.MAJOR, selection.WHOLE):
+                for part in (MAJOR, WHOLE):
                     token, slot = ((route.index == number) & (route.halves == part)).nonzero(as_tuple=True)
                     if not token.numel():
                         continue
-                    y, active, kept = expert(own, hidden[block][token], part, route.eases[token, slot])
+                    y, active, kept = expert(setting, hidden[block][token], part, route.eases[token, slot])
                     out[block].index_add_(0, token, y * route.weights[token, slot, None])
                     for taken, counted in ((self.taken, slice(None)), (self.missed, route.absent[token, slot])):
                         work = part * len(token[counted]), int(active[counted].sum()), int(kept[counted].sum())
                         taken[place].add(*work)
-                        if narrow:
-                            part_of = taken[place].narrow = taken[place].narrow or Taken()
-                            part_of.add(*work)
         return out
 
 
@@ -231,16 +195,20 @@ class _Route:
     def __init__(
         self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor, normalized: bool
     ) -> None:
-        capacity = max(1, round(RESIDENT_SHARE * probabilities.shape[1]))
-        if setting.alpha:
+        experts, rule = probabilities.shape[1], setting.rule
+        capacity = max(1, round(RESIDENT_SHARE * experts))
+        if rule.alpha:
             resident = selection.Residency(capacity)
             index, weights = selection.substitute_all(
-                probabilities, index, weights, resident, setting.alpha, normalized=normalized
+                probabilities, index, weights, resident, rule.alpha, normalized=normalized
             )
         self.index, self.weights = index, weights
-        halves = selection.halves(weights.tolist(), setting.drop, setting.major)
-        self.halves = torch.tensor(halves)
-        self.eases = selection.ease_there(weights).to(weights.dtype) if setting.weighed else torch.ones_like(weights)
+        # With limits of one, what a neuron must reach is what its expert's limit is multiplied by.
+        ones = Limits(torch.ones(rule.parts * experts))
+        eases = kernels.select(index, weights, ones, rule).thresholds.view(*index.shape, rule.parts)
+        self.halves = eases.isfinite().sum(-1) * (WHOLE // rule.parts)
+        self.eases = eases[..., 0].to(weights.dtype)
+        halves = self.halves.tolist()
         resident = selection.Residency(capacity)
         self.absent = torch.tensor(
             [
@@ -264,16 +232,16 @@ class _Expert:
     def __call__(self, setting: Setting, x: Tensor, part: int, ease: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> y (T, H), and how many neurons of each token were active and kept, (T,) each.
 
-        ease: (T,) what multiplies both thresholds of each token, see `selection.ease`.
+        ease: (T,) what multiplies both thresholds of each token, see `Rule.weighed`.
         """
-        s, each = setting, ease[:, None]
+        s, rule, each = setting, setting.rule, ease[:, None]
         v = F.linear(x, self._up_at(s))
-        active = ~(v.abs() < self._v_limit(s) * each) if s.sparsity else torch.ones_like(v, dtype=torch.bool)
-        if part == selection.MAJOR:
+        active = ~(v.abs() < self._v_limit(s) * each) if rule.sparsity else torch.ones_like(v, dtype=torch.bool)
+        if part == MAJOR:
             active &= ~self._minor
         h = F.silu(F.linear(x, self._gate_at(s))) * v
         kept = active
-        if s.product:
+        if rule.product:
             kept = active & ~(h.abs() < self._h_limit(s) * each)
         return h.masked_fill(~kept, 0) @ self._down_at(s), active.sum(-1), kept.sum(-1)
 
@@ -291,7 +259,7 @@ class _Expert:
         table = self._once(
             ("v", s.up, s.rank, 0), lambda: calibration.quantile_table(F.linear(self._seen, self._up_at(s)))
         )
-        return calibration.threshold_at(table[None], s.sparsity)[0]
+        return calibration.threshold_at(table[None], s.rule.sparsity)[0]
 
     def _h_limit(self, s: Setting) -> Tensor:
         def measured() -> Tensor:
@@ -299,7 +267,7 @@ class _Expert:
             return calibration.quantile_table(h)
 
         table = self._once(("h", s.up, s.rank, s.gate), measured)
-        return calibration.threshold_at(table[None], s.product)[0]
+        return calibration.threshold_at(table[None], s.rule.product)[0]
 
     def _once(self, key: tuple[str, int, int, int], make: Callable[[], Tensor]) -> Tensor:
         if key not in self._made:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import kernels
+from ..kernels import operations as kernels
 from ..kernels.layouts import LinearWeights
 from .moe import Control
 

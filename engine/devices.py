@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import operations as kernels
 from ..kernels.layouts import ExpertRows, UpWeights
 from ..kernels.types import Active, Calls
 from .cards import PREFIX, Card
@@ -29,7 +29,6 @@ from .virtual import Clock, VirtualLink
 
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
 Numbers = NDArray[np.int64]
-Wanted = tuple[UpWeights, Calls]  # up projections of one width, and all calls, see `Plan.within`
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
 
 
@@ -71,28 +70,26 @@ class Device:
         """The dense part of one layer was started for `tokens`; a virtual clock advances by that."""
 
     def up(
-        self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> tuple[Active, Tensor, list[Tensor]]:
         """The active neurons; the host waits for the device here.
 
         Args:
-            wanted: up projections by width, and the calls for each. thresholds: (P,) for each width, one after another;
-                infinite for calls that are left out or of another width.
+            thresholds: (P,), infinite for calls that are left out.
 
         Returns:
             them and their values on the host, the values on the device, and what the host is `also` to have.
         """
-        asked = self.ask(x, wanted, thresholds, x_bits, also)
+        asked = self.ask(x, up, calls, thresholds, x_bits, also)
         self.arrived(asked.copy)
         return asked.answer()
 
     def ask(
-        self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
         """`up` without waiting: its answer holds once `there` says so."""
-        limits = thresholds.split([calls.experts.numel() for _, calls in wanted]) if wanted[1:] else [thresholds]
-        lists = [self._list(x, *one, limit, x_bits) for one, limit in zip(wanted, limits, strict=True)]
-        return Asked(lists, to_host([*(part for one in lists for part in one), *also]))
+        listed = self._list(x, up, calls, thresholds, x_bits)
+        return Asked(listed[2], to_host([*listed, *also]))
 
     def there(self, copy: Copy) -> bool:
         """Whether a copy is on the host; nobody waits."""
@@ -266,16 +263,13 @@ class VirtualDevice(Device):
         self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
 
     def ask(
-        self, x: Tensor, wanted: Sequence[Wanted], thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
     ) -> Asked:
         """The up projections of the called experts, but for those that are left out."""
         with self.clock.aside():
-            asked, first = super().ask(x, wanted, thresholds, x_bits, also), 0
-            for up, calls in wanted:
-                last = first + calls.experts.numel()
-                weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds[first:last].isfinite().sum())
-                self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
-                first = last
+            asked = super().ask(x, up, calls, thresholds, x_bits, also)
+            weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds.isfinite().sum())
+            self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
             asked.copy.at = self.clock.end("gpu")
         return asked
 
@@ -295,7 +289,7 @@ class VirtualDevice(Device):
         with self.clock.aside():
             found = super().rows(x, rows, calls, active, limits, x_bits)
             count = active.neurons.numel()
-            self._gpu(_read(count, rows.layout.used, found), self._flops * count, 2)
+            self._gpu(_read(count, rows.layout.nbytes, found), self._flops * count, 2)
         return found
 
     def expert(
@@ -303,7 +297,7 @@ class VirtualDevice(Device):
     ) -> Tensor:
         """A whole expert: three matrices, for all tokens."""
         neurons = rows.data.shape[1]
-        nbytes = neurons * rows.layout.used + up.bytes_per_expert()
+        nbytes = neurons * rows.layout.nbytes + up.bytes_per_expert()
         with self.clock.aside():
             self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
             return super().expert(x, up, rows, thresholds, products, x_bits)

@@ -45,15 +45,16 @@ class Work:
 
     @classmethod
     def of(cls, preset: Preset) -> Work:
-        """By a preset's shares."""
+        """By a preset's rule."""
+        rule = preset.rule
         # Below the first score an expert is left out, between the two half of it.
         dropped = figures().dropped
-        left_out = (at(dropped, preset.drop) + at(dropped, max(preset.drop, preset.major))) / 2
+        left_out = (at(dropped, rule.drop) + at(dropped, max(rule.drop, rule.major))) / 2
         calls = 1 - left_out
-        active = at(figures().active, preset.sparsity) if preset.weighed else 1 - preset.sparsity
-        reached = min(1.0, (1 - preset.product) / active) if preset.product and active else 1.0
+        active = at(figures().active, rule.sparsity) if rule.weighed else 1 - rule.sparsity
+        reached = min(1.0, (1 - rule.product) / active) if rule.product and active else 1.0
         # By weight, experts of a low score, which are left out first, have hardly an active neuron.
-        return cls(calls, min(1.0, active / calls) if preset.weighed else active, reached)
+        return cls(calls, min(1.0, active / calls) if rule.weighed else active, reached)
 
     @property
     def read(self) -> float:
@@ -105,21 +106,18 @@ class Speeds:
 
     def up_s(self, takes: Footprint) -> float:
         """Seconds of the CPU for one call's up projection."""
-        return sum(width.calls * width.up / self.of_cpu("up", width.bits.up) for width in takes.widths)
+        return takes.up / self.of_cpu("up", takes.spec.up)
 
     def row_s(self, takes: Footprint) -> float:
         """Likewise for one of its rows, both halves."""
-        return sum(
-            width.calls * width.row / self.of_cpu("rows", min(width.bits.gate, width.bits.down))
-            for width in takes.widths
-        )
+        return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down))
 
     def rates(self, takes: Footprint, work: Work) -> Rates:
         """For the engine's placement, which counts whole rows."""
         return Rates(
             link_bytes_s=self.link,
             link_latency_s=self.link_latency,
-            cpu_bytes_s=takes.called_row / self.row_s(takes) / work.read,
+            cpu_bytes_s=takes.row / self.row_s(takes) / work.read,
             cpu_batch_bytes_s=self.of_cpu("prompt", 4),
             cpu_latency_s=2 * self.link_latency,
             gpu_bytes_s=self.gpu / work.read,
@@ -182,7 +180,7 @@ def _on_cpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, kv_bytes: 
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + kv_bytes / speeds.read
     # Pages of the disk bring their neighbours along: of an expert that is used, nearly all is read.
-    absent = (1 - held.ram) * calls * (takes.called_up + sizes.intermediate * takes.called_row)
+    absent = (1 - held.ram) * calls * (takes.up + sizes.intermediate * takes.row)
     return Token(
         dense=dense,
         up=calls * speeds.up_s(takes),
@@ -198,12 +196,12 @@ def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Cur
     """One layer as `OffloadedLayer` runs it: dense part, up projections and a wait; then the rows that are there and
     the next layer's guess on the GPU, beside the absent rows on the link and the CPU. Between two layers the link
     brings what was guessed."""
-    sizes, row = takes.sizes, takes.called_row
-    launches = 2 * len(takes.widths) * speeds.launch
+    sizes, row = takes.sizes, takes.row
+    launches = 2 * speeds.launch
     pooled = held.pool < 1
     host = speeds.host_pool if pooled else speeds.host_gpu
     dense = takes.attention / speeds.gpu + DENSE_LAUNCHES * speeds.launch
-    up = sizes.top_k * work.calls * takes.called_up / speeds.gpu + launches
+    up = sizes.top_k * work.calls * takes.up / speeds.gpu + launches
     wanted = sizes.top_k * work.calls * sizes.intermediate * work.active
     hit = at(curve, held.pool)
     absent = wanted * (1 - hit)
@@ -251,7 +249,7 @@ def prefill(takes: Footprint, work: Work, speeds: Speeds, held: Held, tokens: in
     if not held.gpu:
         # The kernels' rate counts rows alone, though an expert's up projection is in it: three matrices for two.
         dense = takes.attention * tokens / (1.5 * batch)
-        compute = calls * sizes.intermediate * takes.called_row / batch
+        compute = calls * sizes.intermediate * takes.row / batch
         layer = dense + max(compute, (rows + ups) / speeds.read) + away
         return tokens / (sizes.layers * layer)
     flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
@@ -264,12 +262,10 @@ def prefill(takes: Footprint, work: Work, speeds: Speeds, held: Held, tokens: in
 
 def _experts_end(takes: Footprint, calls: float, rates: Rates, held: Held) -> tuple[float, float]:
     """When the link and the CPU have ended with one layer's experts, which so many calls want."""
-    counts: list[int] = []
-    nbytes: list[float] = []
-    for width in takes.widths:
-        counts += width.experts * [max(1, round(calls * width.calls / width.experts))]
-        nbytes += width.experts * [float(takes.sizes.intermediate * width.row)]
-    resident = [held.pool] * len(counts)
+    experts = takes.sizes.experts
+    counts = experts * [max(1, round(calls / experts))]
+    nbytes = experts * [float(takes.sizes.intermediate * takes.row)]
+    resident = [held.pool] * experts
     lanes = placement.prefill(counts, resident, nbytes, rates, cap=1.0 if held.cpu else 0.0)
     copy = beside = 0.0
     for lane, count, each in zip(lanes, counts, nbytes, strict=True):

@@ -34,7 +34,7 @@ from .source_model import SourceModel, identify
 from .windows import cut, cut_prompts
 
 NEW_TOKENS = 32  # that each prompt of the greedy gate is continued by
-NO_SPARSITY = Preset("No sparsity", 0.0)
+NO_SPARSITY = Preset("No sparsity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def run(
         scored=windows.shape[0] * keep,
         continued=answers[0].tokens.shape[1],
         presets=tuple(
-            Measured(p.name, p.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
+            Measured(p.name, p.rule.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
             for p, divergence, positions, answer in zip(presets, found, parted, answers, strict=True)
         ),
     )

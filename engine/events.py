@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
+
+from ..kernels.rule import LATE as LATE
+from ..kernels.rule import Rule as Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +96,9 @@ class SetPreset:
 
 @dataclass(frozen=True, slots=True)
 class SetQuality:
-    """Turn the quality dial by hand, from the next token on; see `quality.Preset` for what the values mean.
+    """Turn the quality dial by hand, from the next token on. Whether thresholds are weighed is the model's to know."""
 
-    `sparsity`, `product`, `drop`, `major` and `alpha` are 0..1.
-    """
-
-    sparsity: float
-    product: float = 0.0
-    drop: float = 0.0
-    major: float = 0.0
-    alpha: float = 0.0
-    lenient: bool = False
+    rule: Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,21 +308,16 @@ class Failed:
 Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | Notice | Finished | Unloaded | Failed
 
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Load, Generate, Cancel, SetPreset, SetQuality, Unload, Shutdown),
-        *(Loading, Loaded, PrefillProgress, Tokens, Stats, PresetChanged, Notice, Finished, Unloaded, Failed),
-        *(Sampling, Advanced, Rows),
-    )
+    kind.__name__: kind for kind in (*get_args(Command), *get_args(Event), Sampling, Advanced, Rows, Rule)
 }
 
 
-def encode(message: Command | Event | Sampling | Advanced | Rows) -> dict[str, Any]:
+def encode(message: Command | Event | Sampling | Advanced | Rows | Rule) -> dict[str, Any]:
     """A JSON-ready dict of a command or event; `decode` gives an equal object back."""
     fields: dict[str, Any] = {"kind": type(message).__name__}
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
-        fields[field.name] = encode(value) if isinstance(value, Sampling | Advanced | Stats | Rows) else value
+        fields[field.name] = encode(value) if isinstance(value, Sampling | Advanced | Stats | Rows | Rule) else value
     return fields
 
 

@@ -30,31 +30,21 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Active neurons that a device was told to find, width by width, each of the calls in one width's list.
+    """Active neurons that a device was told to find.
 
     Attributes:
-        lists: on the device. copy: the same on their way to the host, three tensors each, and what else was asked for.
+        values: on the device. copy: ends, neurons and values on their way to the host, and what else was asked for.
     """
 
-    lists: Sequence[Listed]
+    values: Tensor
     copy: Copy
 
     def answer(self) -> tuple[Active, Tensor, list[Tensor]]:
         """Once the copy is there: the neurons and their values on the host, the values on the device, all else."""
-        lists, others = self.copy.tensors[: 3 * len(self.lists)], self.copy.tensors[3 * len(self.lists) :]
-        ends, neurons, values = lists[:3]
+        ends, neurons, values, *others = self.copy.tensors
         total = int(ends[-1]) if ends.numel() else 0
-        found = [(neurons[:total], values[:total], self.lists[0][2][:total])]
-        if self.lists[1:] and ends.numel():
-            own, neurons, values = lists[3:]
-            # Calls of narrow experts are behind the others. What their list has before them can only be what is not a
-            # number, active at any threshold: it is in the first list too.
-            skipped = int(own[(ends < total).sum()]) if total else 0
-            rest = slice(skipped, int(own[-1]))
-            found.append((neurons[rest], values[rest], self.lists[1][2][rest]))
-            ends = ends + (own - skipped).clamp(0)
-        neurons, values, there = (torch.cat(parts) if parts[1:] else parts[0] for parts in zip(*found, strict=True))
-        return Active(torch.cat([ends.new_zeros(1), ends]), neurons.long(), values), there, others
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        return Active(offsets, neurons[:total].long(), values[:total]), self.values[:total], others
 
 
 def moved(

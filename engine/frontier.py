@@ -7,7 +7,6 @@ only what was measured is kept. Quality is the mean KL divergence of the next-to
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,9 +14,10 @@ from dataclasses import asdict, dataclass, replace
 import psutil
 from torch import Tensor
 
+from ..kernels.rule import Rule
 from ..models.checkpoint import Checkpoint
 from . import candidates
-from .candidates import Outcome, Setting, Taken
+from .candidates import WEIGHED, Outcome, Setting, Taken
 from .divergence import Divergence, score, summarize
 
 WIDTHS = (2, 3, 4, 8)
@@ -37,10 +37,10 @@ DROPS = (  # both thresholds alike (1T-drop), then apart (2T-drop)
 )
 ALPHAS = (0.2, 0.5, 0.8)
 PROBES = {  # always measured, to compare with
-    Setting(up=2, sparsity=0.8, weighed=False): "FloE 80 %",
-    Setting(up=2, sparsity=0.9, weighed=False): "FloE 90 %",
-    Setting(2, 4, 4, sparsity=0.6, weighed=False): "4-bit rows, 60 %",
-    Setting(2, 4, 4, sparsity=0.6): "60 %, weighed",
+    Setting(up=2, rule=Rule(0.8)): "FloE 80 %",
+    Setting(up=2, rule=Rule(0.9)): "FloE 90 %",
+    Setting(2, 4, 4, rule=Rule(0.6)): "4-bit rows, 60 %",
+    Setting(2, 4, 4, rule=Rule(0.6, weighed=True)): "60 %, weighed",
     Setting(4, 4, 4): "4 bit throughout",
     Setting(8, 8, 8): "8 bit throughout",
 }
@@ -81,7 +81,7 @@ class Frontier:
     def pareto(self, *, own: bool) -> list[Point]:
         """The points that no other beats in both bytes read and KL, fewest bytes first; `own`: of the pack's widths."""
         found: list[Point] = []
-        usable = [p for p in self.points if not p.setting.alpha and (not own or has_widths(p.setting, self.own))]
+        usable = [p for p in self.points if not p.setting.rule.alpha and (not own or has_widths(p.setting, self.own))]
         for point in sorted(usable, key=lambda point: (point.read, point.kl)):
             if not found or point.kl < found[-1].kl:
                 found.append(point)
@@ -97,8 +97,7 @@ class Frontier:
 
 def has_widths(setting: Setting, own: Setting) -> bool:
     """Whether a pack of the widths of `own` can run `setting`."""
-    widths = ((s.up, s.gate, s.down, s.rank, s.narrow, s.rare) for s in (setting, own))
-    return next(widths) == next(widths)
+    return (setting.up, setting.gate, setting.down, setting.rank) == (own.up, own.gate, own.down, own.rank)
 
 
 def search(
@@ -119,8 +118,7 @@ def search(
     """
     even = checkpoint.config.intermediate_size % 2 == 0
     measure = _Measure(checkpoint, passages, windows, keep, report)
-    rare = [] if own.narrow is None else [Setting(narrow=own.narrow, rare=own.rare)]
-    alone = measure([*_alone(checkpoint, even=even, widths=widths), *rare], "each dial alone")
+    alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
     if widths:
@@ -131,9 +129,10 @@ def search(
 
 
 def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Setting]:
-    found = [Setting(), *(Setting(sparsity=s, product=p) for s, p in SKIPS)]
-    found += [Setting(drop=low, major=high) for low, high in _drops(even=even)]
-    found += [Setting(alpha=alpha) for alpha in ALPHAS]
+    rules = [WEIGHED, *(replace(WEIGHED, sparsity=s, product=p) for s, p in SKIPS)]
+    rules += [replace(WEIGHED, drop=low, major=high) for low, high in _drops(even=even)]
+    rules += [replace(WEIGHED, alpha=alpha) for alpha in ALPHAS]
+    found = [Setting(rule=rule) for rule in rules]
     if widths:
         found += [replace(Setting(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
         hidden, neurons = checkpoint.config.hidden_size, checkpoint.config.intermediate_size
@@ -206,7 +205,8 @@ class _Guess:
         """The likely frontier of all dials over `widths`, thinned out evenly to _TOGETHER settings."""
         guessed: list[tuple[float, float, Setting]] = []
         for stored, skip, drop in itertools.product(widths, ((0.0, 0.0), *SKIPS), ((0.0, 0.0), *_drops(even=even))):
-            setting = replace(stored, sparsity=skip[0], product=skip[1], drop=drop[0], major=drop[1])
+            rule = replace(WEIGHED, sparsity=skip[0], product=skip[1], drop=drop[0], major=drop[1])
+            setting = replace(stored, rule=rule)
             guessed.append((*self._cost(setting), setting))
         frontier: list[Setting] = []
         lowest = float("inf")
@@ -222,23 +222,20 @@ class _Guess:
         s = setting
         dials = (
             *(Setting(up=s.up, rank=s.rank), Setting(gate=s.gate), Setting(down=s.down)),
-            *(Setting(sparsity=s.sparsity, product=s.product), Setting(drop=s.drop, major=s.major)),
-            Setting(narrow=s.narrow, rare=s.rare),
+            Setting(rule=replace(s.rule, drop=0.0, major=0.0)),
+            Setting(rule=replace(s.rule, sparsity=0.0, product=0.0)),
         )
         kl = sum(self._known[dial].kl for dial in dials if dial in self._known)
         skipped, dropped = (self._known[dial].taken for dial in dials[3:5])
         share = dropped.halves / self._whole.halves
         # Thresholds weighed by the router leave next to no neurons of the experts that are left out by score.
         active, kept = min(skipped.active, share * self._whole.active), min(skipped.kept, share * self._whole.kept)
-        taken = Taken(dropped.halves, active, kept)
-        if (narrow := self._known[dials[5]].taken.narrow) is not None:
-            taken.narrow = taken.times(narrow.halves / self._whole.halves)
-        return taken.nbytes(setting, *self._shape), kl
+        return Taken(dropped.halves, active, kept).nbytes(setting, *self._shape), kl
 
 
 def described(setting: Setting) -> dict[str, float]:
     """What a setting has that is not a default, by name."""
-    default, narrow = Setting(), setting.narrow
-    fields = [field.name for field in dataclasses.fields(setting) if field.name not in ("narrow", "rare")]
-    found = {name: getattr(setting, name) for name in fields if getattr(setting, name) != getattr(default, name)}
-    return found | ({f"narrow_{name}": value for name, value in asdict(narrow).items()} if narrow else {})
+    default = asdict(Setting())
+    widths, rule = asdict(setting), asdict(setting.rule)
+    found = {name: value for name, value in widths.items() if name != "rule" and value != default[name]}
+    return found | {name: value for name, value in rule.items() if value != default["rule"][name]}

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .. import kernels
+from ..kernels import operations as kernels
 from ..kernels.cpu import native
 from . import containers, gpus
 from .containers import ROOT

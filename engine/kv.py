@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..kernels.rule import Rule
 from .quality import Preset
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
@@ -122,15 +123,12 @@ class KVCache:
 
 
 def _covers(computed: Preset, wanted: Preset) -> bool:
-    """Whether what `computed` gave is at least as good as what `wanted` gives.
-
-    Of every value but `lossless`, more leaves out more.
-    """
+    """Whether what `computed` gave is at least as good as what `wanted` gives: it skips no more of anything."""
     if computed is wanted:
         return True
-    names = [field.name for field in dataclasses.fields(Preset) if field.name not in ("name", "lossless")]
-    finer = all(getattr(computed, name) <= getattr(wanted, name) for name in names)
-    return finer and computed.lossless >= wanted.lossless
+    names = [field.name for field in dataclasses.fields(Rule)]
+    finer = all(getattr(computed.rule, name) <= getattr(wanted.rule, name) for name in names)
+    return finer and computed.x_bits >= wanted.x_bits
 
 
 class LibraryStore:

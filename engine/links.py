@@ -11,9 +11,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import operations as kernels
 from ..kernels.layouts import align
-from .pieces import scatter, staged
 from .pinning import Pinned
 from .transfer import CHUNK, LANES, Job, Mover, Transfer
 
@@ -43,9 +42,8 @@ class ThrottledLink(Mover):
         super().__init__("throttled", torch.device("cpu"), nbytes, chunk)
 
     def _send(self, lane: int, job: Job, first: int, last: int) -> None:
-        rows = job.source(first)
-        packed = staged(self._staging[lane], last - first, rows.layout.nbytes)
-        self._cpu.gather_rows(rows, 0, job.index[first:last], packed)
+        packed = self._staging[lane][: last - first]
+        self._cpu.gather_rows(job.rows, 0, job.index[first:last], packed)
         seconds = self.latency + packed.nbytes / self.rate
         self._free_at = self._due[lane] = max(self._free_at, time.perf_counter()) + seconds
 
@@ -55,8 +53,7 @@ class ThrottledLink(Mover):
     def _land(self, lane: int, job: Job, first: int, last: int) -> None:
         while (left := self._due[lane] - time.perf_counter()) > 0:
             time.sleep(left)
-        packed = staged(self._staging[lane], last - first, job.source(first).layout.nbytes)
-        scatter(self._cpu, job.transfer.target, job.places[first:last], packed)
+        self._cpu.pool_scatter(job.transfer.target, job.places[first:last], self._staging[lane][: last - first])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class CudaLink(Mover):
 
     def _accept(self, transfer: Transfer) -> Job:
         job, target = super()._accept(transfer), transfer.target
-        if self.zero_copy and not all(rows.data.is_pinned() for rows in job.rows):
+        if self.zero_copy and not job.rows.data.is_pinned():
             raise ValueError("source lies in pageable memory, which the device cannot read in place: pin it")
         if self._target is None or self._target() is not target:
             # A new pool: what its own stream still does to that memory comes first, and once freed it is not given
@@ -146,20 +143,19 @@ class CudaLink(Mover):
         return job
 
     def _send(self, lane: int, job: Job, first: int, last: int) -> None:
-        place, count, source = self._lanes[lane], last - first, job.source(first)
-        nbytes = source.layout.nbytes
+        place, count = self._lanes[lane], last - first
         place.numbers_here[0, :count] = job.places[first:last]
         if self.zero_copy:
             place.numbers_here[1, :count] = job.index[first:last]
         else:
-            self._cpu.gather_rows(source, 0, job.index[first:last], staged(place.rows_here, count, nbytes))
-        used = place.head + (0 if self.zero_copy else count) * nbytes
-        numbers, rows = place.numbers_there[:, :count], staged(place.rows_there, count, nbytes)
+            self._cpu.gather_rows(job.rows, 0, job.index[first:last], place.rows_here[:count])
+        used = place.head + (0 if self.zero_copy else count) * self.nbytes
+        numbers, rows = place.numbers_there[:, :count], place.rows_there[:count]
         with torch.cuda.stream(place.stream):
             place.there[:used].copy_(place.here[:used], non_blocking=True)
             if self.zero_copy:
-                self._gpu.gather_rows(source, 0, numbers[1], rows)
-            scatter(self._gpu, job.transfer.target, numbers[0], rows)
+                self._gpu.gather_rows(job.rows, 0, numbers[1], rows)
+            self._gpu.pool_scatter(job.transfer.target, numbers[0], rows)
             place.event.record(place.stream)
 
     def _arrived(self, lane: int) -> bool:

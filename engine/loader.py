@@ -10,19 +10,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from .. import kernels
-from ..kernels.layouts import ExpertRows, LinearWeights, UpWeights
+from ..kernels import operations as kernels
+from ..kernels.layouts import LinearWeights
 from ..models import bare, configuration, heat, skeleton
 from ..models.catalog import name_of
 from ..models.checkpoint import FAMILIES, read_config
 from ..models.errors import damaged
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture
-from ..models.packed import NarrowExperts, PackedLayer, PackedModel
+from ..models.packed import PackedLayer, PackedModel
 from . import hardware, opening, predictor, quality, step
 from .dense import PackedLinear
 from .events import Advanced, Loaded
@@ -194,7 +193,7 @@ class _Experts:
         count = len(self._ram)
         self._report(f"Mapping layer {index + 1} of {count}", 0.5 + 0.5 * index / count)
         layer = _to(self._ram[index], self._place, rows=self._shared is None)
-        self.nbytes += sum(up.nbytes for up, _ in layer.parts)
+        self.nbytes += layer.up.nbytes
         if self._shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
         made = OffloadedLayer(index, layer, self._ram[index], self._shared, self._control, self._telemetry)
@@ -226,9 +225,7 @@ def _heat(packed: PackedModel) -> heat.Heat:
     kept = heat.read(heat.file_of(packed.folder), a.layers, a.experts, a.intermediate)
     if kept is not None:
         return kept
-    popularity = packed.profile()["popularity"].numpy()
-    by_place = np.stack([popularity[layer, packed.manifest.order(layer)] for layer in range(a.layers)])
-    return heat.from_popularity(by_place, a.intermediate)
+    return heat.from_popularity(packed.profile()["popularity"].numpy(), a.intermediate)
 
 
 def _need_numbers(folder: Path, model: nn.Module) -> None:
@@ -260,11 +257,7 @@ def _to(layer: PackedLayer, device: str, *, rows: bool) -> PackedLayer:
     """A layer on the device; its rows too, or not."""
     if device == "cpu":
         return layer
-    parts = [_part_to(up, own, device, rows=rows) for up, own in layer.parts]
-    narrow = None if layer.narrow is None else NarrowExperts(*parts[1], layer.narrow.places)
-    return PackedLayer(*parts[0], layer.thresholds.to(device), layer.products.to(device), narrow)
-
-
-def _part_to(up: UpWeights, own: ExpertRows, device: str, *, rows: bool) -> tuple[UpWeights, ExpertRows]:
-    there = replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device))
-    return there, replace(own, data=own.data.to(device)) if rows else own
+    up, own = layer.up, layer.rows
+    up = replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device))
+    own = replace(own, data=own.data.to(device)) if rows else own
+    return PackedLayer(up, own, layer.thresholds.to(device), layer.products.to(device))

@@ -9,16 +9,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_int32
+from dataclasses import replace
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
-from .. import kernels
-from ..kernels.types import Calls
+from ..kernels import operations as kernels
+from ..kernels.rule import Rule
+from ..kernels.types import Work
 from ..models.packed import PackedLayer
 from .quality import Preset
+from .ruled_layer import RuledLayer, Share
 from .telemetry import Telemetry
-from .work import Plan, Share, Work
 
 PREFILL_CHUNK, STREAMED_CHUNK = 256, 2048
 DECODE_TOKENS = 8  # in one step: up to so many go neuron by neuron, more expert by expert
@@ -70,7 +73,7 @@ class MoELayer(nn.Module):
     """The experts of one layer from the packed layout.
 
     Attributes:
-        plan: what the preset in force makes of it. chosen, scores: (B, K) the experts and weights of this step.
+        ruled: what the preset in force makes of it. chosen, scores: (B, K) the experts and weights of this step.
     """
 
     chosen: Tensor
@@ -82,7 +85,7 @@ class MoELayer(nn.Module):
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
-        self.plan = Plan(packed, control.preset)
+        self.ruled = RuledLayer(packed, control.preset)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
@@ -94,49 +97,35 @@ class MoELayer(nn.Module):
             raise Cancelled
         self.in_force()
         self.chosen, self.scores = self._choose(hidden, top_k_index, top_k_weights)
-        work = self._work(self.chosen, self.scores)
+        work = self.ruled.work(self.chosen, self.scores)
         if hidden.shape[0] > DECODE_TOKENS:
             return self._prefill(hidden, work)
         y, counts = self._step(hidden, work)
         if self.control.counting:
-            self._count(self.chosen, work.calls, counts)
+            self._count(self.chosen, work, counts)
         return y
 
-    def in_force(self) -> Plan:
+    def in_force(self) -> RuledLayer:
         """What the preset in force makes of this layer."""
-        if self.plan.preset is not self.control.preset:
-            self.plan = Plan(self.packed, self.control.preset)
-        return self.plan
+        if self.ruled.preset is not self.control.preset:
+            self.ruled = RuledLayer(self.packed, self.control.preset)
+        return self.ruled
 
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The experts (B, K) and weights that are taken instead of the router's choice: here the same."""
         return index, weights
 
-    def _work(self, chosen: Tensor, scores: Tensor) -> Work:
-        """What is computed of them."""
-        return self.plan.work(chosen, scores)
-
     def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        plan = self.plan
-        if plan.layer.narrow is not None:
-            return self._step_by_width(hidden, work)
-        up, rows, x_bits = plan.layer.up, plan.layer.rows, plan.preset.x_bits
-        return kernels.moe_step(hidden, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
-
-    def _step_by_width(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        """The same where some experts are narrow: the same kernels, once for each width that was called."""
-        found = list[tuple[Tensor, Tensor]]()
-        for part in self.plan.by_width(work):
-            limits = part.work.thresholds, part.work.products
-            of_width = hidden, part.up, part.rows, part.within(), *limits
-            found.append(kernels.moe_step(*of_width, x_bits=self.plan.preset.x_bits))
-        y = found[0][0] + found[1][0] if found[1:] else found[0][0]
-        return y, torch.cat([counts for _, counts in found])
+        layer, x_bits = self.ruled.layer, self.ruled.preset.x_bits
+        return kernels.moe_step(hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
     def _prefill(self, hidden: Tensor, work: Work) -> Tensor:
-        plan, experts = self.plan, work.calls.experts
-        few = FEW_TOKENS_SPARSE if plan.preset.sparsity >= 0.5 else FEW_TOKENS
-        counts = experts.bincount(minlength=len(plan.thresholds))
+        rule = self.ruled.rule
+        if rule.drops:
+            work = work.part(work.thresholds != torch.inf)
+        work, experts = replace(work, late=None), work.calls.experts
+        few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.5 else FEW_TOKENS
+        counts = experts.bincount(minlength=len(self.ruled.limits.signal))
         out, _ = self._step(hidden, work.part(counts[experts] <= few))
         shares = [Share.of(work, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
         self._many(hidden, shares, out)
@@ -144,35 +133,45 @@ class MoELayer(nn.Module):
 
     def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         """Add to out (B, H) what experts make of the many tokens that each has."""
-        plan = self.plan
+        layer, x_bits = self.ruled.layer, self.ruled.preset.x_bits
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled
             y, _, _ = kernels.expert_swiglu(
                 hidden[share.tokens],
-                *plan.layer.at(share.expert),
+                layer.up,
+                layer.rows,
+                share.expert,
                 *share.limits,
-                x_bits=plan.preset.x_bits,
+                x_bits=x_bits,
             )
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
-    def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
-        self.add_counts(chosen.tolist(), counts.tolist(), self.plan.usual(calls))
+    def _count(self, chosen: Tensor, work: Work, counts: Tensor) -> None:
+        self.add_counts(chosen.tolist(), computed(counts, work.thresholds, self.ruled.rule))
 
-    def add_counts(self, chosen: list[list[int]], counts: list[list[int]], usual: int) -> None:
+    def add_counts(self, chosen: list[list[int]], counts: list[list[int]]) -> None:
         """Add to the telemetry, by lists: an operation on tensors costs as much as all of this.
 
         Args:
-            chosen: (B, K). counts: (P, 2) of what was computed, the first `usual` of experts that are not narrow.
+            chosen: (B, K). counts: (P, 2) of what was computed.
         """
-        found, plan = self.telemetry.layers[self.index], self.plan
+        found, ruled = self.telemetry.layers[self.index], self.ruled
         among = sum(map(len, chosen))
-        found.dropped += 2 * among - plan.halves(len(counts))
+        found.dropped += 2 * among - ruled.halves(len(counts))
         found.neurons += among * self.packed.rows.data.shape[1]
-        for (up, gate, down), mine in zip(plan.costs, (counts[:usual], counts[usual:]), strict=False):
-            active, kept = sum(pair[0] for pair in mine), sum(pair[1] for pair in mine)
-            found.active += active
-            found.bytes += len(mine) * up + active * gate + kept * down
+        up, gate, down = ruled.costs
+        active, kept = sum(pair[0] for pair in counts), sum(pair[1] for pair in counts)
+        found.active += active
+        found.bytes += len(counts) * up + active * gate + kept * down
         for token in chosen:
             for expert in token:
                 found.calls[expert] += 1
+
+
+def computed(counts: Tensor, thresholds: Tensor, rule: Rule) -> list[list[int]]:
+    """Of counts (P, 2) those of calls that are not left out."""
+    pairs: list[list[int]] = counts.tolist()
+    if not rule.drops:
+        return pairs
+    return [pair for pair, threshold in zip(pairs, thresholds.tolist(), strict=True) if threshold != inf]

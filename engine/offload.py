@@ -82,8 +82,7 @@ class Offload:
 
     Attributes:
         pool, rows: which rows are on the device, and their bytes (capacity, nbytes) there.
-        sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM, or where some are narrow the others.
-        narrow: layer by layer those, fewer bytes each; None where there are none.
+        sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
         predictor: names what the next layer will need; None where nothing is fetched ahead.
         buffers: for prompts, two times the rows of one expert, (F, nbytes) each.
         marks: (E * F,) bool, for whoever compares sets of keys, and puts them back to False.
@@ -121,7 +120,6 @@ class Offload:
         self._fixed = {"up": 0, "dense": 0, **(fixed or {})}
         self.predictor: Predictor | None = None
         self.sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
-        self.narrow = [None if (rare := layer.narrow) is None else rare.rows.data.flatten(0, 1) for layer in layers]
         self.pool = NeuronPool(len(layers), experts, neurons, capacity, parts.eviction)
         self._keys, self._lent, self._nbytes = keys, 0, nbytes
         self._borrower: weakref.ref[Store] | None = None
@@ -185,8 +183,7 @@ class Offload:
         self, layer: int, keys: Keys, target: Tensor, slots: Slots, *, urgent: bool, score: float = 0.0
     ) -> Transfer:
         """One of the rows of these neurons."""
-        source, narrow = self.sources[layer], self.narrow[layer]
-        return Transfer(source, keys, target, slots, urgent, score, layer, narrow=narrow)
+        return Transfer(self.sources[layer], keys, target, slots, urgent, score, layer)
 
     def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
         """Ask for the rows of the first of these absent neurons that get a slot; `transfer.index` are those."""

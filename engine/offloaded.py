@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
 from math import isfinite
 from typing import Any
 
@@ -21,17 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.types import Active, Calls
+from ..kernels.types import Active, Calls, Work
 from ..models.packed import PackedLayer
 from . import selection
 from .cache import Keys
 from .fetching import Asked
-from .moe import DECODE_TOKENS, Control, MoELayer
+from .moe import DECODE_TOKENS, Control, MoELayer, computed
 from .offload import Offload
 from .offloaded_step import Given, Step
+from .ruled_layer import RuledLayer, Share
 from .streaming import Prompt
 from .telemetry import LayerCounts, Telemetry
-from .work import Plan, Share, Work
 
 RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
 
@@ -61,9 +60,8 @@ class OffloadedLayer(MoELayer):
         self.gate: Any = None
         self._guess: tuple[Keys, Tensor] | None = None
         self._routed: Tensor | None = None  # the router's own choice, where others may stand in
-        self._left_out: Tensor | None = None  # of a step's calls
-        self._computed: Calls
-        self._in_ram: Plan | None = None
+        self._limits: Tensor  # the thresholds of a step's calls, on the host
+        self._in_ram: RuledLayer | None = None
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`."""
@@ -72,53 +70,41 @@ class OffloadedLayer(MoELayer):
 
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
-        preset, self._routed = self.plan.preset, None
-        if not preset.alpha or hidden.shape[0] > DECODE_TOKENS or self.gate is None:
+        rule, self._routed = self.ruled.rule, None
+        if not rule.alpha or hidden.shape[0] > DECODE_TOKENS or self.gate is None:
             return index, weights
         self._routed = index
         probabilities = F.linear(hidden.float(), self.gate.weight.float()).softmax(-1)
-        shares = self.packed.by_number(self.shared.pool.resident(self.index))
+        shares = self.shared.pool.resident(self.index)
         (resident,) = self.shared.device.sent(torch.from_numpy(shares >= RESIDENT))
         normalized = selection.normalizes(self.gate)
-        return selection.substitute_there(probabilities, index, weights, resident, preset.alpha, normalized=normalized)
-
-    def _work(self, chosen: Tensor, scores: Tensor) -> Work:
-        """Of a few tokens all calls, also those that are left out by score: `_step` gives these a threshold that no
-        neuron reaches. So nobody waits for the router's choice."""
-        self._left_out = None
-        if len(chosen) > DECODE_TOKENS:
-            return super()._work(chosen, scores)
-        work, self._left_out = self.plan.every(chosen, scores)
-        return work
+        return selection.substitute_there(probabilities, index, weights, resident, rule.alpha, normalized=normalized)
 
     def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        shared, plan, device = self.shared, self.plan, self.shared.device
+        shared, ruled, device = self.shared, self.ruled, self.shared.device
         shared.look()
         device.dense(hidden.shape[0])
-        own, *parts = device.sent(work.thresholds, *Given(hidden, work.calls, work.products).tensors()[1:])
+        limits, *parts = device.sent(work.thresholds, *Given(hidden, work.calls, work.products).tensors()[1:])
         there = Given.of([hidden, *parts])
         # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
         left = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(left) :]
-        limits = thresholds(plan, there.calls, own, self._left_out)
-        optional = [tensor for tensor in (self._left_out, self._routed, work.late) if tensor is not None]
+        optional = [tensor for tensor in (self._routed, work.late) if tensor is not None]
         untold, shared.untold = shared.untold, []
         active, values, here = device.up(
-            *(hidden, plan.wanted(there.calls), limits, plan.preset.x_bits),
-            (*asked, self.chosen, self.scores, *optional, *(late.counts for late in untold)),
+            *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
+            (*asked, self.chosen, self.scores, limits, *optional, *(late.counts for late in untold)),
         )
         shared.pool.release()  # the device has done all that came before
         shared.collect()
         shared.forget(self.index)  # what was guessed and has not begun: now it is known what is needed
         shared.ahead = None
         here, rest = Given.of([*left, *here[: len(asked)]]), here[len(asked) :]
-        self.chosen, self.scores, *rest = rest
-        self._left_out = None if self._left_out is None else rest.pop(0)
+        self.chosen, self.scores, self._limits, *rest = rest
         self._routed = None if self._routed is None else rest.pop(0)
         weakest = None if work.late is None else rest.pop(0)
         for late, counts in zip(untold, rest, strict=True):
             late.layer.tell(late, counts)
-        self._computed = here.calls
         step = Step(self, there, here, active, values, weakest)
         self._compare(step.here.calls, active)
         step.locate()
@@ -130,12 +116,12 @@ class OffloadedLayer(MoELayer):
         shared.look()
         return result
 
-    def _count(self, chosen: Tensor, calls: Calls, counts: Tensor) -> None:
+    def _count(self, chosen: Tensor, work: Work, counts: Tensor) -> None:
         """Where the counts are still to be computed, they are told when the host next waits, in whichever layer."""
         if self._routed is not None:
             others = (self.chosen[:, :, None] != self._routed[:, None]).all(-1)
             self.telemetry.layers[self.index].substituted += int(others.sum())
-        late = Untold(self, self.telemetry.layers[self.index], chosen, self._computed, self._left_out, counts)
+        late = Untold(self, self.telemetry.layers[self.index], chosen, self._limits, counts)
         if counts.is_cpu:
             self.tell(late, counts)
         else:
@@ -145,19 +131,15 @@ class OffloadedLayer(MoELayer):
         """Count a step whose `counts` (P, 2) are on the host now; left out if another answer is counted by now."""
         if self.telemetry.layers[self.index] is not late.answer:
             return
-        found, usual = counts.tolist(), self.plan.usual(late.calls)
-        if late.left_out is not None:
-            mine = [not left_out for left_out in late.left_out.tolist()]
-            found, usual = list(compress(found, mine)), sum(mine[:usual])
-        self.add_counts(late.chosen.tolist(), found, usual)
+        self.add_counts(late.chosen.tolist(), computed(counts, late.limits, self.ruled.rule))
 
     def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        Prompt(self.shared, self.index, self.plan, self.in_ram(), hidden, out, self.control).run(shares)
+        Prompt(self.shared, self.index, self.ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
-    def in_ram(self) -> Plan:
+    def in_ram(self) -> RuledLayer:
         """What the preset in force makes of the rows in RAM."""
-        if self._in_ram is None or self._in_ram.preset is not self.plan.preset:
-            self._in_ram = Plan(self.ram, self.plan.preset)
+        if self._in_ram is None or self._in_ram.preset is not self.ruled.preset:
+            self._in_ram = RuledLayer(self.ram, self.ruled.preset)
         return self._in_ram
 
     def _look_ahead(self, hidden: Tensor, output: Tensor | None) -> None:
@@ -167,7 +149,7 @@ class OffloadedLayer(MoELayer):
         shared, following = self.shared, self.following
         if following is None or shared.predictor is None:
             return
-        device, plan = shared.device, following.in_force()
+        device, ruled = shared.device, following.in_force()
         if shared.predictor.attends:
             device.dense(hidden.shape[0])
         guess = shared.predictor.guess(self.index, hidden, output)
@@ -175,10 +157,10 @@ class OffloadedLayer(MoELayer):
         scores = shared.predictor.experts(self.index, hidden, chosen, guess)
         best = scores.topk(self.chosen.shape[1])
         weights = best.values.float().softmax(-1)
-        work, left_out = plan.every(best.indices, weights)
-        calls, limits = work.calls, thresholds(plan, work.calls, work.thresholds, left_out)
-        also = calls.experts, calls.weights, best.indices
-        shared.ahead = Ahead(following, plan, device.ask(guess, plan.wanted(calls), limits, 8, also))
+        work = ruled.work(best.indices, weights)
+        also = work.calls.experts, work.calls.weights, best.indices
+        asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
+        shared.ahead = Ahead(following, ruled, asked)
 
     def guess(self, keys: Keys, experts: Tensor) -> None:
         """Note the neurons that this layer will need by the predictor, each once or once per token, and the experts
@@ -194,7 +176,7 @@ class OffloadedLayer(MoELayer):
         marks[keys] = True
         counts.guessed += keys.size
         counts.needed += active.neurons.numel()
-        counts.right += int(np.count_nonzero(marks[self.keys(self.plan, calls.experts, active)]))
+        counts.right += int(np.count_nonzero(marks[self.keys(self.ruled, calls.experts, active)]))
         marks[keys] = False
         counts.experts_guessed += experts.numel()
         counts.experts_needed += self.chosen.numel()
@@ -202,9 +184,9 @@ class OffloadedLayer(MoELayer):
             counts.experts_right += len({*named} & {*chosen})
 
     @staticmethod
-    def keys(plan: Plan, experts: Tensor, active: Active) -> Keys:
+    def keys(ruled: RuledLayer, experts: Tensor, active: Active) -> Keys:
         """(N,) of the active neurons of calls of experts (P,): e * F + n, the same in halves and in whole experts."""
-        starts = experts.numpy() * plan.layer.rows.data.shape[1]
+        starts = experts.numpy() * ruled.layer.rows.data.shape[1]
         return np.repeat(starts, np.diff(active.offsets.numpy())) + active.neurons.numpy()
 
 
@@ -213,18 +195,18 @@ class Ahead:
     """What a layer will probably need, as soon as the device has found it.
 
     Attributes:
-        plan: by which it was asked. asked: its neurons; also the experts and scores of the calls, and all named (B, K).
+        ruled: by which it was asked. asked: its neurons; also experts and scores of the calls, and all named (B, K).
     """
 
     layer: OffloadedLayer
-    plan: Plan
+    ruled: RuledLayer
     asked: Asked
 
     def fetch(self) -> None:
         """Ask for the rows that are absent, those of the likeliest expert first."""
         active, _, (experts, weights, named) = self.asked.answer()
         layer, shared = self.layer, self.layer.shared
-        keys, ends, worth = layer.keys(self.plan, experts, active), active.offsets.tolist(), weights.tolist()
+        keys, ends, worth = layer.keys(self.ruled, experts, active), active.offsets.tolist(), weights.tolist()
         if not isfinite(sum(worth)):
             return  # the model has failed, and is going to be told so
         layer.guess(keys, named)
@@ -241,24 +223,12 @@ class Untold:
     """A step of a layer that is not counted yet.
 
     Attributes:
-        answer: what it is counted in. chosen: (B, K) on the host, calls and which are left_out (P,) too.
+        answer: what it is counted in. chosen: (B, K), limits: (P,) the thresholds of calls, both on the host.
         counts: (P, 2) on the device.
     """
 
     layer: OffloadedLayer
     answer: LayerCounts
     chosen: Tensor
-    calls: Calls
-    left_out: Tensor | None
+    limits: Tensor
     counts: Tensor
-
-
-def thresholds(plan: Plan, calls: Calls, limits: Tensor, left_out: Tensor | None) -> Tensor:
-    """Those of calls, limits (P,), for `Plan.wanted`'s, (P,) for each width: what no neuron reaches for those that are
-    left out, and in a width's for those of experts of the other."""
-    if left_out is not None:
-        limits = limits.masked_fill(left_out, torch.inf)
-    if plan.layer.narrow is None:
-        return limits
-    narrow = calls.experts >= len(plan.layer.up.q)
-    return torch.cat([limits.masked_fill(narrow, torch.inf), limits.masked_fill(~narrow, torch.inf)])

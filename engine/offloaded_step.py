@@ -68,9 +68,8 @@ class Step:
         self, layer: OffloadedLayer, there: Given, here: Given, active: Active, values: Tensor, late: Tensor | None
     ) -> None:
         self.layer, self.shared, self.device = layer, layer.shared, layer.shared.device
-        self.plan, self.there, self.here, self.active, self.values = layer.plan, there, here, active, values
-        self.rows = [ExpertRows(layout, self.shared.rows[None]) for layout in self.plan.slots]
-        self._usual = self.plan.usual(here.calls)  # so many of the calls, the first, are of experts that are not narrow
+        self.ruled, self.there, self.here, self.active, self.values = layer.ruled, there, here, active, values
+        self.rows = ExpertRows(self.ruled.layer.rows.layout, self.shared.rows[None])
         self._late = late
         self.y: Tensor | None = None
         self._reached: Tensor | None = None
@@ -89,10 +88,10 @@ class Step:
         """Which of the rows are there, on their way, or absent."""
         pool, layer = self.shared.pool, self.layer
         scores, heard = layer.scores.flatten().tolist(), [0.0] * pool.slots.shape[1]
-        for expert, score in zip(layer.packed.by_place(layer.chosen.flatten().numpy()).tolist(), scores, strict=True):
+        for expert, score in zip(layer.chosen.flatten().tolist(), scores, strict=True):
             heard[expert] += score / len(layer.chosen)
         pool.heard(layer.index, heard)
-        experts, neurons = self.here.calls.experts.numpy(), self.plan.layer.rows.data.shape[1]
+        experts, neurons = self.here.calls.experts.numpy(), self.ruled.layer.rows.data.shape[1]
         self._found = pool.locate(
             layer.index, experts, self.active.offsets.numpy(), self.active.neurons.numpy(), neurons
         )
@@ -156,9 +155,8 @@ class Step:
     def _share_with_cpu(self, missing: NDArray[np.int64]) -> Part:
         """What is copied; the rest is begun."""
         device, absent, calls = self.device, self._absent, self.here.calls
-        layer, x_bits = self.layer.in_ram().layer, self.plan.preset.x_bits
-        lengths = [rows.layout.nbytes for _, rows in layer.parts]
-        nbytes = lengths[:1] * self._usual + lengths[1:] * (missing.size - self._usual)
+        layer, x_bits = self.layer.in_ram().layer, self.ruled.preset.x_bits
+        nbytes = [layer.rows.layout.nbytes] * missing.size
         queued = device.link.queued_bytes() / device.rates.link_bytes_s
         shares = placement.share(
             missing.tolist(), nbytes, calls.weights.tolist(), device.rates, queued, device.cpu_share
@@ -169,16 +167,14 @@ class Step:
         # The last of each call: neurons lie by falling importance, and those that are copied stay for later tokens.
         copied, rest = cut(absent, missing - np.array(shares))
         hidden = self.here.hidden if self.here.hidden.is_cpu else device.fetched(self.here.hidden)[0]
-        for width, mine in self._by_width(rest):
-            neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), mine.at))
-            part = Active(torch.from_numpy(mine.offsets), neurons, taken(self.active.values, mine.at))
-            own = self.plan.within(calls, width)
-            self._beside.append(device.rows_beside(hidden, layer.parts[width][1], own, part, self.here.limits, x_bits))
+        neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), rest.at))
+        part = Active(torch.from_numpy(rest.offsets), neurons, taken(self.active.values, rest.at))
+        self._beside.append(device.rows_beside(hidden, layer.rows, calls, part, self.here.limits, x_bits))
         return copied
 
     def _move_whole(self, missing: NDArray[np.int64]) -> None:
         """Of an expert that is mostly active and partly absent, bring the rest as well (CORM)."""
-        neurons, table = self.plan.layer.rows.data.shape[1], self.shared.pool.layers[self.layer.index]
+        neurons, table = self.ruled.layer.rows.data.shape[1], self.shared.pool.layers[self.layer.index]
         mostly = placement.whole(_sizes(self.active.offsets.numpy()), neurons, self.shared.parts.whole)
         for expert in self.here.calls.experts.numpy()[mostly & (missing > 0)].tolist():
             rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
@@ -211,20 +207,10 @@ class Step:
         return Part(offsets, copied.at[mine], slots.astype(np.int64))
 
     def _add(self, part: Part) -> None:
-        there, x_bits = self.there, self.plan.preset.x_bits
-        for width, mine in self._by_width(part):
-            active = self.device.part(self.values, mine.offsets, mine.at, mine.places)
-            rows = self.rows[width]
-            self._sum(*self.device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
-
-    def _by_width(self, part: Part) -> list[tuple[int, Part]]:
-        """A part by the width of the rows; in each, calls of the others have no neurons."""
-        if len(self.rows) == 1:
-            return [(0, part)] if part.at.size else []
-        cut = int(part.offsets[self._usual])
-        usual = Part(np.minimum(part.offsets, cut), part.at[:cut], part.places[:cut])
-        narrow = Part(np.maximum(part.offsets - cut, 0), part.at[cut:], part.places[cut:])
-        return [(width, each) for width, each in enumerate((usual, narrow)) if each.at.size]
+        if part.at.size:
+            there, x_bits = self.there, self.ruled.preset.x_bits
+            active = self.device.part(self.values, part.offsets, part.at, part.places)
+            self._sum(*self.device.rows(there.hidden, self.rows, there.calls, active, there.limits, x_bits))
 
     def _sum(self, y: Tensor, reached: Tensor) -> None:
         self.y = y if self.y is None else self.y + y
@@ -238,11 +224,9 @@ class Step:
         counts.on_cpu += self._absent.at.size - self._copied.at.size
         counts.waited += self._waited
         for part in self._left_out:
-            usual = int(part.offsets[self._usual])
             counts.left_out += part.at.size
             # Counted as read where neurons are, by `MoELayer.add_counts`; none of their down halves is.
-            for (_, gate, _), rows in zip(self.plan.costs, (usual, part.at.size - usual), strict=False):
-                counts.bytes -= rows * gate
+            counts.bytes -= part.at.size * self.ruled.costs[1]
         ends, absent = self.active.offsets.tolist(), found.absent.offsets.tolist()
         for call in range(len(ends) - 1):
             wanted = ends[call + 1] - ends[call]

@@ -77,9 +77,9 @@ class Needs:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             dense=manifest.files["dense.safetensors"].size,
-            up=sum(up.nbytes for layer in layers for up, _ in layer.parts),
+            up=sum(layer.up.nbytes for layer in layers),
             row=manifest.row_layout.nbytes,
-            rows=sum(rows.data.nbytes for layer in layers for _, rows in layer.parts),
+            rows=sum(layer.rows.data.nbytes for layer in layers),
             kv=2 * a.layers * heads * size * element,
             layers=a.layers,
             experts=a.experts,
@@ -272,7 +272,7 @@ def _measured(ends: Ends, wanted: Wanted, layers: Sequence[PackedLayer]) -> Devi
     rows = layers[0].rows
     kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)
     rates = Rates.load(kept) or measured_rates(rows.layout, rows.data.shape[1], GUESS, ends.place)
-    link, rates.link_bytes_s, how = open_link(ends, wanted, [own.data for layer in layers for _, own in layer.parts])
+    link, rates.link_bytes_s, how = open_link(ends, wanted, [layer.rows.data for layer in layers])
     device = Device(ends.device, ends.place, link, rates, kept=kept)
     device.moves = how
     return device

@@ -110,23 +110,16 @@ class Option:
 
 def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
     """The model at the widths of `spec`, in the fastest of the places where it fits."""
-    takes = Footprint.of_entry(entry, spec)
+    takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
     tried = [_placed(machine, takes, place, context, disk) for place in ("gpu", "pool", "cpu")]
     return max((one for one in tried if one), key=lambda one: (one.works, not one.missing, one.decode.mid))
 
 
 def rounding(spec: PackSpec) -> float:
-    """The quality loss of these widths, in nats of mean KL divergence from the 16-bit model, by the demo model.
-
-    Narrow experts count as if they were used as often as the others: they lose no more than that.
-    """
+    """The quality loss of these widths, in nats of mean KL divergence from the 16-bit model, by the demo model."""
     loss = figures().quantization
-    usual, narrow = (
-        sum(loss[part][getattr(some, part)] for part in ("up", "gate", "down")) for some in (spec, spec.narrow or spec)
-    )
-    share = spec.narrow.share if spec.narrow else 0.0
-    return loss["dense"][spec.dense] + usual + share * (narrow - usual)
+    return loss["dense"][spec.dense] + sum(loss[part][getattr(spec, part)] for part in ("up", "gate", "down"))
 
 
 def needs(takes: Footprint, context: int) -> Needs:

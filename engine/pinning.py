@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import operations as kernels
 from . import hardware
 
 SHARE = 0.75  # of free RAM, what may be pinned: nothing else gets it back while the model is loaded

@@ -122,7 +122,7 @@ def _widths(entry: Entry) -> tuple[PackSpec, ...]:
     if not entry.packed or entry.folder is None:
         return WIDTHS
     widths = Manifest.read(entry.folder).widths
-    return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group, narrow=widths.narrow),)
+    return (PackSpec(widths.up, widths.gate, widths.down, widths.dense, widths.group),)
 
 
 def _expert_weights(sizes: Sizes) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import kernels
+from ..kernels import operations as kernels
 from ..kernels.layouts import ExpertRows, RowLayout
 from ..kernels.types import Calls
 from . import hardware, kept, quality

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..models.catalog import Entry
-from ..models.manifest import Manifest
 from ..models.pack import PackSpec
 from ..models.quantities import digits, memory, share, size, trimmed
 from .footprint import Footprint
@@ -40,8 +39,7 @@ _PARTS = {
 def describe(spec: PackSpec) -> str:
     """Widths as every page writes them: "3/4/4" for up / gate and down / attention."""
     rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate}+{spec.down}"
-    narrow = "" if spec.narrow is None else f"; {spec.narrow.describe()}"
-    return f"{spec.up}/{rows}/{spec.dense}{narrow}"
+    return f"{spec.up}/{rows}/{spec.dense}"
 
 
 def rule() -> str:
@@ -128,9 +126,7 @@ def _speed(option: Option) -> str:
 
 
 def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> str:
-    rare = Manifest.read(entry.folder).rare if chosen.spec.narrow and entry.folder else ()
-    takes = Footprint.of(entry.sizes, chosen.spec, rare)
-    asked, budget = needs(takes, context), int(machine.vram * (1 - KEPT_FREE))
+    asked, budget = needs(Footprint.of(entry.sizes, chosen.spec), context), int(machine.vram * (1 - KEPT_FREE))
     free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
         return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."

@@ -1,65 +1,12 @@
-"""Which experts a token really meets, from the router's scores: dropping and substitution. Off unless asked for."""
+"""Resident experts that stand in for absent ones of about the same score. Off unless a rule asks for it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-DROPPED, MAJOR, WHOLE = 0, 1, 2  # how many halves of an expert's neurons are computed
-MOST_EASE = 1000.0  # no threshold becomes infinite, which has a meaning of its own
-
-
-def halves(weights: Sequence[Sequence[float]], drop: float, major: float) -> list[list[int]]:
-    """How much of each chosen expert is computed (DualSparse-MoE sections 4.1 and 4.2, 1T- and 2T-drop).
-
-    An expert's score is taken relative to the mean of those that were chosen for the token (the paper's normalized
-    score times K, so that one limit suits any K). Below `drop` it is left out, below `major` only the half of its
-    neurons that matters more is computed. No weight changes. With both at one value this is 1T-drop.
-
-    Args:
-        weights: the router's, token by token. drop, major: 0..1; 0 leaves all whole.
-
-    Returns:
-        DROPPED, MAJOR or WHOLE for each weight.
-    """
-    found: list[list[int]] = []
-    for row in weights:
-        mean = sum(row) / len(row)
-        # Written so that a score that is not a number stays, and is noticed.
-        found.append([(not w < drop * mean) + (not w < max(drop, major) * mean) for w in row])
-    return found
-
-
-def ease(share: float, mean: float) -> float:
-    """What the thresholds of a call are multiplied by: the lower the router's weight, the less its neurons matter.
-
-    Args:
-        share: the call's weight. mean: of the weights of its token's experts. Not a number if either is not.
-    """
-    return MOST_EASE if share == 0 else min(mean / share, MOST_EASE)
-
-
-def ease_there(weights: Tensor) -> Tensor:
-    """`ease` where the weights (B, K) are: (B, K) float64."""
-    shares = weights.double()
-    return (shares.mean(-1, keepdim=True) / shares).clamp(max=MOST_EASE)
-
-
-def left_out_there(weights: Tensor, limits: Tensor) -> Tensor:
-    """What `halves` leaves out, where the weights (B, K) are. Nobody waits for it.
-
-    Args:
-        limits: (parts,) float64, of an expert `drop`; or of its halves `drop` and the larger of `drop` and `major`.
-
-    Returns:
-        (B, K, parts) bool.
-    """
-    shares = weights.double()
-    return shares[..., None] < shares.mean(-1)[:, None, None] * limits
 
 
 class Resident(Protocol):

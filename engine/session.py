@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import queue
 import threading
@@ -175,7 +174,7 @@ class Session:
         if isinstance(command, SetPreset):
             preset = quality.get(command.preset, manifest)
         else:
-            preset = quality.custom(manifest, **dataclasses.asdict(command))
+            preset = quality.custom(manifest, command.rule)
         loaded.control.preset = preset
         self._events.put(PresetChanged(preset.name))
 

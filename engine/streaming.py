@@ -21,8 +21,8 @@ from .devices import Partial
 from .moe import Cancelled, Control
 from .offload import Offload
 from .placement import Lane
+from .ruled_layer import RuledLayer, Share
 from .transfer import Transfer
-from .work import Plan, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Prompt:
     """Many tokens in one layer.
 
     Attributes:
-        index: the layer. plan, ram: what the preset makes of it on the device, and in RAM.
+        index: the layer. ruled, ram: what the preset makes of it on the device, and in RAM.
         hidden: (B, H). out: (B, H), to which the experts add.
     """
 
     shared: Offload
     index: int
-    plan: Plan
-    ram: Plan
+    ruled: RuledLayer
+    ram: RuledLayer
     hidden: Tensor
     out: Tensor
     control: Control
@@ -93,11 +93,10 @@ class Prompt:
             if self.control.cancelled.is_set():
                 raise Cancelled
             device.wait(coming[place - first])
-            up, _, index = self.plan.layer.at(share.expert)
-            layout = self.plan.slots[share.expert >= len(self.plan.layer.up.q)]
-            rows = ExpertRows(layout, self._buffer(place)[None])
-            one = UpWeights(up.layout, *(part[index, None] for part in _parts(up)))
-            x, x_bits = self.hidden[share.tokens], self.plan.preset.x_bits
+            up = self.ruled.layer.up
+            rows = ExpertRows(self.ruled.layer.rows.layout, self._buffer(place)[None])
+            one = UpWeights(up.layout, *(part[share.expert, None] for part in (up.q, up.scale, up.zero)))
+            x, x_bits = self.hidden[share.tokens], self.ruled.preset.x_bits
             self._add(share, device.expert(x, one, rows, *share.limits, x_bits))
             if len(coming) < len(staged):
                 device.finish()  # this buffer has been read
@@ -132,7 +131,7 @@ class Prompt:
         shared, device, neurons = self.shared, self.shared.device, self._neurons
         there = shared.pool.slots[self.index].reshape(-1, neurons) >= 0
         resident = [float(there[share.expert].mean()) for share in shares]
-        nbytes = [neurons * self.ram.layer.at(share.expert)[1].layout.nbytes for share in shares]
+        nbytes = [neurons * self.ram.layer.rows.layout.nbytes] * len(shares)
         cap = device.cpu_share if shared.parts.cpu else 0.0
         lanes = placement.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
         ahead = None if early is None else early.expert
@@ -140,7 +139,7 @@ class Prompt:
 
     @property
     def _neurons(self) -> int:
-        return self.plan.layer.rows.data.shape[1]
+        return self.ruled.layer.rows.data.shape[1]
 
     def _buffer(self, place: int) -> Tensor:
         return self.shared.buffers[place % 2][: self._neurons]
@@ -159,14 +158,10 @@ class Prompt:
         return transfer
 
     def _beside(self, share: Share) -> Future[Partial]:
-        x, where = self.hidden[share.tokens].cpu(), self.ram.layer.at(share.expert)
+        x, layer = self.hidden[share.tokens].cpu(), self.ram.layer
         first, second = share.limits
         limits = first.cpu(), None if second is None else second.cpu()
-        return self.shared.device.expert_beside(x, *where, limits, self.plan.preset.x_bits)
+        return self.shared.device.expert_beside(x, layer.up, layer.rows, share.expert, limits, self.ruled.preset.x_bits)
 
     def _add(self, share: Share, y: Tensor) -> None:
         self.out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
-
-
-def _parts(up: UpWeights) -> tuple[Tensor, Tensor, Tensor]:
-    return up.q, up.scale, up.zero

@@ -28,16 +28,15 @@ class TokenPass:
     """All layers of a model.
 
     Raises:
-        Unsupported: a layer that has more than experts, or whose experts are not all of one width in RAM.
+        Unsupported: a layer that has more than experts in RAM.
     """
 
     def __init__(self, steps: Sequence[NativeStep], layers: Sequence[Layer], ends: NativeEnds) -> None:
         self._experts: list[MoELayer] = []
         for layer in layers:
-            block: object = layer.block
-            whole = isinstance(block, MoELayer) and type(block) is MoELayer and block.packed.narrow is None
-            if not isinstance(block, MoELayer) or not whole:
-                raise Unsupported("a layer has more than experts of one width in RAM")
+            block = layer.block
+            if not isinstance(block, MoELayer) or type(block) is not MoELayer:
+                raise Unsupported("a layer has more than experts in RAM")
             self._experts.append(block)
         self._steps, self._ends, self._control = steps, ends, self._experts[0].control
         self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))
@@ -102,4 +101,4 @@ class TokenPass:
             return
         for index, layer in enumerate(self._experts[: chosen.shape[1]]):
             computed = [part for part in counts[:, index].reshape(-1, 2).tolist() if part[0] >= 0]
-            layer.add_counts(chosen[:, index].tolist(), computed, len(computed))
+            layer.add_counts(chosen[:, index].tolist(), computed)

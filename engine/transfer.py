@@ -17,8 +17,9 @@ import time
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol
 
 import numpy as np
@@ -26,8 +27,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.layouts import ALIGN, ExpertRows
-from .pieces import as_expert, pieces
+from ..kernels.cpu.native_pool import landing
+from ..kernels.layouts import ALIGN, ExpertRows, RowLayout, VectorLayout
 
 CHUNK = 50  # rows: FloE's best for 16-bit rows on an RTX 3090 (section 4.1, figure 7); see tuned_link.py
 Kind = Literal["staged", "in place"]  # packed by the CPU and copied, or read by the device where they lie
@@ -45,7 +46,6 @@ class Transfer:
         urgent: goes before every prefetch; waiting for a prefetch makes it urgent.
         score: among prefetches the highest goes first. layer: the layer whose rows these are.
         done: the rows are in their slots for the compute that follows.
-        narrow: (R', fewer bytes) the rows that follow those of `source`, where some are shorter: numbers R, R + 1 ...
     """
 
     source: Tensor
@@ -56,7 +56,18 @@ class Transfer:
     score: float
     layer: int
     done: bool = False
-    narrow: Tensor | None = None
+
+
+def as_expert(rows: Tensor) -> ExpertRows:
+    """Rows (R, nbytes) as those of one expert, to be gathered."""
+    return ExpertRows(_plain(rows.shape[1]), rows[None])
+
+
+@cache
+def _plain(nbytes: int) -> RowLayout:
+    """To move bytes, any layout of as many will do."""
+    half = VectorLayout(nbytes // 4, 16, nbytes // 4)
+    return RowLayout(half, half, torch.float16)
 
 
 class Link(Protocol):
@@ -108,30 +119,19 @@ class Job:
     """A transfer as a `Mover` works on it; `begun` and `sent` count its rows.
 
     Attributes:
-        rows: the sources as one expert each, by length. index, places: (N,) int64, rows of the source and slots of the
-            target. cut: how many are of the first source; no chunk has rows of both.
+        rows: the source as one expert. index, places: (N,) int64, rows of the source and slots of the target.
     """
 
     transfer: Transfer
-    rows: Sequence[ExpertRows]
+    rows: ExpertRows
     index: Tensor
     places: Tensor
-    cut: int
     begun: int = 0
     sent: int = 0
 
     @property
     def total(self) -> int:
         return self.index.numel()
-
-    def source(self, first: int) -> ExpertRows:
-        """Where row `first` of the transfer and those of its length come from."""
-        return self.rows[first >= self.cut]
-
-    def nbytes(self, first: int, last: int) -> int:
-        """Bytes of the rows first..last-1."""
-        counts = min(last, self.cut) - min(first, self.cut), max(last, self.cut) - max(first, self.cut)
-        return sum(count * rows.layout.nbytes for count, rows in zip(counts, self.rows, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Mover(ABC):
                 self._done(job)
                 return
             self._jobs[transfer] = job
-            self._queued += job.nbytes(0, job.total)
+            self._queued += job.total * self.nbytes
             if transfer.urgent:
                 self._urgent.append(job)
             else:
@@ -230,7 +230,7 @@ class Mover(ABC):
             for job in gone:
                 self._prefetch.remove(job)
                 del self._jobs[job.transfer]
-                self._queued -= job.nbytes(0, job.total)
+                self._queued -= job.total * self.nbytes
         return [job.transfer for job in gone]
 
     def drain(self) -> None:
@@ -296,19 +296,8 @@ class Mover(ABC):
             )
         if math.isnan(transfer.score):
             raise ValueError("a score must be a number")
-        self._check_narrow(transfer.narrow)
-        first, *rest = pieces(transfer)
-        rows, index, places = [as_expert(part.source) for part in (first, *rest)], first.index, first.places
-        if rest:
-            index, places = np.concatenate((index, rest[0].index)), np.concatenate((places, rest[0].places))
-        return Job(transfer, rows, torch.from_numpy(index), torch.from_numpy(places), first.index.size)
-
-    def _check_narrow(self, narrow: Tensor | None) -> None:
-        if narrow is None:
-            return
-        fits = narrow.dtype == torch.uint8 and narrow.ndim == 2 and narrow.is_contiguous() and narrow.is_cpu
-        if not fits or narrow.shape[1] > self.nbytes or narrow.shape[1] % ALIGN:
-            raise ValueError(f"narrow rows must be contiguous, of {self.nbytes} bytes at most, not {narrow.shape}")
+        places = landing(index, slots, len(source), len(target))
+        return Job(transfer, as_expert(source), torch.from_numpy(index.copy()), torch.from_numpy(places))
 
     def _until(self, reached: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: reached() or self._ended)
@@ -349,7 +338,7 @@ class Mover(ABC):
             return None
         job = queue[0]
         first = job.begun
-        job.begun = min(first + self.chunk, job.cut if first < job.cut else job.total)
+        job.begun = min(first + self.chunk, job.total)
         if job.begun == job.total:
             del queue[0]
         self._lane = (self._lane + 1) % LANES  # free, since they land in the order in which they were sent
@@ -370,7 +359,7 @@ class Mover(ABC):
         now = time.perf_counter()
         with self._changed:
             self._flying.popleft()
-            nbytes = job.nbytes(chunk.first, chunk.last)
+            nbytes = (chunk.last - chunk.first) * self.nbytes
             self._queued -= nbytes
             self.bytes_moved += nbytes
             self.busy_s += now - max(chunk.begun_at, self._landed_at)

@@ -81,7 +81,7 @@ def run(
     identity = identify(checkpoint, loaded.packed)
     manifest = loaded.packed.manifest
     w = manifest.widths
-    own = Setting(w.up, w.gate, w.down, narrow=w.narrow, rare=tuple(rare.experts for rare in manifest.rare))
+    own = Setting(w.up, w.gate, w.down)
     passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
     # Before the long search: a source or pack that computes nonsense says so here, and where.
     expected = Reference(checkpoint, identity, told).logits(windows[:, :-1], keep)
@@ -91,13 +91,10 @@ def run(
         found = frontier.search(checkpoint, own, passages, windows, keep, told.step, widths=widths)
     presets: list[Tuned] = []
     for name, point in found.presets().items():
-        s = point.setting
-        preset = quality.tuned(name, s.sparsity, s.product, s.drop, s.major, weighed=s.weighed)
+        preset = quality.ruled(name, point.setting.rule)
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
-        presets.append(
-            Tuned(name, s.sparsity, s.product, s.drop, s.major, kl, taken or 0.0, s.weighed, text, len(windows) * keep)
-        )
+        presets.append(Tuned(name, point.setting.rule, kl, taken or 0.0, text, len(windows) * keep))
     dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told)).write(pack)
     return Tuning(
         model=facts.model,

@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..kernels import operations as kernels
+from ..kernels.cpu.native_pool import landing
 from .cards import CHUNK_BYTES, PREFIX, Card
-from .pieces import Piece, as_expert, pieces, scatter, staged
-from .transfer import Transfer
+from .transfer import Transfer, as_expert
 
 Timeline = Literal["host", "gpu", "cpu", "link"]
 
@@ -114,15 +114,7 @@ class Clock:
 class _Job:
     transfer: Transfer
     asked: float
-    parts: list[tuple[int, int]]  # rows that have not begun, and the bytes of each, by length
-
-    @property
-    def rows(self) -> int:
-        return sum(rows for rows, _ in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(rows * nbytes for rows, nbytes in self.parts)
+    rows: int  # that have not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +171,14 @@ class VirtualLink:
         if math.isnan(transfer.score):
             raise ValueError("a score must be a number")
         self._catch_up()
-        parts = pieces(transfer)
+        places = landing(transfer.index, transfer.slots, len(transfer.source), len(transfer.target))
         with self._clock.aside():
-            for part in parts:
-                self._move(part, transfer.target)
+            self._move(transfer, torch.from_numpy(places))
         if not len(transfer.index):
             self._done(transfer)
             return
-        lengths = [(part.index.size, part.source.shape[1]) for part in parts if part.index.size]
-        job = self._jobs[transfer] = _Job(transfer, self._clock.now, lengths)
-        self._queued += job.nbytes
+        job = self._jobs[transfer] = _Job(transfer, self._clock.now, len(transfer.index))
+        self._queued += job.rows * self._nbytes
         if transfer.urgent:
             self._urgent.append(job)
         else:
@@ -236,7 +226,7 @@ class VirtualLink:
         for job in gone:
             self._prefetch.remove(job)
             del self._jobs[job.transfer]
-            self._queued -= job.nbytes
+            self._queued -= job.rows * self._nbytes
         return [job.transfer for job in gone]
 
     def close(self) -> None:
@@ -245,13 +235,13 @@ class VirtualLink:
         self._prefetch.clear()
         self._closed = True
 
-    def _move(self, part: Piece, target: Tensor) -> None:
-        rows, cpu = as_expert(part.source), kernels.choose("cpu")
-        index, slots = torch.from_numpy(part.index), torch.from_numpy(part.places)
-        for wanted, places in zip(index.split(self._chunk), slots.split(self._chunk), strict=True):
-            packed = staged(self._staging, len(wanted), rows.layout.nbytes)
+    def _move(self, transfer: Transfer, places: Tensor) -> None:
+        rows, cpu = as_expert(transfer.source), kernels.choose("cpu")
+        index = torch.from_numpy(transfer.index)
+        for wanted, slots in zip(index.split(self._chunk), places.split(self._chunk), strict=True):
+            packed = self._staging[: len(wanted)]
             kernels.gather_rows(rows, 0, wanted, packed)
-            scatter(cpu, target, places, packed)
+            cpu.pool_scatter(transfer.target, slots, packed)
 
     def _catch_up(self) -> None:
         """Begin the chunks that begin before now, and land those that end by now."""
@@ -269,15 +259,14 @@ class VirtualLink:
 
     def _begin_chunk(self) -> None:
         job = self._first()
-        left, each = job.parts.pop(0)
-        rows = min(left, self._chunk)
-        seconds = self._card.copy_s(rows * each)
+        rows = min(job.rows, self._chunk)
+        nbytes = rows * self._nbytes
+        seconds = self._card.copy_s(nbytes)
         end = self._clock.run("link", seconds, asked=job.asked)
-        if left > rows:
-            job.parts.insert(0, (left - rows, each))
+        job.rows -= rows
         if not job.rows:
             del (self._urgent or self._prefetch)[0]
-        self._flying.append(_Chunk(end, rows * each, seconds, None if job.rows else job))
+        self._flying.append(_Chunk(end, nbytes, seconds, None if job.rows else job))
 
     def _land(self, until: float) -> None:
         while self._flying and self._flying[0].end <= until:

@@ -12,7 +12,22 @@ from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, apart, described, index, indices, require
 from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
-from .types import X_BITS, Active, Calls
+from .rule import Rule
+from .types import X_BITS, Active, Calls, Limits
+
+
+def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
+    """See `kernels.select`."""
+    if index.ndim != 2:
+        raise ValueError(f"index must be int64 of shape (B, K), not {described(index)}")
+    require("index", index, INDICES, tuple(index.shape), whole=False)
+    require("weights", weights, FLOATS, tuple(index.shape), index.device, whole=False)
+    experts = limits.signal.numel()
+    if experts % rule.parts:
+        raise ValueError(f"limits of {experts} parts are not of experts in {rule.parts} parts")
+    for name, table in (("signal", limits.signal), ("product", limits.product), ("late", limits.late)):
+        if table is not None:
+            require(name, table, (torch.float32,), (experts,), index.device)
 
 
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:

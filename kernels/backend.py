@@ -12,7 +12,8 @@ from torch import Tensor
 from . import reference
 from .cpu import native
 from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
-from .types import Active, Calls
+from .rule import Rule
+from .types import Active, Calls, Limits, Work
 
 TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
 
@@ -33,6 +34,7 @@ class Backend:
     device: str
     reason: str
     checks: bool
+    select: Callable[[Tensor, Tensor, Limits, Rule], Work]
     up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, int], Active]
     sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
     moe_step: Callable[
@@ -82,6 +84,7 @@ def _cuda(index: int) -> Backend:
         device=device,
         reason=f"Triton kernels for {of}",
         checks=False,
+        select=triton.select,
         up_gemv=triton.up_gemv,
         up_list=triton.up_list,
         sparse_swiglu=triton.sparse_swiglu,
@@ -105,6 +108,7 @@ def _cpu() -> Backend:
         device="cpu",
         reason=isa.reason,
         checks=True,
+        select=native.select,
         up_gemv=native.up_gemv,
         sparse_swiglu=native.sparse_swiglu,
         moe_step=native.moe_step,
@@ -121,6 +125,7 @@ def _reference(device: str, reason: str) -> Backend:
         device=device,
         reason=reason,
         checks=False,
+        select=reference.select,
         up_gemv=reference.up_gemv,
         sparse_swiglu=reference.sparse_swiglu,
         moe_step=reference.moe_step,

@@ -218,13 +218,11 @@ class RowLayout:
     Attributes:
         gate, down: the two vectors of H values; their widths may differ.
         float16: what 16-bit vectors hold, float16 or bfloat16.
-        least: bytes that a record takes at least, so that narrow ones may lie in slots made for wider ones.
     """
 
     gate: VectorLayout
     down: VectorLayout
     float16: torch.dtype
-    least: int = 0
 
     def __post_init__(self) -> None:
         _check_float16(self.float16)
@@ -232,14 +230,9 @@ class RowLayout:
             raise ValueError(f"a gate row of {self.gate.n} values, but a down column of {self.down.n}")
 
     @property
-    def used(self) -> int:
-        """Bytes that a record takes where nothing asks for more."""
-        return align(self.gate.nbytes + self.down.nbytes)
-
-    @property
     def nbytes(self) -> int:
         """Bytes from one record to the next."""
-        return max(self.used, self.least)
+        return align(self.gate.nbytes + self.down.nbytes)
 
     def join(self, gate: Tensor, down: Tensor) -> Tensor:
         """(N, gate.nbytes) and (N, down.nbytes) uint8 -> (N, nbytes) records."""

@@ -6,12 +6,15 @@ Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .layouts import CHUNK, ExpertRows, LinearWeights, PoolRows, UpWeights
-from .types import Active, Calls
+from .rule import MOST_EASE, Rule
+from .types import Active, Calls, Limits, Work
 
 
 def rounded(x: Tensor, x_bits: int) -> Tensor:
@@ -30,10 +33,40 @@ def rounded(x: Tensor, x_bits: int) -> Tensor:
     return torch.where(largest == 0, 0, multiples).flatten(1)[:, : x.shape[1]]
 
 
+def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
+    """What a rule leaves of a router's choice, index and weights (B, K): P = B · K · rule.parts calls.
+
+    With w a choice's weight and m the mean of its token's, a first or only part is left out where w < drop · m, a
+    second one where w < max(drop, major) · m (DualSparse-MoE sections 4.1 and 4.2: the paper's normalized score times
+    K, so that one limit suits any K). A weighed rule multiplies the limits of what stays by m / w. No weight changes.
+    A weight that is not a number stays, so that it reaches the result and is noticed.
+    """
+    (tokens, among), parts = index.shape, rule.parts
+    shares = weights.double()
+    mean = shares.mean(-1, keepdim=True)
+    least = torch.tensor([rule.drop, max(rule.drop, rule.major)][:parts], dtype=torch.float64, device=index.device)
+    left_out = (shares[..., None] < mean[..., None] * least).flatten()
+    numbers = parts * index[..., None] + torch.arange(parts, device=index.device)
+    each = torch.arange(tokens, device=index.device).repeat_interleave(among * parts)
+    calls = Calls(each, numbers.flatten(), weights[..., None].expand(-1, -1, parts).flatten())
+    ease = torch.where(shares == 0, MOST_EASE, (mean / shares).clamp(max=MOST_EASE)) if rule.weighed else None
+
+    def own(table: Tensor | None) -> Tensor | None:
+        if table is None:
+            return None
+        found = table.index_select(0, calls.experts)
+        return found if ease is None else (found * ease[..., None].expand(-1, -1, parts).flatten()).float()
+
+    signal = own(limits.signal)
+    assert signal is not None
+    return Work(calls, signal.masked_fill(left_out, torch.inf), own(limits.product), own(limits.late))
+
+
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
     """v = up_e · x for every call, keeping the neurons with |v| >= thresholds[call] (FloE Algorithm 1, lines 2-3).
 
-    A v that is not a number is kept, so that it reaches the result and is noticed.
+    A v that is not a number is kept, so that it reaches the result and is noticed. A call with an infinite threshold is
+    left out: it keeps nothing.
     """
     offsets = [0]
     neurons: list[Tensor] = []
@@ -42,7 +75,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
         calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True
     ):
         v = F.linear(x[token], up.dense(expert, x.dtype))
-        kept = (~(v.abs() < threshold)).nonzero().squeeze(1)
+        kept = (~(v.abs() < threshold) & (threshold != math.inf)).nonzero().squeeze(1)
         neurons.append(kept)
         values.append(v[kept])
         offsets.append(offsets[-1] + kept.numel())
@@ -72,9 +105,11 @@ def sparse_swiglu(
     for call, (token, expert) in enumerate(zip(calls.tokens.tolist(), calls.experts.tolist(), strict=True)):
         chosen = slice(offsets[call], offsets[call + 1])
         neurons = active.neurons[chosen]
+        if not neurons.numel():
+            continue  # adds nothing, whatever its weight
         if isinstance(rows, PoolRows):
             slots = rows.slots[expert][neurons]
-            if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= len(rows.data)):
+            if int(slots.min()) < 0 or int(slots.max()) >= len(rows.data):
                 raise ValueError("a neuron is not in the pool, or its slot is out of range")
             records = rows.data.index_select(0, slots)
         else:

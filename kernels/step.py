@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .layouts import ExpertRows, LinearWeights, UpWeights
+from .rule import Rule
+from .types import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +99,16 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer's experts, and what a token may skip of them (`engine/work.py`: Plan).
+    """A layer's experts, and what a token may skip of them.
 
     Attributes:
-        up, rows: of E experts; where parts is 2, of their halves. thresholds: of |up · x|, as many. products: of
-            |silu(gate · x) up · x|, as many, or None. drop, major: relative weights below which both parts, or the
-            second, are left out. weighed: whether thresholds rise as the weight of a call falls.
+        up, rows: of E experts, or of their halves where the rule divides them. limits: of as many, at its shares.
     """
 
     up: UpWeights
     rows: ExpertRows
-    thresholds: Tensor
-    products: Tensor | None
-    drop: float
-    major: float
-    parts: int
-    weighed: bool
+    limits: Limits
+    rule: Rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What operations are called with: (token, expert) calls, and the neurons that were found active."""
+"""What operations are called with: (token, expert) calls, what a neuron must reach in them, and which ones did."""
 
 from __future__ import annotations
 
@@ -34,3 +34,38 @@ class Active:
     offsets: Tensor
     neurons: Tensor
     values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a neuron must reach in each expert of a layer, or in each half: (E,) float32 each, at a rule's shares.
+
+    Attributes:
+        signal: of |up · x|. product: of |silu(gate · x) up · x|; None where no down half is skipped. late: of |up · x|
+            for rows that are not on the device; None where every row is waited for.
+    """
+
+    signal: Tensor
+    product: Tensor | None = None
+    late: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is computed of a router's choice: P calls, token by token, choice by choice, part by part.
+
+    Attributes:
+        thresholds: (P,) float32 for |up · x|, infinite for a call that is left out: it has no active neurons, and its
+            weights are not read. products, late: (P,) as in `Limits`.
+    """
+
+    calls: Calls
+    thresholds: Tensor
+    products: Tensor | None = None
+    late: Tensor | None = None
+
+    def part(self, which: Tensor | slice) -> Work:
+        """Some of the calls: bool (P,) or a slice."""
+        calls = Calls(self.calls.tokens[which], self.calls.experts[which], self.calls.weights[which])
+        products, late = (None if limits is None else limits[which] for limits in (self.products, self.late))
+        return Work(calls, self.thresholds[which], products, late)

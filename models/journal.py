@@ -25,7 +25,6 @@ from . import private_file
 from .errors import FloeError, UsageError
 from .manifest import FileEntry
 from .tensorfile import Plan, write_tensors
-from .widths import Rare
 
 FOLDER = "packing"
 Settings = dict[str, str | int | None]
@@ -36,7 +35,6 @@ _WORDS = {  # the rest are parts and their widths
     "source": "source",
     "device": "device",
     "group": "group size",
-    "narrow": "choice of narrow experts",
 }
 
 
@@ -46,8 +44,7 @@ class Journal:
     Attributes:
         folder: with the working files. settings: that the pack was started with. resumed: whether there was a journal.
         dense: published names of the finished dense tensors. experts: (layer, expert) of the finished experts.
-        files: finished files of the pack, hashed. rare: which experts of a layer are narrow, decided before the
-            layer's first expert is packed.
+        files: finished files of the pack, hashed.
     """
 
     def __init__(self, folder: Path, settings: Settings, *, resumed: bool) -> None:
@@ -55,7 +52,6 @@ class Journal:
         self.dense: set[str] = set()
         self.experts: set[tuple[int, int]] = set()
         self.files: dict[str, FileEntry] = {}
-        self.rare: dict[int, Rare] = {}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -100,10 +96,6 @@ class Journal:
     def note_expert(self, layer: int, expert: int) -> None:
         """This expert is on the disk, and what was measured of it."""
         self._note({"expert": [layer, expert]})
-
-    def note_rare(self, layer: int, rare: Rare) -> None:
-        """These experts of a layer are going to be narrow."""
-        self._note({"rare": layer, "experts": rare.experts, "popularity": rare.popularity})
 
     def note_file(self, name: str, entry: FileEntry) -> None:
         """This file is finished."""
@@ -154,8 +146,6 @@ class Journal:
                 self.dense.update(names)
             case {"expert": [int(layer), int(expert)]}:
                 self.experts.add((layer, expert))
-            case {"rare": int(layer), "experts": experts, "popularity": popularity}:
-                self.rare[layer] = Rare(tuple(experts), tuple(popularity))
             case {"file": str(name), "size": int(size), "sha256": str(sha256)}:
                 self.files[name] = FileEntry(size, sha256)
             case _:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -15,19 +14,20 @@ from typing import Any, TypeVar
 import torch
 
 from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
+from ..kernels.rule import Rule
 from . import limits, private_file
 from .errors import NoPackError, PackError
 from .tensorfile import Plan
 from .visible import as_name
-from .widths import Narrow, Rare, Stored, Widths
+from .widths import Widths
 
 FORMAT = "floe-chat packed model"
 VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
-MIXED_VERSION = 4  # of packs some of whose experts are narrower, which programs that read 3 do not know
 FILE_NAME = "manifest.json"
 FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
 UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
-_LARGEST = 16 << 20  # bytes of a manifest: narrow experts are listed one by one
+_LARGEST = 16 << 20  # bytes of a manifest
+_MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
 _MOST_QUANTILES = 1 << 16
 COPIED = (  # as published, where the source has them
     "config.json",
@@ -83,21 +83,16 @@ class Tuned:
     """A preset that `floe-chat tune` derived for this very pack.
 
     Attributes:
-        sparsity, product, drop, major: what a token may skip, see engine/quality.py.
+        rule: what a token may skip.
         kl: mean KL divergence from the source that this pack was measured to have there, nats.
         bytes_per_token: of experts' weights that it was measured to read.
-        weighed: whether its thresholds rise as the router's weight falls; packs tuned before there was that do not say.
         text: what `kl` was measured on, "" where that was not noted. tokens: how many of it were predicted.
     """
 
     name: str
-    sparsity: float
-    product: float
-    drop: float
-    major: float
+    rule: Rule
     kl: float
     bytes_per_token: float
-    weighed: bool = False
     text: str = ""
     tokens: int = 0
 
@@ -118,7 +113,6 @@ class Manifest:
     calibration: Calibration
     files: dict[str, FileEntry]
     tuned: tuple[Tuned, ...] = ()
-    rare: list[Rare] = dataclasses.field(default_factory=list[Rare])  # layer by layer, where some experts are narrow
     beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
     sealed: bool = dataclasses.field(default=True, compare=False)
 
@@ -126,66 +120,49 @@ class Manifest:
     def lossless(self) -> bool:
         """Whether all weights are the source's own 16-bit ones, so that preset Exact means what it says."""
         w = self.widths
-        return self.source.exact and w.up == w.gate == w.down == w.dense == 16 and w.narrow is None
+        return self.source.exact and w.up == w.gate == w.down == w.dense == 16
 
     @property
     def up_layout(self) -> UpLayout:
-        """Of experts that are not narrow."""
-        return self.stored[0].up
+        """Of the up projections."""
+        return UpLayout(self._vector(self.widths.up), _FLOAT16[self.widths.float16])
 
     @property
     def row_layout(self) -> RowLayout:
-        """Of experts that are not narrow: the longest rows."""
-        return self.stored[0].rows
+        """Of the neurons' rows."""
+        gate, down = self._vector(self.widths.gate), self._vector(self.widths.down)
+        return RowLayout(gate, down, _FLOAT16[self.widths.float16])
 
-    @property
-    def stored(self) -> tuple[Stored, ...]:
-        """How a layer's experts are stored: those of the usual widths, then the narrow ones where there are any."""
-        a, w = self.architecture, self.widths
-        rare = w.narrow.count(a.experts) if w.narrow else 0
-        wide = self._stored("", a.experts - rare, w)
-        return (wide,) if w.narrow is None else (wide, self._stored("narrow.", rare, w.narrow))
-
-    def _stored(self, prefix: str, experts: int, bits: Widths | Narrow) -> Stored:
-        group, float16 = self.widths.group, _FLOAT16[self.widths.float16]
-        up, gate, down = (VectorLayout(self.architecture.hidden, n, group) for n in (bits.up, bits.gate, bits.down))
-        return Stored(prefix, experts, UpLayout(up, float16), RowLayout(gate, down, float16))
+    def _vector(self, bits: int) -> VectorLayout:
+        return VectorLayout(self.architecture.hidden, bits, self.widths.group)
 
     def layer_plan(self) -> Plan:
-        """The tensors of a layer's file. Its two tables are by the experts' numbers."""
-        a, plan = self.architecture, Plan()
-        for part in self.stored:
-            shape = part.experts, a.intermediate
-            plan |= {
-                f"{part.prefix}rows": (torch.uint8, (*shape, part.rows.nbytes)),
-                f"{part.prefix}up.q": (torch.uint8, (*shape, part.up.row_bytes)),
-                f"{part.prefix}up.scale": (torch.float16, (*shape, part.up.vector.groups)),
-                f"{part.prefix}up.zero": (torch.float16, (*shape, part.up.vector.groups)),
-            }
+        """The tensors of a layer's file."""
+        a, up = self.architecture, self.up_layout
+        shape = a.experts, a.intermediate
         table = (torch.float32, (a.experts, self.calibration.quantiles))
-        return plan | {"threshold": table, "product": table}
+        return {
+            "rows": (torch.uint8, (*shape, self.row_layout.nbytes)),
+            "up.q": (torch.uint8, (*shape, up.row_bytes)),
+            "up.scale": (torch.float16, (*shape, up.vector.groups)),
+            "up.zero": (torch.float16, (*shape, up.vector.groups)),
+            "threshold": table,
+            "product": table,
+        }
 
-    def order(self, layer: int) -> list[int]:
-        """The experts of a layer as they lie: those of the usual widths, then the narrow ones, both by number."""
-        return list(self.places(self.rare[layer].experts if self.rare else ()))
-
-    def places(self, rare: Collection[int]) -> dict[int, tuple[Stored, int]]:
-        """How each expert of a layer is stored, and as the how manyth of those, given which are narrow."""
-        wide, narrow = self.stored[0], self.stored[-1]
-        usual = [expert for expert in range(self.architecture.experts) if expert not in rare]
-        found = {expert: (wide, place) for place, expert in enumerate(usual)}
-        return found | {expert: (narrow, place) for place, expert in enumerate(sorted(rare))}
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's experts, without its tables."""
+        a, up = self.architecture, self.up_layout
+        return a.experts * a.intermediate * (self.row_layout.nbytes + up.row_bytes + 4 * up.vector.groups)
 
     def write(self, folder: Path) -> None:
         """Write manifest.json so that it is there whole or not at all, also after a power cut."""
-        fields, version = dataclasses.asdict(self), MIXED_VERSION
+        fields = dataclasses.asdict(self)
         del fields["sealed"]
-        if self.widths.narrow is None:
-            version = VERSION
-            del fields["widths"]["narrow"], fields["rare"]
         if not self.beside:
             del fields["beside"]
-        fields = {"format": FORMAT, "version": version, **fields}
+        fields = {"format": FORMAT, "version": VERSION, **fields}
         text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2)
         partial = folder / (FILE_NAME + ".part")
         with partial.open("w", encoding="utf-8") as file:
@@ -218,11 +195,17 @@ class Manifest:
             raise _garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
         seal = fields.pop("sha256", None)
         version = fields.get("version")
-        if version not in (VERSION, MIXED_VERSION):
+        if version == _MIXED_VERSION:
+            raise PackError(
+                f"The packed model at {folder} cannot be read any more",
+                "Some of its experts have fewer bits than the others, which this version no longer supports.",
+                "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
+            )
+        if version != VERSION:
             raise PackError(
                 f"The packed model at {folder} has another format version",
-                f"It is version {as_name(repr(version))}; this program reads {VERSION} and {MIXED_VERSION}.",
-                "Update floe-chat, or pack the source checkpoint again with this version.",
+                f"It is version {as_name(repr(version))}; this program reads version {VERSION}.",
+                "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
             )
         if seal not in (None, _seal(fields)):
             raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
@@ -277,25 +260,23 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         name=as_name(str(fields["name"])),
         source=_source(fields["source"]),
         architecture=_typed(Architecture, fields["architecture"]),
-        widths=_widths(fields["widths"]),
+        widths=_typed(Widths, fields["widths"]),
         calibration=_typed(Calibration, fields["calibration"]),
         files={name: _typed(FileEntry, entry) for name, entry in dict(fields["files"]).items()},
-        tuned=tuple(_typed(Tuned, entry) for entry in fields["tuned"]),
-        rare=[_rare(entry) for entry in list(fields.get("rare", []))],
+        tuned=tuple(_tuned(entry) for entry in fields["tuned"]),
         beside={name: _typed(FileEntry, entry) for name, entry in dict(fields.get("beside", {})).items()},
     )
     a, w = manifest.architecture, manifest.widths
     if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or limits.problem(_named(a)):
         raise ValueError("its sizes")
-    bits = {bits for some in (w, w.narrow) if some for bits in (some.up, some.gate, some.down)}
-    if w.dense not in DENSE_WIDTHS or bits - set(WIDTHS) or w.float16 not in _FLOAT16 or a.hidden % w.group:
+    known = w.dense in DENSE_WIDTHS and {w.up, w.gate, w.down} <= {*WIDTHS} and w.float16 in _FLOAT16
+    if not known or a.hidden % w.group:
         raise ValueError("its bit widths")
-    _check_rare(manifest, mixed=fields["version"] == MIXED_VERSION)
     for preset in manifest.tuned:
-        shares = (preset.sparsity, preset.product, preset.drop, preset.major)
-        figures = (preset.kl, preset.bytes_per_token)
+        rule, figures = preset.rule, (preset.kl, preset.bytes_per_token)
+        shares = (rule.sparsity, rule.product, rule.drop, rule.major, rule.alpha, rule.late)
         sound = all(0 <= share <= 1 for share in shares) and all(0 <= figure < math.inf for figure in figures)
-        if not sound or (preset.major > preset.drop and a.intermediate % 2):
+        if not sound or (rule.parts > 1 and a.intermediate % 2):
             raise ValueError(f"the preset {as_name(preset.name)!r}")
     for name in (*manifest.files, *manifest.beside):
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
@@ -326,49 +307,24 @@ def _source(fields: dict[str, Any]) -> Source:
     return dataclasses.replace(source, name=as_name(source.name), commit=commit)
 
 
-def _widths(fields: dict[str, Any]) -> Widths:
+def _tuned(fields: dict[str, Any]) -> Tuned:
+    """A preset of a pack; earlier ones have the rule's fields beside the others."""
     if type(fields) is not dict:
-        raise TypeError("its bit widths")
-    narrow = fields.get("narrow")
-    widths = _typed(Widths, {**fields, "narrow": None})
-    return widths if narrow is None else dataclasses.replace(widths, narrow=_typed(Narrow, narrow))
+        raise TypeError("tuned")
+    names = [field.name for field in dataclasses.fields(Rule)]
+    rule = fields.get("rule") or {name: fields[name] for name in names if name in fields}
+    others = {name: value for name, value in fields.items() if name not in ("rule", *names)}
+    return _typed(Tuned, {**others, "rule": _typed(Rule, rule)})
 
 
-def _rare(fields: dict[str, Any]) -> Rare:
-    experts, popularity = fields["experts"], fields["popularity"]
-    if {type(expert) for expert in experts} - {int} or {type(share) for share in popularity} - {float, int}:
-        raise TypeError("its narrow experts")
-    if not all(0 <= share <= 1 for share in popularity):
-        raise ValueError("the shares of its narrow experts")
-    return Rare(tuple(experts), tuple(popularity))
-
-
-def _narrower(w: Widths) -> bool:
-    return w.narrow is not None and w.narrow.up <= w.up and w.narrow.gate <= w.gate and w.narrow.down <= w.down
-
-
-def _check_rare(manifest: Manifest, *, mixed: bool) -> None:
-    """Whether the narrow experts are so many of each layer's as the widths say, and others are left."""
-    a, narrow = manifest.architecture, manifest.widths.narrow
-    if narrow is None and not manifest.rare and not mixed:
-        return
-    count = narrow.count(a.experts) if narrow and 0 < narrow.share < 1 else 0
-    sound = mixed and 0 < count < a.experts and len(manifest.rare) == a.layers and _narrower(manifest.widths)
-    for rare in manifest.rare:
-        known = sorted(set(rare.experts)) == list(rare.experts) and all(0 <= e < a.experts for e in rare.experts)
-        sound = sound and known and len(rare.experts) == len(rare.popularity) == count
-    if not sound:
-        raise ValueError("its narrow experts")
-
-
-_Part = TypeVar("_Part", Source, Architecture, Widths, Narrow, Calibration, FileEntry, Tuned)
+_Part = TypeVar("_Part", Source, Architecture, Widths, Calibration, FileEntry, Tuned, Rule)
 _TYPES = {
     "int": (int,),
     "float": (float, int),
     "str": (str,),
     "bool": (bool,),
     "str | None": (str, type(None)),
-    "Narrow | None": (type(None),),  # read apart
+    "Rule": (Rule,),
 }
 
 

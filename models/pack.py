@@ -10,7 +10,7 @@ finished, so that an interrupted pack goes on where it was and ends in the same 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,10 +37,9 @@ from .manifest import (
     Widths,
 )
 from .pack_run import Packing, Progress
-from .widths import Narrow
 from .workplace import claimed
 
-_JOURNAL_VERSION = 2
+_JOURNAL_VERSION = 3
 _STATES = 4  # working copies of the calibration's hidden states that the disk has to hold
 
 
@@ -50,7 +49,7 @@ class PackSpec:
 
     `dense` is the width of attention projections, in groups of 64 or fewer; the head has at least 8 bit. The defaults
     are what lost least for the bytes that a token reads (BENCHMARKS.md, the frontier). `device` computes the experts'
-    codes; those of a GPU differ in a few places from the CPU's. `narrow`: fewer bits for rarely used experts.
+    codes; those of a GPU differ in a few places from the CPU's.
     """
 
     up: int = 3
@@ -59,7 +58,6 @@ class PackSpec:
     dense: int = 4
     group: int = 64
     device: str = "cpu"
-    narrow: Narrow | None = None
 
     def __post_init__(self) -> None:
         for part, bits, valid in (
@@ -68,42 +66,9 @@ class PackSpec:
             ("down", self.down, WIDTHS),
             ("dense", self.dense, DENSE_WIDTHS),
         ):
-            _check_width(part, bits, valid)
-        if self.narrow is not None:
-            self._check_narrow(self.narrow)
-
-    def _check_narrow(self, narrow: Narrow) -> None:
-        if not 0 < narrow.share < 1:
-            raise UsageError(
-                f"The share of narrow experts cannot be {narrow.share:g}",
-                "It is a share of each layer's experts, and some have to stay as wide as the others are.",
-                "Choose a number between 0 and 1, such as 0.25.",
-            )
-        if self.up == self.gate == self.down == 16:
-            raise UsageError(
-                "A pack of 16-bit experts cannot have narrow ones",
-                "It is for the preset Exact, which gives the original model's own answers.",
-                "Leave out the narrow experts, or choose fewer bits than 16 for the others.",
-            )
-        own, theirs = ((some.up, some.gate, some.down) for some in (narrow, self))
-        for part, bits, wide in zip(("up", "gate", "down"), own, theirs, strict=True):
-            _check_width(f"{part} of narrow experts", bits, WIDTHS)
-            if bits > wide:
-                raise UsageError(
-                    f"{part} of narrow experts cannot be {bits} bit",
-                    f"The others have {wide}.",
-                    f"Choose {wide} or less.",
-                )
-        if own == theirs:
-            raise UsageError(
-                "The narrow experts would not be narrower", "All have the same bits.", "Choose fewer bits for them."
-            )
-
-
-def _check_width(part: str, bits: int, valid: Sequence[int]) -> None:
-    if bits not in valid:
-        choices = ", ".join(map(str, valid))
-        raise UsageError(f"{part} cannot be {bits} bit", "", f"Choose one of {choices}.")
+            if bits not in valid:
+                choices = ", ".join(map(str, valid))
+                raise UsageError(f"{part} cannot be {bits} bit", "", f"Choose one of {choices}.")
 
 
 EXACT = PackSpec(up=16, gate=16, down=16, dense=16)
@@ -194,7 +159,6 @@ def settings_of(source: Checkpoint, spec: PackSpec, tokens: Tensor) -> Settings:
         "weights": source.fingerprint(),
         "text": text_digest(tokens),
         **asdict(spec),
-        "narrow": spec.narrow and spec.narrow.describe(),
         "threads": torch.get_num_threads(),
     }
 
@@ -203,12 +167,6 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
     config: Any = source.config
     group = group_size(config.hidden_size, spec.group)
     float16 = str(source.float16).removeprefix("torch.")
-    if spec.narrow is not None and not 0 < spec.narrow.count(source.experts) < source.experts:
-        raise UsageError(
-            f"{spec.narrow.share * 100:g} % of {source.experts} experts are {spec.narrow.count(source.experts)}",
-            "At least one expert of each layer has to be narrow, and at least one must not be.",
-            "Choose another share of narrow experts.",
-        )
     return Manifest(
         name=name,
         source=Source(name=source.shelf.name, commit=source.shelf.commit, exact=source.exact),
@@ -220,7 +178,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
         ),
-        widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group, spec.narrow),
+        widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group),
         calibration=Calibration(tokens=tokens.numel(), quantiles=calibration.QUANTILES),
         files={},
     )
@@ -229,8 +187,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
 def expected_bytes(manifest: Manifest, dense_bytes: int) -> int:
     """Disk that the pack will take, to within its small files."""
     a = manifest.architecture
-    layer = sum(stored.nbytes(a.intermediate) for stored in manifest.stored)
-    return dense_bytes + a.layers * (layer + 4 * len(calibration.MEASURES) * a.experts * a.intermediate)
+    return dense_bytes + a.layers * (manifest.layer_bytes + 4 * len(calibration.MEASURES) * a.experts * a.intermediate)
 
 
 def working_bytes(manifest: Manifest) -> int:

@@ -21,21 +21,8 @@ from .journal import Journal, lost
 from .manifest import Architecture, Manifest, layer_file
 from .quantize import store_matrix, store_vectors
 from .tensorfile import Plan, TensorFile
-from .widths import Rare, Stored
 
 Given = Callable[[Tensor, Tensor], None]
-
-
-def rarest(chosen: Tensor, experts: int, count: int) -> Rare:
-    """The `count` experts that are called least: by lower number where several are as rare.
-
-    Args:
-        chosen: (B, K) the experts that the router chose for each token of a text.
-    """
-    calls = chosen.flatten().bincount(minlength=experts)
-    found = calls.argsort(stable=True)[:count].sort().values
-    shares = calls[found].double() / max(1, chosen.numel())
-    return Rare(tuple(found.tolist()), tuple(shares.tolist()))
 
 
 def measures_plan(a: Architecture) -> Plan:
@@ -77,7 +64,6 @@ class PackingExperts(nn.Module):
         super().__init__()
         self._source, self._manifest, self._layer, self._device = source, manifest, layer, device
         self._journal, self._given, self._packed = journal, given, packed
-        self._places: dict[int, tuple[Stored, int]] = {}
         resume = any(key[0] == layer for key in journal.experts)
         measures = journal.folder / f"{measures_name(layer)}.safetensors"
         try:
@@ -90,7 +76,6 @@ class PackingExperts(nn.Module):
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
         self._given(hidden, top_k_index)
         out = torch.zeros_like(hidden)
-        self._places = self._manifest.places(self._rare(top_k_index).experts)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
         with self._file, self._measures:
             for expert in range(self._manifest.architecture.experts):
@@ -110,22 +95,9 @@ class PackingExperts(nn.Module):
                     out.index_add_(0, token, y * top_k_weights[token, slot, None].to(y.dtype))
         return out
 
-    def _rare(self, chosen: Tensor) -> Rare:
-        """The narrow experts: those that were decided on when the layer was begun, else by what the text asks for."""
-        narrow, layer = self._manifest.widths.narrow, self._layer
-        if narrow is None:
-            return Rare((), ())
-        if self._manifest.rare:
-            return self._manifest.rare[layer]
-        if layer not in self._journal.rare:
-            experts = self._manifest.architecture.experts
-            self._journal.note_rare(layer, rarest(chosen, experts, narrow.count(experts)))
-        return self._journal.rare[layer]
-
     def _pack(self, expert: int, x: Tensor) -> Tensor:
         """Write one expert, neurons by falling importance; x (T, H) -> what the packed expert makes of it."""
-        file, (stored, place) = self._file, self._places[expert]
-        up_layout, row_layout = stored.up, stored.rows
+        file, up_layout, row_layout = self._file, self._manifest.up_layout, self._manifest.row_layout
         gate, up, down = self._source.expert(self._layer, expert)
         measures = calibration.importance(x, gate.to(x.dtype), up.to(x.dtype))
         order = measures[:, calibration.ORDER_BY].argsort(descending=True)
@@ -144,7 +116,7 @@ class PackingExperts(nn.Module):
             ) from error
         parts = {"up.q": q, "up.scale": scale, "up.zero": zero, "rows": records}
         for part, tensor in parts.items():
-            file[stored.prefix + part][place] = tensor
+            file[part][expert] = tensor
         v, h, y = self._compute(expert, x)
         file["threshold"][expert] = calibration.quantile_table(v)
         file["product"][expert] = calibration.quantile_table(h)
@@ -152,9 +124,9 @@ class PackingExperts(nn.Module):
 
     def _compute(self, expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> up·x (T, F), silu(gate·x) up·x (T, F) and the output (T, H) of an expert as it is packed."""
-        file, (stored, place) = self._file, self._places[expert]
-        q, scale, zero = (file[stored.prefix + part][place][None] for part in ("up.q", "up.scale", "up.zero"))
-        v = F.linear(x, UpWeights(stored.up, q, scale, zero).dense(0, x.dtype))
-        gate, down = stored.rows.read(file[f"{stored.prefix}rows"][place], x.dtype)
+        file = self._file
+        q, scale, zero = (file[part][expert][None] for part in ("up.q", "up.scale", "up.zero"))
+        v = F.linear(x, UpWeights(self._manifest.up_layout, q, scale, zero).dense(0, x.dtype))
+        gate, down = self._manifest.row_layout.read(file["rows"][expert], x.dtype)
         h = F.silu(F.linear(x, gate)) * v
         return v, h, h @ down

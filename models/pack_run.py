@@ -89,8 +89,6 @@ class Packing:
         for file in files:
             if (self._folder / file).is_file():
                 self._manifest.files[file] = self._journal.files.get(file) or file_entry(self._folder / file)
-        if self._manifest.widths.narrow is not None and not self._manifest.rare:
-            self._manifest.rare.extend(self._journal.rare[layer] for layer in range(self._layers))
         self._manifest.write(self._folder)
         self._clock.say("Done", 1.0)
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import platformdirs
-import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,24 +16,8 @@ from ..kernels.layouts import ExpertRows, UpWeights
 from . import foresight, private_file
 from .errors import UsageError, damaged
 from .manifest import FILE_NAME, Manifest, file_entry, layer_file
-from .widths import Stored
 
 _LARGEST_STAMP = 1 << 24  # bytes: some hundred per file of a pack
-
-
-@dataclass(frozen=True, slots=True)
-class NarrowExperts:
-    """Those experts of a layer that are stored with fewer bits than the others.
-
-    Attributes:
-        up, rows: as a layer's own, of these experts alone.
-        places: (E,) int64 on the CPU, the place of each of the layer's experts: first those of the usual widths, then
-            these, both by number.
-    """
-
-    up: UpWeights
-    rows: ExpertRows
-    places: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,63 +25,29 @@ class PackedLayer:
     """The experts of one layer.
 
     Attributes:
-        up, rows: of its E experts, or where some are narrow of the W others.
+        up, rows: of its E experts.
         thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1.
         products: likewise |silu(gate · x) up · x|.
-        narrow: the narrow experts; None where there are none. Both tables are by place then, not by expert.
     """
 
     up: UpWeights
     rows: ExpertRows
     thresholds: Tensor
     products: Tensor
-    narrow: NarrowExperts | None = None
-
-    @property
-    def parts(self) -> tuple[tuple[UpWeights, ExpertRows], ...]:
-        """The experts by width: those of the usual ones, then the narrow ones."""
-        usual = (self.up, self.rows)
-        return (usual,) if self.narrow is None else (usual, (self.narrow.up, self.narrow.rows))
-
-    def at(self, place: int) -> tuple[UpWeights, ExpertRows, int]:
-        """Where the expert at a place lies: its part, and which of the experts there it is."""
-        usual = len(self.up.q)
-        if self.narrow is None or place < usual:
-            return self.up, self.rows, place
-        return self.narrow.up, self.narrow.rows, place - usual
-
-    def of(self, expert: int) -> tuple[UpWeights, ExpertRows, int]:
-        """`at`, by the expert's number."""
-        return self.at(expert if self.narrow is None else int(self.narrow.places[expert]))
-
-    def by_number(self, shares: NDArray[np.float32]) -> NDArray[np.float32]:
-        """(E, ...) figures of experts by place -> by number."""
-        return shares if self.narrow is None else shares[self.narrow.places.numpy()]
-
-    def by_place(self, experts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Experts by number -> their places."""
-        return experts if self.narrow is None else self.narrow.places.numpy()[experts]
 
     def halved(self) -> PackedLayer:
         """The same layer with expert e as two of half as many neurons: 2e, the major half, and 2e + 1 (DualSparse-MoE).
 
-        Neurons lie by falling importance, so halves are views. The number of neurons has to be even.
+        Neurons are stored by falling importance, so halves are views. The number of neurons has to be even.
         """
-        parts = [_halves(up, rows) for up, rows in self.parts]
-        narrow = None
-        if self.narrow is not None:
-            places = 2 * self.narrow.places
-            narrow = NarrowExperts(*parts[1], torch.stack([places, places + 1], 1).flatten())
+        experts, neurons = self.up.q.shape[:2]
+        q, scale, zero, data = (
+            part.view(2 * experts, neurons // 2, part.shape[2])
+            for part in (self.up.q, self.up.scale, self.up.zero, self.rows.data)
+        )
         thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
-        return PackedLayer(*parts[0], thresholds, products, narrow)
-
-
-def _halves(up: UpWeights, rows: ExpertRows) -> tuple[UpWeights, ExpertRows]:
-    experts, neurons = up.q.shape[:2]
-    q, scale, zero, data = (
-        part.view(2 * experts, neurons // 2, part.shape[2]) for part in (up.q, up.scale, up.zero, rows.data)
-    )
-    return UpWeights(up.layout, q, scale, zero), ExpertRows(rows.layout, data)
+        up, rows = UpWeights(self.up.layout, q, scale, zero), ExpertRows(self.rows.layout, data)
+        return PackedLayer(up, rows, thresholds, products)
 
 
 class PackedModel:
@@ -159,13 +105,8 @@ class PackedModel:
         for tensor in ("threshold", "product"):
             if not rising(tensors[tensor]):
                 raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
-        up, rows = zip(*(_part(stored, tensors) for stored in m.stored), strict=True)
-        thresholds, products, narrow = tensors["threshold"], tensors["product"], None
-        if m.widths.narrow is not None:
-            order = m.order(layer)
-            thresholds, products = thresholds[order], products[order]
-            narrow = NarrowExperts(up[1], rows[1], torch.tensor(order).argsort())
-        return PackedLayer(up[0], rows[0], thresholds, products, narrow)
+        up = UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"])
+        return PackedLayer(up, ExpertRows(m.row_layout, tensors["rows"]), tensors["threshold"], tensors["product"])
 
     def dense(self) -> dict[str, Tensor]:
         """Embeddings, attention, norms, routers and head, by their published names; low-bit layers see linears.py."""
@@ -209,11 +150,6 @@ class PackedModel:
 def rising(table: Tensor) -> bool:
     """Whether each row of a table (E, Q) rises from 0 or more, all of it finite."""
     return bool(table.isfinite().all()) and bool((table.diff(dim=1) >= 0).all()) and bool((table[:, 0] >= 0).all())
-
-
-def _part(stored: Stored, tensors: Mapping[str, Tensor]) -> tuple[UpWeights, ExpertRows]:
-    q, scale, zero, rows = (tensors[stored.prefix + part] for part in ("up.q", "up.scale", "up.zero", "rows"))
-    return UpWeights(stored.up, q, scale, zero), ExpertRows(stored.rows, rows)
 
 
 class _Stamp:

@@ -176,18 +176,17 @@ def _bad_chat(folder: Path) -> str | None:
 
 
 def _bad_layer(layer: PackedLayer) -> str | None:
-    for expert in range(len(layer.thresholds)):
-        weights, records, place = layer.of(expert)
-        up, rows, data = weights.layout, records.layout, records.data[place]
+    up, rows = layer.up.layout, layer.rows.layout
+    for expert, data in enumerate(layer.rows.data):
         halves = {
             "gate": (data[:, : rows.gate.nbytes], rows.gate),
             "down": (data[:, rows.gate.nbytes : rows.gate.nbytes + rows.down.nbytes], rows.down),
         }
         numbers = {part: _numbers(raw, layout, rows.float16) for part, (raw, layout) in halves.items()}
         if up.vector.bits == 16:
-            numbers["up"] = weights.q[place].view(up.float16)
+            numbers["up"] = layer.up.q[expert].view(up.float16)
         else:
-            numbers["up"] = torch.cat([weights.scale[place], weights.zero[place]])
+            numbers["up"] = torch.cat([layer.up.scale[expert], layer.up.zero[expert]])
         for part, values in numbers.items():
             if not bool(values.isfinite().all()):
                 return f"{part} of expert {expert} has infinite or NaN scales or values."
@@ -237,11 +236,11 @@ def _bad_profile(packed: PackedModel) -> str | None:
 def _compare_expert(stored: PackedLayer, source: Checkpoint, layer: int, expert: int) -> Iterator[Compared]:
     gate, up, down = source.expert(layer, expert)
     theirs = {"gate": gate, "up": up, "down": down.T}
-    weights, rows, place = stored.of(expert)
-    gate_rows, down_rows = rows.layout.read(rows.data[place], torch.float32)
-    ours = {"gate": gate_rows, "up": weights.dense(place, torch.float32), "down": down_rows}
+    up, rows = stored.up, stored.rows
+    gate_rows, down_rows = rows.layout.read(rows.data[expert], torch.float32)
+    ours = {"gate": gate_rows, "up": up.dense(expert, torch.float32), "down": down_rows}
     order = _matched([ours[part] for part in theirs], [theirs[part] for part in theirs])
-    widths = {"gate": rows.layout.gate.bits, "up": weights.layout.vector.bits, "down": rows.layout.down.bits}
+    widths = {"gate": rows.layout.gate.bits, "up": up.layout.vector.bits, "down": rows.layout.down.bits}
     for part, bits in widths.items():
         name = f"layer {layer + 1}, expert {expert + 1}, {part}"
         yield Compared(name, bits, _relative(ours[part], theirs[part][order]), LIMITS[bits])

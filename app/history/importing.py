@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, TypeVar, get_args
 
 from ...engine import ranges
-from ...engine.events import Sampling, SetQuality
+from ...engine.events import LATE, Rule, Sampling
 from ...models.catalog import short_name
 from ...models.errors import UsageError
 from .exporting import FORMAT, FORMAT_VERSION
@@ -151,12 +151,14 @@ def _stats(item: _Object) -> AnswerStats:
     return AnswerStats(tokens, *rates, item.get("stop_reason", str), item.values.get("virtual") is True)
 
 
-def _quality(item: _Object) -> SetQuality:
-    names = [field.name for field in fields(SetQuality) if field.name != "lenient"]
-    given = {name: value for name in names if (value := item.number(name, 1)) is not None}
+def _quality(item: _Object) -> Rule:
+    names = [field.name for field in fields(Rule) if field.name != "weighed"]
+    given: dict[str, Any] = {name: value for name in names if (value := item.number(name, 1)) is not None}
     if "sparsity" not in given:
         raise item.bad("sparsity", "is missing")
-    return SetQuality(**given, lenient=item.values.get("lenient") is True)
+    if item.values.get("lenient") is True:  # as earlier exports said it
+        given["late"] = LATE
+    return Rule(**given)
 
 
 def _sampling(item: _Object, tell: Callable[[str], None]) -> Sampling:

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_args
 
 from ...engine import ranges
-from ...engine.events import Sampling, SetQuality
+from ...engine.events import LATE, Rule, Sampling
 from ...models.errors import UsageError
 from .records import (
     AnswerStats,
@@ -32,7 +32,7 @@ from .records import (
 _AT_ONCE = 500  # placeholders in one statement
 _OPEN, _CLOSE = "\x02", "\x03"  # around what matched, in a snippet; control characters are taken out of texts first
 
-_Record = TypeVar("_Record", Sampling, SetQuality, AnswerStats)
+_Record = TypeVar("_Record", Sampling, Rule, AnswerStats)
 
 _CONVERSATION = """SELECT id, number, title, created, updated, head, model, preset, sampling, system_prompt, persona,
         quality
@@ -261,9 +261,13 @@ def _summary(row: tuple[Any, ...]) -> Summary:
     return Summary(id_, number, *name, as_whole(created), as_whole(updated), as_whole(count))
 
 
-def _quality(text: str | None) -> SetQuality | None:
-    found = _record(SetQuality, text)
-    shares = () if found is None else (value for name, value in asdict(found).items() if name != "lenient")
+def _quality(text: str | None) -> Rule | None:
+    found = _record(Rule, text)
+    if found is None:
+        return None
+    if isinstance(values := json.loads(text or "null"), dict) and values.get("lenient") is True:  # of earlier versions
+        found = replace(found, late=LATE)
+    shares = (value for name, value in asdict(found).items() if name != "weighed")
     return found if all(ranges.is_share(share) for share in shares) else None
 
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...engine.events import Sampling, SetQuality, Stats
+from ...engine.events import Rule, Sampling, Stats
 
 Role = Literal["user", "assistant"]
 State = Literal["complete", "streaming", "stopped", "failed"]
@@ -41,7 +41,7 @@ class Setup:
     sampling: Sampling = field(default_factory=Sampling)
     system_prompt: str = ""
     persona: str = ""
-    quality: SetQuality | None = None
+    quality: Rule | None = None
 
 
 @dataclass(frozen=True, slots=True)

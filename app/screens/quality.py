@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -14,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Static
 
-from ...engine.events import SetQuality
+from ...engine.events import LATE, Rule
 from ...models.errors import FloeError
 from ..bridge import EngineBridge
 from ..chat_client import Cost
@@ -41,7 +41,7 @@ _DIALS = (
     ),
     ("alpha", "substitute within", "Replace an expert outside GPU memory by one inside whose score is this close."),
     (
-        "lenient",
+        "late",
         "weak rows not in VRAM",
         "Wait for every row, or leave out the weakest quarter of those not in GPU memory: faster, less exact.",
     ),
@@ -83,7 +83,7 @@ class PresetLine(Widget, can_focus=True):
         moved = NOT_MEASURED if self.cost.bytes_per_token is None else size(self.cost.bytes_per_token)
         if preset.lossless:
             kl = "0"
-        skipped = (preset.sparsity, preset.product, preset.drop, preset.major)
+        skipped = (preset.rule.sparsity, preset.rule.product, preset.rule.drop, preset.rule.major)
         line = _in_columns(self, (preset.name, *(share(value) for value in skipped), kl, moved))
         mark = Content.styled("● " if self._in_force else "  ", "$primary")
         return Content.assemble(mark, Content(line).stylize("bold", 0, len(preset.name)))
@@ -129,7 +129,7 @@ class QualityScreen(ModalScreen[None]):
             yield from (PresetLine(cost) for cost in self._costs)
             yield Static("Custom", classes="heading")
             for name, label, meaning in _DIALS:
-                yield Dial(name, label, meaning, ("wait for", "leave out") if name == "lenient" else None)
+                yield Dial(name, label, meaning, ("wait for", "leave out") if name == "late" else None)
             yield self._meaning
             yield self._now
 
@@ -137,10 +137,9 @@ class QualityScreen(ModalScreen[None]):
         self._mark(self._preset)
         known = next((cost for cost in self._costs if cost.preset.name == self._preset), None)
         if known is not None:
-            self._set(known)
+            self._turn_to(known.preset.rule)
         elif (by_hand := self._bridge.by_hand) is not None:
-            for dial in self.query(Dial):
-                dial.value = float(getattr(by_hand, dial.id or ""))
+            self._turn_to(by_hand)
         self._figures.watchers.append(self._show_now)
 
     def on_unmount(self) -> None:
@@ -149,27 +148,26 @@ class QualityScreen(ModalScreen[None]):
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Explain the line that has the focus."""
         if isinstance(event.widget, Dial):
-            useless = event.widget.id in ("alpha", "lenient") and self._figures.stats and self._figures.rows is None
+            useless = event.widget.id in ("alpha", "late") and self._figures.stats and self._figures.rows is None
             self._meaning.update(f"{event.widget.meaning} {_OFFLOADED_ONLY if useless else ''}")
         else:
             self._meaning.update(f"KL: {KL}. {_measured_on(self._costs)}")
 
     @on(PresetLine.Taken)
     def _take(self, event: PresetLine.Taken) -> None:
-        self._set(event.cost)
+        self._turn_to(event.cost.preset.rule)
         self._choose(event.cost.preset.name)
         self._mark(event.cost.preset.name)
 
     @on(Dial.Turned)
     def _turn(self) -> None:
-        values = {dial.id or "": dial.value for dial in self.query(Dial)}
-        lenient = bool(values.pop("lenient"))
-        self._bridge.set_quality(SetQuality(**values, lenient=lenient))
+        values: dict[str, Any] = {dial.id or "": dial.value for dial in self.query(Dial)}
+        self._bridge.set_quality(Rule(**values | {"late": LATE * values["late"]}))
         self._mark("")
 
-    def _set(self, cost: Cost) -> None:
+    def _turn_to(self, rule: Rule) -> None:
         for dial in self.query(Dial):
-            dial.value = float(getattr(cost.preset, dial.id or ""))
+            dial.value = float(rule.late > 0) if dial.id == "late" else getattr(rule, dial.id or "")
 
     def _mark(self, preset: str) -> None:
         self._preset = preset

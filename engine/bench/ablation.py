@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.rule import Rule
 from ...models.manifest import DENSE_WIDTHS
 from .. import quality
 from ..evaluate import NO_SPARSITY
 from ..moe import Control
-from ..quality import Preset
+from ..quality import X_BITS_EXACT, Preset
 from ..telemetry import Telemetry
 from . import synthetic
 from .floor import READ
@@ -33,7 +34,7 @@ from .synthetic import Spec
 PROMPT = 4  # tokens: few, since decoding is what is timed
 _FLOAT16 = 2  # bytes
 _PLAIN = "transformers' own, 16 bit"
-_EXACT = Preset("Exact", 0.0, lossless=True)
+_EXACT = Preset("Exact", x_bits=X_BITS_EXACT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,12 @@ def _first(subject: Subject, report: Callable[[str], None]) -> list[Step]:
 def _skipping(subject: Subject) -> list[Step]:
     """The default preset's means of skipping, one by one; those that it does not use are left out."""
     preset = quality.get(quality.DEFAULT, subject.manifest)
-    steps = [Step(f"{preset.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", preset.sparsity))]
-    if preset.product:
-        name = f"{preset.product * 100:.0f} % of down halves skipped"
-        steps.append(Step(name, subject, Preset("", preset.sparsity, preset.product)))
-    if preset.drop or preset.major:
+    rule = preset.rule
+    steps = [Step(f"{rule.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", Rule(rule.sparsity)))]
+    if rule.product:
+        name = f"{rule.product * 100:.0f} % of down halves skipped"
+        steps.append(Step(name, subject, Preset("", Rule(rule.sparsity, rule.product))))
+    if rule.drops:
         steps.append(Step("experts of low score skipped", subject, preset))
     return steps
 

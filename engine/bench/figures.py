@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import kernels
+from ...kernels import operations as kernels
 from ...kernels import reference
 from ...kernels.cpu import native
 from ...kernels.layouts import ExpertRows, LinearWeights, UpWeights

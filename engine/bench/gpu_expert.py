@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels import Calls
 from ...kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from ...kernels.types import Calls
 from .weights import Shapes
 
 SPARSITIES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.9)

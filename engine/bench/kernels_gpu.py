@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import kernels
+from ...kernels import operations as kernels
 from ...kernels import reference
 from ...kernels.layouts import ExpertRows, UpWeights
 from ...models.errors import FloeError

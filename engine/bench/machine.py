@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ... import kernels
+from ...kernels import operations as kernels
 from ...kernels.cpu import native
 from ...models.errors import FloeError, UsageError
 from .. import hardware

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...kernels.rule import LATE, Rule
 from ...models.calibration import read_tokens
 from ...models.errors import UsageError
 from ..cards import Card, named
@@ -127,12 +128,13 @@ def steps() -> list[Step]:
     """FloE as in the paper, then this engine with one part more each time: name, widths, what is skipped, parts,
     whether it prefetches, whether rows are read in place."""
     floe, own = Width(up=2, rows=16, dense=16), Width()
-    sparse, weighed = Preset("60 %", 0.6), Preset("weighed", 0.6, 0.8, drop=0.4, major=0.4, weighed=True)
+    sparse = Preset("60 %", Rule(0.6))
+    weighed = Preset("weighed", Rule(0.6, 0.8, drop=0.4, major=0.4, weighed=True))
     presets = {preset.name: preset for preset in PRESETS}
     balanced, fast = presets["Balanced"], presets["Fast"]
     return [
-        ("FloE, 80 %", floe, Preset("80 %", 0.8), _FLOE, True, False),
-        (OTHERS, floe, Preset("90 %", 0.9), _FLOE, True, False),
+        ("FloE, 80 %", floe, Preset("80 %", Rule(0.8)), _FLOE, True, False),
+        (OTHERS, floe, Preset("90 %", Rule(0.9)), _FLOE, True, False),
         ("3-bit up, 4-bit rows, 60 %", own, sparse, _FLOE, False, False),
         ("+ prefetching", own, sparse, _FLOE, True, False),
         ("+ eviction by score", own, sparse, Parts(cpu=False), True, False),
@@ -145,7 +147,7 @@ def steps() -> list[Step]:
         (
             "Balanced likewise, weak rows left out",
             own,
-            dataclasses.replace(balanced, lenient=True),
+            Preset(balanced.name, dataclasses.replace(balanced.rule, late=LATE), balanced.x_bits),
             Parts(),
             True,
             True,

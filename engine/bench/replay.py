@@ -22,9 +22,9 @@ from ..devices import Partial, VirtualDevice
 from ..moe import Control
 from ..offload import Offload, Parts
 from ..offloaded import OffloadedLayer
-from ..pieces import Piece
 from ..quality import Preset
 from ..telemetry import LayerCounts, Telemetry
+from ..transfer import Transfer
 from ..virtual import VirtualLink
 from .trace import Trace
 
@@ -84,7 +84,7 @@ class Width:
 class _Link(VirtualLink):
     """Its bytes have no content."""
 
-    def _move(self, part: Piece, target: Tensor) -> None:
+    def _move(self, transfer: Transfer, places: Tensor) -> None:
         pass
 
 
@@ -106,7 +106,8 @@ class ReplayDevice(VirtualDevice):
         self.link = _Link(card, self.clock, row_bytes)
         self._trace, self._width = trace, width
         # Of active neurons, how many reach the second threshold: what the preset means on text like the calibration's.
-        self._kept = min(1.0, (1 - preset.product) / (1 - preset.sparsity)) if preset.product else 1.0
+        rule = preset.rule
+        self._kept = min(1.0, (1 - rule.product) / (1 - rule.sparsity)) if rule.product else 1.0
         self._own = np.arange(width.neurons) * trace.values.shape[3] // width.neurons
         self.token = self.layer = 0
         self.asked = False

@@ -171,7 +171,7 @@ def _weights(module: nn.Module, experts: float) -> int:
             stored = module.weights
             return stored.q.nbytes + stored.scale.nbytes + stored.zero.nbytes
         case MoELayer():
-            return int(experts * sum(up.nbytes + rows.data.nbytes for up, rows in module.packed.parts))
+            return int(experts * (module.packed.up.nbytes + module.packed.rows.data.nbytes))
         case nn.Embedding():
             return 0
         case _:

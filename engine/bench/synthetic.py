@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import kernels
+from ...kernels import operations as kernels
 from ...kernels.layouts import ExpertRows, LinearWeights, UpWeights, group_size
 from ...models import skeleton
 from ...models.calibration import QUANTILES, quantile_table

@@ -66,20 +66,17 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
     blocks = loaded.model.model.layers
     ahead = predictor.make("auto", loaded.model, loaded.packed)
     packed: list[PackedLayer] = [block.mlp.experts.packed for block in blocks]
-    ups: list[Tensor] = []
-    for layer in packed:
-        stored = map(layer.of, range(loaded.packed.manifest.architecture.experts))
-        ups.append(torch.stack([up.dense(place, torch.float32) for up, _, place in stored]))
-    count, layers = len(ids), len(blocks)
-    experts, neurons = ups[0].shape[:2]
-    top_k = loaded.packed.manifest.architecture.top_k
+    sizes, count, layers = loaded.packed.manifest.architecture, len(ids), len(blocks)
+    experts, top_k = sizes.experts, sizes.top_k
+    ups = [torch.stack([layer.up.dense(expert, torch.float32) for expert in range(experts)]) for layer in packed]
+    neurons = ups[0].shape[1]
     trace = Trace(
         index=np.zeros((count, layers, top_k), np.int64),
         weights=np.zeros((count, layers, top_k), np.float32),
         values=np.zeros((count, layers, experts, neurons), np.float16),
         ahead=np.zeros((count, layers, experts, neurons), np.float16),
         scores=np.zeros((count, layers, experts), np.float32),
-        thresholds=[torch.from_numpy(p.by_number(p.thresholds.numpy())) for p in packed],
+        thresholds=[layer.thresholds for layer in packed],
         source=f"{name} reading {count} tokens",
     )
     token = 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ...kernels import operations as kernels
 from ...kernels.layouts import ExpertRows
 from ..pinning import PinError, Pinned, why_not
 from . import weights

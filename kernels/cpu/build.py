@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 COMMON = (
     *("library.cpp", "cpu_features.cpp", "thread_pool.cpp"),
-    *("up_gemv.cpp", "sparse_swiglu.cpp", "moe_step.cpp", "many_tokens.cpp", "row_portable.cpp"),
+    *("select.cpp", "up_gemv.cpp", "sparse_swiglu.cpp", "moe_step.cpp", "many_tokens.cpp", "row_portable.cpp"),
     *("dense_step.cpp", "token_step.cpp", "decode.cpp", "dense_portable.cpp"),
     "pool.cpp",
 )

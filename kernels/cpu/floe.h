@@ -46,7 +46,21 @@ FLOE_API const char *floe_isa(void);
 FLOE_API const char *floe_isa_reason(void);
 FLOE_API int floe_select_isa(const char *name);
 
-// v = up_e · x for P calls, keeping neurons with |v| >= threshold, or NaN. Fills offsets (P + 1) and returns N; the
+// What a token may skip by the router's weights (kernels/rule.py: Rule). parts: 2 where experts are taken as halves.
+typedef struct {
+    double drop, major;
+    int32_t parts, weighed;
+} floe_rule;
+
+// What a rule leaves of a router's choice, index and weights (tokens, top_k): P = tokens · top_k · parts calls, of which
+// those that are left out get an infinite threshold. signal (experts): what |up · x| must reach; product and late, which
+// may be NULL, likewise for products and for rows that are absent. Fills all outputs (P), products and lates where asked.
+FLOE_API int floe_select(const floe_rule *rule, int64_t tokens, int64_t top_k, const int64_t *index,
+                         const float *weights, int64_t experts, const float *signal, const float *product,
+                         const float *late, int64_t *call_token, int64_t *call_expert, float *call_weight,
+                         float *thresholds, float *products, float *lates);
+
+// v = up_e · x for P calls, keeping neurons with |v| >= threshold, or NaN; none where the threshold is infinite. Fills offsets (P + 1) and returns N; the
 // neurons wait in the calling thread until it fetches them with floe_up_take. digits: 3 keeps float32's precision of x
 // (about 22 bits), 2 is enough for 16-bit x (15 bits), 1 rounds it to 8 bits.
 FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q,
@@ -108,15 +122,14 @@ FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, cons
                              void *kv, int64_t capacity, int64_t position, int digits, int threads, float *stream,
                              float *hidden, int64_t *index, float *weights);
 
-// A layer's experts and what a token may skip of them (engine/work.py: Plan). experts: halves of them where parts is 2.
-// thresholds, down_thresholds: (experts); the latter NULL for none. weighed: whether they rise as a call's weight falls.
+// A layer's experts and what a token may skip of them. experts: halves of them where rule.parts is 2. thresholds,
+// down_thresholds: (experts); the latter NULL for none.
 typedef struct {
     floe_vector up, gate, down;
     const uint8_t *q, *scale, *zero, *rows;
     int64_t experts, neurons, row_bytes;
     const float *thresholds, *down_thresholds;
-    double drop, major;
-    int32_t parts, weighed;
+    floe_rule rule;
 } floe_expert_layer;
 
 // One token through all layers: floe_dense_step, then floe_moe_step of what is left of the router's choice. x (H): its

@@ -18,7 +18,8 @@ from torch import Tensor
 from .. import arguments
 from ..checks import BYTES, CPU, INDICES, described, indices, require
 from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
-from ..types import Active, Calls
+from ..rule import Rule
+from ..types import Active, Calls, Limits, Work
 from .native_library import (
     ISAS,
     OK,
@@ -30,6 +31,7 @@ from .native_library import (
     library,
     library_path,
     row_vectors,
+    rule_struct,
     select_isa,
     vector,
 )
@@ -49,12 +51,38 @@ __all__ = [
     "pool_scatter",
     "read",
     "read_rows",
+    "select",
     "select_isa",
     "sparse_swiglu",
     "up_gemv",
 ]
 
 _DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
+
+
+def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
+    """What a rule leaves of a router's choice, index and weights (B, K); see `kernels.select`.
+
+    Raises:
+        ValueError: tensors that do not fit, or an expert out of range.
+    """
+    arguments.select(index, weights, limits, rule)
+    numbers, shares = _int64(index), _float32(weights)
+    count = index.numel() * rule.parts
+    tokens, experts = torch.empty((2, count), dtype=torch.int64)
+    own, thresholds, *others = torch.empty((2 + (limits.product is not None) + (limits.late is not None), count))
+    products = None if limits.product is None else others.pop(0)
+    late = None if limits.late is None else others.pop(0)
+    code = library().floe_select(
+        *(rule_struct(rule), *index.shape, numbers.data_ptr(), shares.data_ptr()),
+        *(limits.signal.numel(), limits.signal.data_ptr(), _address(limits.product), _address(limits.late)),
+        *(tokens.data_ptr(), experts.data_ptr(), own.data_ptr(), thresholds.data_ptr()),
+        *(_address(products), _address(late)),
+    )
+    if code < 0:
+        indices("expert", index.flatten(), limits.signal.numel() // rule.parts)
+        check(code)
+    return Work(Calls(tokens, experts, _as(own, weights.dtype)), thresholds, products, late)
 
 
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
@@ -312,6 +340,10 @@ def _float32(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
         raise ValueError(f"the compiled kernels take tensors on {CPU}, not on {tensor.device}")
     return _as(tensor, torch.float32).contiguous()
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _int64(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,10 +13,11 @@ import torch
 
 from ..checks import Dtypes, Shape, require
 from ..layouts import RowLayout, VectorLayout
+from ..rule import Rule
 from ..sampling import NotNumbersError
 
 ISAS = ("avx512", "avx2", "portable")
-_VERSION = 8
+_VERSION = 9
 _SUFFIXES = (".so", ".pyd", ".dll", ".dylib")
 OK = 0
 _ERRORS = {
@@ -45,11 +46,29 @@ class Vector(Structure):
     _fields_ = (("n", c_int64), ("group", c_int64), ("bits", c_int32), ("bfloat16", c_int32))
 
 
+class RuleStruct(Structure):
+    """`floe_rule`."""
+
+    _fields_ = (("drop", c_double), ("major", c_double), ("parts", c_int32), ("weighed", c_int32))
+
+
+def rule_struct(rule: Rule) -> RuleStruct:
+    """A rule as the library takes it."""
+    return RuleStruct(rule.drop, rule.major, rule.parts, rule.weighed)
+
+
 _SIGNATURES = {
     "floe_version": (c_int, ()),
     "floe_isa": (c_char_p, ()),
     "floe_isa_reason": (c_char_p, ()),
     "floe_select_isa": (c_int, (c_char_p,)),
+    "floe_select": (
+        c_int,
+        (
+            *(POINTER(RuleStruct), c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+        ),
+    ),
     "floe_up_gemv": (
         c_int64,
         (

@@ -18,7 +18,7 @@ from ..checks import BYTES, CPU, Shape, index, require
 from ..sampling import Filters
 from ..step import ExpertLayer
 from .native_ends import EndsStruct, NativeEnds, Sampling
-from .native_library import Vector, address, check, isa, library_path, row_vectors, vector
+from .native_library import RuleStruct, Vector, address, check, isa, library_path, row_vectors, rule_struct, vector
 from .native_step import Layer, NativeStep, digits
 
 _STOPPED = -6
@@ -30,7 +30,7 @@ class _Experts(Structure):
         *((name, c_void_p) for name in ("q", "scale", "zero", "rows")),
         *((name, c_int64) for name in ("experts", "neurons", "row_bytes")),
         *((name, c_void_p) for name in ("thresholds", "down_thresholds")),
-        *(("drop", c_double), ("major", c_double), ("parts", c_int32), ("weighed", c_int32)),
+        ("rule", RuleStruct),
     )
 
 
@@ -215,17 +215,15 @@ def _functions() -> tuple[Any, Any]:
 
 
 def _experts(layer: ExpertLayer) -> _Experts:
-    up, rows, products = layer.up, layer.rows, layer.products
+    up, rows, limits = layer.up, layer.rows, layer.limits
     up.check(CPU)
     rows.check(CPU)
     if (*up.q.shape[:2], up.layout.vector.n) != (rows.experts, rows.neurons, rows.layout.gate.n):
         raise ValueError(f"up of {tuple(up.q.shape[:2])} experts and neurons, but rows of {tuple(rows.data.shape[:2])}")
-    if layer.parts not in (1, 2):
-        raise ValueError(f"an expert has 1 or 2 parts, not {layer.parts}")
-    limits = address("thresholds", layer.thresholds, (rows.experts,))
     return _Experts(
         *(vector(up.layout.vector, up.layout.float16), *row_vectors(rows.layout)),
         *(part.data_ptr() for part in (up.q, up.scale, up.zero, rows.data)),
-        *(*rows.data.shape, limits, None if products is None else address("products", products, (rows.experts,))),
-        *(layer.drop, layer.major, layer.parts, layer.weighed),
+        *(*rows.data.shape, address("signal", limits.signal, (rows.experts,))),
+        None if limits.product is None else address("product", limits.product, (rows.experts,)),
+        rule_struct(layer.rule),
     )

@@ -120,15 +120,22 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     c.scratch = memory;
     c.scratch_bytes = scratch_bytes;
 
-    // Calls of the same expert stand together; few calls, so looking through all of them is quick.
+    // Calls of the same expert stand together; few calls, so looking through all of them is quick. Those that are left
+    // out are in no place, and have found nothing.
     int64_t placed = 0, unique = 0;
+    const auto left_out = [&](int64_t p) { return thresholds[p] == INFINITY; };
     for (int64_t p = 0; p < calls; p++) {
+        if (left_out(p)) {
+            for (int64_t b = 0; b < blocks; b++) c.counts[p * blocks + b] = 0;
+            continue;
+        }
         bool known = false;
-        for (int64_t earlier = 0; earlier < p; earlier++) known |= call_expert[earlier] == call_expert[p];
+        for (int64_t earlier = 0; earlier < p; earlier++)
+            known |= call_expert[earlier] == call_expert[p] && !left_out(earlier);
         if (known) continue;
         first_call[unique++] = placed;
         for (int64_t later = p; later < calls; later++)
-            if (call_expert[later] == call_expert[p]) order[placed++] = later;
+            if (call_expert[later] == call_expert[p] && !left_out(later)) order[placed++] = later;
     }
     first_call[unique] = placed;
     c.order = order;

@@ -16,6 +16,16 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .dense import expert_swiglu, linear
-from .operations import gather_rows, moe_step, pool_scatter, sparse_swiglu, up_gemv, up_list
+from .operations import gather_rows, moe_step, pool_scatter, select, sparse_swiglu, up_gemv, up_list
 
-__all__ = ["expert_swiglu", "gather_rows", "linear", "moe_step", "pool_scatter", "sparse_swiglu", "up_gemv", "up_list"]
+__all__ = [
+    "expert_swiglu",
+    "gather_rows",
+    "linear",
+    "moe_step",
+    "pool_scatter",
+    "select",
+    "sparse_swiglu",
+    "up_gemv",
+    "up_list",
+]

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+from ..rule import Rule
 from .codes import spread_kernel
 from .vectors import Vector
 
@@ -42,6 +43,13 @@ def _processors(device: torch.device) -> int:
 def magic(device: torch.device) -> Tensor:
     """The bits of 2**23 as float32, in device memory; see `codes.field`."""
     return torch.tensor([0x4B000000], dtype=torch.int32, device=device)
+
+
+@cache
+def least(device: torch.device, rule: Rule) -> Tensor:
+    """The weights, relative to their mean, below which each part of an expert is left out, in device memory."""
+    limits = [rule.drop, max(rule.drop, rule.major)][: rule.parts]
+    return torch.tensor(limits, dtype=torch.float64, device=device)
 
 
 def slices_of(device: torch.device, programs: int) -> int:

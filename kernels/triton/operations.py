@@ -14,10 +14,12 @@ import triton
 from torch import Tensor
 
 from ..layouts import ExpertRows, PoolRows, UpWeights
-from ..types import Active, Calls
+from ..rule import Rule
+from ..types import Active, Calls, Limits, Work
 from . import launch
 from .gemv import compact_kernel, gemv_kernel
 from .moving import copy_kernel
+from .selection import select_kernel
 from .swiglu import combine_kernel, down_kernel, gate_kernel
 from .vectors import record_vectors, up_vector
 
@@ -30,6 +32,36 @@ class _List:
     found: Tensor
     values: Tensor
     most: int
+
+
+def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
+    """What a rule leaves of a router's choice, index and weights (B, K); see `kernels.select`. Nobody waits.
+
+    Raises:
+        ValueError: a tensor that is not on the device.
+    """
+    device, (tokens, among), parts = index.device, index.shape, rule.parts
+    launch.check_device(device)
+    count = tokens * among * parts
+    of, experts = torch.empty((2, count), dtype=torch.int64, device=device)
+    own = torch.empty(count, dtype=weights.dtype, device=device)
+    thresholds, products, late = torch.empty((3, count), device=device)
+    if count:
+        with launch.on(device):
+            select_kernel[(tokens,)](
+                *(index.contiguous(), weights.contiguous(), launch.least(device, rule)),
+                *(limits.signal, _or(limits.product, limits.signal), _or(limits.late, limits.signal)),
+                *(of, experts, own, thresholds, products, late),
+                *(among, parts, rule.weighed, limits.product is not None, limits.late is not None),
+                triton.next_power_of_2(among),
+                num_warps=1,
+            )
+    return Work(
+        Calls(of, experts, own),
+        thresholds,
+        None if limits.product is None else products,
+        None if limits.late is None else late,
+    )
 
 
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22) -> Active:
@@ -150,6 +182,10 @@ def _copy(device: torch.device, source: Tensor, target: Tensor, index: Tensor, f
     grid = (triton.cdiv(index.numel(), launch.COPY_ROWS), triton.cdiv(nbytes // 4, block))
     with launch.on(device):
         copy_kernel[grid](source, target, index, index.numel(), first, nbytes, gather, launch.COPY_ROWS, block)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
 
 
 def _moved(calls: Calls, device: torch.device) -> Calls:

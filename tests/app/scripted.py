@@ -15,7 +15,7 @@ from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.status_line import StatusLine
-from floe_chat.engine.events import Finished, Loaded, Rows, Sampling, SetQuality, Stats
+from floe_chat.engine.events import Finished, Loaded, Rows, Rule, Sampling, Stats
 from floe_chat.engine.quality import PRESETS
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
@@ -129,7 +129,7 @@ class ScriptedClient(ChatClient):
         self.begun: list[str] = []
         self.began = 0
         self.wanted: list[str] = []
-        self.dialled: list[SetQuality] = []
+        self.dialled: list[Rule] = []
         self.cancelled = 0
         self.opened: list[Path] = []
         self.started = False
@@ -178,8 +178,8 @@ class ScriptedClient(ChatClient):
     def set_preset(self, preset: str) -> None:
         self.wanted.append(preset)
 
-    def set_quality(self, quality: SetQuality) -> None:
-        self.dialled.append(quality)
+    def set_quality(self, rule: Rule) -> None:
+        self.dialled.append(rule)
 
     def count(self, text: str) -> int | None:
         return len(text.split())

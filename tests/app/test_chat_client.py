@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from floe_chat.app.chat_client import ChatClient, Message, Submitted, TextDelta, Update
-from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Sampling, SetQuality, Stats
+from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
 
 from ..helpers import edit_json, reseal
@@ -114,9 +114,9 @@ def test_presets_with_what_they_cost(client: ChatClient) -> None:
     costs = client.costs()
     assert [cost.preset.name for cost in costs][-2:] == ["Balanced", "Fast"]
     assert all(cost.kl is None and cost.bytes_per_token is None for cost in costs)  # nobody has tuned it
-    client.set_quality(SetQuality(sparsity=0.7))
+    client.set_quality(Rule(sparsity=0.7))
     assert until(client, PresetChanged)[0].preset == "Custom"
-    client.set_quality(SetQuality(sparsity=7))
+    client.set_quality(Rule(sparsity=7))
     assert until(client, Failed)[0].exit_code == 2
 
 

@@ -24,7 +24,7 @@ from floe_chat.app.history import (
 )
 from floe_chat.app.history.schema import MIGRATIONS, VERSION
 from floe_chat.app.history.trouble import SQLITE_ERRORS, explaining
-from floe_chat.engine.events import SetQuality
+from floe_chat.engine.events import Rule
 from floe_chat.models.errors import FloeError
 
 from .histories import SETUP, filled, read_all
@@ -206,9 +206,9 @@ def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path, version: i
     setup = opened.store.conversation(10).setup
     assert opened.notices == () and (setup.sampling.temperature, setup.quality) == (0.5, None)
     with opened.store.transaction():
-        opened.store.set_up(10, replace(setup, quality=SetQuality(0.5)))
+        opened.store.set_up(10, replace(setup, quality=Rule(0.5)))
         opened.store.keep_unsent("me:1:1", [Unsent("a thought")])
-    assert opened.store.conversation(10).setup.quality == SetQuality(0.5)
+    assert opened.store.conversation(10).setup.quality == Rule(0.5)
     assert opened.store.unsent(lambda _writer, _at: False) == {"me:1:1": [Unsent("a thought")]}
     assert [hit.message for hit in opened.store.search("long ago")] == [20]
     assert [hit.message for hit in opened.store.search("ancient")] == [None]

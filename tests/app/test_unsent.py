@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from floe_chat.app.history import Attachment, History, Setup, Unsent, as_json, open_history, parse
-from floe_chat.engine.events import PresetChanged, SetQuality
+from floe_chat.engine.events import PresetChanged, Rule
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, until, write
 
-BY_HAND = SetQuality(0.4, product=0.6, lenient=True)
+BY_HAND = Rule(0.4, product=0.6, late=0.25)
 
 
 def left_behind(file: Path, *questions: Unsent) -> None:

@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 2048,
 }
-PRESET = Preset("", 0.0, lossless=True)
+PRESET = Preset("", x_bits=22)
 
 
 class Nothing(nn.Module):

@@ -25,11 +25,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from floe_chat import kernels
 from floe_chat.engine.cache import Keys, NeuronPool, Policy
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.types import Calls
 from floe_chat.models.catalog import asset
 from floe_chat.models.chat_format import ChatFormat

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from floe_chat import kernels
 from floe_chat.engine import predictor, quality
 from floe_chat.engine.loader import load
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.layouts import UpWeights
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.calibration import threshold_at
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens, at the most")
     options = parser.parse_args()
     loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None, library=True)
-    model, packed, sparsity = loaded.model, loaded.packed, loaded.control.preset.sparsity
+    model, packed, sparsity = loaded.model, loaded.packed, loaded.control.preset.rule.sparsity
     text = options.text.read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(options.pack / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     count = min(options.windows, len(ids) // WINDOW)

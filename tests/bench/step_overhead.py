@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat import kernels
 from floe_chat.engine.bench.weights import MIXTRAL, make_rows, make_up, pair
 from floe_chat.engine.devices import Device, Partial
 from floe_chat.engine.moe import Control, MoELayer
@@ -36,7 +35,9 @@ from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.engine.transfer import Transfer
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.packed import PackedLayer
 
@@ -176,10 +177,10 @@ def resident(tokens: int) -> dict[str, float]:
         # A threshold that half the neurons reach, and a second one that some of these miss.
         table = torch.quantile(v.abs()[: 1 << 14], torch.linspace(0, 1, 101)).repeat(IN_PLACE, 1)
         packed = PackedLayer(up=up, rows=rows, thresholds=table, products=table * 1e-3)
-        control = Control(Preset("Plain", ACTIVE, 0.5))
+        control = Control(Preset("Plain", Rule(ACTIVE, 0.5)))
         control.counting = True
         layer = MoELayer(0, packed, control, Telemetry(1, IN_PLACE))
-        thresholds, products = layer.plan.thresholds, layer.plan.products
+        thresholds, products = layer.ruled.limits.signal, layer.ruled.limits.product
         took: dict[str, list[float]] = {"layer": [], "kernels": []}
         for token in range(tokens + WARM):
             calls = pair(token, IN_PLACE)

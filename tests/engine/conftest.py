@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat import kernels
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels import reference
 from torch import Tensor
 

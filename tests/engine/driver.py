@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import pytest
 from floe_chat.engine.events import Command, Event, Failed, Finished, Generate, Load, Loaded, Sampling, Shutdown, Tokens
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.quality import Preset
 from floe_chat.engine.session import Session
 from floe_chat.engine.token_pass import TokenPass
+from floe_chat.kernels.rule import Rule
 
 DEADLINE_S = 120.0  # a machine busy with something else may take its time; nothing is asserted about speed
 GREEDY = Sampling(temperature=0)
@@ -130,3 +133,21 @@ class Engine:
 def asking(request: int, prompt: Sequence[int], *, tokens: int = 16, stop: Sequence[int] = ()) -> Generate:
     """A greedy question."""
     return Generate(request, tuple(prompt), GREEDY, tokens, tuple(stop))
+
+
+def a_preset(
+    name: str,
+    sparsity: float = 0.0,
+    product: float = 0.0,
+    *,
+    lossless: bool = False,
+    coarse: bool = False,
+    **others: Any,
+) -> Preset:
+    """A preset by the fields of its rule."""
+    return Preset(name, Rule(sparsity, product, **others), 22 if lossless else 8 if coarse else 15)
+
+
+def with_rule(preset: Preset, **fields: Any) -> Preset:
+    """A preset with other fields of its rule."""
+    return dataclasses.replace(preset, rule=dataclasses.replace(preset.rule, **fields))

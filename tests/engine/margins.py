@@ -39,28 +39,30 @@ class Margins:
 
     def step(self, layer: MoELayer, x: Tensor, index: Tensor, weights: Tensor) -> None:
         """One step of a layer: x (B, H), index and weights (B, K)."""
-        plan, preset = layer.in_force(), layer.control.preset
+        ruled, rule = layer.in_force(), layer.control.preset.rule
         shares = weights.double() / weights.double().mean(-1, keepdim=True)
-        for name, limit in (("drop", preset.drop), ("major", preset.major)):
+        for name, limit in (("drop", rule.drop), ("major", rule.major)):
             self._note(f"{name} of layer {layer.index}", shares, torch.tensor(limit))
-        work = plan.work(index, weights)
+        work = ruled.work(index, weights)
         products = [None] * len(work.thresholds) if work.products is None else work.products
         calls = zip(work.calls.tokens.tolist(), work.calls.experts.tolist(), strict=True)
-        for (token, place), limit, product in zip(calls, work.thresholds, products, strict=True):
-            up, gate = self._dense(layer, place)
+        for (token, expert), limit, product in zip(calls, work.thresholds, products, strict=True):
+            if limit == torch.inf:
+                continue  # left out
+            up, gate = self._dense(layer, expert)
             v = up @ x[token].float()
             self._note(f"a threshold of layer {layer.index}", v.abs(), limit)
             if product is not None:
                 h = F.silu(gate @ x[token].float()) * v
                 self._note(f"a product of layer {layer.index}", h[v.abs() >= limit].abs(), product)
 
-    def _dense(self, layer: MoELayer, place: int) -> tuple[Tensor, Tensor]:
-        halves = layer.plan.numbers.shape[1] == 2
-        key = layer.index, place, halves
+    def _dense(self, layer: MoELayer, expert: int) -> tuple[Tensor, Tensor]:
+        ruled = layer.ruled
+        key = layer.index, expert, ruled.rule.parts == 2
         if key not in self._experts:
-            up, rows, within = layer.plan.layer.at(place)
-            gate, _ = rows.layout.read(rows.data[within], torch.float32)
-            self._experts[key] = up.dense(within, torch.float32), gate
+            up, rows = ruled.layer.up, ruled.layer.rows
+            gate, _ = rows.layout.read(rows.data[expert], torch.float32)
+            self._experts[key] = up.dense(expert, torch.float32), gate
         return self._experts[key]
 
     def _note(self, where: str, values: Tensor, limit: Tensor) -> None:

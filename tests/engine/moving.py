@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from floe_chat import kernels
 from floe_chat.engine import links
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.transfer import Job, Transfer
+from floe_chat.kernels import operations as kernels
 from torch import Tensor
 
 NBYTES = 128

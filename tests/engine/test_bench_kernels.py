@@ -12,7 +12,8 @@ import torch
 from floe_chat.engine.bench import kernels_cpu, kernels_gpu
 from floe_chat.engine.bench.measure import Table
 from floe_chat.engine.bench.weights import Shapes
-from floe_chat.kernels import Backend, backend
+from floe_chat.kernels import backend
+from floe_chat.kernels.backend import Backend
 from floe_chat.kernels.cpu import native
 from floe_chat.models.errors import FloeError, UsageError
 
@@ -70,7 +71,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch, name: str = "reference") ->
     def choose(_device: str) -> Backend:
         return plain
 
-    monkeypatch.setattr("floe_chat.kernels.choose", choose)
+    monkeypatch.setattr("floe_chat.kernels.operations.choose", choose)
     return plain
 
 
@@ -123,7 +124,7 @@ def test_a_forced_instruction_set_that_cannot_run_is_explained(monkeypatch: pyte
     def refuse(_device: str) -> None:
         raise native.NativeUnavailableError("this CPU cannot run the avx512 kernels")
 
-    monkeypatch.setattr("floe_chat.kernels.choose", refuse)
+    monkeypatch.setattr("floe_chat.kernels.operations.choose", refuse)
     with pytest.raises(FloeError, match="cannot run") as caught:
         kernels_cpu.run(threads=1, shapes=TINY)
     assert "avx512" in caught.value.cause
@@ -156,7 +157,7 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def zeros(x: torch.Tensor, *_arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(x), torch.zeros(1)
 
-    monkeypatch.setattr("floe_chat.kernels.moe_step", zeros)
+    monkeypatch.setattr("floe_chat.kernels.operations.moe_step", zeros)
     with pytest.raises(FloeError, match="wrong"):
         kernels_gpu.run(shapes=Shapes(64, 32, experts=2), quick=True, device="cpu", watch=CountingWatch())
 

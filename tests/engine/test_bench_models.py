@@ -18,6 +18,7 @@ from floe_chat.engine.bench.speed import Plan
 from floe_chat.engine.bench.subject import Subject, from_pack
 from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
 from floe_chat.kernels.layouts import LinearWeights
+from floe_chat.kernels.rule import Rule
 from floe_chat.models.errors import FloeError, UsageError
 
 TINY: dict[str, Any] = {
@@ -75,7 +76,7 @@ def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[s
     subject = make(**widths)
     assert synthetic.nbytes(Spec("tiny", 3, **widths)) >= subject.weight_bytes(3, experts=1.0)
     for sparsity in (0.0, 0.5, 0.8):
-        subject.control.preset = quality.Preset("", sparsity)
+        subject.control.preset = quality.Preset("", Rule(sparsity))
         answer = subject.answer(subject.prompt(20), 30)
         assert answer.active == pytest.approx(1 - sparsity, abs=0.08)
         assert 0 < answer.prefill <= answer.first and answer.token > 0
@@ -91,7 +92,7 @@ def test_results_that_are_not_finite_are_not_timed(monkeypatch: pytest.MonkeyPat
     def wrong(x: torch.Tensor, weights: LinearWeights, *, x_bits: int = 22) -> torch.Tensor:
         return torch.full((x.shape[0], weights.q.shape[0]), torch.nan if x_bits == 22 else 0.0)
 
-    monkeypatch.setattr("floe_chat.kernels.linear", wrong)
+    monkeypatch.setattr("floe_chat.kernels.operations.linear", wrong)
     with pytest.raises(FloeError, match="nothing was timed"):
         make()
 
@@ -233,7 +234,8 @@ def test_an_ablation_of_a_pack_keeps_its_dense_width(tiny_pack: Path) -> None:
         s for s in steps[2:] if "dense" in s.name
     ]
     preset = quality.get(quality.DEFAULT, steps[1].subject.manifest)
-    assert steps[-1].preset.sparsity == preset.sparsity and steps[-1].preset.product == preset.product
+    last = steps[-1].preset.rule
+    assert (last.sparsity, last.product) == (preset.rule.sparsity, preset.rule.product)
 
 
 def test_transformers_own_experts_count_as_read_whole() -> None:

@@ -20,8 +20,10 @@ from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.models.errors import UsageError
 
+from .driver import a_preset
+
 WIDTH = Width(hidden=256, neurons=480, layers=2, dense_weights=256 * 700, head_weights=256 * 1000)
-HALF, MORE = Preset("half", 0.5), Preset("more", 0.8)
+HALF, MORE = a_preset("half", 0.5), a_preset("more", 0.8)
 WARM = 6
 
 
@@ -56,7 +58,7 @@ def test_a_trace_is_what_the_layers_were_given(trace: Trace) -> None:
 def test_with_room_for_all_nothing_is_moved_once_it_is_there(small: Card, trace: Trace) -> None:
     every = 2 * 4 * WIDTH.neurons
     twice = twofold(trace)
-    all_there = play(small, WIDTH, twice, Preset("all", 0.0), Parts(cpu=False), ahead=False, warm=20, pool=every)
+    all_there = play(small, WIDTH, twice, a_preset("all", 0.0), Parts(cpu=False), ahead=False, warm=20, pool=every)
     assert all_there.moved == 0 and all_there.waited == 0 and all_there.hidden is None
     assert all(layer.ready == layer.active > 0 for layer in all_there.counts)
 

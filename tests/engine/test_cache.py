@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat import kernels
 from floe_chat.engine import cache, uses
 from floe_chat.engine.cache import Keys, NeuronPool, Policy, Slots
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.pool import RowTable
 from floe_chat.models.heat import Heat, from_popularity
 

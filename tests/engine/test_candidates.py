@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine.candidates import Outcome, Setting, Taken, compute
-from floe_chat.engine.quality import Preset
+from floe_chat.engine.candidates import WEIGHED, Outcome, Setting, Taken, compute
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.pack import PackSpec
-from floe_chat.models.widths import Narrow
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
-from .driver import open_model
+from .driver import a_preset, open_model
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, NEURONS = 2, 4, 2, 64, 96
 WHOLE = Taken(halves=2 * TOP_K * LAYERS, active=TOP_K * LAYERS * NEURONS, kept=TOP_K * LAYERS * NEURONS)
 PASSAGES = torch.randint(3, 250, (8, 40), generator=torch.Generator().manual_seed(3))
 WINDOWS = torch.randint(3, 250, (3, 40), generator=torch.Generator().manual_seed(4))
 KEEP = 20
+
+
+def skipping(**fields: float) -> Setting:
+    return Setting(rule=replace(WEIGHED, **fields))
 
 
 def run(source: Path, *settings: Setting) -> list[Outcome]:
@@ -32,7 +35,7 @@ def run(source: Path, *settings: Setting) -> list[Outcome]:
 def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path: Path, family: str) -> None:
     source = make_checkpoint(tmp_path / "source", family=family)
     # Substitution among experts that are all there changes nothing either.
-    plain, other, sparse = run(source, Setting(), Setting(), Setting(sparsity=0.9))
+    plain, other, sparse = run(source, Setting(), Setting(), skipping(sparsity=0.9))
     with torch.inference_mode():
         expected = reference_model(source)(input_ids=WINDOWS, use_cache=False).logits[:, -KEEP:]
     assert relative_rms(plain.logits(), expected) <= 1e-5
@@ -46,7 +49,7 @@ def test_widths_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path, width
     up, gate, down = widths
     make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up, gate, down, dense=16))
     loaded = open_model(tmp_path / "p")
-    loaded.control.preset = Preset("", 0.0, lossless=True)
+    loaded.control.preset = a_preset("", 0.0, lossless=True)
     (found,) = run(tiny_checkpoint, Setting(up, gate, down))
     with torch.inference_mode():
         expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
@@ -58,33 +61,10 @@ def test_widths_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path, width
     assert found.taken.nbytes(found.setting, HIDDEN, NEURONS) == TOP_K * LAYERS * stored
 
 
-def test_narrow_experts_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    narrow = Narrow(0.5, 2, 3, 2)
-    manifest = make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(4, 4, 8, dense=16, narrow=narrow))
-    loaded = open_model(tmp_path / "p")
-    loaded.control.preset = Preset("", 0.0, lossless=True)
-    rare = tuple(rare.experts for rare in manifest.rare)
-    usual, mixed, low, all_low = run(
-        *(tiny_checkpoint, Setting(4, 4, 8), Setting(4, 4, 8, narrow=narrow, rare=rare), Setting(2, 3, 2)),
-        Setting(4, 4, 8, narrow=narrow, rare=(tuple(range(EXPERTS)),) * LAYERS),
-    )
-    with torch.inference_mode():
-        expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
-    assert relative_rms(mixed.logits(), expected) <= 1e-4
-    assert relative_rms(usual.logits(), expected) > 1e-2
-    assert relative_rms(all_low.logits(), low.logits()) <= 1e-5
-    read = [outcome.taken.nbytes(outcome.setting, HIDDEN, NEURONS) for outcome in (usual, mixed, low, all_low)]
-    assert read[0] > read[1] > read[2] == pytest.approx(read[3])
-    called = mixed.taken.narrow
-    assert called is not None and 0 < called.halves < mixed.taken.halves and usual.taken.narrow is None
-    share = called.halves / mixed.taken.halves
-    assert read[1] == pytest.approx(share * read[2] + (1 - share) * read[0])
-
-
 def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:
     settings = (
-        *(Setting(sparsity=0.6), Setting(product=0.7), Setting(sparsity=0.5, product=0.8)),
-        *(Setting(drop=0.8, major=0.8), Setting(major=0.8), Setting(drop=2.0, major=2.0)),
+        *(skipping(sparsity=0.6), skipping(product=0.7), skipping(sparsity=0.5, product=0.8)),
+        *(skipping(drop=0.8, major=0.8), skipping(major=0.8), skipping(drop=2.0, major=2.0)),
     )
     sparse, product, both, dropped, halved, nothing = (outcome.taken for outcome in run(tiny_checkpoint, *settings))
     # Random text is calibrated on random text: shares are what was asked for, to a few per cent.
@@ -99,7 +79,7 @@ def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:
 
 
 def test_the_major_half_matters_more(tiny_checkpoint: Path) -> None:
-    plain, major, dropped = run(tiny_checkpoint, Setting(), Setting(major=0.9), Setting(drop=0.9, major=0.9))
+    plain, major, dropped = run(tiny_checkpoint, Setting(), skipping(major=0.9), skipping(drop=0.9, major=0.9))
     loss = [relative_rms(outcome.logits(), plain.logits()) for outcome in (major, dropped)]
     assert loss[0] < loss[1]
 
@@ -116,7 +96,7 @@ def test_a_compensator_of_full_rank_undoes_the_rounding(tiny_checkpoint: Path) -
 
 
 def test_substitution_avoids_experts_that_are_not_there(tiny_checkpoint: Path) -> None:
-    plain, little, much = run(tiny_checkpoint, Setting(), Setting(alpha=0.2), Setting(alpha=0.9))
+    plain, little, much = run(tiny_checkpoint, Setting(), skipping(alpha=0.2), skipping(alpha=0.9))
 
     def absent(outcome: Outcome) -> float:
         return outcome.missed.halves / outcome.taken.halves
@@ -135,5 +115,5 @@ def test_values_that_are_not_numbers_are_not_hidden(tiny_checkpoint: Path, monke
         return gate, torch.full_like(up, float("nan")), down
 
     monkeypatch.setattr(Checkpoint, "expert", broken)
-    (found,) = run(tiny_checkpoint, Setting(sparsity=0.5, product=0.5))
+    (found,) = run(tiny_checkpoint, skipping(sparsity=0.5, product=0.5))
     assert bool(found.logits().isnan().any())

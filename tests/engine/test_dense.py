@@ -11,13 +11,12 @@ import torch
 from floe_chat.engine.dense import PackedLinear
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.moe import DECODE_TOKENS, PREFILL_CHUNK, Control
-from floe_chat.engine.quality import Preset
 from floe_chat.kernels.layouts import LinearWeights, VectorLayout, pack_codes
 from floe_chat.models.pack import PackSpec
 from torch import nn
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms
-from .driver import answer, open_model, silent
+from .driver import a_preset, answer, open_model, silent
 from .rounded import use_stored_linears
 
 # make_checkpoint's arguments, then what transformers' configuration gets besides.
@@ -30,7 +29,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "olmoe-tied-biases": ({"family": "olmoe", "hidden": 96}, {"tie_word_embeddings": True, "attention_bias": True}),
 }
 LIMIT = 1e-5
-EVERYTHING = Preset("", 0.0, lossless=True)
+EVERYTHING = a_preset("", 0.0, lossless=True)
 
 
 def make_model(folder: Path, sizes: dict[str, Any], changes: dict[str, Any]) -> Path:

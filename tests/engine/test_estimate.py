@@ -14,7 +14,6 @@ from floe_chat.engine.footprint import Footprint
 from floe_chat.models.catalog import described, find
 from floe_chat.models.manifest import Manifest
 from floe_chat.models.pack import PackSpec
-from floe_chat.models.widths import Narrow, Rare
 
 MIXTRAL = described("mixtral-8x7b-instruct").sizes
 TAKES = Footprint.of(MIXTRAL, PackSpec())
@@ -130,50 +129,6 @@ class TestDecode:
         for held in (Held(gpu=True, pool=0.3), Held(gpu=True, pool=1.0)):
             times = [decode(Footprint.of(MIXTRAL, spec), BALANCED, speeds, held).seconds for spec in specs]
             assert times == sorted(times, reverse=True)
-
-
-class TestMixed:
-    SPEC = PackSpec(3, 4, 4, 8, narrow=Narrow(0.25, up=2, gate=3, down=2))
-    USUAL, NARROW = (Footprint.of(MIXTRAL, spec) for spec in (PackSpec(3, 4, 4, 8), PackSpec(2, 3, 2, 8)))
-
-    def takes(self, calls: float) -> Footprint:
-        """Two of eight experts are narrow, and have that share of the calls."""
-        rare = [Rare((1, 5), (calls * 0.75, calls * 0.25)), Rare((0, 3), (calls * 0.5, calls * 0.5))]
-        return Footprint.of(MIXTRAL, self.SPEC, rare)
-
-    def test_a_call_takes_the_bytes_of_its_width(self) -> None:
-        found = self.takes(0.1)
-        assert found.called_row == pytest.approx(0.9 * self.USUAL.row + 0.1 * self.NARROW.row)
-        assert found.called_up == pytest.approx(0.9 * self.USUAL.up + 0.1 * self.NARROW.up)
-        assert found.rows == pytest.approx(0.75 * self.USUAL.rows + 0.25 * self.NARROW.rows)
-        assert found.ups == pytest.approx(0.75 * self.USUAL.ups + 0.25 * self.NARROW.ups)
-        assert Footprint.of(MIXTRAL, self.SPEC).called_row == self.takes(0.25).called_row, "nothing is known before"
-
-    @pytest.mark.parametrize("ram", [0.5, 1.0])
-    def test_on_the_cpu_time_lies_between_the_widths_by_their_calls(self, ram: float) -> None:
-        speeds, held = Speeds(read=30e9, disk=1e9), Held(gpu=False, ram=ram)
-        usual, narrow = (decode(takes, BALANCED, speeds, held) for takes in (self.USUAL, self.NARROW))
-        for calls in (0.0, 0.1, 1.0):
-            found = decode(self.takes(calls), BALANCED, speeds, held)
-            for part in ("up", "rows", "disk", "seconds"):
-                wide, less = getattr(usual, part), getattr(narrow, part)
-                assert getattr(found, part) == pytest.approx((1 - calls) * wide + calls * less)
-
-    def test_beside_a_link_the_bytes_that_are_moved_follow_the_calls(self) -> None:
-        speeds, held = dataclasses.replace(CARD, launch=0.0), Held(gpu=True, pool=0.0, cpu=False)
-        usual, narrow = (decode(takes, Work(), speeds, held) for takes in (self.USUAL, self.NARROW))
-        found = [decode(self.takes(calls), Work(), speeds, held) for calls in (0.0, 0.5, 1.0)]
-        # What is brought between two layers fills the link, whatever its width: the rest decides.
-        assert found[0].moved == usual.moved and found[2].moved == pytest.approx(narrow.moved, rel=1e-3)
-        assert usual.moved > found[1].moved > narrow.moved
-        assert found[0].seconds > found[1].seconds > found[2].seconds
-
-    def test_narrow_experts_make_a_prompt_faster(self) -> None:
-        for held in (Held(gpu=False), Held(gpu=True, pool=0.2), Held(gpu=True, pool=0.2, cpu=False)):
-            usual, mixed, narrow = (
-                prefill(takes, BALANCED, CARD, held) for takes in (self.USUAL, self.takes(0.25), self.NARROW)
-            )
-            assert usual < mixed < narrow, held
 
 
 class TestSpeeds:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from floe_chat.engine import frontier
-from floe_chat.engine.candidates import Setting, Taken
+from floe_chat.engine.candidates import WEIGHED, Setting, Taken
 from floe_chat.engine.divergence import Divergence
 from floe_chat.engine.frontier import Frontier, Point, described, search
 from floe_chat.models.checkpoint import Checkpoint
@@ -16,6 +16,10 @@ from floe_chat.models.checkpoint import Checkpoint
 from ..helpers import make_checkpoint
 
 OWN = Setting(4, 4, 4)
+
+
+def with_rule(**fields: float) -> Setting:
+    return replace(OWN, rule=replace(WEIGHED, **fields))
 
 
 def point(setting: Setting, read: float, kl: float) -> Point:
@@ -27,11 +31,14 @@ def test_the_frontier_is_what_nothing_beats() -> None:
     points = (
         *(
             point(OWN, 10, 0.001),
-            point(replace(OWN, sparsity=0.5), 6, 0.004),
-            point(replace(OWN, sparsity=0.9), 2, 0.3),
+            point(with_rule(sparsity=0.5), 6, 0.004),
+            point(with_rule(sparsity=0.9), 2, 0.3),
         ),
-        *(point(replace(OWN, drop=0.3), 6, 0.003), point(replace(OWN, product=0.5), 8, 0.005)),
-        *(point(Setting(3, 3, 3), 5, 0.002), point(replace(OWN, alpha=0.5), 1, 0.0)),
+        *(
+            point(with_rule(drop=0.3), 6, 0.003),
+            point(with_rule(product=0.5), 8, 0.005),
+        ),
+        *(point(Setting(3, 3, 3), 5, 0.002), point(with_rule(alpha=0.5), 1, 0.0)),
     )
     found = Frontier(OWN, points)
     assert [(p.read, p.kl) for p in found.pareto(own=True)] == [(2, 0.3), (6, 0.003), (10, 0.001)]
@@ -41,16 +48,17 @@ def test_the_frontier_is_what_nothing_beats() -> None:
 def test_presets_are_the_cheapest_points_within_their_loss() -> None:
     base = 0.02  # of the widths alone, which no preset can undo
     kept = [
-        point(replace(OWN, sparsity=s), 10 * (1 - s), base + kl) for s, kl in ((0.2, 0.001), (0.5, 0.009), (0.6, 0.011))
+        point(with_rule(sparsity=s), 10 * (1 - s), base + kl) for s, kl in ((0.2, 0.001), (0.5, 0.009), (0.6, 0.011))
     ]
     found = Frontier(OWN, (point(OWN, 10, base), *kept)).presets()
-    assert {name: p.setting.sparsity for name, p in found.items()} == {"High": 0.2, "Balanced": 0.5, "Fast": 0.6}
+    assert {name: p.setting.rule.sparsity for name, p in found.items()} == {"High": 0.2, "Balanced": 0.5, "Fast": 0.6}
     alone = Frontier(OWN, (point(OWN, 10, base),)).presets()
     assert {name: p.setting for name, p in alone.items()} == {"High": OWN, "Balanced": OWN, "Fast": OWN}
 
 
 def test_only_what_is_not_a_default_is_told() -> None:
-    assert described(Setting()) == {} and described(Setting(up=2, product=0.5)) == {"up": 2, "product": 0.5}
+    assert described(Setting()) == {}
+    assert described(Setting(up=2, rule=replace(WEIGHED, product=0.5))) == {"up": 2, "product": 0.5}
 
 
 @pytest.mark.parametrize("intermediate", [96, 37])
@@ -69,13 +77,14 @@ def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate:
     assert len(settings) == len(set(settings)), "each setting is measured once"
     measured = {p.setting: p for p in found.points}
     assert measured[Setting()].kl < 1e-9 and measured[Setting()].bits == pytest.approx(16)
-    assert measured[Setting(sparsity=0.9)].kl > measured[Setting(sparsity=0.5)].kl > 0
+    much, little = (measured[Setting(rule=replace(WEIGHED, sparsity=share))].kl for share in (0.9, 0.5))
+    assert much > little > 0
     assert all(p.kl >= 0 and 0 <= p.missed <= p.read for p in found.points)
     own_points = [p for p in found.points if frontier.has_widths(p.setting, own)]
     assert 2 <= len(own_points) <= 9 and own in measured
     assert bool({Setting(gate=2), *frontier.PROBES} <= set(settings)) is widths
     assert any(s.rank for s in settings) is widths
-    assert any(s.major > s.drop for s in settings) is (intermediate % 2 == 0)
+    assert any(s.rule.parts > 1 for s in settings) is (intermediate % 2 == 0)
     presets = found.presets()
     assert list(presets) == ["High", "Balanced", "Fast"]
     assert presets["High"].read >= presets["Balanced"].read >= presets["Fast"].read
@@ -86,7 +95,7 @@ def test_a_source_is_read_in_as_many_passes_as_memory_asks_for(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = torch.randint(3, 250, (1, 17), generator=torch.Generator().manual_seed(6))
-    settings = [Setting(sparsity=share) for share in (0.2, 0.4, 0.6, 0.8, 0.9)]
+    settings = [Setting(rule=replace(WEIGHED, sparsity=share)) for share in (0.2, 0.4, 0.6, 0.8, 0.9)]
 
     def measure() -> tuple[list[Point], set[str]]:
         told: set[str] = set()

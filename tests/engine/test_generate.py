@@ -16,12 +16,11 @@ from floe_chat.engine.generate import generate
 from floe_chat.engine.kv import KVCache
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled, MoELayer
-from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LibraryDecoder
 from floe_chat.kernels.sampling import draw
 from floe_chat.models.errors import PackError, UsageError
 
-from .driver import GREEDY, answer, layer_by_layer, open_model
+from .driver import GREEDY, a_preset, answer, layer_by_layer, open_model
 
 WINDOW = 512
 
@@ -239,11 +238,11 @@ def test_a_fault_leaves_whole_tokens_too(talk: Talk, monkeypatch: pytest.MonkeyP
 
 def test_a_finer_preset_computes_all_anew_and_a_coarser_one_does_not(talk: Talk) -> None:
     text = prompt_of(50)
-    talk.loaded.control.preset = Preset("", 0.6, lossless=True)
+    talk.loaded.control.preset = a_preset("", 0.6, lossless=True)
     talk.turn(text, 0)
-    talk.loaded.control.preset = Preset("", 0.3, lossless=True)
+    talk.loaded.control.preset = a_preset("", 0.3, lossless=True)
     talk.turn(text, 0)
-    talk.loaded.control.preset = Preset("", 0.6, lossless=True)
+    talk.loaded.control.preset = a_preset("", 0.6, lossless=True)
     talk.run(text, talk.kv)
     assert talk.reused() == 49
 

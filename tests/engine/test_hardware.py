@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat import kernels
 from floe_chat.engine import hardware, quality
 from floe_chat.engine.hardware import Gpu
+from floe_chat.kernels import operations as kernels
 from floe_chat.models.errors import UsageError
 from floe_chat.models.manifest import Manifest
 
@@ -95,10 +95,10 @@ def test_exact_needs_the_sources_own_weights(tiny_pack: Path, exact_pack: Path) 
     with pytest.raises(UsageError, match="Exact") as caught:
         quality.get("exact", Manifest.read(tiny_pack))
     assert "16" in caught.value.cause + caught.value.hint
-    assert quality.get("exact", Manifest.read(exact_pack)).sparsity == 0.0
+    assert quality.get("exact", Manifest.read(exact_pack)).rule.sparsity == 0.0
 
 
 def test_presets_skip_more_and_more(exact_pack: Path) -> None:
     manifest = Manifest.read(exact_pack)
-    skipped = [quality.get(name, manifest).sparsity for name in quality.available(manifest)]
+    skipped = [quality.get(name, manifest).rule.sparsity for name in quality.available(manifest)]
     assert skipped == sorted(set(skipped)) and skipped[0] == 0.0

@@ -9,11 +9,14 @@ import pytest
 import torch
 from floe_chat.engine.kv import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, LibraryStore, Store
 from floe_chat.engine.quality import Preset
+from floe_chat.kernels.rule import Rule
 from torch import Tensor
 
-SAME = Preset("", 0.5, 0.5, 0.2, 0.4)
-FINER = Preset("", 0.3, 0.5, 0.2, 0.4)
-EXACT = Preset("", 0.0, lossless=True)
+from .driver import a_preset
+
+SAME = a_preset("", 0.5, 0.5, drop=0.2, major=0.4)
+FINER = a_preset("", 0.3, 0.5, drop=0.2, major=0.4)
+EXACT = a_preset("", 0.0, lossless=True)
 
 
 def holding(*parts: tuple[list[int], Preset]) -> KVCache:
@@ -51,15 +54,15 @@ def test_what_was_forgotten_does_not_come_back() -> None:
 @pytest.mark.parametrize(
     ("computed", "wanted", "kept"),
     [
-        (SAME, Preset("other name", 0.5, 0.5, 0.2, 0.4), 4),
+        (SAME, a_preset("other name", 0.5, 0.5, drop=0.2, major=0.4), 4),
         (FINER, SAME, 4),
         (SAME, FINER, 0),
         (EXACT, SAME, 4),
         (SAME, EXACT, 0),
-        (Preset("", 0.0), EXACT, 0),  # nothing left out, but not all of float32
-        (Preset("", 0.3, 0.6, 0.2, 0.4), SAME, 0),
-        (Preset("", 0.5, 0.5, 0.3, 0.4), SAME, 0),
-        (Preset("", 0.5, 0.5, 0.2, 0.5), SAME, 0),
+        (a_preset("", 0.0), EXACT, 0),  # nothing left out, but not all of float32
+        (a_preset("", 0.3, 0.6, drop=0.2, major=0.4), SAME, 0),
+        (a_preset("", 0.5, 0.5, drop=0.3, major=0.4), SAME, 0),
+        (a_preset("", 0.5, 0.5, drop=0.2, major=0.5), SAME, 0),
     ],
 )
 def test_nothing_that_a_coarser_preset_computed_is_kept(computed: Preset, wanted: Preset, kept: int) -> None:
@@ -67,12 +70,16 @@ def test_nothing_that_a_coarser_preset_computed_is_kept(computed: Preset, wanted
 
 
 def test_no_value_of_a_preset_is_overlooked() -> None:
-    for field in dataclasses.fields(Preset):
-        if field.name != "name":
-            value = getattr(SAME, field.name)
-            other = replace(SAME, **{field.name: not value if isinstance(value, bool) else value + 0.1})
-            kept = [holding(([1, 2], a)).keep([1, 2, 3], b) for a, b in ((SAME, other), (other, SAME))]
-            assert sorted(kept) == [0, 2], field.name
+    rule = SAME.rule
+    others = {"x_bits": replace(SAME, x_bits=SAME.x_bits + 1)}
+    for field in dataclasses.fields(Rule):
+        value = getattr(rule, field.name)
+        other = replace(rule, **{field.name: not value if isinstance(value, bool) else value + 0.1})
+        others[field.name] = replace(SAME, rule=other)
+    assert {field.name for field in dataclasses.fields(Preset)} == {"name", "rule", "x_bits"}
+    for name, other in others.items():
+        kept = [holding(([1, 2], a)).keep([1, 2, 3], b) for a, b in ((SAME, other), (other, SAME))]
+        assert sorted(kept) == [0, 2], name
 
 
 def test_a_preset_that_changed_on_the_way_keeps_what_came_before() -> None:

@@ -24,20 +24,20 @@ from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
 from floe_chat.engine.streaming import Prompt
 from floe_chat.engine.transfer import Transfer
-from floe_chat.kernels.types import Calls
+from floe_chat.kernels.rule import LATE
 from floe_chat.models.heat import Heat
 from floe_chat.models.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
+from .driver import a_preset, open_model, with_rule
 from .driver import answer as generated
-from .driver import open_model
 from .margins import CLEAR, clear_prompt, jitter, layers_of, prompt_of, watched
 
 # The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
-SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
-PLAIN = Preset("Plain", 0.4, lossless=True)
-EVERYTHING = Preset("Everything", 0.0, lossless=True)
+SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
+PLAIN = a_preset("Plain", 0.4, lossless=True)
+EVERYTHING = a_preset("Everything", 0.0, lossless=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": {"hidden": 64, "intermediate": 98, "experts": 5, "layers": 3},
     "olmoe": {"hidden": 36, "intermediate": 50, "experts": 7, "top_k": 3, "layers": 2},
@@ -181,9 +181,10 @@ def test_a_prompt_that_brings_a_neuron_to_its_threshold_is_not_clear(loaded: Loa
     hidden, index, _ = given[0]
     expert = int(index[5, 0])
     values = (layer.packed.up.dense(expert, torch.float32) @ hidden[5].float()).abs()
-    thresholds = layer.plan.thresholds.clone()
-    thresholds[expert] = values[(values - thresholds[expert]).abs().argmin()]
-    layer.plan.thresholds, kept = thresholds, layer.plan.thresholds
+    kept = layer.ruled.limits
+    signal = kept.signal.clone()
+    signal[expert] = values[(values - signal[expert]).abs().argmin()]
+    layer.ruled.limits = replace(kept, signal=signal)
     try:
         with watched(loaded) as margins:
             whole = forward(loaded, prompt, cache())
@@ -196,7 +197,7 @@ def test_a_prompt_that_brings_a_neuron_to_its_threshold_is_not_clear(loaded: Loa
                 apart.append(relative_rms(forward(loaded, prompt, cache()), whole))
         assert max(apart) > 1e-4 > 1e-5 > min(apart)
     finally:
-        layer.plan.thresholds = kept
+        layer.ruled.limits = kept
     assert torch.equal(forward(loaded, prompt, cache()), before)
 
 
@@ -382,11 +383,10 @@ def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: Loade
         loaded.control.counting = False
         counts = loaded.telemetry.layers[0]
         before = counts.bytes, counts.active
-        calls = Calls(torch.zeros(1, dtype=torch.int64), torch.tensor([2]), torch.ones(1))
-        late = Untold(layer, counts, torch.tensor([[2]]), calls, None, torch.tensor([[5, 3]]))
+        late = Untold(layer, counts, torch.tensor([[2]]), torch.ones(1), torch.tensor([[5, 3]]))
         shared.untold.append(late)
         shared.count()
-        up, gate, down = layer.plan.costs[0]
+        up, gate, down = layer.ruled.costs
         assert counts.active == before[1] + 5 and counts.bytes == before[0] + up + 5 * gate + 3 * down
         assert shared.untold == []
 
@@ -428,9 +428,9 @@ def test_a_prompts_experts_come_before_their_layers_turn(
 
 def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel) -> None:
     """With nothing in the pool an answer is that of the higher sparsity, to which the weak rows are the difference."""
-    lenient = replace(PLAIN, name="Lenient", lenient=True)
-    assert lenient.late is not None and lenient.late > lenient.sparsity
-    late, token = replace(PLAIN, sparsity=lenient.late), [7]
+    lenient = with_rule(PLAIN, late=LATE)
+    assert lenient.rule.lateness > lenient.rule.sparsity
+    late, token = with_rule(PLAIN, sparsity=lenient.rule.lateness), [7]
 
     def run(prompt: list[int]) -> tuple[Tensor, Tensor]:
         loaded.control.preset = PLAIN
@@ -472,7 +472,7 @@ def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel)
 def test_the_shares_of_rows_add_up_to_all(
     loaded: LoadedModel, kind: str, cpu: bool, lenient: bool, preset: Preset
 ) -> None:
-    with offloaded(loaded, replace(preset, lenient=lenient), 0.2, kind=kind, parts=Parts(cpu=cpu)) as shared:
+    with offloaded(loaded, with_rule(preset, late=LATE * lenient), 0.2, kind=kind, parts=Parts(cpu=cpu)) as shared:
         loaded.telemetry.memory = shared
         try:
             answer(loaded, PROMPT)
@@ -505,9 +505,8 @@ def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) ->
             counts = loaded.telemetry.layers[0]
             return counts.bytes, counts.left_out
 
-    weak = replace(PLAIN, lenient=True)
-    assert weak.late is not None
-    (found, left_out), (bound, none) = read(weak), read(replace(PLAIN, sparsity=weak.late))
+    weak = with_rule(PLAIN, late=LATE)
+    (found, left_out), (bound, none) = read(weak), read(with_rule(PLAIN, sparsity=weak.rule.lateness))
     assert left_out > 0 == none and found == bound
 
 

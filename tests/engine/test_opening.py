@@ -15,14 +15,13 @@ from floe_chat.engine.hardware import Gpu
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.opening import Choice, Needs
-from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import LibraryDecoder
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packed import PackedModel
 from floe_chat.models.quantities import memory
 
-from .driver import answer, open_model, silent
+from .driver import a_preset, answer, open_model, silent
 from .margins import clear_prompt, prompt_of
 
 Choose = Callable[..., Choice]
@@ -201,7 +200,7 @@ def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> Non
 
 @pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
 def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, device: str) -> None:
-    whole, preset = open_model(tiny_pack), Preset("", 0.5, 0.7, 0.3, 0.6, lossless=True, weighed=True)
+    whole, preset = open_model(tiny_pack), a_preset("", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
     whole.control.preset = preset
     prompt, want = clear_prompt(
         whole,

@@ -15,7 +15,7 @@ from floe_chat.models.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_pack, reference_model, relative_rms
-from .driver import answer, open_model
+from .driver import a_preset, answer, open_model
 from .margins import clear_prompt
 from .rounded import use_stored_linears
 
@@ -38,12 +38,12 @@ class SkippingExperts(torch.nn.Module):
 
     def __init__(self, loaded: LoadedModel, layer: int, preset: Preset) -> None:
         super().__init__()
-        self.drop, self.major, self.weighed = preset.drop, preset.major, preset.weighed
+        self.rule = preset.rule
         stored = loaded.packed.layer(layer)
         self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
-        self.thresholds = threshold_at(stored.thresholds, preset.sparsity)
-        self.products = threshold_at(stored.products, preset.product)
+        self.thresholds = threshold_at(stored.thresholds, preset.rule.sparsity)
+        self.products = threshold_at(stored.products, preset.rule.product)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -51,14 +51,14 @@ class SkippingExperts(torch.nn.Module):
             for slot, expert in enumerate(chosen):
                 gate, down = self.rows[expert]
                 score = top_k_weights[token, slot] / top_k_weights[token].mean()
-                worth = score if self.weighed else 1.0
+                worth = score if self.rule.weighed else 1.0
                 v = self.up[expert] @ hidden[token]
                 v = torch.where(v.abs() >= self.thresholds[expert] / worth, v, 0.0)
                 h = torch.nn.functional.silu(gate @ hidden[token]) * v
                 h = torch.where(h.abs() >= self.products[expert] / worth, h, 0.0)
-                if score < self.drop:
+                if score < self.rule.drop:
                     continue
-                if score < self.major:
+                if score < self.rule.major:
                     h[len(h) // 2 :] = 0.0
                 out[token] += top_k_weights[token, slot] * (h @ down)
         return out
@@ -88,15 +88,15 @@ def logits_of(model: Any, prompt: list[int]) -> Tensor:
 
 
 SKIPPING = {
-    "nothing": Preset("", 0.0, lossless=True),
-    "sparsity": Preset("", 0.6, lossless=True),
-    "much": Preset("", 0.9, lossless=True),
-    "product": Preset("", 0.0, 0.7, lossless=True),
-    "experts": Preset("", 0.0, drop=0.9, major=0.9, lossless=True),
-    "halves": Preset("", 0.0, major=0.96, lossless=True),
-    "all": Preset("", 0.4, 0.7, 0.8, 0.96, lossless=True),
-    "weighed": Preset("", 0.6, 0.8, lossless=True, weighed=True),
-    "all weighed": Preset("", 0.5, 0.7, 0.8, 0.96, lossless=True, weighed=True),
+    "nothing": a_preset("", 0.0, lossless=True),
+    "sparsity": a_preset("", 0.6, lossless=True),
+    "much": a_preset("", 0.9, lossless=True),
+    "product": a_preset("", 0.0, 0.7, lossless=True),
+    "experts": a_preset("", 0.0, drop=0.9, major=0.9, lossless=True),
+    "halves": a_preset("", 0.0, major=0.96, lossless=True),
+    "all": a_preset("", 0.4, 0.7, drop=0.8, major=0.96, lossless=True),
+    "weighed": a_preset("", 0.6, 0.8, lossless=True, weighed=True),
+    "all weighed": a_preset("", 0.5, 0.7, drop=0.8, major=0.96, lossless=True, weighed=True),
 }
 
 
@@ -113,7 +113,7 @@ def test_logits_are_those_of_the_rounded_weights(
 
 def test_a_prompt_is_the_same_in_one_piece_and_token_by_token(packed: Path) -> None:
     loaded = open_model(packed)
-    loaded.control.preset = Preset("", 0.6, 0.8, 0.6, 0.9, lossless=True)
+    loaded.control.preset = a_preset("", 0.6, 0.8, drop=0.6, major=0.9, lossless=True)
     prompt, whole = clear_prompt(loaded, lambda prompt: logits_of(loaded.model, prompt), prompts_of(24))
     pieces = [logits_of(loaded.model, prompt[: end + 1])[-1] for end in range(24)]
     assert relative_rms(torch.stack(pieces), whole) <= 1e-4
@@ -124,7 +124,7 @@ def test_an_answer_goes_on_when_no_neuron_of_an_expert_is_active(packed: Path) -
     for layer in loaded.model.model.layers:
         thresholds = layer.mlp.experts.packed.thresholds
         thresholds[:, 1:] = 1e9
-    loaded.control.preset = Preset("", 0.8, lossless=True)
+    loaded.control.preset = a_preset("", 0.8, lossless=True)
     assert len(answer(loaded, prompt_of(5), max_new_tokens=4).tokens) == 4
 
 
@@ -139,7 +139,7 @@ def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
         shares.append(stats.active_neurons)
     # Text of its own making is not the text that thresholds were measured on: the share is near, not equal. One answer
     # may repeat itself, and which does depends on the processor's rounding.
-    asked = 1 - loaded.control.preset.sparsity
+    asked = 1 - loaded.control.preset.rule.sparsity
     assert abs(sum(shares) / len(shares) - asked) <= 0.15, shares
 
 
@@ -151,10 +151,10 @@ def test_only_exact_keeps_all_of_float32(exact_pack: Path, packed: Path) -> None
 @pytest.mark.parametrize("length", [1, 40])
 def test_fewer_bits_of_x_change_little(packed: Path, length: int) -> None:
     loaded = open_model(packed)
-    loaded.control.preset = Preset("", 0.0)  # so that no neuron can fall to the other side of a threshold
+    loaded.control.preset = a_preset("", 0.0)  # so that no neuron can fall to the other side of a threshold
     ids = torch.tensor([prompt_of(length)])
     with torch.inference_mode():
         fewer = loaded.model(input_ids=ids).logits
-        loaded.control.preset = Preset("", 0.0, lossless=True)
+        loaded.control.preset = a_preset("", 0.0, lossless=True)
         exact = loaded.model(input_ids=ids).logits
     assert relative_rms(fewer, exact) <= 1e-3

@@ -22,15 +22,15 @@ from floe_chat.models.pack import PackSpec
 from floe_chat.models.packed import PackedModel
 
 from ..helpers import make_checkpoint, make_pack
-from .driver import GREEDY, open_model, silent
+from .driver import GREEDY, a_preset, open_model, silent
 from .test_offload import device
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
 # Where tokens are compared nothing is left out: of so many neurons some lie so near a threshold that the order of sums,
 # which follows what lies in the pool, decides about them. Seen: 9e-7 in x, one neuron of 127 less, a tenth of the
 # expert's output.
-WHOLE = Preset("Whole", 0.0, lossless=True)
-SKIPPING = Preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
+WHOLE = a_preset("Whole", 0.0, lossless=True)
+SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True)
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,11 @@
-"""Dropping and substitution of experts, by hand-made scores."""
+"""Substitution of experts, by hand-made scores."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 from floe_chat.engine.selection import (
-    MOST_EASE,
     Residency,
-    ease,
-    ease_there,
-    halves,
-    left_out_there,
     substitute,
     substitute_all,
     substitute_there,
@@ -24,44 +17,6 @@ def resident(*experts: int, capacity: int = 8) -> Residency:
     for expert in experts:
         kept.use(expert)
     return kept
-
-
-@pytest.mark.parametrize(
-    ("drop", "major", "expected"),
-    [
-        (0.0, 0.0, [[2, 2], [2, 2]]),
-        (0.6, 0.6, [[2, 0], [2, 2]]),  # 1T-drop
-        (0.0, 0.6, [[2, 1], [2, 2]]),
-        (0.2, 0.9, [[2, 1], [2, 1]]),
-        (0.6, 0.9, [[2, 0], [2, 1]]),  # 2T-drop
-        (0.6, 0.2, [[2, 0], [2, 2]]),  # a lower one for halves changes nothing
-        (2.0, 2.0, [[0, 0], [0, 0]]),
-    ],
-)
-def test_scores_decide_how_much_of_an_expert_is_computed(drop: float, major: float, expected: list[list[int]]) -> None:
-    assert halves([[0.8, 0.2], [0.6, 0.4]], drop, major) == expected
-    assert halves([[0.24, 0.06], [0.18, 0.12]], drop, major) == expected, "scores are relative"
-
-
-def test_a_score_that_is_not_a_number_is_not_hidden() -> None:
-    assert halves([[math.nan, 0.5]], 0.3, 0.4) == [[2, 2]]
-
-
-def test_the_less_a_call_counts_the_higher_its_thresholds() -> None:
-    assert ease(0.5, 0.5) == 1 and ease(0.8, 0.5) == pytest.approx(0.625) and ease(0.2, 0.5) == 2.5
-    assert ease(0.0, 0.5) == ease(1e-9, 0.5) == MOST_EASE
-    assert math.isnan(ease(math.nan, 0.5)) and math.isnan(ease(0.5, math.nan))
-
-
-@pytest.mark.parametrize("among", [1, 2, 8])
-def test_nobody_waits_for_what_eases_thresholds(among: int) -> None:
-    weights = torch.rand(64, among, generator=torch.Generator().manual_seed(among)) ** 4
-    weights[0, 0], weights[1, 0] = 0.0, math.nan
-    wanted = [[ease(share, sum(row) / among) for share in row] for row in weights.tolist()]
-    found = ease_there(weights)
-    assert found.isnan()[1].all() and not found.isnan()[2:].any()
-    first = 0 if among > 1 else 1  # nothing among nothing is no number there
-    assert torch.allclose(found[first:], torch.tensor(wanted, dtype=torch.float64)[first:], equal_nan=True)
 
 
 def test_what_was_used_last_is_resident() -> None:
@@ -160,15 +115,3 @@ def test_on_the_device_the_same_experts_stand_in(
                 assert torch.equal(found[1][row], own.to(dtype))
         changed += found[0].tolist() != index.tolist()
     assert (changed > 0) == (alpha > 0 and among < 6)
-
-
-@pytest.mark.parametrize(("drop", "major"), [(0.0, 0.0), (0.5, 0.5), (0.2, 0.9), (0.9, 0.2), (1.0, 1.0)])
-def test_on_the_device_the_same_is_left_out(drop: float, major: float) -> None:
-    weights = torch.rand(200, 3, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    weights[0] = torch.nan  # stays, and is noticed
-    weights[1] = 1 / 3
-    computed = torch.tensor(halves(weights.tolist(), drop, major))
-    limits = torch.tensor([drop, max(drop, major)], dtype=torch.float64)
-    found = left_out_there(weights, limits)
-    assert torch.equal(found, torch.stack([computed <= 0, computed <= 1], -1))
-    assert torch.equal(left_out_there(weights, limits[:1])[..., 0], computed == 0)

@@ -21,6 +21,7 @@ from floe_chat.engine.events import (
     Loading,
     PrefillProgress,
     PresetChanged,
+    Rule,
     Sampling,
     SetPreset,
     SetQuality,
@@ -231,7 +232,7 @@ def test_a_preset_changes_in_the_middle_of_an_answer(engine: Engine, monkeypatch
 
 
 def test_the_dial_turns_by_hand_in_the_middle_of_an_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    send_at(monkeypatch, engine, 20, SetQuality(sparsity=0.9))
+    send_at(monkeypatch, engine, 20, SetQuality(Rule(sparsity=0.9)))
     engine.send(asking(1, PROMPT, tokens=60))
     assert engine.until(PresetChanged).preset == "Custom"
     assert isinstance(engine.end_of(1), Finished)
@@ -239,16 +240,14 @@ def test_the_dial_turns_by_hand_in_the_middle_of_an_answer(engine: Engine, monke
     sparse = engine.end_of(2)
     assert isinstance(sparse, Finished) and sparse.stats.active_neurons
     assert 0.02 < sparse.stats.active_neurons < 0.25
-    engine.send(SetQuality(sparsity=0.0), asking(3, PROMPT, tokens=30))
+    engine.send(SetQuality(Rule()), asking(3, PROMPT, tokens=30))
     whole = engine.end_of(3)
     assert isinstance(whole, Finished) and whole.stats.active_neurons == 1.0
 
 
-@pytest.mark.parametrize(
-    "wrong", [SetQuality(1.5), SetQuality(-0.1), SetQuality(float("nan")), SetQuality(0.5, drop=2.0)], ids=str
-)
-def test_a_dial_that_cannot_be_turned_so_far_stays(engine: Engine, wrong: SetQuality) -> None:
-    engine.send(wrong)
+@pytest.mark.parametrize("wrong", [Rule(1.5), Rule(-0.1), Rule(float("nan")), Rule(0.5, drop=2.0)], ids=str)
+def test_a_dial_that_cannot_be_turned_so_far_stays(engine: Engine, wrong: Rule) -> None:
+    engine.send(SetQuality(wrong))
     failed = explained(engine.until(Failed))
     assert failed.exit_code == 2 and "0 to 1" in failed.hint
     engine.send(asking(1, PROMPT, tokens=20))

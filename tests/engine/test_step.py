@@ -13,18 +13,17 @@ from floe_chat.engine import layers
 from floe_chat.engine.footprint import kv_element
 from floe_chat.engine.kv import BLOCK, KVCache
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
-from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
 from floe_chat.models.checkpoint import FAMILIES
 from floe_chat.models.pack import PackSpec
 from torch import Tensor, nn
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
-from .driver import open_model
+from .driver import a_preset, open_model
 
 LIMIT = 1e-5
 WINDOW = 700
-PRESET = Preset("", 0.0, lossless=True)
+PRESET = a_preset("", 0.0, lossless=True)
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,

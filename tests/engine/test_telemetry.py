@@ -11,16 +11,15 @@ import torch
 from floe_chat.engine.events import Finished, Load, Loaded, Stats
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.quality import Preset
 from floe_chat.engine.telemetry import Telemetry
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .driver import Engine, answer, asking, open_model
+from .driver import Engine, a_preset, answer, asking, open_model
 
 PROMPT = [5, 6, 7]
 EXPERTS, NEURONS = 4, 96
-SKIPPING = Preset("all at once", 0.5, 0.8, drop=0.4, major=0.9, lossless=True, weighed=True)
+SKIPPING = a_preset("all at once", 0.5, 0.8, drop=0.4, major=0.9, lossless=True, weighed=True)
 
 
 @pytest.fixture
@@ -62,14 +61,16 @@ class Recount:
             scores = (top_k_weights[0] / top_k_weights[0].mean()).tolist()
             for expert, score in zip(top_k_index[0].tolist(), scores, strict=True):
                 self.calls[index][expert] += 1
-                neurons = NEURONS if score >= SKIPPING.major else NEURONS // 2 if score >= SKIPPING.drop else 0
+                neurons = (
+                    NEURONS if score >= SKIPPING.rule.major else NEURONS // 2 if score >= SKIPPING.rule.drop else 0
+                )
                 x = hidden[0].double()
                 gate, _ = layer.rows.layout.read(layer.rows.data[expert], torch.float64)
                 v = (layer.up.dense(expert, torch.float64) @ x)[:neurons]
                 h = torch.nn.functional.silu(gate @ x)[:neurons] * v
-                loud = v.abs() * score >= limit("threshold", expert, SKIPPING.sparsity)
+                loud = v.abs() * score >= limit("threshold", expert, SKIPPING.rule.sparsity)
                 active = int(loud.sum())
-                kept = int((loud & (h.abs() * score >= limit("product", expert, SKIPPING.product))).sum())
+                kept = int((loud & (h.abs() * score >= limit("product", expert, SKIPPING.rule.product))).sum())
                 gate_bytes = layer.rows.layout.gate.nbytes
                 self.active[index] += active
                 self.bytes[index] += up_bytes * neurons // NEURONS + active * gate_bytes

@@ -19,12 +19,12 @@ from floe_chat.engine.step import LeanDecoder
 from floe_chat.engine.token_pass import TokenPass
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_token import NativeToken
+from floe_chat.kernels.types import Limits
 from floe_chat.models.pack import PackSpec
-from floe_chat.models.widths import Narrow
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack
-from .driver import GREEDY, Answer, answer, layer_by_layer, open_model
+from .driver import GREEDY, Answer, a_preset, answer, layer_by_layer, open_model
 
 MODELS: dict[str, tuple[dict[str, Any], PackSpec]] = {
     "mixtral": ({}, PackSpec(up=3)),
@@ -34,12 +34,12 @@ MODELS: dict[str, tuple[dict[str, Any], PackSpec]] = {
     "one layer": ({"layers": 1, "experts": 2, "top_k": 1}, PackSpec(up=8, dense=16)),
 }
 PRESETS = {
-    "nothing": Preset("", 0.0, lossless=True),
-    "neurons": Preset("", 0.5, 0.8),
-    "halves": Preset("", 0.4, 0.7, drop=0.7, major=0.97, coarse=True),
-    "experts": Preset("", 0.3, drop=0.95, major=0.95),
-    "weighed": Preset("", 0.6, 0.8, drop=0.5, major=0.9, coarse=True, weighed=True),
-    "all left out": Preset("", 0.3, drop=1.0, major=1.0),
+    "nothing": a_preset("", 0.0, lossless=True),
+    "neurons": a_preset("", 0.5, 0.8),
+    "halves": a_preset("", 0.4, 0.7, drop=0.7, major=0.97, coarse=True),
+    "experts": a_preset("", 0.3, drop=0.95, major=0.95),
+    "weighed": a_preset("", 0.6, 0.8, drop=0.5, major=0.9, coarse=True, weighed=True),
+    "all left out": a_preset("", 0.3, drop=1.0, major=1.0),
 }
 IDS = [1, 5, 9, 200, 17, 17, 3, 42]
 
@@ -177,19 +177,12 @@ def test_a_flag_is_seen_on_both_sides() -> None:
     assert (flag.is_set(), flag.seen_there.value) == (False, 0)
 
 
-def test_experts_of_two_widths_go_layer_by_layer(tmp_path: Path) -> None:
-    make_pack(make_checkpoint(tmp_path / "source", experts=6), tmp_path / "pack", PackSpec(narrow=Narrow(0.5, 2, 3, 3)))
-    loaded = open_model(tmp_path / "pack")
-    assert "one compiled call per layer and token" in loaded.decoder.reason
-    assert answer(loaded, IDS, max_new_tokens=3).tokens
-
-
 def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     loaded = open_model(tiny_pack)
     decoder = loaded.decoder
     assert isinstance(decoder, LeanDecoder)
     layers: list[Any] = [layer.mlp.experts for layer in loaded.model.model.layers]
-    token = NativeToken(decoder.steps, [layer.plan.as_one() for layer in layers])
+    token = NativeToken(decoder.steps, [layer.ruled.as_one() for layer in layers])
     heads = decoder.steps[0].layer
     x, rope = torch.zeros(1, heads.hidden), torch.zeros(2, heads.dim)
     kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim).half() for _ in layers]
@@ -209,13 +202,12 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     ):
         with pytest.raises(ValueError):
             token(*wrong, (22, 22), c_int32(0))
-    one = layers[0].plan.as_one()
+    one = layers[0].ruled.as_one()
     for broken in (
-        dataclasses.replace(one, thresholds=one.thresholds.double()),
+        dataclasses.replace(one, limits=Limits(one.limits.signal.double())),
         dataclasses.replace(one, up=layers[0].packed.up),
-        dataclasses.replace(one, thresholds=one.thresholds[1:]),
-        dataclasses.replace(one, products=one.thresholds[1:]),
-        dataclasses.replace(one, parts=3),
+        dataclasses.replace(one, limits=Limits(one.limits.signal[1:])),
+        dataclasses.replace(one, limits=Limits(one.limits.signal, one.limits.signal[1:])),
     ):
         with pytest.raises(ValueError):
             NativeToken(decoder.steps, [broken, one])(x, rope, kv, 2, (22, 22), c_int32(0))

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat import kernels
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.transfer import LANES, Link, Transfer
+from floe_chat.kernels import operations as kernels
 from torch import Tensor
 
 from .moving import FAST, NBYTES, ROWS, SENTINEL, SLOTS, Gated, Sender, compute_with, until

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat import kernels
 from floe_chat.engine import pinning, tuned_link
 from floe_chat.engine.hardware import Hardware
 from floe_chat.engine.links import CudaLink, ThrottledLink
@@ -22,6 +21,7 @@ from floe_chat.engine.opening import Needs
 from floe_chat.engine.pinning import PinError, Pinned
 from floe_chat.engine.transfer import Job, Kind, Mover, Wanted
 from floe_chat.engine.tuned_link import CHUNKS, Ends, Tuned, choose, measure, open_link
+from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packed import PackedModel

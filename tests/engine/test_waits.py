@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from floe_chat.engine.bench.weights import Shapes, make_rows, make_up
 from floe_chat.engine.devices import Device
 from floe_chat.engine.fetching import Copy, moved
 from floe_chat.engine.links import ThrottledLink
@@ -21,11 +20,13 @@ from floe_chat.engine.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
-from floe_chat.models.packed import NarrowExperts, PackedLayer
+from floe_chat.kernels.rule import LATE
+from floe_chat.models.packed import PackedLayer
 from torch import Tensor
 
+from .driver import a_preset
+
 LAYERS, EXPERTS, NEURONS, HIDDEN = 2, 4, 24, 64
-PLACES = (0, 3, 1, 2)  # of experts where the one with number 1 is narrow
 
 VECTOR = VectorLayout(HIDDEN, 16, HIDDEN)
 LAYOUT = RowLayout(VECTOR, VECTOR, torch.float16)
@@ -45,9 +46,7 @@ class Counted(Device):
         return super().arrived(copy)
 
 
-def layers(
-    device: Device, preset: Preset, *, predict: str | None, mixed: bool = False
-) -> tuple[list[OffloadedLayer], Offload]:
+def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list[OffloadedLayer], Offload]:
     up_layout = UpLayout(VECTOR, torch.float16)
     generator = torch.Generator().manual_seed(1)
 
@@ -57,15 +56,12 @@ def layers(
     records = weights(EXPERTS, NEURONS, 2 * HIDDEN).view(torch.uint8)
     none = torch.empty(EXPERTS, NEURONS, 0, dtype=torch.float16)
     table = torch.linspace(0, 1, 101).repeat(EXPERTS, 1)
-    usual = slice(0, EXPERTS - mixed)
     up = weights(EXPERTS, NEURONS, HIDDEN).view(torch.uint8)
-    shapes = Shapes(HIDDEN, NEURONS)
     packed = PackedLayer(
-        up=UpWeights(up_layout, up[usual], none[usual], none[usual]),
-        rows=ExpertRows(LAYOUT, records[usual]),
+        up=UpWeights(up_layout, up, none, none),
+        rows=ExpertRows(LAYOUT, records),
         thresholds=table,
         products=table,
-        narrow=NarrowExperts(make_up(shapes, 4, 1), make_rows(shapes, 4, 1), torch.tensor(PLACES)) if mixed else None,
     )
     control = Control(preset)
     control.counting = True
@@ -83,27 +79,26 @@ def layers(
     return made, shared
 
 
-PLAIN = Preset("Plain", 0.3, 0.2)
+PLAIN = a_preset("Plain", 0.3, 0.2)
 
 
 @pytest.mark.parametrize(
     "preset",
     [
         PLAIN,
-        Preset("Dropping", 0.3, 0.2, drop=0.9),
-        Preset("Halving", 0.3, 0.2, drop=0.2, major=0.9),
-        Preset("Replacing", 0.3, 0.2, alpha=0.5),
-        Preset("All at once", 0.3, 0.2, drop=0.2, major=0.9, alpha=0.5),
-        Preset("Lenient", 0.3, 0.2, lenient=True),
+        a_preset("Dropping", 0.3, 0.2, drop=0.9),
+        a_preset("Halving", 0.3, 0.2, drop=0.2, major=0.9),
+        a_preset("Replacing", 0.3, 0.2, alpha=0.5),
+        a_preset("All at once", 0.3, 0.2, drop=0.2, major=0.9, alpha=0.5),
+        a_preset("Lenient", 0.3, 0.2, late=LATE),
         *PRESETS,
     ],
     ids=lambda preset: preset.name,
 )
 @pytest.mark.parametrize("predict", [None, "gate", "partial"])
-@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
-def test_a_step_waits_once_per_layer(preset: Preset, predict: str | None, mixed: bool) -> None:
+def test_a_step_waits_once_per_layer(preset: Preset, predict: str | None) -> None:
     device = Counted(NBYTES)
-    made, _ = layers(device, preset, predict=predict, mixed=mixed)
+    made, _ = layers(device, preset, predict=predict)
     with torch.inference_mode():
         for token in range(5):
             x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(token))
@@ -138,11 +133,10 @@ def test_a_guess_that_comes_too_late_is_left_alone() -> None:
     device.close()
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
-def test_values_that_are_no_numbers_reach_the_result(mixed: bool) -> None:
-    """They are active at any threshold, in the lists of both widths; the session tells what made them."""
+def test_values_that_are_no_numbers_reach_the_result() -> None:
+    """They are active at any threshold; the session reports what made them."""
     device = Counted(NBYTES)
-    made, _ = layers(device, PLAIN, predict="gate", mixed=mixed)
+    made, _ = layers(device, PLAIN, predict="gate")
     with torch.inference_mode():
         for tokens in (1, 3):
             chosen, scores = torch.tensor([[1, 2]] * tokens), torch.tensor([[0.6, 0.4]] * tokens)

@@ -7,7 +7,8 @@ from random import Random
 from typing import Any
 
 import torch
-from floe_chat.kernels import Active, Calls
+from floe_chat.kernels.rule import Rule
+from floe_chat.kernels.types import Active, Calls, Limits
 from torch import Tensor
 
 from . import _operands as made
@@ -32,6 +33,28 @@ def _called(calls: Calls) -> dict[str, Any]:
 def _sizes(rng: Random) -> tuple[int, int, int, int]:
     """Tokens, experts, neurons, hidden."""
     return rng.randrange(4), rng.randrange(1, 4), rng.choice((0, 1, 5, 9, 19, 130)), rng.choice(made.HIDDEN)
+
+
+def select(rng: Random) -> Case:
+    tokens, among, experts = rng.randrange(4), rng.randrange(4), rng.randrange(1, 5)
+    parts = rng.choice((1, 2))
+    drop = rng.choice((0.0, 0.5, 2.0))
+    given = {
+        "index": torch.tensor([rng.randrange(experts) for _ in range(tokens * among)]).long().view(tokens, among),
+        "weights": made.uniform(rng, tokens, among).abs().to(rng.choice(made.FLOATS)),
+        "signal": made.uniform(rng, experts * parts).abs(),
+        "product": rng.choice((None, made.uniform(rng, experts * parts).abs())),
+        "late": rng.choice((None, made.uniform(rng, experts * parts).abs())),
+    }
+    rule = Rule(drop=drop, major=drop + parts - 1.5, weighed=rng.random() < 0.5)
+
+    def run(m: Any, g: dict[str, Any]) -> Any:
+        work = m.select(g["index"], g["weights"], Limits(g["signal"], g["product"], g["late"]), rule)
+        calls = work.calls
+        found = (calls.tokens, calls.experts, calls.weights, work.thresholds, work.products, work.late)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    return Case(given, run, tolerance=1e-5)
 
 
 def up_gemv(rng: Random) -> Case:
@@ -158,6 +181,7 @@ def pool_scatter(rng: Random) -> Case:
 
 
 KINDS: tuple[Callable[[Random], Case], ...] = (
+    select,
     up_gemv,
     sparse_swiglu,
     moe_step,

@@ -14,8 +14,10 @@ from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
 from floe_chat.kernels.layouts import LinearWeights
+from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import DenseLayer, Ends, ExpertLayer, Heads, Projection, Router, dense_step
+from floe_chat.kernels.types import Limits
 from torch import Tensor
 
 from . import _operands as made
@@ -141,9 +143,10 @@ def token(rng: Random) -> Case:
     stack = [NativeStep(_layer(first, torch.float32))]
     experts = first["router"].shape[0]
     given = _state(rng, *sizes, torch.float32)
-    given |= {"up": made.up_weights(rng, parts * experts, 5, sizes[0]), "drop": 0.1, "major": 0.2, "parts": parts}
-    given |= {"rows": made.expert_rows(rng, parts * experts, 5, sizes[0]), "bits": rng.choice((22, 15, 8))}
-    given |= {"thresholds": torch.zeros(parts * experts), "weighed": rng.random() < 0.5, "first": rng.randrange(5)}
+    given |= {"up": made.up_weights(rng, parts * experts, 5, sizes[0]), "bits": rng.choice((22, 15, 8))}
+    given |= {"rows": made.expert_rows(rng, parts * experts, 5, sizes[0]), "first": rng.randrange(5)}
+    given |= {"thresholds": torch.zeros(parts * experts)}
+    rule = Rule(drop=0.1, major=0.2 if parts == 2 else 0.0, weighed=rng.random() < 0.5)
     if rng.random() < 0.5:
         given["products"] = torch.zeros(parts * experts)
     several = rng.random() < 0.5
@@ -153,10 +156,7 @@ def token(rng: Random) -> Case:
         given |= {"temperature": rng.choice((0.0, 0.7)), "seen": torch.zeros(5, dtype=torch.uint8)}
 
     def run(_m: Any, g: dict[str, Any]) -> Any:
-        kept = ExpertLayer(
-            *(g["up"], g["rows"], g["thresholds"], g.get("products"), g["drop"], g["major"]),
-            *(g["parts"], g["weighed"]),
-        )
+        kept = ExpertLayer(g["up"], g["rows"], Limits(g["thresholds"], g.get("products")), rule)
         whole = NativeToken(stack * layers, [kept] * layers)
         stores, bits, stop = [g["kv"]] * layers, (22, g["bits"]), c_int32(0)
         if not several:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat.kernels import Active, Calls
 from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
 HIDDEN = (1, 2, 40, 64, 96, 130, 256, 320)
@@ -99,8 +99,6 @@ def _records(rng: Random, layout: RowLayout, count: int) -> Tensor:
 
 def expert_rows(rng: Random, experts: int, neurons: int, hidden: int) -> ExpertRows:
     layout = RowLayout(vector(rng, hidden), vector(rng, hidden), rng.choice((torch.float16, torch.bfloat16)))
-    if rng.random() < 0.2:
-        layout = RowLayout(layout.gate, layout.down, layout.float16, layout.used + 64 * rng.randrange(1, 4))
     return ExpertRows(layout, _records(rng, layout, experts * neurons).view(experts, neurons, layout.nbytes))
 
 

@@ -18,9 +18,10 @@ from unittest import mock
 
 import numpy as np
 import torch
-from floe_chat import kernels
-from floe_chat.kernels import Active, backend
+from floe_chat.kernels import backend
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native
+from floe_chat.kernels.types import Active
 from torch import Tensor
 
 from . import _kernel_operations, _kernel_steps, _kernel_tables

@@ -29,7 +29,6 @@ from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.manifest import FILE_NAME, Manifest
 from floe_chat.models.pack import PackSpec
 from floe_chat.models.visible import visible
-from floe_chat.models.widths import Narrow
 
 from ..helpers import make_checkpoint, make_pack
 from . import _hostile, _hostile_chat
@@ -37,7 +36,7 @@ from . import _hostile, _hostile_chat
 _WAIT_S = 30.0
 _PACKS: dict[str, tuple[str, PackSpec]] = {
     "mixtral": ("mixtral", PackSpec()),
-    "mixed": ("mixtral", PackSpec(narrow=Narrow(0.25, 2, 3, 3))),
+    "even": ("mixtral", PackSpec(4, 4, 4, 8)),
     "olmoe": ("olmoe", PackSpec(up=16, gate=16, down=16, dense=16)),
 }
 _FLOATS = {"F16": ("<e", 2), "F32": ("<f", 4), "BF16": ("", 2)}
@@ -127,7 +126,7 @@ def _looked_at(folder: Path) -> None:
         manifest = Manifest.read(folder)
         verify.damages(folder, manifest, lambda _step, _share: None)
         entry = catalog.described(str(folder))
-        assert Footprint.of_entry(entry, PackSpec()).disk > 0
+        assert Footprint.of(entry.sizes, PackSpec()).disk > 0
     except FloeError as error:
         _check(error.title, error.cause, error.hint)
 

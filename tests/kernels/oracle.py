@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from floe_chat.kernels import Active, Calls
 from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout, pack_codes
+from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
 # (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.

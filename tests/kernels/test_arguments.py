@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat import kernels
-from floe_chat.kernels import Active, Calls, reference
+from floe_chat.kernels import operations as kernels
+from floe_chat.kernels import reference
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpWeights, VectorLayout
 from floe_chat.kernels.pool import Means, Part, RowTable, Rule
 from floe_chat.kernels.pool import cut as plain_cut
 from floe_chat.kernels.pool import landing as plain_landing
+from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
 from .oracle import make_layer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat import kernels
+from floe_chat.kernels import operations as kernels
 
 from .oracle import make_layer
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from floe_chat import kernels
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.layouts import LinearWeights, PoolRows, UpLayout, UpWeights, VectorLayout
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -101,21 +99,6 @@ def test_rows_in_a_pool_give_the_same(size: Size, widths: Widths) -> None:
     pooled = PoolRows(layer.rows.layout, pool, slots.view(size[0], size[1]))
     y, _ = kernels.sparse_swiglu(x, pooled, calls, active)
     assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active)[0])
-
-
-@every_width
-def test_rows_in_slots_made_for_longer_ones_give_the_same(widths: Widths) -> None:
-    size = SIZES[-1]
-    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
-    active = as_active(*some_active(size), torch.float32)
-    layout, nbytes = layer.rows.layout, layer.rows.layout.nbytes
-    longer = ExpertRows(replace(layout, least=nbytes + 192), torch.full((*size[:2], nbytes + 192), 255).byte())
-    longer.data[:, :, :nbytes] = layer.rows.data
-    assert (longer.layout.used, longer.layout.nbytes) == (nbytes, nbytes + 192)
-    y, _ = kernels.sparse_swiglu(x, longer, calls, active)
-    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active)[0])
-    whole, *_ = kernels.expert_swiglu(x, layer.stored_up, longer, 0, each(x, 0.0))
-    assert torch.equal(whole, kernels.expert_swiglu(x, layer.stored_up, layer.rows, 0, each(x, 0.0))[0])
 
 
 @every_width

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat import kernels
-from floe_chat.kernels import Active, Calls
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.backend import choose
 from floe_chat.kernels.layouts import LinearWeights, PoolRows
+from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
 from .oracle import each, make_layer

@@ -1,4 +1,4 @@
-"""All layers in one call against layer after layer: dense step, selection written down plainly, experts.
+"""All layers in one call against layer after layer: dense step, the selection's definition, experts.
 
 And tokens drawn in one call against one call after the other.
 """
@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from floe_chat.kernels import reference
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
 from floe_chat.kernels.layouts import LinearWeights, VectorLayout, group_size, pack_codes
+from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import Ends, ExpertLayer, Projection
-from floe_chat.kernels.types import Calls
+from floe_chat.kernels.types import Limits
 from torch import Tensor
 
 from ..helpers import relative_rms
@@ -32,10 +34,9 @@ SHAPES = {
     "halves": (Sizes(hidden=64, experts=9, bits=4, half=True), (9, 6, 64, 64), (3, 4, 4)),
     "16 bit": (Sizes(hidden=96, experts=4, top_k=3, normed="head"), (4, 5, 96, 32), (16, 16, 16)),
 }
-# parts, drop, major, weighed
-CHOICES = [
-    *((1, 0.0, 0.0, False), (1, 0.8, 0.8, True), (1, 99.0, 99.0, True)),
-    *((2, 0.0, 0.97, False), (2, 0.6, 0.97, True)),
+RULES = [
+    *(Rule(), Rule(drop=0.8, major=0.8, weighed=True), Rule(drop=99.0, weighed=True)),
+    *(Rule(major=0.97), Rule(drop=0.6, major=0.97, weighed=True)),
 ]
 
 
@@ -47,22 +48,9 @@ def expected(
     chosen, counts = list[list[int]](), list[list[int]]()
     for step, layer, store in zip(dense, experts, kv, strict=True):
         x, hidden, (index, weights) = step(x, added, rope, store, position)
-        numbers, shares, eases = list[int](), list[float](), list[float]()
-        row = weights[0].tolist()
-        mean = sum(row) / len(row)
-        for expert, share in zip(index[0].tolist(), row, strict=True):
-            halves = (not share < layer.drop * mean) + (not share < max(layer.drop, layer.major) * mean)
-            for part in range(min(halves, layer.parts)):
-                numbers.append(layer.parts * expert + part)
-                shares.append(share)
-                eases.append(min(mean / share, 1000.0) if layer.weighed else 1.0)
-
-        def limits(table: Tensor, numbers: list[int] = numbers, eases: list[float] = eases) -> Tensor:
-            return torch.tensor([float(table[n]) * ease for n, ease in zip(numbers, eases, strict=True)])
-
-        calls = Calls(torch.zeros(len(numbers), dtype=torch.int64), torch.tensor(numbers).long(), torch.tensor(shares))
-        seconds = None if layer.products is None else limits(layer.products)
-        added, found = native.moe_step(hidden, layer.up, layer.rows, calls, limits(layer.thresholds), seconds)
+        work = reference.select(index, weights, layer.limits, layer.rule)
+        work = work.part(work.thresholds != torch.inf)
+        added, found = native.moe_step(hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products)
         chosen.append(index[0].tolist())
         counts += found.tolist()
     assert added is not None
@@ -70,19 +58,18 @@ def expected(
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_it_is_layer_after_layer(
-    shape: tuple[Sizes, tuple[int, int, int, int], tuple[int, int, int]], choice: tuple[int, float, float, bool]
+    shape: tuple[Sizes, tuple[int, int, int, int], tuple[int, int, int]], rule: Rule
 ) -> None:
     sizes, (experts, neurons, hidden, group), widths = shape
-    parts, drop, major, weighed = choice
-    layers = 3
+    parts, layers = rule.parts, 3
     dense = [NativeStep(replace(make_layer(sizes), eps=1e-5 * (1 + i))) for i in range(layers)]
     stored = [make_experts((parts * experts, neurons, hidden, group), widths, seed=i) for i in range(layers)]
     limits = torch.rand(2, parts * experts, generator=torch.Generator().manual_seed(7)) / 4
     chosen = [
-        ExpertLayer(one.stored_up, one.rows, limits[0], limits[1] if i else None, drop, major, parts, weighed)
+        ExpertLayer(one.stored_up, one.rows, Limits(limits[0], limits[1] if i else None), rule)
         for i, one in enumerate(stored)
     ]
     for position in (0, 5, 200):
@@ -92,14 +79,14 @@ def test_it_is_layer_after_layer(
         found = NativeToken(dense, chosen)(x, rope, kv, position, (22, 22), c_int32(0))
         assert found is not None and torch.equal(found.stream, wanted) and found.chosen.tolist() == index
         computed = [pair for pair in found.counts.view(-1, 2).tolist() if pair[0] >= 0]
-        assert computed == counts and (drop < 99 or not counts)
+        assert computed == counts and (rule.drop < 99 or not counts)
         assert (found.counts[..., 1, :] == -1).all() or parts == 2
 
 
 def test_what_is_not_a_number_reaches_the_result() -> None:
     sizes, shape, widths = SHAPES["small"]
     dense, one = [NativeStep(make_layer(sizes))], make_experts(shape, widths)
-    layer = ExpertLayer(one.stored_up, one.rows, torch.ones(5), torch.ones(5), 0.3, 0.3, 1, weighed=True)
+    layer = ExpertLayer(one.stored_up, one.rows, Limits(torch.ones(5), torch.ones(5)), Rule(drop=0.3, weighed=True))
     x, _, rope, kv = make_input(sizes, 2)
     x[0, 3] = NAN
     found = NativeToken(dense, [layer])(x, rope, [kv.nan_to_num(0.1)], 2, (22, 22), c_int32(0))
@@ -152,8 +139,8 @@ def make_model() -> Model:
     sizes, shape, widths = SHAPES["small"]
     dense = [NativeStep(replace(make_layer(sizes), eps=1e-5 * (1 + i))) for i in range(2)]
     stored = [make_experts((2 * shape[0], *shape[1:]), widths, seed=i) for i in range(2)]
-    limits = torch.full((2 * shape[0],), 0.1)
-    experts = [ExpertLayer(one.stored_up, one.rows, limits, limits, 0.6, 0.97, 2, weighed=True) for one in stored]
+    limits, rule = torch.full((2 * shape[0],), 0.1), Rule(drop=0.6, major=0.97, weighed=True)
+    experts = [ExpertLayer(one.stored_up, one.rows, Limits(limits, limits), rule) for one in stored]
     _, _, _, store = make_input(sizes, POSITION)
     rope = torch.stack([make_input(sizes, POSITION + i)[2] for i in range(20)])
     ends = make_ends(shape[2])

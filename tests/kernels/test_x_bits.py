@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat import kernels
+from floe_chat.kernels import operations as kernels
 from floe_chat.kernels import reference
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import ExpertRows, LinearWeights, VectorLayout, pack_codes

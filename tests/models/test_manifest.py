@@ -191,6 +191,13 @@ def test_garbage_is_refused(pack: Path, content: bytes) -> None:
         PackedModel.open(pack)
 
 
+def test_a_pack_whose_experts_have_different_widths_is_refused_with_the_way_out(pack: Path) -> None:
+    (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), 4)))
+    with pytest.raises(PackError, match="cannot be read any more") as caught:
+        PackedModel.open(pack)
+    assert "fewer bits" in caught.value.cause and "floe-chat pack SOURCE" in caught.value.hint
+
+
 @pytest.mark.parametrize("version", [0, 2, 5, "3", None, 2.5, [3]], ids=repr)
 def test_other_versions_are_named(pack: Path, version: Any) -> None:
     (pack / FILE_NAME).write_text(json.dumps(changed(manifest_of(pack), ("version",), version)))

@@ -22,9 +22,10 @@ import torch
 import triton
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.vectors import record_vectors
-from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.types import Active, Calls, Limits
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -38,6 +39,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
 }
 Launch = tuple[Any, list[Any]]
 
@@ -102,6 +104,9 @@ def call_operations(case: str) -> None:
     if "all" not in options:
         return
     index = torch.zeros(10, dtype=torch.int64)
+    tables = Limits(torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS), torch.empty(2 * EXPERTS))
+    chosen, scores = torch.zeros(1, 2, dtype=torch.int64), torch.empty(1, 2, dtype=dtype)
+    kernels.select(chosen, scores, tables, Rule(drop=0.4, major=0.8, weighed=True))
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
     pool = PoolRows(layout, rows.data[0], torch.empty(EXPERTS, F, dtype=torch.int32))
     kernels.sparse_swiglu(x, pool, calls, active, limits)

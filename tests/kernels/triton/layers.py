@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from floe_chat.kernels import Active, Calls
 from floe_chat.kernels.layouts import ExpertRows, PoolRows, RowLayout, UpLayout, UpWeights
+from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
 from ..oracle import Layer, make_layer

@@ -67,7 +67,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
     needs: list[dict[str, Any]] = [json.loads(line) for line in ran.stdout.splitlines()]
     expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "gate_kernel", "down_kernel", "combine_kernel"}
     if case.endswith("all"):
-        expected |= {"copy_kernel", "unpack_kernel"}
+        expected |= {"copy_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):
         mine = [need for need in needs if need["capability"] == capability]
         assert {need["kernel"] for need in mine} == expected

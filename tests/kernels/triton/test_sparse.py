@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat.kernels import Calls
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.triton import launch, operations
 from floe_chat.kernels.triton.gemv import compact_kernel
+from floe_chat.kernels.types import Calls
 from torch import Tensor
 
 from ..oracle import WIDTHS, Layer, as_active, make_calls, make_x, swiglu, threshold_between, up_values
@@ -67,20 +67,6 @@ def test_up_list_is_up_gemv_and_leaves_out_what_nothing_reaches(bits: int, devic
     total = int(ends[-1])
     assert neurons[:total].tolist() == want.neurons.tolist() and torch.equal(values[:total], want.values)
     assert neurons.numel() == values.numel() == calls.experts.numel() * truth[0].numel()
-
-
-@pytest.mark.parametrize("widths", SWIGLU_WIDTHS, ids=str)
-def test_rows_in_slots_made_for_longer_ones_give_the_same(widths: Widths, device: torch.device) -> None:
-    size = ALL_SIZES[-1]
-    layer, x, calls = layer_on(device, size, widths), make_x(3, size[2], torch.float32), some_calls(size[0])
-    active = active_on(device, as_active(*some_active(up_values(layer, x.double(), calls)), torch.float32))
-    layout, nbytes = layer.rows.layout, layer.rows.layout.nbytes
-    data = torch.full((*size[:2], nbytes + 192), 0xFF, dtype=torch.uint8, device=device)
-    data[:, :, :nbytes] = layer.rows.data
-    longer = replace(layer.rows, layout=replace(layout, least=nbytes + 192), data=data)
-    y, _ = kernels.sparse_swiglu(x.to(device), longer, calls_on(device, calls), active)
-    same, _ = kernels.sparse_swiglu(x.to(device), layer.rows, calls_on(device, calls), active)
-    assert torch.equal(y, same)
 
 
 @pytest.mark.parametrize("size", ALL_SIZES, ids=size_id)

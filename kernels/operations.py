@@ -1,0 +1,219 @@
+"""The numerical operations, one function each: the device's backend computes.
+
+`reference.py` defines what each computes. Tensors of another type, shape or device and indices out of range raise a
+ValueError before any memory is touched: weights when they are put together (`layouts.py`), what changes from call to
+call by `arguments.py`. The compiled kernels run those checks themselves, for callers that have them from `choose`.
+Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons per expert, N active neurons.
+
+`x_bits` says how much of x's precision must be kept where weights are codes: 22 bits (float32's), or what
+`reference.rounded` leaves, 15 (relative errors of about 5e-5) or 8 (of 0.6 to 0.9 %, still far below those of low-bit
+weights). The CPU's kernels are the faster the fewer it is; implementations may keep more.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import arguments, checks
+from .backend import Backend, choose
+from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
+from .rule import Rule
+from .types import X_BITS, Active, Calls, Limits, Work
+
+__all__ = [
+    "X_BITS",
+    "Active",
+    "Backend",
+    "Calls",
+    "Limits",
+    "Rule",
+    "Work",
+    "choose",
+    "expert_swiglu",
+    "gather_rows",
+    "linear",
+    "moe_step",
+    "pool_scatter",
+    "select",
+    "sparse_swiglu",
+    "up_gemv",
+]
+
+
+def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
+    """What a rule leaves of a router's choice: calls, and what a neuron must reach in each.
+
+    Args:
+        index, weights: (B, K) the router's choice. limits: of the layer's experts, or of their halves where the rule
+            divides them, at the rule's shares.
+
+    Returns:
+        P = B · K · rule.parts calls; those that are left out have an infinite threshold. On a GPU nobody waits, so
+        that an expert out of range is found out by the operation that reads it.
+
+    Raises:
+        ValueError: shapes that do not fit, or (on the CPU) an expert out of range.
+    """
+    backend = choose(index.device)
+    if not backend.checks:
+        arguments.select(index, weights, limits, rule)
+        if index.is_cpu:
+            checks.indices("expert", index.flatten(), limits.signal.numel() // rule.parts)
+    return backend.select(index, weights, limits, rule)
+
+
+def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, x_bits: int = 22) -> Active:
+    """The active neurons of every call: v = up_e · x, kept where |v| >= threshold (FloE Algorithm 1, lines 2-3).
+
+    Args:
+        x: (B, H) floating point. up: the layer's up projections. thresholds: (P,) one per call, 0 keeps all. A v that
+            is not a number is kept, so that it reaches the result. Calls with an infinite threshold are left out.
+
+    Raises:
+        ValueError: shapes that do not fit, or a token or expert out of range.
+    """
+    backend = choose(x.device)
+    if not backend.checks:
+        arguments.up_gemv(x, up, calls, thresholds, x_bits)
+        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+    return backend.up_gemv(x, up, calls, thresholds, x_bits)
+
+
+def sparse_swiglu(
+    x: Tensor,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    active: Active,
+    down_thresholds: Tensor | None = None,
+    *,
+    x_bits: int = 22,
+) -> tuple[Tensor, Tensor]:
+    """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
+
+    Args:
+        x: (B, H). rows: the layer's neuron records, as packed or in a pool. active: what `up_gemv` found for the same
+            calls. down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below the call's; their down
+            halves are not read.
+
+    Returns:
+        y (B, H) of x's dtype, zero for tokens without a call; and (P,) int64 how many neurons of each call reached the
+        second threshold (all, if there is none).
+
+    Raises:
+        ValueError: shapes that do not fit, an index out of range, a neuron twice within one call, or one that the
+            pool does not hold.
+    """
+    backend = choose(x.device)
+    if not backend.checks:
+        arguments.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
+        arguments.calls_in_range(x.shape[0], calls, rows.experts)
+        arguments.active_in_range(rows, calls, active)
+    return backend.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
+
+
+def moe_step(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows | PoolRows,
+    calls: Calls,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+    *,
+    x_bits: int = 22,
+) -> tuple[Tensor, Tensor]:
+    """`up_gemv`, then `sparse_swiglu` of the neurons it found: one layer's experts for a few tokens.
+
+    On a GPU the list of active neurons stays there and the host waits for nothing; so tokens and experts that lie on
+    the GPU, which come from the model's own router, are not looked at before the kernels use them.
+
+    Args:
+        x: (B, H). thresholds, down_thresholds: (P,) as in those operations.
+
+    Returns:
+        y (B, H) of x's dtype, and counts (P, 2) int64 on the device of x: how many neurons of each call were active,
+        and for how many of those |silu(gate_n · x) v_n| reached the second threshold (all, if there is none).
+
+    Raises:
+        ValueError: shapes that do not fit, or (on the CPU) an index out of range.
+    """
+    backend = choose(x.device)
+    if not backend.checks:
+        arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
+        if calls.experts.is_cpu:
+            arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+    return backend.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
+
+
+def expert_swiglu(
+    x: Tensor,
+    up: UpWeights,
+    rows: ExpertRows,
+    expert: int,
+    thresholds: Tensor,
+    down_thresholds: Tensor | None = None,
+    *,
+    x_bits: int = 22,
+) -> tuple[Tensor, int, int]:
+    """One expert over many tokens, as prefill needs it: the same result as `up_gemv` and `sparse_swiglu`.
+
+    Args:
+        x: (B, H). expert: its index in 0..E-1. thresholds: (B,) neurons with |up_n · x| below the token's are left
+            out. down_thresholds: (B,) likewise those with |silu(gate_n · x) v_n| below it.
+
+    Returns:
+        y (B, H), not yet weighted by the router; over all tokens, how many neurons were active, and how many of those
+        reached the second threshold (all, if there is none).
+
+    Raises:
+        ValueError: shapes that do not fit, or no such expert.
+    """
+    backend = choose(x.device)
+    if not backend.checks:
+        arguments.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
+    return backend.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
+
+
+def linear(x: Tensor, weights: LinearWeights, *, x_bits: int = 22) -> Tensor:
+    """y = x · Wᵀ from low-bit weights, for any number of tokens.
+
+    Args:
+        x: (B, K) floating point. weights: of N rows.
+
+    Returns:
+        y (B, N) of x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    backend = choose(x.device)
+    if not backend.checks:
+        arguments.linear(x, weights, x_bits)
+    return backend.linear(x, weights, x_bits)
+
+
+def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
+    """Copy the records of `neurons` (N,) of one expert, in that order, into out (N, layout.nbytes) uint8.
+
+    Raises:
+        ValueError: an index out of range, or a buffer that does not fit.
+    """
+    # Pinned rows are read by the device that wants them.
+    device = rows.data.device if out.is_cpu else out.device
+    backend = choose(device)
+    if not backend.checks:
+        arguments.gather_rows(rows, expert, neurons, out, device)
+        checks.indices("neuron", neurons, rows.neurons)
+    backend.gather_rows(rows, expert, neurons, out)
+
+
+def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
+    """Copy records (N, nbytes) into pool[slots], pool (S, nbytes), both uint8.
+
+    Raises:
+        ValueError: a slot out of range or given twice, or records that do not fit the pool.
+    """
+    backend = choose(pool.device)
+    if not backend.checks:
+        arguments.pool_scatter(pool, slots, records, pool.device)
+        arguments.slots_in_range(slots, pool.shape[0])
+    backend.pool_scatter(pool, slots, records)

@@ -1,0 +1,58 @@
+"""What a token may skip, as one record: a pack's manifest stores it, a screen edits it, the kernels receive it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_EASE = 1000.0  # what thresholds are multiplied by at most: none may become infinite, which says "left out"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a token may skip. Shares are of an expert's neurons, on text like the calibration's.
+
+    Attributes:
+        sparsity: share that is skipped by |up · x| (FloE eq. 6). product: share whose down half is skipped, by
+            |silu(gate · x) up · x|.
+        drop, major: the router's weight for an expert, relative to the mean of those it chose for the token, below
+            which the expert is skipped, or only its major half computed (DualSparse-MoE section 4).
+        weighed: whether thresholds rise as that weight falls. A neuron adds weight · silu(gate · x) (up · x) down to y,
+            so the weight says as much of what it is worth as its own values: the same loss takes fewer rows then
+            (BENCHMARKS.md, the frontier).
+        alpha: how far from the best rejected score an absent expert may be replaced by a resident one, and the other
+            way round (importance-driven scheduling section 5.1); 0 replaces none.
+        late: of the active neurons the share, the weakest, that may be skipped while their rows are not on the device
+            (CORM); 0 waits for every row. So an answer is never worse than at `lateness`, whatever the link does.
+    """
+
+    sparsity: float = 0.0
+    product: float = 0.0
+    drop: float = 0.0
+    major: float = 0.0
+    weighed: bool = False
+    alpha: float = 0.0
+    late: float = 0.0
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts experts are divided: 2 where a token may have the major half alone."""
+        return 2 if self.major > self.drop else 1
+
+    @property
+    def drops(self) -> bool:
+        """Whether experts, or halves of them, may be left out by the router's weight."""
+        return self.drop > 0 or self.major > 0
+
+    @property
+    def lateness(self) -> float:
+        """The share of neurons, by |up · x|, below which an absent row may be skipped."""
+        return 1 - (1 - self.sparsity) * (1 - self.late)
+
+
+NOTHING = Rule()
+"""Skips nothing."""
+
+LATE = 0.25
+"""The share of active neurons that a lenient rule may skip. Were their rows never there, that would add 0.065 nats to
+Balanced on the demo model; half of the neurons would add 0.15. Without a bound an active row that is absent is as
+likely the strongest as the weakest, and 5 % of them cost 0.3 nats a token (BENCHMARKS.md)."""
