@@ -38,6 +38,7 @@ _LEGEND = (
     "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
     "KL           how far next-word probabilities move from the 16-bit source's, in nats (mean)",
     "bytes        of experts' weights per token; bits: the same per weight of the chosen experts",
+    "+20 %        all four rise from layer to layer, to 20 % above their mean; -20 %: they fall",
     "absent       share of those bytes in experts not resident, if the last used half of them is",
 )
 
@@ -149,7 +150,9 @@ def _row(point: Point, name: str) -> str:
     skipped = f"{_part(rule.sparsity):>7}{_part(rule.product):>8}{_part(rule.drop):>5}{_part(rule.major):>6}"
     figures = f"{divergence(d.kl_mean):>10}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
     absent = f"{units.share(point.missed / point.read if point.read else None):>7}"
-    return f"{stored}{skipped}{figures}{absent}  {name or (f'alpha {rule.alpha:g}' if rule.alpha else '')}".rstrip()
+    slope = f"{(rule.layers[-1] - 1) * 100:+.0f} %" if rule.layers else ""
+    remark = name or (f"alpha {rule.alpha:g}" if rule.alpha else "")
+    return f"{stored}{skipped}{figures}{absent}  {remark} {slope}".rstrip()
 
 
 def _part(share: float) -> str:

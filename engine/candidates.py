@@ -9,7 +9,7 @@ and each layer's quantile tables come from them when its turn comes, much as in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,7 +152,8 @@ class _Experts(nn.Module):
         size: int,
     ) -> None:
         super().__init__()
-        self._checkpoint, self._layer, self._settings, self._lead, self._size = checkpoint, layer, settings, lead, size
+        self._checkpoint, self._layer, self._lead, self._size = checkpoint, layer, lead, size
+        self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
         self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
         self._probabilities, self._normalized = torch.empty(0), selection.normalizes(router)
         router.register_forward_hook(self._note)

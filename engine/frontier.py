@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import psutil
 from torch import Tensor
@@ -36,6 +37,7 @@ DROPS = (  # both thresholds alike (1T-drop), then apart (2T-drop)
     *((0.0, 0.4), (0.2, 0.4), (0.2, 0.6), (0.4, 0.6), (0.4, 0.8), (0.6, 1.0)),
 )
 ALPHAS = (0.2, 0.5, 0.8)
+SLOPES = (-0.4, -0.2, 0.2, 0.4)  # by how much more than the mean the last layer skips, and less the first
 PROBES = {  # always measured, to compare with
     Setting(up=2, rule=Rule(0.8)): "FloE 80 %",
     Setting(up=2, rule=Rule(0.9)): "FloE 90 %",
@@ -112,6 +114,8 @@ def search(
 ) -> Frontier:
     """Measure dials alone, then the combinations that promise most.
 
+    Then what the presets would be, and the next cheaper points, with shares that rise or fall from layer to layer.
+
     Args:
         own: the widths of the pack. passages: (C, T) for thresholds. windows: (N, T), the last `keep` tokens of each
             predicted. widths: whether other widths than the pack's are tried.
@@ -125,7 +129,18 @@ def search(
         every = [Setting(u, g, d, r) for (u, r), g, d in itertools.product(guess.ups(), WIDTHS, WIDTHS)]
         chosen += [*PROBES, *guess.best(every, even=even)]
     together = measure([s for s in dict.fromkeys(chosen) if s not in {p.setting for p in alone}], "combinations")
-    return Frontier(own, (*alone, *together))
+    found = Frontier(own, (*alone, *together))
+    sloping = _sloping(found, checkpoint.config.num_hidden_layers)
+    return Frontier(own, (*found.points, *measure(sloping, "shares by layer")))
+
+
+def _sloping(found: Frontier, layers: int) -> list[Setting]:
+    usable = found.pareto(own=True)
+    places = [usable.index(point) for point in found.presets().values()]
+    settings = dict.fromkeys(usable[at].setting for place in places for at in (place - 1, place) if at >= 0)
+    ramps = [tuple(1 + slope * (2 * at / (layers - 1) - 1) for at in range(layers)) for slope in SLOPES if layers > 1]
+    rules = [(s, s.rule) for s in settings if s.rule.sparsity or s.rule.product or s.rule.drops]
+    return [replace(setting, rule=replace(rule, layers=ramp)) for setting, rule in rules for ramp in ramps]
 
 
 def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Setting]:
@@ -233,7 +248,7 @@ class _Guess:
         return Taken(dropped.halves, active, kept).nbytes(setting, *self._shape), kl
 
 
-def described(setting: Setting) -> dict[str, float]:
+def described(setting: Setting) -> dict[str, Any]:
     """What a setting has that is not a default, by name."""
     default = asdict(Setting())
     widths, rule = asdict(setting), asdict(setting.rule)

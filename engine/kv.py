@@ -126,8 +126,10 @@ def _covers(computed: Preset, wanted: Preset) -> bool:
     """Whether what `computed` gave is at least as good as what `wanted` gives: it skips no more of anything."""
     if computed is wanted:
         return True
-    names = [field.name for field in dataclasses.fields(Rule)]
-    finer = all(getattr(computed.rule, name) <= getattr(wanted.rule, name) for name in names)
+    names = [field.name for field in dataclasses.fields(Rule) if field.name != "layers"]
+    own, others = computed.rule, wanted.rule
+    layers = range(max(len(own.layers), len(others.layers), 1))
+    finer = all(getattr(own.at(i), name) <= getattr(others.at(i), name) for i in layers for name in names)
     return finer and computed.x_bits >= wanted.x_bits
 
 

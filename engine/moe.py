@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
         self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
-        self.ruled = RuledLayer(packed, control.preset)
+        self.ruled = RuledLayer(packed, control.preset, index)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
@@ -108,7 +108,7 @@ class MoELayer(nn.Module):
     def in_force(self) -> RuledLayer:
         """What the preset in force makes of this layer."""
         if self.ruled.preset is not self.control.preset:
-            self.ruled = RuledLayer(self.packed, self.control.preset)
+            self.ruled = RuledLayer(self.packed, self.control.preset, self.index)
         return self.ruled
 
     def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,7 +139,7 @@ class OffloadedLayer(MoELayer):
     def in_ram(self) -> RuledLayer:
         """What the preset in force makes of the rows in RAM."""
         if self._in_ram is None or self._in_ram.preset is not self.ruled.preset:
-            self._in_ram = RuledLayer(self.ram, self.ruled.preset)
+            self._in_ram = RuledLayer(self.ram, self.ruled.preset, self.index)
         return self._in_ram
 
     def _look_ahead(self, hidden: Tensor, output: Tensor | None) -> None:

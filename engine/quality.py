@@ -60,19 +60,19 @@ def ruled(name: str, rule: Rule) -> Preset:
 
 def custom(manifest: Manifest, rule: Rule) -> Preset:
     """A preset of one's own. One that skips at least the neurons that Balanced skips reads x as coarsely; its
-    thresholds are weighed as Balanced's are.
+    thresholds are weighed, and shared out among layers, as Balanced's are.
 
     Raises:
         UsageError: a share that is none, or halves of experts that have an odd number of neurons.
     """
-    for name in ("sparsity", "product", "drop", "major", "alpha", "late"):
-        if not 0 <= (value := getattr(rule, name)) <= 1:
-            raise UsageError(f"{name} cannot be {value}", "It is a share.", "Choose a number from 0 to 1.")
+    if name := rule.wrong:
+        raise UsageError(f"{name} cannot be {getattr(rule, name)}", "It is a share.", "Choose a number from 0 to 1.")
     if rule.parts > 1 and manifest.architecture.intermediate % 2:
         raise UsageError("This model's experts have no halves", "Their number of neurons is odd.", "Leave out major.")
     balanced = get(DEFAULT, manifest)
     coarse = rule.sparsity >= balanced.rule.sparsity
-    return Preset(CUSTOM, replace(rule, weighed=balanced.rule.weighed), balanced.x_bits if coarse else X_BITS_FINE)
+    rule = replace(rule, weighed=balanced.rule.weighed, layers=balanced.rule.layers)
+    return Preset(CUSTOM, rule, balanced.x_bits if coarse else X_BITS_FINE)
 
 
 def available(manifest: Manifest) -> tuple[str, ...]:

@@ -38,12 +38,13 @@ class RuledLayer:
     """What a preset makes of a layer.
 
     Attributes:
-        layer: with experts as halves where the rule divides them. limits: at the rule's shares, on the layer's device.
-        costs: bytes of an expert's up projection, of a neuron's gate, and of its down half.
+        rule: of this layer, number `index`. layer: with experts as halves where the rule divides them. limits: at the
+            rule's shares, on the layer's device. costs: bytes of an expert's up projection, of a neuron's gate, and of
+            its down half.
     """
 
-    def __init__(self, packed: PackedLayer, preset: Preset) -> None:
-        self.preset, self.rule = preset, preset.rule
+    def __init__(self, packed: PackedLayer, preset: Preset, index: int) -> None:
+        self.preset, self.rule = preset, preset.rule.at(index)
         self.layer = packed.halved() if self.rule.parts == 2 else packed
         self.limits = Limits(
             threshold_at(self.layer.thresholds, self.rule.sparsity),

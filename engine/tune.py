@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ def run(
     )
 
 
-def fields_of(point: Point) -> dict[str, float | dict[str, float]]:
+def fields_of(point: Point) -> dict[str, Any]:
     """A point as JSON has it."""
     d = point.divergence
     return {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+MOST_MULTIPLE = 4.0
 MOST_EASE = 1000.0  # what thresholds are multiplied by at most: none may become infinite, which says "left out"
 
 
@@ -21,6 +22,8 @@ class Rule:
             (BENCHMARKS.md, the frontier).
         alpha: how far from the best rejected score an absent expert may be replaced by a resident one, and the other
             way round (importance-driven scheduling section 5.1); 0 replaces none.
+        layers: what these four shares are multiplied by in each layer, since some layers bear more than others
+            (DualSparse-MoE figure 12); empty: all have the same shares.
         late: of the active neurons the share, the weakest, that may be skipped while their rows are not on the device
             (CORM); 0 waits for every row. So an answer is never worse than at `lateness`, whatever the link does.
     """
@@ -32,6 +35,32 @@ class Rule:
     weighed: bool = False
     alpha: float = 0.0
     late: float = 0.0
+    layers: tuple[float, ...] = ()
+
+    def at(self, layer: int) -> Rule:
+        """The rule of one layer."""
+        if not self.layers:
+            return self
+        sparsity, product, drop, major = (
+            min(1.0, share * self.layers[layer]) for share in (self.sparsity, self.product, self.drop, self.major)
+        )
+        return replace(self, sparsity=sparsity, product=product, drop=drop, major=major, layers=())
+
+    @property
+    def wrong(self) -> str:
+        """The first field whose value means nothing, whatever its type; "" if all do."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            match field.name:
+                case "weighed":
+                    good = type(value) is bool
+                case "layers":
+                    good = type(value) is tuple and all(_within(one, MOST_MULTIPLE) for one in value)
+                case _:
+                    good = _within(value, 1)
+            if not good:
+                return field.name
+        return ""
 
     @property
     def parts(self) -> int:
@@ -47,6 +76,10 @@ class Rule:
     def lateness(self) -> float:
         """The share of neurons, by |up · x|, below which an absent row may be skipped."""
         return 1 - (1 - self.sparsity) * (1 - self.late)
+
+
+def _within(value: object, most: float) -> bool:
+    return type(value) in (int, float) and 0 <= value <= most  # pyright: ignore[reportOperatorIssue]
 
 
 NOTHING = Rule()

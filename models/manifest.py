@@ -274,9 +274,8 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         raise ValueError("its bit widths")
     for preset in manifest.tuned:
         rule, figures = preset.rule, (preset.kl, preset.bytes_per_token)
-        shares = (rule.sparsity, rule.product, rule.drop, rule.major, rule.alpha, rule.late)
-        sound = all(0 <= share <= 1 for share in shares) and all(0 <= figure < math.inf for figure in figures)
-        if not sound or (rule.parts > 1 and a.intermediate % 2):
+        sound = not rule.wrong and all(0 <= figure < math.inf for figure in figures)
+        if not sound or (rule.parts > 1 and a.intermediate % 2) or len(rule.layers) not in (0, a.layers):
             raise ValueError(f"the preset {as_name(preset.name)!r}")
     for name in (*manifest.files, *manifest.beside):
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
@@ -314,6 +313,8 @@ def _tuned(fields: dict[str, Any]) -> Tuned:
     names = [field.name for field in dataclasses.fields(Rule)]
     rule = fields.get("rule") or {name: fields[name] for name in names if name in fields}
     others = {name: value for name, value in fields.items() if name not in ("rule", *names)}
+    if "layers" in rule:
+        rule = {**rule, "layers": tuple(rule["layers"])}
     return _typed(Tuned, {**others, "rule": _typed(Rule, rule)})
 
 
@@ -325,6 +326,7 @@ _TYPES = {
     "bool": (bool,),
     "str | None": (str, type(None)),
     "Rule": (Rule,),
+    "tuple[float, ...]": (tuple,),
 }
 
 

@@ -152,7 +152,7 @@ def _stats(item: _Object) -> AnswerStats:
 
 
 def _quality(item: _Object) -> Rule:
-    names = [field.name for field in fields(Rule) if field.name != "weighed"]
+    names = [field.name for field in fields(Rule) if field.name not in ("weighed", "layers")]
     given: dict[str, Any] = {name: value for name in names if (value := item.number(name, 1)) is not None}
     if "sparsity" not in given:
         raise item.bad("sparsity", "is missing")

@@ -267,8 +267,7 @@ def _quality(text: str | None) -> Rule | None:
         return None
     if isinstance(values := json.loads(text or "null"), dict) and values.get("lenient") is True:  # of earlier versions
         found = replace(found, late=LATE)
-    shares = (value for name, value in asdict(found).items() if name != "weighed")
-    return found if all(ranges.is_share(share) for share in shares) else None
+    return None if found.wrong else found
 
 
 def _stats(text: str | None) -> AnswerStats | None:
@@ -287,7 +286,9 @@ def _record(kind: type[_Record], text: str | None) -> _Record | None:
     """The fields that `kind` knows of a JSON object; a newer version may have written others."""
     try:
         values = json.loads(text or "null")
-        return kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values})
+        named: dict[str, Any] = {field.name: values[field.name] for field in fields(kind) if field.name in values}
+        listed: dict[str, Any] = {name: tuple(value) for name, value in named.items() if type(value) is list}
+        return kind(**{**named, **listed})
     except (ValueError, TypeError, RecursionError):
         return None
 

@@ -66,7 +66,8 @@ def test_only_what_is_not_a_default_is_told() -> None:
 def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate: int, widths: bool) -> None:
     monkeypatch.setattr(frontier, "_TOGETHER", 4)
     monkeypatch.setattr(frontier, "SKIPS", ((0.0, 0.7), (0.5, 0.0), (0.5, 0.7), (0.9, 0.0)))
-    source = make_checkpoint(tmp_path / "source", intermediate=intermediate, layers=1, experts=3)
+    monkeypatch.setattr(frontier, "SLOPES", (-0.4, 0.2))
+    source = make_checkpoint(tmp_path / "source", intermediate=intermediate, layers=2, experts=3)
     draw = torch.Generator().manual_seed(5)
     passages, windows = (torch.randint(3, 250, (3, length), generator=draw) for length in (23, 24))
     steps: list[str] = []
@@ -81,14 +82,16 @@ def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate:
     assert much > little > 0
     assert all(p.kl >= 0 and 0 <= p.missed <= p.read for p in found.points)
     own_points = [p for p in found.points if frontier.has_widths(p.setting, own)]
-    assert 2 <= len(own_points) <= 9 and own in measured
+    sloping = [p.setting.rule.layers for p in own_points if p.setting.rule.layers]
+    assert sloping and set(sloping) == {(1.4, 0.6), (0.8, 1.2)}
+    assert 2 <= len(own_points) - len(sloping) <= 9 and own in measured
     assert bool({Setting(gate=2), *frontier.PROBES} <= set(settings)) is widths
     assert any(s.rank for s in settings) is widths
     assert any(s.rule.parts > 1 for s in settings) is (intermediate % 2 == 0)
     presets = found.presets()
     assert list(presets) == ["High", "Balanced", "Fast"]
     assert presets["High"].read >= presets["Balanced"].read >= presets["Fast"].read
-    assert any("combinations" in step for step in steps) and any("layer 1 of 1" in step for step in steps)
+    assert any("combinations" in step for step in steps) and any("layer 1 of 2" in step for step in steps)
 
 
 def test_a_source_is_read_in_as_many_passes_as_memory_asks_for(

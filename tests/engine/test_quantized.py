@@ -38,12 +38,12 @@ class SkippingExperts(torch.nn.Module):
 
     def __init__(self, loaded: LoadedModel, layer: int, preset: Preset) -> None:
         super().__init__()
-        self.rule = preset.rule
+        self.rule = preset.rule.at(layer)
         stored = loaded.packed.layer(layer)
         self.up = [stored.up.dense(expert, torch.float32) for expert in range(4)]
         self.rows = [stored.rows.layout.read(stored.rows.data[expert], torch.float32) for expert in range(4)]
-        self.thresholds = threshold_at(stored.thresholds, preset.rule.sparsity)
-        self.products = threshold_at(stored.products, preset.rule.product)
+        self.thresholds = threshold_at(stored.thresholds, self.rule.sparsity)
+        self.products = threshold_at(stored.products, self.rule.product)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         out = torch.zeros_like(hidden)
@@ -95,6 +95,7 @@ SKIPPING = {
     "experts": a_preset("", 0.0, drop=0.9, major=0.9, lossless=True),
     "halves": a_preset("", 0.0, major=0.96, lossless=True),
     "all": a_preset("", 0.4, 0.7, drop=0.8, major=0.96, lossless=True),
+    "by layer": a_preset("", 0.5, 0.6, drop=0.6, major=0.9, lossless=True, layers=(0.7, 1.1)),
     "weighed": a_preset("", 0.6, 0.8, lossless=True, weighed=True),
     "all weighed": a_preset("", 0.5, 0.7, drop=0.8, major=0.96, lossless=True, weighed=True),
 }
