@@ -19,7 +19,7 @@ from .widgets.plain import printable
 
 if TYPE_CHECKING:
     from ..engine.plan import Plan
-    from ..models.published import Entry
+    from ..models.entry import Entry
 
 _LOOK_S = 0.2
 _LEAVING_S = 2.0  # that Ctrl+C waits for the work in hand; it is done again later

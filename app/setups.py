@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from ..engine.hardware import Hardware
     from ..engine.machine import Machine
+    from ..models.entry import Entry
     from ..models.fetch_loop import Tuning
-    from ..models.published import Entry
     from ..models.verify import Damage
 
 _LEAVING_S = 2.0  # that quitting waits; the work in hand is done again later

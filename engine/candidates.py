@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -300,6 +299,6 @@ def _rounded(matrix: Tensor, bits: int) -> Tensor:
     return ((grouped - zero.float()[..., None]) * scale.float()[..., None]).view(matrix.shape)
 
 
-def bytes_per_setting(config: Any, tokens: int) -> int:
+def bytes_per_setting(checkpoint: Checkpoint, tokens: int) -> int:
     """Memory that one more setting takes in a pass over `tokens` tokens: a few hidden states, and one expert's work."""
-    return 4 * tokens * (8 * config.hidden_size + 3 * config.intermediate_size)
+    return 4 * tokens * (8 * checkpoint.config.hidden_size + 3 * checkpoint.neurons)

@@ -9,9 +9,9 @@ import torch
 from ..kernels.layouts import RowLayout, VectorLayout, group_size, packed_bytes
 from ..models import foresight
 from ..models.calibration import MEASURES
+from ..models.entry import Sizes
 from ..models.linears import layout_of, width_of
 from ..models.pack import PackSpec
-from ..models.published import Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def search(
         own: the widths of the pack. passages: (C, T) for thresholds. windows: (N, T), the last `keep` tokens of each
             predicted. widths: whether other widths than the pack's are tried.
     """
-    even = checkpoint.config.intermediate_size % 2 == 0
+    even = checkpoint.neurons % 2 == 0
     measure = _Measure(checkpoint, passages, windows, keep, report)
     alone = measure(_alone(checkpoint, even=even, widths=widths), "each dial alone")
     guess = _Guess(alone, measure)
@@ -150,7 +150,7 @@ def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Setting]
     found = [Setting(rule=rule) for rule in rules]
     if widths:
         found += [replace(Setting(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
-        hidden, neurons = checkpoint.config.hidden_size, checkpoint.config.intermediate_size
+        hidden, neurons = checkpoint.config.hidden_size, checkpoint.neurons
         # Ranks whose factors take about 5 and 15 % of what a 2-bit up projection takes.
         stored = hidden * neurons * 2.5 / 8 / (hidden + neurons)
         found += [Setting(up=2, rank=max(1, round(share * stored))) for share in (0.05, 0.15)]
@@ -171,12 +171,12 @@ class _Measure:
         self._checkpoint, self._passages, self._windows, self._keep = checkpoint, passages, windows, keep
         self._report = report
         config = checkpoint.config
-        self.shape = (config.hidden_size, config.intermediate_size)
+        self.shape = (config.hidden_size, checkpoint.neurons)
         self._weights = config.num_hidden_layers * config.num_experts_per_tok * 3 * self.shape[0] * self.shape[1]
 
     def __call__(self, settings: Sequence[Setting], what: str) -> list[Point]:
         room = _MEMORY_SHARE * psutil.virtual_memory().available
-        each = candidates.bytes_per_setting(self._checkpoint.config, self._windows.numel())
+        each = candidates.bytes_per_setting(self._checkpoint, self._windows.numel())
         size = max(1, int(room // each) - 1)
         passes = [settings[start : start + size] for start in range(0, len(settings), size)]
         points: list[Point] = []

@@ -1,4 +1,4 @@
-"""What the lean pass (lean.py) takes from transformers' modules: each family's layers, and rope's tables."""
+"""What the lean pass (lean.py) takes from transformers' modules: layers as their family has them, rope's tables."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..kernels.step import DenseLayer, Heads, Projection, Router
 from ..models.bare import STATIC_ROPE
+from ..models.families import FAMILIES, Family
 from .dense import PackedLinear, join
 from .kv import BLOCK
 from .selection import normalizes
@@ -19,27 +20,6 @@ from .selection import normalizes
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
     """This model has something that is not computed here; the text says what."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What distinguishes a family's layers, as transformers writes them.
-
-    Attributes:
-        norms: whether queries and keys are normalized before rope, over as many heads as the norms' weights are for.
-        window: layer's attention module and configuration -> how many tokens it looks back, itself included; None all.
-    """
-
-    norms: bool
-    window: Callable[[Any, Any], int | None]
-
-
-_FAMILIES = {
-    "mixtral": _Family(False, lambda _attention, config: config.sliding_window),
-    "olmoe": _Family(True, lambda _attention, _config: None),
-    "qwen2_moe": _Family(False, lambda attention, _config: getattr(attention, "sliding_window", None)),
-    "qwen3_moe": _Family(True, lambda _attention, config: config.sliding_window),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +58,11 @@ def read_layers(model: Any) -> list[Layer]:
     Raises:
         Unsupported: a family or a layer that the lean pass does not compute.
     """
-    family = _FAMILIES.get(model.config.model_type)
+    family = FAMILIES.get(model.config.model_type)
     if family is None:
         raise Unsupported(f"the lean pass does not know the family {model.config.model_type}")
     kept = _kept(model)
-    return [_read(layer, family, model.config, kept) for layer in model.model.layers]
+    return [_read(layer, index, family, model.config, kept) for index, layer in enumerate(model.model.layers)]
 
 
 def _kept(model: Any) -> torch.dtype:
@@ -95,17 +75,17 @@ def _kept(model: Any) -> torch.dtype:
     return torch.float16 if coded and computed == torch.float32 else computed
 
 
-def _read(layer: Any, family: _Family, config: Any, kept: torch.dtype) -> Layer:
+def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype) -> Layer:
     attention = layer.self_attn
     heads = Heads(
         queries=config.num_attention_heads,
         keys=config.num_key_value_heads,
         dim=attention.head_dim,
         scale=attention.scaling,
-        window=family.window(attention, config),
+        window=family.window(config, index),
         clip=getattr(config, "clip_qkv", None),
-        q_norm=attention.q_norm.weight if family.norms else None,
-        k_norm=attention.k_norm.weight if family.norms else None,
+        q_norm=attention.q_norm.weight if family.normalized_heads else None,
+        k_norm=attention.k_norm.weight if family.normalized_heads else None,
         kept=kept,
     )
     return Layer(

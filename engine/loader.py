@@ -17,8 +17,9 @@ from ..kernels import operations as kernels
 from ..kernels.layouts import LinearWeights
 from ..models import bare, configuration, heat, skeleton
 from ..models.catalog import name_of
-from ..models.checkpoint import FAMILIES, read_config
+from ..models.checkpoint import read_config
 from ..models.errors import damaged
+from ..models.families import FAMILIES
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture
 from ..models.packed import PackedLayer, PackedModel
@@ -240,14 +241,13 @@ def _need_numbers(folder: Path, model: nn.Module) -> None:
 
 
 def _compare(folder: Path, config: Any, a: Architecture) -> None:
-    experts = getattr(config, "num_local_experts", None) or config.num_experts
     for name, configured, packed in (
         ("model type", config.model_type, a.model_type),
         ("number of layers", config.num_hidden_layers, a.layers),
-        ("number of experts", experts, a.experts),
+        ("number of experts", FAMILIES[a.model_type].experts(config), a.experts),
         ("experts per token", config.num_experts_per_tok, a.top_k),
         ("hidden size", config.hidden_size, a.hidden),
-        ("intermediate size", config.intermediate_size, a.intermediate),
+        ("number of neurons per expert", FAMILIES[a.model_type].neurons(config), a.intermediate),
     ):
         if configured != packed:
             raise damaged(folder, f"Its {name} is {packed} by the manifest and {configured} by config.json.")

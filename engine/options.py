@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..models.catalog import Entry
+from ..models.entry import SHARD_BYTES
 from ..models.pack import PackSpec
-from ..models.published import SHARD_BYTES
 from . import estimate, quality
 from .estimate import Held, Speeds, Token, Work
 from .figures import Curve, figures

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 from ..models import catalog, quantities
 from ..models.catalog import Entry
+from ..models.entry import Sizes
 from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.pack import PackSpec
-from ..models.published import PUBLISHED, Sizes
+from ..models.published import PUBLISHED
 from . import reasons
 from .figures import figures
 from .machine import Machine

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-FAMILIES = ("mixtral", "olmoe")
+from .families import FAMILIES
+
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # whose tables do not change with the length of the text
 
 
@@ -23,7 +24,7 @@ def knows(config: Any) -> bool:
 
 
 def tree(config: Any, dtype: torch.dtype) -> nn.Module:
-    """What `AutoModelForCausalLM.from_config` makes of a configuration of FAMILIES, with forward passes left out.
+    """What `AutoModelForCausalLM.from_config` makes of a configuration of one of our families, without forward passes.
 
     Only its rotary embedding can be called. Experts are missing: skeleton.py puts its own there. Made on whatever
     device is torch's default.
@@ -75,10 +76,11 @@ def _layer(config: Any, dtype: torch.dtype) -> nn.Module:
     layer.self_attn = _attention(config, dtype)
     layer.post_attention_layernorm = _weight(config.hidden_size, dtype=dtype)
     layer.mlp = nn.Module()
-    gate: Any = _weight(_experts(config), config.hidden_size, dtype=dtype)
+    family = FAMILIES[config.model_type]
+    gate: Any = _weight(family.experts(config), config.hidden_size, dtype=dtype)
     layer.mlp.gate = gate
     gate.top_k = config.num_experts_per_tok
-    if config.model_type != "mixtral":  # whose routers always share the weight among the chosen
+    if family.shares is None:
         gate.norm_topk_prob = config.norm_topk_prob
     layer.mlp.experts = nn.Module()
     return layer
@@ -94,7 +96,7 @@ def _attention(config: Any, dtype: torch.dtype) -> nn.Module:
     attention.k_proj = nn.Linear(hidden, keys, bias=bias, dtype=dtype)
     attention.v_proj = nn.Linear(hidden, keys, bias=bias, dtype=dtype)
     attention.o_proj = nn.Linear(queries, hidden, bias=bias, dtype=dtype)
-    if config.model_type == "olmoe":
+    if FAMILIES[config.model_type].normalized_heads:
         attention.q_norm, attention.k_norm = _weight(queries, dtype=dtype), _weight(keys, dtype=dtype)
     return attention
 
@@ -108,7 +110,3 @@ def _weight(*shape: int, dtype: torch.dtype) -> nn.Module:
 
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _experts(config: Any) -> int:
-    return getattr(config, "num_local_experts", None) or config.num_experts

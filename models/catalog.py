@@ -17,9 +17,11 @@ from typing import Any, cast
 import platformdirs
 
 from . import limits, names, private_file, support
+from .entry import Entry, Sizes
 from .errors import CheckpointError, FloeError, UsageError
+from .families import FAMILIES
 from .home import expanded
-from .published import APACHE, PUBLISHED, Entry, Sizes
+from .published import PUBLISHED
 
 DEMO = "demo"
 FETCHED = ".download"  # ends the name of a folder with what was fetched of a model that is being set up
@@ -259,7 +261,9 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
     entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
-    return replace(entry, licence=APACHE, gated=False, chat="turns by its own template") if name == DEMO else entry
+    if name == DEMO:
+        return replace(entry, licence="Apache-2.0", gated=False, chat="turns by its own template")
+    return entry
 
 
 def _unknown(model: str) -> UsageError:
@@ -320,7 +324,7 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         model_type=kind,
         layers=number("num_hidden_layers"),
         hidden=hidden,
-        intermediate=number("intermediate_size"),
+        intermediate=number(FAMILIES[kind].width),
         experts=number("num_local_experts", "num_experts"),
         top_k=number("num_experts_per_tok"),
         heads=heads,
@@ -329,6 +333,7 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         vocab=number("vocab_size"),
         window=number("max_position_embeddings", default=4096),
         tied=fields.get("tie_word_embeddings") is True,
+        normalized_heads=FAMILIES[kind].normalized_heads,
     )
     together = {
         "num_hidden_layers": sizes.layers,

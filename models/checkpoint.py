@@ -1,4 +1,4 @@
-"""Tensors out of a published checkpoint: one map of names per model family, read one tensor at a time.
+"""Tensors out of a published checkpoint, by its family's names, read one tensor at a time.
 
 What the shards' headers say is checked before the first byte of weights is asked for.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from . import limits, private_file
 from .errors import CheckpointError, NoCheckpointError
+from .families import FAMILIES
 from .lean import import_library
 from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
 from .support import refused_type
@@ -31,57 +31,6 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
 }
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
 _SAMPLE = 4096  # bytes of each tensor that stand for all of it where no commit does
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one model family names its experts on disk, and where transformers keeps the rest in memory.
-
-    Attributes:
-        expert: published name of one expert matrix, with fields {layer}, {expert} and {part}.
-        gate, up, down: what {part} is for each. renames: published fragment -> fragment of the module's name.
-        linears: how the names end of the linear layers that a pack may store at low width, on disk and in memory.
-    """
-
-    model_type: str
-    expert: str
-    gate: str
-    up: str
-    down: str
-    renames: tuple[tuple[str, str], ...] = ()
-    linears: tuple[str, ...] = (".q_proj", ".k_proj", ".v_proj", ".o_proj", "lm_head")
-
-    def module_name(self, published: str) -> str:
-        """The name in transformers' module of a dense tensor's published name; the only place that renames."""
-        for old, new in self.renames:
-            published = published.replace(old, new)
-        return published
-
-    def is_linear(self, layer: str) -> bool:
-        """Whether a layer's name, on disk or in memory, is that of an attention projection or the head."""
-        return layer.endswith(self.linears)
-
-
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(
-            model_type="mixtral",
-            expert="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
-            gate="w1",
-            up="w3",
-            down="w2",
-            renames=((".block_sparse_moe.", ".mlp."),),
-        ),
-        Family(
-            model_type="olmoe",
-            expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
-            gate="gate_proj",
-            up="up_proj",
-            down="down_proj",
-        ),
-    )
-}
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -158,18 +107,18 @@ class Checkpoint:
 
     @property
     def experts(self) -> int:
-        config = self.config
-        return int(getattr(config, "num_local_experts", None) or config.num_experts)
+        """How many a layer has."""
+        return self.family.experts(self.config)
+
+    @property
+    def neurons(self) -> int:
+        """How many an expert has."""
+        return self.family.neurons(self.config)
 
     def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate (F, H), up (F, H) and down (H, F) of one expert, in the checkpoint's dtype."""
-        gate, up, down = (self.tensor(name) for name in self.expert_names(layer, expert))
+        gate, up, down = (self.tensor(name) for name in self.family.expert_names(layer, expert))
         return gate, up, down
-
-    def expert_names(self, layer: int, expert: int) -> list[str]:
-        """Published names of its gate, up and down."""
-        f = self.family
-        return [f.expert.format(layer=layer, expert=expert, part=part) for part in (f.gate, f.up, f.down)]
 
     def dense_names(self) -> list[str]:
         """Published names of everything that is not an expert."""
@@ -215,18 +164,19 @@ class Checkpoint:
     def _every_expert_name(self) -> Iterator[str]:
         for layer in range(self.config.num_hidden_layers):
             for expert in range(self.experts):
-                yield from self.expert_names(layer, expert)
+                yield from self.family.expert_names(layer, expert)
 
     def _check(self) -> None:
         layers = self.config.num_hidden_layers
-        beyond = (self.expert_names(layers, 0)[0], self.expert_names(0, self.experts)[0])
+        names = self.family.expert_names
+        beyond = (names(layers, 0)[0], names(0, self.experts)[0])
         if extra := next((name for name in beyond if name in self.places), None):
             raise CheckpointError(
                 f"The checkpoint at {self.folder} does not fit its config.json",
                 f"It has {layers} layers of {self.experts} experts by config.json, but also holds {extra}.",
                 "Download config.json and the weights of the same model.",
             )
-        wide, narrow = self.config.intermediate_size, self.config.hidden_size
+        wide, narrow = self.neurons, self.config.hidden_size
         for index, name in enumerate(self._every_expert_name()):
             if name not in self.places:
                 raise CheckpointError(

@@ -1,6 +1,6 @@
 """A pack's config.json, read as transformers would read it, without importing transformers.
 
-Only plain files are read here: of the families in bare.py, with fields of the expected types and the usual rope.
+Only plain files are read here: of the families in families/, with fields of the expected types and the usual rope.
 transformers reads all others, and the log says why.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 from . import limits, private_file
 from .checkpoint import LARGEST_CONFIG, read_config
 from .errors import CheckpointError, damaged
+from .families import FAMILIES
 
 _log = logging.getLogger("floe_chat.models")
 
@@ -73,8 +74,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "clip_qkv": (float, NoneType),
     "norm_topk_prob": (bool,),
 }
-# Defaults of transformers' class of the family, for what config.json leaves out.
-_SHARED: dict[str, Any] = {
+# What a family does not have, and what transformers takes for what config.json leaves out in each family.
+_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -84,33 +85,6 @@ _SHARED: dict[str, Any] = {
     "clip_qkv": None,
     "norm_topk_prob": False,
 }
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "mixtral": _SHARED
-    | {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 131072,
-    },
-    "olmoe": _SHARED
-    | {
-        "vocab_size": 50304,
-        "hidden_size": 2048,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": None,  # as many as queries
-        "num_local_experts": 64,
-        "num_experts_per_tok": 8,
-        "max_position_embeddings": 4096,
-    },
-}
-_THETA = {"mixtral": 1e6, "olmoe": 1e4}
 # Fields by which transformers changes the meaning of others; null changes nothing.
 _INVOLVED = ("rope_scaling", "partial_rotary_factor", "per_layer_config", "layer_types", "mlp_layer_types", "auto_map")
 
@@ -138,22 +112,25 @@ def parse(fields: Any) -> Config:
     Raises:
         ValueError: they are not plain; the message names the first that is not.
     """
-    family = fields.get("model_type") if isinstance(fields, dict) else None
-    if not isinstance(family, str) or family not in _DEFAULTS:
-        raise ValueError(f"its model type is {family!r}")
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise ValueError(f"its model type is {kind!r}")
     if involved := [name for name in _INVOLVED if fields.get(name) is not None]:
         raise ValueError(f"it has {involved[0]}")
     given = dict(fields)
     experts = given.pop("num_experts", None)  # the same by the other family's name
     if experts is not None and given.setdefault("num_local_experts", experts) != experts:
         raise ValueError("it has two numbers of experts")
-    values: dict[str, Any] = {name: given.get(name, value) for name, value in _DEFAULTS[family].items()}
-    if values["num_key_value_heads"] is None and _DEFAULTS[family]["num_key_value_heads"] is None:
+    defaults = _DEFAULTS | dict(family.defaults)
+    theta = defaults.pop("rope_theta")
+    values: dict[str, Any] = {name: given.get(name, value) for name, value in defaults.items()}
+    if values["num_key_value_heads"] is None and defaults["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
     for name, types in _TYPES.items():
         if type(values[name]) not in types:
             raise ValueError(f"its {name} is {values[name]!r}")
-    config = Config(model_type=family, rope_parameters=_rope(given, _THETA[family]), **values)
+    config = Config(model_type=family.model_type, rope_parameters=_rope(given, theta), **values)
     _check(config)
     return config
 

@@ -176,7 +176,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
             experts=source.experts,
             top_k=config.num_experts_per_tok,
             hidden=config.hidden_size,
-            intermediate=config.intermediate_size,
+            intermediate=source.neurons,
         ),
         widths=Widths(spec.up, spec.gate, spec.down, spec.dense, float16, group),
         calibration=Calibration(tokens=tokens.numel(), quantiles=calibration.QUANTILES),

@@ -99,7 +99,7 @@ class Packing:
             steps["dense", stage] = [name for name in names if name not in self._journal.dense]
             if 0 < stage <= self._layers:
                 left = [e for e in range(self._experts) if (stage - 1, e) not in self._journal.experts]
-                steps |= {(stage - 1, expert): self._source.expert_names(stage - 1, expert) for expert in left}
+                steps |= {(stage - 1, expert): self._source.family.expert_names(stage - 1, expert) for expert in left}
         return steps
 
     @contextmanager

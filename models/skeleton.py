@@ -2,7 +2,7 @@
 
 Linear layers that the pack holds as codes are replaced likewise. Norms, rope, routers, the rest of attention and the
 KV cache stay the library's. Every family whose block calls `experts(hidden, top_k_index, top_k_weights)` works with a
-name map in checkpoint.py and nothing more.
+record in families/ and nothing more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.layouts import LinearWeights
 from . import linears
-from .checkpoint import Family
 from .errors import PackError
+from .families import Family
 
 Experts = Callable[[int], nn.Module]
 Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from .errors import CheckpointError, FloeError, UsageError
+from .families import FAMILIES
 
-SUPPORTED = {"mixtral": "Mixtral", "olmoe": "OLMoE"}  # by the model_type of config.json
+SUPPORTED = {kind: family.called for kind, family in FAMILIES.items()}  # by the model_type of config.json
 _ALL = " and ".join(SUPPORTED.values())
 _HINT = f"{_ALL} models work, and `floe-chat plan` lists which of them run on this machine."
 
@@ -24,7 +25,7 @@ _FORMATS = (
 )
 # Mixture-of-Experts families that are not supported yet: model_type, what they are called, what their models' names
 # look like (in lower case, with hyphens for all other signs).
-_FAMILIES = (
+_OTHERS = (
     ("qwen3_next", "Qwen3-Next", r"qwen-?3-next"),
     ("qwen3_5_moe", "Qwen3.5 MoE", r"qwen-?3-[5-9]-.*a\d+b|qwen-?3-[5-9]-moe"),
     ("qwen3_moe", "Qwen3 MoE", r"qwen-?3(-.*(a\d+b|moe).*|-coder.*|-max.*)?$"),
@@ -71,7 +72,7 @@ def refused(name: str) -> FloeError | None:
             )
     if re.search(r"mixtral|olmoe|\d+x\d+(-\d+)?b", key):
         return None
-    called = next((called for _, called, pattern in _FAMILIES if re.match(pattern, key)), None)
+    called = next((called for _, called, pattern in _OTHERS if re.match(pattern, key)), None)
     if called is not None:
         return UsageError(*_not_yet(called))
     return UsageError(*_no_experts(name)) if _DENSE.match(key) else None
@@ -82,7 +83,7 @@ def refused_type(fields: Mapping[str, Any], what: str) -> FloeError | None:
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in SUPPORTED:
         return None
-    called = next((called for known, called, _ in _FAMILIES if known == kind), None)
+    called = next((called for known, called, _ in _OTHERS if known == kind), None)
     experts = any(type(count := _field(fields, name)) is int and count > 1 for name in _COUNTS)
     if not isinstance(kind, str) or not kind:
         title, hint = f"{what} does not describe a model", "Download config.json again."

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ..kernels.layouts import VectorLayout
 from . import linears, skeleton
 from .chat_process import ChatProcess, largest_token
-from .checkpoint import FAMILIES, Checkpoint, read_config
+from .checkpoint import Checkpoint, read_config
 from .errors import CheckpointError, FloeError, NoTemplateError, PackError, UsageError
+from .families import FAMILIES
 from .manifest import FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from .packed import PackedLayer, PackedModel
 
@@ -101,7 +102,7 @@ def compare(packed: PackedModel, source: Checkpoint, layers: Sequence[int], repo
     """
     a = packed.manifest.architecture
     config = source.config
-    sizes = (config.num_hidden_layers, source.experts, config.hidden_size, config.intermediate_size)
+    sizes = (config.num_hidden_layers, source.experts, config.hidden_size, source.neurons)
     if sizes != (a.layers, a.experts, a.hidden, a.intermediate):
         raise CheckpointError(
             f"{source.folder} is not the source of this pack",

@@ -16,8 +16,9 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option as Row
 
 from ...models import catalog
+from ...models.entry import Entry
 from ...models.errors import AccessError, FloeError
-from ...models.published import PUBLISHED, Entry
+from ...models.published import PUBLISHED
 from ...models.quantities import size
 from ..setup_wish import Wish, discard, wish
 from ..setups import Check, Setups, Surveyor, remove, survey

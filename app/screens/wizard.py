@@ -15,8 +15,9 @@ from textual import on
 from textual.binding import Binding, BindingType
 
 from ...models import catalog
+from ...models.entry import Entry
 from ...models.errors import AccessError, FloeError
-from ...models.published import PUBLISHED, Entry
+from ...models.published import PUBLISHED
 from ..settings_file import change
 from ..setup_wish import Wish, unfinished, wish
 from ..setups import Setups, Survey, Surveyor, survey

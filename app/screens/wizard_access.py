@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from textual import on
 
+from ...models.entry import Entry
 from ...models.errors import AccessError, FloeError
-from ...models.published import Entry
 from ..setup_wish import Wish
 from ..setups import look_up
 from ..widgets.background import in_background

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...engine.machine import Machine
     from ...engine.options import Option
     from ...engine.plan import Plan
-    from ...models.published import Entry
+    from ...models.entry import Entry
 
 _WIDE = 74  # columns from which all figures stand in the table
 _LEAD = f"{setup_words.BITS} {setup_words.KL} ● is recommended for this machine."

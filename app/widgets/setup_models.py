@@ -18,7 +18,7 @@ from .plain import printable
 from .themes import MUTED
 
 if TYPE_CHECKING:
-    from ...models.published import Entry
+    from ...models.entry import Entry
 
 HEADINGS = {
     "installed": "Installed · bits per weight: up / gate and down / attention",

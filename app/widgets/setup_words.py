@@ -11,7 +11,7 @@ from ...models.quantities import digits, estimate, size, trimmed
 
 if TYPE_CHECKING:
     from ...engine.options import Option, Range
-    from ...models.published import Entry
+    from ...models.entry import Entry
 
 BITS = "Bits per weight: up / gate and down / attention. Fewer are smaller and faster, and less exact."
 KL = (

@@ -21,8 +21,8 @@ from ...kernels import operations as kernels
 from ...kernels.layouts import ExpertRows, LinearWeights, UpWeights, group_size
 from ...models import skeleton
 from ...models.calibration import QUANTILES, quantile_table
-from ...models.checkpoint import FAMILIES, Family
 from ...models.errors import FloeError, UsageError
+from ...models.families import FAMILIES, Family
 from ...models.lean import import_model_code
 from ...models.linears import layout_of, width_of
 from ...models.manifest import Architecture, Calibration, Manifest, Source, Widths
@@ -104,8 +104,9 @@ class Spec:
     def manifest(self) -> Manifest:
         """What the manifest of such a pack says."""
         config = self.config()
-        experts = int(getattr(config, "num_local_experts", None) or config.num_experts)
-        sizes = (self.layers, experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size)
+        family = FAMILIES[config.model_type]
+        experts, neurons = family.experts(config), family.neurons(config)
+        sizes = (self.layers, experts, config.num_experts_per_tok, config.hidden_size, neurons)
         widths = Widths(self.up, self.rows, self.rows, self.dense, "bfloat16", group_size(config.hidden_size))
         return Manifest(
             name=self.name,

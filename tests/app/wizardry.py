@@ -14,8 +14,8 @@ from floe_chat.engine import hardware, machine
 from floe_chat.engine.hardware import Hardware
 from floe_chat.engine.rates import Measured
 from floe_chat.models import catalog
+from floe_chat.models.entry import Entry
 from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.published import Entry
 from textual import events
 from textual.app import App
 from textual.pilot import Pilot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from floe_chat.engine.footprint import kv_element
 from floe_chat.engine.kv import BLOCK, KVCache
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
-from floe_chat.models.checkpoint import FAMILIES
+from floe_chat.models.families import FAMILIES, Family
 from floe_chat.models.pack import PackSpec
 from torch import Tensor, nn
 
@@ -81,11 +81,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 10},
     "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
 }
+PLANNED = {  # no pack can be made of them yet; their layers have parts that the two above lack
+    "qwen2_moe": Family(
+        model_type="qwen2_moe",
+        called="Qwen2 MoE",
+        expert="",
+        defaults={},
+        window=lambda config, layer: (
+            config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+        ),
+    ),
+    "qwen3_moe": Family(
+        model_type="qwen3_moe",
+        called="Qwen3 MoE",
+        expert="",
+        defaults={},
+        normalized_heads=True,
+        window=lambda config, _layer: config.sliding_window,
+    ),
+}
 PIECES = {
     "token by token": [1] * 24,
     "prompt, then tokens": [PREFILL_CHUNK, 1, 1, 1, 1],
     "chunks": [PREFILL_CHUNK, PREFILL_CHUNK, 60, 1, 1, 5, 1],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned() -> Iterator[None]:
+    """Families that are not supported yet, as if they were."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, family in PLANNED.items():
+            patch.setitem(FAMILIES, kind, family)
+        yield
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

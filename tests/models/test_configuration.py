@@ -12,6 +12,7 @@ import pytest
 from floe_chat.models import bare, configuration
 from floe_chat.models.configuration import Config, parse
 from floe_chat.models.errors import PackError
+from floe_chat.models.families import FAMILIES
 from transformers import AutoConfig
 
 Fields = dict[str, Any]
@@ -145,7 +146,7 @@ def test_every_value_is_transformers_own(name: str, tmp_path: Path) -> None:
 
 
 def test_every_family_that_needs_no_library_is_read_here() -> None:
-    for family in bare.FAMILIES:
+    for family in FAMILIES:
         assert parse({"model_type": family}).model_type == family
 
 

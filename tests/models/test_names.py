@@ -14,8 +14,8 @@ import pytest
 from floe_chat.app.setup_wish import wish
 from floe_chat.models import names, support
 from floe_chat.models.catalog import asset, described, find, listed, models_folder, source
-from floe_chat.models.checkpoint import FAMILIES
 from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.families import FAMILIES
 from floe_chat.models.published import PUBLISHED
 
 OLMOE = "allenai/OLMoE-1B-7B-0924-Instruct"

@@ -1,0 +1,50 @@
+"""OLMoE (Ai2): many small experts; queries and keys are normalized over all heads together."""
+
+from __future__ import annotations
+
+from ..entry import Entry, Sizes
+from .family import Family
+
+_1B_7B = Sizes(
+    model_type="olmoe",
+    layers=16,
+    hidden=2048,
+    intermediate=1024,
+    experts=64,
+    top_k=8,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    vocab=50304,
+    window=4096,
+    normalized_heads=True,
+)
+
+OLMOE = Family(
+    model_type="olmoe",
+    called="OLMoE",
+    expert="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
+    defaults={
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": None,  # as many as queries
+        "num_local_experts": 64,
+        "num_experts_per_tok": 8,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+    },
+    normalized_heads=True,
+    published=(
+        Entry(
+            "olmoe-1b-7b-instruct",
+            _1B_7B,
+            "allenai/OLMoE-1B-7B-0924-Instruct",
+            licence="Apache-2.0",
+            gated=False,
+            chat="<|user|> and <|assistant|> turns by its own chat template",
+        ),
+    ),
+)
