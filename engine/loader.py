@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from .events import Advanced, Loaded
 from .finite import is_finite
 from .moe import STREAMED_CHUNK, Control, MoELayer
 from .offload import Offload, Parts
-from .offloaded import OffloadedLayer
+from .offloaded import Neighbours, OffloadedLayer
 from .step import Decoder, LeanDecoder
 from .telemetry import Telemetry
 
@@ -210,10 +209,9 @@ class _Experts:
         if isinstance(decoder, LeanDecoder):  # the library's own cache lies where it likes
             decoder.room = shared
             shared.share()
-        for layer, following in pairwise(self._made):
-            layer.following = following
-        for layer, block in zip(self._made, model.model.layers, strict=True):
-            layer.gate = block.mlp.gate
+        following = [*self._made[1:], None]
+        for layer, after, block in zip(self._made, following, model.model.layers, strict=True):
+            layer.neighbours = Neighbours(block.mlp.gate, after)
         if shared.parts.predictor != "none":
             ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
             shared.predictor = predictor.make(shared.parts.predictor, model, packed, ahead)

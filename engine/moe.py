@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_int32
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -69,18 +69,42 @@ class Control:
         self.make_room: Callable[[], bool] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The experts of a step's B tokens, and what is computed of them.
+
+    Attributes:
+        ruled: what the preset in force makes of the layer. experts, weights: (B, K). work: the calls of `ruled`.
+        routed: (B, K) the router's own choice where resident experts may have replaced some of it; else None.
+    """
+
+    ruled: RuledLayer
+    experts: Tensor
+    weights: Tensor
+    work: Work
+    routed: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a step has computed.
+
+    Attributes:
+        choice: of what; its experts, weights and thresholds are on the host.
+        y: (B, H). counts: (P, 2) neurons per call and stage, as `kernels.moe_step` gives them.
+    """
+
+    choice: Choice
+    y: Tensor
+    counts: Tensor
+
+
 class MoELayer(nn.Module):
     """The experts of one layer from the packed layout.
 
     Attributes:
-        ruled: what the preset in force makes of it. chosen, scores: (B, K) the experts and weights of this step.
+        ruled: what the last step's preset made of it; `in_force` looks whether it is still the one in force.
     """
-
-    chosen: Tensor
-    scores: Tensor
-
-    # A step sets several, and torch's own way looks for parameters each time, of which there are none.
-    __setattr__ = object.__setattr__  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
         super().__init__()
@@ -95,15 +119,13 @@ class MoELayer(nn.Module):
         """
         if self.control.cancelled.is_set():
             raise Cancelled
-        self.in_force()
-        self.chosen, self.scores = self._choose(hidden, top_k_index, top_k_weights)
-        work = self.ruled.work(self.chosen, self.scores)
+        choice = self.choose(hidden, top_k_index, top_k_weights)
         if hidden.shape[0] > DECODE_TOKENS:
-            return self._prefill(hidden, work)
-        y, counts = self._step(hidden, work)
+            return self._prefill(hidden, choice)
+        result = self._step(hidden, choice)
         if self.control.counting:
-            self._count(self.chosen, work, counts)
-        return y
+            self._count(result)
+        return result.y
 
     def in_force(self) -> RuledLayer:
         """What the preset in force makes of this layer."""
@@ -111,60 +133,60 @@ class MoELayer(nn.Module):
             self.ruled = RuledLayer(self.packed, self.control.preset, self.index)
         return self.ruled
 
-    def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts (B, K) and weights that are taken instead of the router's choice: here the same."""
-        return index, weights
+    def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
+        """What is computed of a router's choice, index and weights (B, K): here all that the rule does not skip."""
+        ruled = self.in_force()
+        return Choice(ruled, index, weights, ruled.work(index, weights))
 
-    def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        layer, x_bits = self.ruled.layer, self.ruled.preset.x_bits
-        return kernels.moe_step(hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
+    def _step(self, hidden: Tensor, choice: Choice) -> Result:
+        ruled, work = choice.ruled, choice.work
+        layer, x_bits = ruled.layer, ruled.preset.x_bits
+        given = (hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products)
+        return Result(choice, *kernels.moe_step(*given, x_bits=x_bits))
 
-    def _prefill(self, hidden: Tensor, work: Work) -> Tensor:
-        rule = self.ruled.rule
+    def _prefill(self, hidden: Tensor, choice: Choice) -> Tensor:
+        ruled, work = choice.ruled, choice.work
+        rule = ruled.rule
         if rule.drops:
             work = work.part(work.thresholds != torch.inf)
         work, experts = replace(work, late=None), work.calls.experts
         few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.5 else FEW_TOKENS
-        counts = experts.bincount(minlength=len(self.ruled.limits.signal))
-        out, _ = self._step(hidden, work.part(counts[experts] <= few))
+        counts = experts.bincount(minlength=len(ruled.limits.signal))
+        out = self._step(hidden, replace(choice, work=work.part(counts[experts] <= few))).y
         shares = [Share.of(work, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
-        self._many(hidden, shares, out)
+        self._many(ruled, hidden, shares, out)
         return out
 
-    def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
+    def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         """Add to out (B, H) what experts make of the many tokens that each has."""
-        layer, x_bits = self.ruled.layer, self.ruled.preset.x_bits
+        layer, x_bits = ruled.layer, ruled.preset.x_bits
         for share in shares:
             if self.control.cancelled.is_set():
                 raise Cancelled
-            y, _, _ = kernels.expert_swiglu(
-                hidden[share.tokens],
-                layer.up,
-                layer.rows,
-                share.expert,
-                *share.limits,
-                x_bits=x_bits,
-            )
+            given = (hidden[share.tokens], layer.up, layer.rows, share.expert)
+            y, _, _ = kernels.expert_swiglu(*given, *share.limits, x_bits=x_bits)
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
-    def _count(self, chosen: Tensor, work: Work, counts: Tensor) -> None:
-        self.add_counts(chosen.tolist(), computed(counts, work.thresholds, self.ruled.rule))
+    def _count(self, result: Result) -> None:
+        choice = result.choice
+        counts = computed(result.counts, choice.work.thresholds, choice.ruled.rule)
+        self.add_counts(choice.ruled, choice.experts.tolist(), counts)
 
-    def add_counts(self, chosen: list[list[int]], counts: list[list[int]]) -> None:
+    def add_counts(self, ruled: RuledLayer, experts: list[list[int]], counts: list[list[int]]) -> None:
         """Add to the telemetry, by lists: an operation on tensors costs as much as all of this.
 
         Args:
-            chosen: (B, K). counts: (P, 2) of what was computed.
+            experts: (B, K). counts: (P, 2) of what was computed.
         """
-        found, ruled = self.telemetry.layers[self.index], self.ruled
-        among = sum(map(len, chosen))
+        found = self.telemetry.layers[self.index]
+        among = sum(map(len, experts))
         found.dropped += 2 * among - ruled.halves(len(counts))
         found.neurons += among * self.packed.rows.data.shape[1]
         up, gate, down = ruled.costs
         active, kept = sum(pair[0] for pair in counts), sum(pair[1] for pair in counts)
         found.active += active
         found.bytes += len(counts) * up + active * gate + kept * down
-        for token in chosen:
+        for token in experts:
             for expert in token:
                 found.calls[expert] += 1
 

@@ -89,6 +89,8 @@ class Offload:
         notices: what a person should know, until somebody takes it.
         under_way: transfers into the pool that are not known to have arrived, the oldest first.
         ahead: what the next layer will probably need, until it was fetched or its turn has come.
+        guessed: by layer, what was asked for ahead, to be compared with what its step needs: neurons, each once or once
+            per token, and experts (B, K).
         early: of a prompt, the next layer's first expert in a buffer.
         untold: what layers have still to count, once the host has waited for it.
     """
@@ -128,6 +130,7 @@ class Offload:
         self.under_way: dict[Transfer, None] = {}
         self.untold: list[Untold] = []
         self.ahead: Ahead | None = None
+        self.guessed: dict[int, tuple[Keys, Tensor]] = {}
         self.early: Early | None = None
         self._seen, self._peak = self.moved(), device.rates.link_bytes_s
         self.notices: list[Notice] = []
@@ -234,7 +237,7 @@ class Offload:
     def count(self) -> None:
         """Let layers count what they have still to count: waits for the device, so at the end of an answer."""
         untold, self.untold = self.untold, []
-        for late, counts in zip(untold, self.device.fetched(*(late.counts for late in untold)), strict=True):
+        for late, counts in zip(untold, self.device.fetched(*(late.result.counts for late in untold)), strict=True):
             late.layer.tell(late, counts)
 
     def settle(self) -> None:

@@ -11,7 +11,7 @@ replaces is decided on the device, and the list of neurons that is guessed for t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.types import Active, Calls, Work
+from ..kernels.types import Active, Work
 from ..models.packed import PackedLayer
 from . import selection
 from .cache import Keys
 from .fetching import Asked
-from .moe import DECODE_TOKENS, Control, MoELayer, computed
+from .moe import DECODE_TOKENS, Choice, Control, MoELayer, Result
 from .offload import Offload
-from .offloaded_step import Given, Step
+from .offloaded_step import Given, Step, Sum
 from .ruled_layer import RuledLayer, Share
 from .streaming import Prompt
 from .telemetry import LayerCounts, Telemetry
@@ -35,14 +35,23 @@ from .telemetry import LayerCounts, Telemetry
 RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """What stands around a layer. It is one value, since a module takes modules that it is given for parts of its own.
+
+    Attributes:
+        gate: this layer's router; without it no expert is replaced. following: the next layer; None for the last.
+    """
+
+    gate: Any = None
+    following: OffloadedLayer | None = None
+
+
 class OffloadedLayer(MoELayer):
     """The experts of one layer: up projections on the device, rows in RAM and some of them in the pool.
 
     Args:
         packed: up projections and thresholds on the device, rows in RAM. ram: the same layer, all of it in RAM.
-
-    Attributes:
-        following: the next layer; None for the last. gate: this layer's router; without it no expert is replaced.
     """
 
     def __init__(
@@ -56,11 +65,7 @@ class OffloadedLayer(MoELayer):
     ) -> None:
         super().__init__(index, packed, control, telemetry)
         self.ram, self.shared = ram, shared
-        self.following: OffloadedLayer | None = None
-        self.gate: Any = None
-        self._guess: tuple[Keys, Tensor] | None = None
-        self._routed: Tensor | None = None  # the router's own choice, where others may stand in
-        self._limits: Tensor  # the thresholds of a step's calls, on the host
+        self.neighbours = Neighbours()
         self._in_ram: RuledLayer | None = None
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -68,73 +73,82 @@ class OffloadedLayer(MoELayer):
         with self.shared.device.host():
             return super().forward(hidden, top_k_index, top_k_weights)
 
-    def _choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
         """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
-        rule, self._routed = self.ruled.rule, None
-        if not rule.alpha or hidden.shape[0] > DECODE_TOKENS or self.gate is None:
-            return index, weights
-        self._routed = index
-        probabilities = F.linear(hidden.float(), self.gate.weight.float()).softmax(-1)
-        shares = self.shared.pool.resident(self.index)
-        (resident,) = self.shared.device.sent(torch.from_numpy(shares >= RESIDENT))
-        normalized = selection.normalizes(self.gate)
-        return selection.substitute_there(probabilities, index, weights, resident, rule.alpha, normalized=normalized)
+        ruled, gate = self.in_force(), self.neighbours.gate
+        if not ruled.rule.alpha or hidden.shape[0] > DECODE_TOKENS or gate is None:
+            return Choice(ruled, index, weights, ruled.work(index, weights))
+        probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
+        (resident,) = self.shared.device.sent(torch.from_numpy(self.shared.pool.resident(self.index) >= RESIDENT))
+        given, normalized = (probabilities, index, weights, resident), selection.normalizes(gate)
+        experts, scores = selection.substitute_there(*given, ruled.rule.alpha, normalized=normalized)
+        return Choice(ruled, experts, scores, ruled.work(experts, scores), routed=index)
 
-    def _step(self, hidden: Tensor, work: Work) -> tuple[Tensor, Tensor]:
-        shared, ruled, device = self.shared, self.ruled, self.shared.device
+    def _step(self, hidden: Tensor, choice: Choice) -> Result:
+        shared, device = self.shared, self.shared.device
         shared.look()
         device.dense(hidden.shape[0])
+        step = self._found(hidden, choice)
+        self._compare(step)
+        located = step.locate()
+        needed = step.needed(located)
+        placed = step.place(located, needed)
+        total = Sum()
+        step.add(located.ready, total)
+        if hidden.shape[0] <= DECODE_TOKENS:
+            self._look_ahead(hidden, step.choice, total.y)
+        waited = step.finish(needed, placed, total)
+        if self.control.counting:
+            step.count(self.telemetry.layers[self.index], located, needed, placed, waited)
+        result = step.result(total)
+        shared.look()
+        return result
+
+    def _found(self, hidden: Tensor, choice: Choice) -> Step:
+        """Find the active neurons, and wait for them and for all else that the host decides by."""
+        shared, device, ruled, work = self.shared, self.shared.device, choice.ruled, choice.work
         limits, *parts = device.sent(work.thresholds, *Given(hidden, work.calls, work.products).tensors()[1:])
         there = Given.of([hidden, *parts])
         # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
-        left = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
-        asked = there.tensors()[len(left) :]
-        optional = [tensor for tensor in (self._routed, work.late) if tensor is not None]
+        stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
+        asked = there.tensors()[len(stays) :]
+        optional = [tensor for tensor in (choice.routed, work.late) if tensor is not None]
         untold, shared.untold = shared.untold, []
-        active, values, here = device.up(
+        active, values, found = device.up(
             *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
-            (*asked, self.chosen, self.scores, limits, *optional, *(late.counts for late in untold)),
+            (*asked, choice.experts, choice.weights, limits, *optional, *(late.result.counts for late in untold)),
         )
         shared.pool.release()  # the device has done all that came before
         shared.collect()
         shared.forget(self.index)  # what was guessed and has not begun: now it is known what is needed
         shared.ahead = None
-        here, rest = Given.of([*left, *here[: len(asked)]]), here[len(asked) :]
-        self.chosen, self.scores, self._limits, *rest = rest
-        self._routed = None if self._routed is None else rest.pop(0)
-        weakest = None if work.late is None else rest.pop(0)
+        here, rest = Given.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
+        experts, weights, limits = next(rest), next(rest), next(rest)
+        routed = None if choice.routed is None else next(rest)
+        work = Work(here.calls, limits, here.limits, None if work.late is None else next(rest))
         for late, counts in zip(untold, rest, strict=True):
             late.layer.tell(late, counts)
-        step = Step(self, there, here, active, values, weakest)
-        self._compare(step.here.calls, active)
-        step.locate()
-        step.place()
-        step.compute()
-        if hidden.shape[0] <= DECODE_TOKENS:
-            self._look_ahead(hidden, step.y)
-        result = step.finish()
-        shared.look()
-        return result
+        choice = Choice(ruled, experts, weights, work, routed)
+        return Step(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
 
-    def _count(self, chosen: Tensor, work: Work, counts: Tensor) -> None:
-        """Where the counts are still to be computed, they are told when the host next waits, in whichever layer."""
-        if self._routed is not None:
-            others = (self.chosen[:, :, None] != self._routed[:, None]).all(-1)
-            self.telemetry.layers[self.index].substituted += int(others.sum())
-        late = Untold(self, self.telemetry.layers[self.index], chosen, self._limits, counts)
-        if counts.is_cpu:
-            self.tell(late, counts)
+    def _count(self, result: Result) -> None:
+        """Where the counts are still to be computed, they are added when the host next waits, in whichever layer."""
+        choice, found = result.choice, self.telemetry.layers[self.index]
+        if choice.routed is not None:
+            found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
+        late = Untold(self, found, result)
+        if result.counts.is_cpu:
+            self.tell(late, result.counts)
         else:
             self.shared.untold.append(late)
 
     def tell(self, late: Untold, counts: Tensor) -> None:
         """Count a step whose `counts` (P, 2) are on the host now; left out if another answer is counted by now."""
-        if self.telemetry.layers[self.index] is not late.answer:
-            return
-        self.add_counts(late.chosen.tolist(), computed(counts, late.limits, self.ruled.rule))
+        if self.telemetry.layers[self.index] is late.answer:
+            super()._count(replace(late.result, counts=counts))
 
-    def _many(self, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        Prompt(self.shared, self.index, self.ruled, self.in_ram(), hidden, out, self.control).run(shares)
+    def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
+        Prompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
     def in_ram(self) -> RuledLayer:
         """What the preset in force makes of the rows in RAM."""
@@ -142,45 +156,39 @@ class OffloadedLayer(MoELayer):
             self._in_ram = RuledLayer(self.ram, self.ruled.preset, self.index)
         return self._in_ram
 
-    def _look_ahead(self, hidden: Tensor, output: Tensor | None) -> None:
+    def _look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
         """Ask what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons by
         its own up projection, left out what the preset leaves out at such scores. Nobody waits for the answer, see
         `Offload.look`. output: (B, H) of this layer, as far as it is known; None for nothing."""
-        shared, following = self.shared, self.following
+        shared, following = self.shared, self.neighbours.following
         if following is None or shared.predictor is None:
             return
         device, ruled = shared.device, following.in_force()
         if shared.predictor.attends:
             device.dense(hidden.shape[0])
         guess = shared.predictor.guess(self.index, hidden, output)
-        (chosen,) = device.sent(self.chosen)
-        scores = shared.predictor.experts(self.index, hidden, chosen, guess)
-        best = scores.topk(self.chosen.shape[1])
-        weights = best.values.float().softmax(-1)
-        work = ruled.work(best.indices, weights)
+        (chosen,) = device.sent(choice.experts)
+        best = shared.predictor.experts(self.index, hidden, chosen, guess).topk(choice.experts.shape[1])
+        work = ruled.work(best.indices, best.values.float().softmax(-1))
         also = work.calls.experts, work.calls.weights, best.indices
         asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
         shared.ahead = Ahead(following, ruled, asked)
 
-    def guess(self, keys: Keys, experts: Tensor) -> None:
-        """Note the neurons that this layer will need by the predictor, each once or once per token, and the experts
-        (B, K), to be compared with those that it does."""
-        self._guess = keys, experts
-
-    def _compare(self, calls: Calls, active: Active) -> None:
-        guess, self._guess = self._guess, None
+    def _compare(self, step: Step) -> None:
+        """Count how much of what was guessed for this step it needs."""
+        guess = self.shared.guessed.pop(self.index, None)
         if guess is None or not self.control.counting:
             return
         keys, experts = guess
-        counts, marks = self.telemetry.layers[self.index], self.shared.marks
+        counts, marks, choice = self.telemetry.layers[self.index], self.shared.marks, step.choice
         marks[keys] = True
         counts.guessed += keys.size
-        counts.needed += active.neurons.numel()
-        counts.right += int(np.count_nonzero(marks[self.keys(self.ruled, calls.experts, active)]))
+        counts.needed += step.active.neurons.numel()
+        counts.right += int(np.count_nonzero(marks[self.keys(choice.ruled, choice.work.calls.experts, step.active)]))
         marks[keys] = False
         counts.experts_guessed += experts.numel()
-        counts.experts_needed += self.chosen.numel()
-        for named, chosen in zip(experts.tolist(), self.chosen.tolist(), strict=True):
+        counts.experts_needed += choice.experts.numel()
+        for named, chosen in zip(experts.tolist(), choice.experts.tolist(), strict=True):
             counts.experts_right += len({*named} & {*chosen})
 
     @staticmethod
@@ -209,7 +217,7 @@ class Ahead:
         keys, ends, worth = layer.keys(self.ruled, experts, active), active.offsets.tolist(), weights.tolist()
         if not isfinite(sum(worth)):
             return  # the model has failed, and is going to be told so
-        layer.guess(keys, named)
+        shared.guessed[layer.index] = keys, named
         table = shared.pool.layers[layer.index]
         for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
             wanted = keys[ends[call] : ends[call + 1]]
@@ -220,15 +228,8 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Untold:
-    """A step of a layer that is not counted yet.
-
-    Attributes:
-        answer: what it is counted in. chosen: (B, K), limits: (P,) the thresholds of calls, both on the host.
-        counts: (P, 2) on the device.
-    """
+    """A step of a layer that is not counted yet: `answer` is what it is counted in."""
 
     layer: OffloadedLayer
     answer: LayerCounts
-    chosen: Tensor
-    limits: Tensor
-    counts: Tensor
+    result: Result

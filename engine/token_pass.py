@@ -101,4 +101,4 @@ class TokenPass:
             return
         for index, layer in enumerate(self._experts[: chosen.shape[1]]):
             computed = [part for part in counts[:, index].reshape(-1, 2).tolist() if part[0] >= 0]
-            layer.add_counts(chosen[:, index].tolist(), computed)
+            layer.add_counts(layer.ruled, chosen[:, index].tolist(), computed)

@@ -21,7 +21,7 @@ from ..cards import Card
 from ..devices import Partial, VirtualDevice
 from ..moe import Control
 from ..offload import Offload, Parts
-from ..offloaded import OffloadedLayer
+from ..offloaded import Neighbours, OffloadedLayer
 from ..quality import Preset
 from ..telemetry import LayerCounts, Telemetry
 from ..transfer import Transfer
@@ -213,7 +213,7 @@ def play(
     for index, layer in enumerate(packed):
         made.append(OffloadedLayer(index, layer, layer, shared, control, telemetry))
         if index:
-            made[index - 1].following = made[index]
+            made[index - 1].neighbours = Neighbours(following=made[index])
     x = torch.zeros(1, 1)
     started = moved = waited = busy = own = 0.0
     for token in range(tokens):

@@ -16,9 +16,9 @@ from floe_chat.engine.cards import named as card
 from floe_chat.engine.devices import Device, VirtualDevice
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import Cancelled, MoELayer
+from floe_chat.engine.moe import Cancelled, Choice, MoELayer, Result
 from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.offloaded import OffloadedLayer, Untold
+from floe_chat.engine.offloaded import Neighbours, OffloadedLayer, Untold
 from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
@@ -90,7 +90,7 @@ def offloaded(
     for index, block in enumerate(blocks):
         block.experts = OffloadedLayer(index, packed[index], packed[index], shared, loaded.control, loaded.telemetry)
         if previous is not None:
-            previous.following = block.experts
+            previous.neighbours = Neighbours(following=block.experts)
         previous = block.experts
     loaded.control.preset = preset
     loaded.telemetry.begin(0, 0, 0.0)
@@ -383,7 +383,9 @@ def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: Loade
         loaded.control.counting = False
         counts = loaded.telemetry.layers[0]
         before = counts.bytes, counts.active
-        late = Untold(layer, counts, torch.tensor([[2]]), torch.ones(1), torch.tensor([[5, 3]]))
+        experts, weights = torch.tensor([[2]]), torch.ones(1, 1)
+        choice = Choice(layer.ruled, experts, weights, layer.ruled.work(experts, weights))
+        late = Untold(layer, counts, Result(choice, torch.zeros(1, 1), torch.tensor([[5, 3]])))
         shared.untold.append(late)
         shared.count()
         up, gate, down = layer.ruled.costs

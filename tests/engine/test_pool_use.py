@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.moe import Choice
+from floe_chat.engine.offloaded import OffloadedLayer
 from floe_chat.engine.opening import Needs
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.pack import PackSpec
 from floe_chat.models.packed import PackedModel
+from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack
 from .driver import a_preset, open_model, silent
@@ -39,20 +43,21 @@ def test_only_experts_in_the_pool_stand_in(loaded: LoadedModel) -> None:
     swapped: list[int] = []
     with offloaded(loaded, a_preset("", 0.0, alpha=0.9, lossless=True), 0.7) as shared:
         for index, block in enumerate(loaded.model.model.layers):
-            experts, before = block.mlp.experts, dict[str, Any]()
-            experts.gate = block.mlp.gate
+            experts: OffloadedLayer = block.mlp.experts
+            experts.neighbours = replace(experts.neighbours, gate=block.mlp.gate)
 
-            def note(layer: Any, given: Any, index: int = index, before: dict[str, Any] = before) -> None:
-                before.update(shares=shared.pool.resident(index).copy(), asked=given[1].tolist())
-
-            def compare(layer: Any, _given: Any, _out: Any, before: dict[str, Any] = before) -> None:
-                for asked, taken in zip(before["asked"], layer.chosen.tolist(), strict=True):
+            def compare(
+                hidden: Tensor, routed: Tensor, weights: Tensor, index: int = index, choose: Any = experts.choose
+            ) -> Choice:
+                shares = shared.pool.resident(index)
+                choice: Choice = choose(hidden, routed, weights)
+                for asked, taken in zip(routed.tolist(), choice.experts.tolist(), strict=True):
                     others = sorted(set(taken) - set(asked))
                     swapped.extend(others)
-                    assert all(before["shares"][expert] >= 0.5 for expert in others)
+                    assert all(shares[expert] >= 0.5 for expert in others)
+                return choice
 
-            experts.register_forward_pre_hook(note)
-            experts.register_forward_hook(compare)
+            experts.choose = compare  # pyright: ignore[reportAttributeAccessIssue]
         answer(loaded, prompt_of(3))
     assert swapped
 

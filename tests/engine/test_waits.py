@@ -14,7 +14,7 @@ from floe_chat.engine.fetching import Copy, moved
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.moe import Control
 from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.offloaded import OffloadedLayer
+from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
 from floe_chat.engine.placement import Rates
 from floe_chat.engine.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality import PRESETS, Preset
@@ -74,8 +74,8 @@ def layers(device: Device, preset: Preset, *, predict: str | None) -> tuple[list
             routers, lambda _layer, output: torch.ones(1, HIDDEN) if output is None else output + 1
         )
     made = [OffloadedLayer(i, packed, packed, shared, control, Telemetry(LAYERS, EXPERTS)) for i in range(LAYERS)]
-    made[0].following = made[1]
-    made[0].gate = made[1].gate = SimpleNamespace(weight=weights(EXPERTS, HIDDEN).float())
+    gate = SimpleNamespace(weight=weights(EXPERTS, HIDDEN).float())
+    made[0].neighbours, made[1].neighbours = Neighbours(gate, made[1]), Neighbours(gate)
     return made, shared
 
 
