@@ -30,16 +30,26 @@ struct Job {
     int64_t items;
     int limit;
     std::atomic<int64_t> next{0};
-    int joined = 1;  // worker numbers given out; the caller is 0. Guarded by the pool's mutex, as is:
-    int running = 0; // helpers that still look at this job
+    std::atomic<int> helpers{0}; // that still look at this job. Changed under the pool's mutex, as is:
+    uint64_t lanes = 1;          // worker numbers in use, as bits; the caller is 0
+    Job *other = nullptr;        // the next of the pool's jobs
+
+    bool takes_more() const { return helpers + 1 < limit && next.load(std::memory_order_relaxed) < items; }
 };
 
-void take_items(Job &job, int worker) {
-    for (;;) {
+static_assert(kMaxThreads <= 64, "a lane is a bit of Job::lanes");
+
+// Until there are no more items, or until `leave`.
+template <class Leave> void take_items(Job &job, int worker, Leave leave) {
+    do {
         const int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
         if (item >= job.items) return;
         job.work(job.context, item, worker);
-    }
+    } while (!leave());
+}
+
+void take_all(Job &job) {
+    take_items(job, 0, [] { return false; });
 }
 
 // Spins until `ready` or until the bound has passed.
@@ -57,33 +67,59 @@ template <class Ready> bool spin_until(Ready ready) {
 class Pool {
   public:
     void run(Job &job) {
-        std::unique_lock<std::mutex> turn(serial_, std::try_to_lock);
-        if (!turn.owns_lock()) return take_items(job, 0);
-        bool asleep;
+        announce(job);
+        take_all(job);
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            while (helpers_ < job.limit - 1 && start_helper()) {}
-            job_ = &job;
-            generation_.fetch_add(1, std::memory_order_release);
-            asleep = sleeping_ > 0;
+            remove(job); // nobody joins any more
+            if (job.helpers == 0) return;
         }
-        if (asleep) wake_.notify_all();
-        take_items(job, 0);
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            job_ = nullptr; // nobody joins any more
-            running_.store(job.running, std::memory_order_relaxed);
-            if (job.running == 0) return;
-        }
-        if (spin_until([&] { return running_.load(std::memory_order_acquire) == 0; })) {
+        if (spin_until([&] { return job.helpers.load(std::memory_order_acquire) == 0; })) {
             std::lock_guard<std::mutex> lock(mutex_); // the last helper has let go of the job
             return;
         }
         std::unique_lock<std::mutex> lock(mutex_);
-        done_.wait(lock, [&] { return job.running == 0; });
+        done_.wait(lock, [&] { return job.helpers == 0; });
     }
 
   private:
+    void announce(Job &job) {
+        bool asleep;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            while (helpers_ < job.limit - 1 && start_helper()) {}
+            job.other = jobs_;
+            jobs_ = &job;
+            asleep = changed();
+        }
+        if (asleep) wake_.notify_all();
+    }
+
+    void remove(const Job &job) {
+        Job **at = &jobs_;
+        while (*at != &job) at = &(*at)->other;
+        *at = job.other;
+        if (jobs_ != nullptr && changed()) wake_.notify_all(); // its lanes are free for the others
+    }
+
+    // Has every helper look again at what there is to do; whether some of them sleep.
+    bool changed() {
+        generation_.fetch_add(1, std::memory_order_release);
+        return sleeping_ > 0;
+    }
+
+    // The job with the fewest lanes, if there are fewer lanes in all than the widest job asks for.
+    Job *neediest() const {
+        Job *found = nullptr;
+        int lanes = 0, widest = 0;
+        for (Job *job = jobs_; job != nullptr; job = job->other) {
+            lanes += 1 + job->helpers;
+            widest = job->limit > widest ? job->limit : widest;
+            if (job->takes_more() && (found == nullptr || job->helpers < found->helpers)) found = job;
+        }
+        return lanes < widest ? found : nullptr;
+    }
+
     bool start_helper() {
         try {
             std::thread([this] { help(); }).detach();
@@ -95,34 +131,35 @@ class Pool {
     }
 
     void help() {
-        uint64_t seen = 0;
+        std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            spin_until([&] { return generation_.load(std::memory_order_acquire) != seen; });
-            std::unique_lock<std::mutex> lock(mutex_);
-            while (generation_.load(std::memory_order_relaxed) == seen) {
-                sleeping_++;
-                wake_.wait(lock);
-                sleeping_--;
+            const uint64_t seen = generation_.load(std::memory_order_relaxed);
+            const auto is_new = [&] { return generation_.load(std::memory_order_acquire) != seen; };
+            if (Job *job = neediest()) {
+                int lane = 1;
+                while (job->lanes >> lane & 1) lane++;
+                job->lanes |= (uint64_t)1 << lane;
+                job->helpers++;
+                lock.unlock();
+                take_items(*job, lane, is_new); // another caller may need this thread more
+                lock.lock();
+                job->lanes &= ~((uint64_t)1 << lane);
+                if (--job->helpers == 0) done_.notify_all();
+                continue;
             }
-            seen = generation_.load(std::memory_order_relaxed);
-            Job *job = job_;
-            if (job == nullptr || job->joined >= job->limit) continue;
-            const int worker = job->joined++;
-            job->running++;
             lock.unlock();
-            take_items(*job, worker);
+            spin_until(is_new);
             lock.lock();
-            running_.store(--job->running, std::memory_order_release);
-            if (job->running == 0) done_.notify_one();
+            sleeping_++;
+            wake_.wait(lock, is_new);
+            sleeping_--;
         }
     }
 
-    std::mutex serial_; // one job at a time
     std::mutex mutex_;
     std::condition_variable wake_, done_;
-    std::atomic<uint64_t> generation_{0};
-    std::atomic<int> running_{0}; // of the job that its caller waits for
-    Job *job_ = nullptr;
+    std::atomic<uint64_t> generation_{0}; // of the jobs there are
+    Job *jobs_ = nullptr;                 // of all callers
     int helpers_ = 0, sleeping_ = 0;
 };
 
@@ -150,7 +187,7 @@ void parallel_for(int threads, int64_t items, Work work, void *context) {
     job.items = items;
     job.limit = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
     if (job.limit > items) job.limit = items < 1 ? 1 : (int)items;
-    if (job.limit == 1) return take_items(job, 0);
+    if (job.limit == 1) return take_all(job);
     pool().run(job);
 }
 

@@ -15,7 +15,8 @@ using Work = void (*)(void *context, int64_t item, int worker);
 constexpr int kMaxThreads = 64;
 
 // Calls work(context, i, worker) for every item with at most `threads` threads, the caller among them, and returns
-// when all are done. A caller that finds the pool busy works alone.
+// when all are done. Several callers at once share the threads evenly: after each item a thread goes where fewer are,
+// and no more threads run than the caller with the most asked for (or than there are callers).
 void parallel_for(int threads, int64_t items, Work work, void *context);
 
 } // namespace floe
