@@ -293,8 +293,10 @@ def _write(file: Path, text: str, force: bool) -> None:
     try:
         if force and file.exists() and not file.is_file():
             file.write_text(text, encoding="utf-8")  # into a device or a pipe, which nothing should replace
+        elif force:
+            private_file.replace(private_file.real(file), text)
         else:
-            (private_file.replace if force else private_file.create)(file, text)
+            private_file.create(file, text)
     except FileExistsError as error:
         raise UsageError(f"{file} exists", "It was not changed.", "Use --force, or another name.") from error
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models import catalog, small_json
+from ..models import catalog, private_file
 from ..models.errors import FloeError, UsageError
 from ..models.home import expanded, is_folder_name
 from .disk_use import files
@@ -165,7 +164,7 @@ def _notes() -> list[Wish | BadNote]:
 
 def _read(path: Path) -> Wish | BadNote:
     try:
-        fields = small_json.read(path)
+        fields = private_file.read_json(path)
         wanted = Wish(**_checked(fields))
         if wanted.name != path.name.removesuffix(_NOTE):  # else forgetting it would delete another folder
             raise ValueError("its model's name differs from the file's")
@@ -244,12 +243,8 @@ def discard(note: BadNote) -> None:
 
 def write_note(begun: Wish) -> None:
     """Record a setup, in place of an earlier note."""
-    path = begun.note
-    partial = path.with_suffix(f".{os.getpid()}.part")
     fields = {name: value for name, value in dataclasses.asdict(begun).items() if name != "home"}  # disks move
-    partial.write_text(json.dumps(fields, indent=2), encoding="utf-8")
-    partial.chmod(0o600)
-    partial.replace(path)
+    private_file.replace(begun.note, json.dumps(fields, indent=2))
 
 
 def _taken(folder: Path) -> int:

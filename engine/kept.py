@@ -13,7 +13,6 @@ import platformdirs
 from ..models import private_file
 
 _log = logging.getLogger("floe_chat.engine")
-_LARGEST = 1 << 20  # bytes of a file of rates: a few hundred are usual
 
 
 def rates_folder() -> Path:
@@ -34,6 +33,6 @@ def read(file: Path) -> Any:
     """What `write` saved, as JSON gives it.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is not JSON in UTF-8. RecursionError: it is nested too deeply.
+        OSError: it cannot be read. ValueError: it is not JSON.
     """
-    return json.loads(private_file.read(file, _LARGEST))
+    return private_file.read_json(file)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import calibration
+from ..models import calibration, private_file
 from ..models.catalog import asset
 from ..models.checkpoint import Checkpoint
 from ..models.errors import PackError
@@ -134,10 +134,9 @@ def in_rows(passages: Tensor, windows: Tensor) -> Tensor:
 def _keep(pack: Path, found: Frontier, told: Told) -> dict[str, FileEntry]:
     pareto = {point.setting for own in (False, True) for point in found.pareto(own=own)}
     points = [fields_of(point) | {"pareto": point.setting in pareto} for point in found.points]
-    partial = pack / (FRONTIER + ".part")
+    text = json.dumps({"format": "floe-chat frontier", "points": points}) + "\n"
     try:
-        partial.write_text(json.dumps({"format": "floe-chat frontier", "points": points}) + "\n", encoding="utf-8")
-        partial.replace(pack / FRONTIER)
+        private_file.replace(pack / FRONTIER, text, private_file.SHARED)
         return {FRONTIER: file_entry(pack / FRONTIER)}
     except OSError as error:
         told.note(f"The points of the frontier could not be saved in the pack: {error.strerror or error}.")

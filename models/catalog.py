@@ -7,7 +7,6 @@ anything, so torch is not imported to find a model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -299,8 +298,8 @@ def _cached_config(repo: str) -> Path | None:
 
 def _config(path: Path) -> Mapping[str, Any]:
     try:
-        fields = json.loads(private_file.read(path, _LARGEST_FILE))
-    except (OSError, ValueError, RecursionError) as error:
+        fields = private_file.read_json(path, _LARGEST_FILE)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read", str(error), "Download it again.") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} does not describe a model", "It is not a JSON object.", "Download it again.")

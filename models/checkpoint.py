@@ -41,7 +41,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     path = folder / "config.json"
     try:
-        fields: Any = json.loads(private_file.read(path, LARGEST_CONFIG))
+        fields: Any = private_file.read_json(path, LARGEST_CONFIG)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except FileNotFoundError:
@@ -50,7 +50,7 @@ def read_config(folder: Path) -> PretrainedConfig:
             "It has no config.json." if folder.is_dir() else "The folder does not exist.",
             "Give the folder that holds config.json and the *.safetensors files of a downloaded model.",
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         cause = (isinstance(error, OSError) and error.strerror) or str(error)
         raise CheckpointError(f"{path} cannot be read", cause, "Download the checkpoint again.") from error
     if (refused := refused_type(fields, f"The checkpoint at {folder}")) is not None:

@@ -6,7 +6,6 @@ transformers reads all others, and the log says why.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ def read(folder: Path) -> Any:
     """
     path = folder / "config.json"
     try:
-        return parse(json.loads(private_file.read(path, LARGEST_CONFIG)))
+        return parse(private_file.read_json(path, LARGEST_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
         _log.info("transformers reads %s: %s", path, error)
     try:

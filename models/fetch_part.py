@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
-from . import small_json
+from . import private_file
 from .hub_files import RepoFile
 
 _GIVEN_BACK = 128 << 10  # bytes
@@ -111,9 +111,7 @@ class PartFile:
         with self._lock:
             if self._open and turn > self._recorded:
                 fields = {"hash": self.file.hash, "size": self.file.size, "ranges": intervals}
-                partial = self._journal.with_suffix(".new")
-                partial.write_text(json.dumps(fields), encoding="utf-8")
-                partial.replace(self._journal)
+                private_file.replace(self._journal, json.dumps(fields), durable=durable)
                 self._saved, self._recorded = total, turn
 
     def close(self) -> None:
@@ -204,7 +202,7 @@ def _resumed(folder: Path, file: RepoFile) -> tuple[Ranges, str | None]:
     if part.is_symlink() or not part.is_file():
         return Ranges(), None
     try:
-        fields = small_json.read(journal)
+        fields = private_file.read_json(journal)
         intervals = [(start, end) for start, end in fields["ranges"]]
         if any(type(offset) is not int for interval in intervals for offset in interval):
             raise ValueError("an offset is not a whole number")

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
+from . import private_file
 from .download import Download, disk_error
 from .fetch_loop import Tuning
 from .fetch_part import is_intact
@@ -64,9 +65,7 @@ class HubShelf:
                 return path
             found = cached(self.name, self._repo.commit, file)
             content = found.read_bytes() if found is not None and is_intact(found, file) else self._repo.read(name)
-            partial = self._folder / f"{name}.new"
-            partial.write_bytes(content or b"")
-            partial.replace(path)
+            private_file.replace(path, content or b"", private_file.SHARED)
         except OSError as error:
             raise disk_error(error, self._folder) from error
         return path

@@ -71,9 +71,8 @@ class Journal:
         path = pack / FOLDER / _NAME
         if not path.is_file():
             path.parent.mkdir(exist_ok=True)
-            partial = path.with_suffix(".part")
-            _write_line(partial, {"settings": settings})
-            partial.replace(path)
+            with private_file.replacing(path, private_file.SHARED) as partial:
+                _write_line(partial, {"settings": settings})
             return cls(path.parent, settings, resumed=False)
         try:
             whole, _, torn = private_file.read(path, _LARGEST).rpartition(b"\n")
@@ -107,10 +106,8 @@ class Journal:
         Args:
             sealed: with a checksum. Files that are later written in place have none.
         """
-        partial = self.folder / f"{name}.part"
-        write_tensors(partial, {**tensors, _DIGEST: _digest(tensors)} if sealed else tensors)
-        partial.replace(self.folder / f"{name}.safetensors")
-        _sync_folder(self.folder)
+        with private_file.replacing(self.folder / f"{name}.safetensors", private_file.SHARED) as partial:
+            write_tensors(partial, {**tensors, _DIGEST: _digest(tensors)} if sealed else tensors)
 
     def kept(self, name: str, plan: Plan | None = None) -> dict[str, Tensor] | None:
         """The tensors that were stored under a name, or None.
@@ -206,14 +203,3 @@ def _read_line(line: bytes) -> dict[str, Any]:
     if int(line[:8], 16) != zlib.crc32(line[9:]):
         raise ValueError("the checksum of a line is wrong")
     return json.loads(line[9:])
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush a rename to the disk; systems that cannot open a folder do that themselves."""
-    if os.name == "nt":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

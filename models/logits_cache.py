@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +21,11 @@ from torch import Tensor
 
 from . import private_file
 from .manifest import file_entry
-from .tensorfile import TensorFile
+from .tensorfile import write_tensors
 
 FORMAT = "floe-chat source logits"
 LIMIT_BYTES = 2 << 30  # of all entries together, and so of one
 _NAME = "logits"
-_LARGEST = 1 << 16  # bytes of an entry's note
 
 
 def entry_bytes(positions: int, vocabulary: int) -> int:
@@ -70,7 +68,7 @@ def _folder() -> Path:
 
 def _load(folder: Path, key: str, shape: tuple[int, int, int]) -> Tensor:
     path = folder / f"{key}.safetensors"
-    fields = json.loads(private_file.read(folder / f"{key}.json", _LARGEST))
+    fields = private_file.read_json(folder / f"{key}.json")
     if fields != {"format": FORMAT, "key": key, **dataclasses.asdict(file_entry(path))}:
         raise ValueError("their sha256 is not the one noted")
     with safe_open(path, "pt") as file:
@@ -84,16 +82,10 @@ def _store(folder: Path, key: str, logits: Tensor) -> None:
     private_file.own_folder(folder)
     _make_room(folder, logits.nbytes)
     path = folder / f"{key}.safetensors"
-    partial = folder / f"{key}.{os.getpid()}.part"
-    try:
-        os.close(private_file.open_for(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
-        with TensorFile(partial, {_NAME: (logits.dtype, tuple(logits.shape))}) as file:
-            file[_NAME].copy_(logits)
+    with private_file.replacing(path) as partial:
+        write_tensors(partial, {_NAME: logits})
         entry = dataclasses.asdict(file_entry(partial))
-        partial.replace(path)
-        private_file.replace(path.with_suffix(".json"), json.dumps({"format": FORMAT, "key": key, **entry}))
-    finally:
-        partial.unlink(missing_ok=True)
+    private_file.replace(path.with_suffix(".json"), json.dumps({"format": FORMAT, "key": key, **entry}))
 
 
 def _make_room(folder: Path, nbytes: int) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -163,13 +162,8 @@ class Manifest:
         if not self.beside:
             del fields["beside"]
         fields = {"format": FORMAT, "version": VERSION, **fields}
-        text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2)
-        partial = folder / (FILE_NAME + ".part")
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / FILE_NAME)
+        text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
+        private_file.replace(folder / FILE_NAME, text, private_file.SHARED)
 
     @staticmethod
     def read(folder: Path) -> Manifest:
@@ -185,10 +179,10 @@ class Manifest:
                 "Check the path, or pack one.",
             )
         try:
-            fields = json.loads(private_file.read(folder / FILE_NAME, _LARGEST))
+            fields = private_file.read_json(folder / FILE_NAME, _LARGEST)
         except FileNotFoundError:
             raise _unfinished(folder) from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             cause = (isinstance(error, OSError) and error.strerror) or str(error)
             raise _garbled(folder, f"{FILE_NAME} cannot be read: {cause}") from error
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:

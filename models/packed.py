@@ -17,8 +17,6 @@ from . import foresight, private_file
 from .errors import UsageError, damaged
 from .manifest import FILE_NAME, Manifest, file_entry, layer_file
 
-_LARGEST_STAMP = 1 << 24  # bytes: some hundred per file of a pack
-
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
@@ -166,9 +164,8 @@ class _Stamp:
 
     def valid(self) -> bool:
         try:
-            stamp = private_file.read(self._path, _LARGEST_STAMP)
-            return private_file.is_ours(self._path) and json.loads(stamp) == self._seen()
-        except (OSError, ValueError, RecursionError):
+            return private_file.is_ours(self._path) and private_file.read_json(self._path) == self._seen()
+        except (OSError, ValueError):
             return False
 
     def write(self) -> None:

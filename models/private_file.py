@@ -1,20 +1,26 @@
-"""One way to make, replace and read the user's own files: others can neither read nor change them, whatever the umask,
-and nothing here waits for a pipe or reads a device.
+"""The one way to make, replace and read files. The user's own are closed to others, whatever the umask; nothing here
+waits for a pipe or reads a device; a file is replaced whole or not at all, also after a power cut or on a full disk.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import secrets
 import stat
-import tempfile
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import FloeError, UsageError
 
 MODE = 0o600
+SHARED = 0o666
+"""What the umask leaves of it: the mode of packs, which several users may read."""
 
+_PARTIAL = ".floe-chat-"  # how the name of a file begins that is being written, followed by the process
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
 # Opening a pipe would otherwise wait for its other end. Windows has neither flag, and needs O_BINARY.
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -69,28 +75,52 @@ def own_file(file: Path) -> None:
     _close(file, MODE)
 
 
-def replace(file: Path, content: str | bytes) -> None:
-    """Write `content` beside `file` and rename it into place; the old file stays whole until then.
+@contextmanager
+def replacing(file: Path, mode: int = MODE, *, durable: bool = True) -> Generator[Path]:
+    """Give the name of a new, empty file beside `file`; when the block ends, it becomes `file`.
 
-    A link is followed: people keep such files elsewhere and link to them. The folder has to exist.
+    If the block fails, `file` stays as it was and nothing is left beside it. A link is replaced and not followed: use
+    `real` for files of the person's own, who may store them elsewhere. The folder has to exist.
+
+    Args:
+        mode: MODE, or SHARED for files that are not private. durable: wait until the bytes are on the disk. Without
+            that, a power cut can leave the new file empty.
 
     Raises:
         OSError: it cannot be written, or is a folder, a pipe or a device: renaming would take that away.
     """
-    file = real(file)
-    if file.exists():
+    if file.exists() and not file.is_symlink():
         need_ordinary(file)
-    descriptor, name = tempfile.mkstemp(prefix=".floe-chat-", dir=file.parent)  # mode 0600
+    _tidy(file.parent)
+    partial = file.with_name(f"{_PARTIAL}{os.getpid()}-{secrets.token_hex(4)}.part")
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     try:
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(content.encode("utf-8") if isinstance(content, str) else content)
-            out.flush()
-            os.fsync(out.fileno())
-        Path(name).replace(file)
+        yield partial
+        if durable:
+            _sync(partial, os.O_RDWR)
+        partial.replace(file)
+        if durable and os.name != "nt":  # Windows cannot open a folder, and writes renames to the disk itself
+            _sync(file.parent, os.O_RDONLY)
     except BaseException:
         with suppress(OSError):
-            Path(name).unlink()
+            partial.unlink()
         raise
+
+
+def _tidy(folder: Path) -> None:
+    """Delete what processes that were killed were writing there."""
+    for left in folder.glob(f"{_PARTIAL}*.part"):
+        import psutil
+
+        pid = left.name.removeprefix(_PARTIAL).partition("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            left.unlink(missing_ok=True)
+
+
+def replace(file: Path, content: str | bytes, mode: int = MODE, *, durable: bool = True) -> None:
+    """Replace `file` by one with this content; see `replacing`."""
+    with replacing(file, mode, durable=durable) as partial:
+        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def create(file: Path, text: str) -> None:
@@ -138,6 +168,18 @@ def read(file: Path, most: int) -> bytes:
     return content
 
 
+def read_json(file: Path, most: int = 1 << 20) -> Any:
+    """The value in a JSON file of at most `most` bytes.
+
+    Raises:
+        FileNotFoundError: there is none. OSError: as `read`. ValueError: it is not JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(read(file, most))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def need_ordinary(file: Path) -> None:
     """Raises OSError: `file` is not there, or is a folder, a pipe or a device."""
     _need_ordinary(file.stat(), file)
@@ -152,6 +194,14 @@ def is_ours(file: Path) -> bool:
     except OSError:
         return False
     return all(each.st_uid == os.geteuid() and not each.st_mode & 0o022 for each in found)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | getattr(os, "O_BINARY", 0))
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _close(path: Path, mode: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from . import journal, small_json
+from . import journal, private_file
 from .errors import FloeError, TryAgainError, UsageError
 from .journal import Journal, Settings
 from .manifest import COPIED, FILE_NAME, UNFINISHED
@@ -104,7 +104,7 @@ def _lock(file: BinaryIO) -> bool:
 
 def _holder(marker: Path) -> str:
     try:
-        pid = small_json.read(marker)["pid"]
+        pid = private_file.read_json(marker)["pid"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return f"It is process {pid}." if type(pid) is int and 0 < pid < 1 << 32 else ""
@@ -137,7 +137,7 @@ def _refuse_content(folder: Path) -> None:
 def _wipe(folder: Path) -> None:
     """Delete what an interrupted pack left."""
     for path in folder.iterdir():
-        if path.name in (*COPIED, FILE_NAME + ".part") or path.suffix == ".safetensors":
+        if path.name in COPIED or path.suffix in (".safetensors", ".part"):
             path.unlink()
     shutil.rmtree(folder / journal.FOLDER, ignore_errors=True)
 

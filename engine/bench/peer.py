@@ -19,6 +19,7 @@ from typing import Any
 import platformdirs
 import psutil
 
+from ...models import private_file
 from ...models.errors import FloeError, UsageError
 from .measure import Report
 
@@ -265,7 +266,7 @@ def _make(python: str, recipes: dict[tuple[str, int], Recipe], folder: Path, rep
 
 
 def _make_file(python: str, recipe: Recipe, file: Path) -> None:
-    w, partial = recipe.widths, file.with_suffix(".part")
+    w = recipe.widths
     wanted = {
         "layers": recipe.layers,
         "tensors": recipe.tensors(),
@@ -277,14 +278,11 @@ def _make_file(python: str, recipe: Recipe, file: Path) -> None:
         "experts": w.experts,
         "top_k": w.top_k,
     }
-    command = [python, str(WORKER), "make", str(partial)]
-    try:
+    with private_file.replacing(file, private_file.SHARED) as partial:
+        command = [python, str(WORKER), "make", str(partial)]
         made = subprocess.run(command, input=json.dumps(wanted), capture_output=True, text=True, check=False)
         if made.returncode:
             raise FloeError(f"{file.name} for llama.cpp cannot be made", _last(made.stderr), "Measure without --peer.")
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _last(text: str) -> str:

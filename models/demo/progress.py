@@ -10,6 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from .. import private_file
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
 
 
@@ -31,9 +33,8 @@ class Progress:
             state: dict[str, Any] = self._optimizer.state[parameter]
             tensors |= {f"{moment}.{name}": state[moment] for moment in _MOMENTS}
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._file.with_suffix(".part")
-        save_file(tensors, partial, metadata={"plan": self._plan, "steps": str(steps)})
-        partial.replace(self._file)
+        with private_file.replacing(self._file, private_file.SHARED) as partial:
+            save_file(tensors, partial, metadata={"plan": self._plan, "steps": str(steps)})
 
     def restore(self) -> int:
         """Take the kept state, if there is one of this plan: the steps that it has behind it, else 0."""

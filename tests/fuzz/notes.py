@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from floe_chat.app import setup_wish
 from floe_chat.engine import placement, rates, tuned_link
-from floe_chat.models import catalog, heat, journal, logits_cache, small_json, workplace
+from floe_chat.models import catalog, heat, journal, logits_cache, private_file, workplace
 from floe_chat.models.errors import FloeError
 from floe_chat.models.fetch_part import PartFile, bytes_here, is_intact
 from floe_chat.models.hub_files import RepoFile
@@ -153,7 +153,7 @@ def marker(rng: Random, folder: Path) -> str:
     said = workplace._holder(path)  # pyright: ignore[reportPrivateUsage]
     assert len(said) < 100
     with workplace.locked(path, "Another floe-chat packs"):
-        assert small_json.read(path) == {"pid": os.getpid()}
+        assert private_file.read_json(path) == {"pid": os.getpid()}
     return "known" if said else "unknown"
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +17,9 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="modes and pipes of POSI
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o077], ids=oct, autouse=True)
-def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
     before = os.umask(request.param)
-    yield
+    yield request.param
     os.umask(before)
 
 
@@ -52,17 +55,44 @@ def test_what_a_link_points_to_keeps_its_mode(tmp_path: Path) -> None:
     assert (mode(tmp_path / "theirs"), mode(tmp_path / "theirs" / "file")) == (0o775, 0o664)
 
 
-def test_files_are_private_whole_and_replaced_through_links(tmp_path: Path) -> None:
+def test_files_are_private_and_whole(tmp_path: Path, umask: int) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     private_file.create(file, "one")
     link.symlink_to(file)
-    private_file.replace(link, b"two")
+    private_file.replace(private_file.real(link), b"two")
     assert link.is_symlink() and file.read_text() == "two" and mode(file) == 0o600
     with pytest.raises(FileExistsError):
         private_file.create(file, "three")
     assert file.read_text() == "two" and {path.name for path in tmp_path.iterdir()} == {"file", "link"}
     os.close(private_file.open_for(tmp_path / "new", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     assert mode(tmp_path / "new") == 0o600
+    private_file.replace(link, b"", private_file.SHARED, durable=False)
+    assert not link.is_symlink() and file.read_text() == "two" and mode(link) == 0o666 & ~umask
+
+
+def test_a_file_is_replaced_at_the_end_of_the_block_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    with pytest.raises(RuntimeError), private_file.replacing(file) as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+    with private_file.replacing(file) as partial:
+        partial.write_text("new")
+        assert file.read_text() == "old" and mode(partial) == 0o600
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_killed_process_was_writing_is_deleted(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from pathlib import Path; from floe_chat.models import private_file\n"
+        "with private_file.replacing(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    file = tmp_path / "file"
+    assert subprocess.run([sys.executable, "-c", program, str(file)], check=False).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1 and not file.exists()
+    private_file.replace(file, "whole")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_what_is_no_ordinary_file_is_never_replaced(tmp_path: Path) -> None:
@@ -71,11 +101,11 @@ def test_what_is_no_ordinary_file_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "link", "folder"):
         with pytest.raises(OSError, match=r"not an ordinary file|is a folder"):
-            private_file.replace(tmp_path / name, "text")
+            private_file.replace(private_file.real(tmp_path / name), "text")
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to("link")
     with pytest.raises(OSError, match="symbolic links"):
-        private_file.replace(tmp_path / "link", "text")
+        private_file.replace(private_file.real(tmp_path / "link"), "text")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"pipe", "link", "folder"}
 
@@ -111,3 +141,39 @@ def test_a_file_where_others_can_write_is_not_ours(tmp_path: Path) -> None:
     private_file.own_folder(folder)
     (folder / "link").symlink_to(file)
     assert private_file.is_ours(file) and mode(folder) == 0o700
+
+
+def test_reads_json(tmp_path: Path) -> None:
+    (tmp_path / "note").write_text('{"a": [1, 2.5, null]}')
+    (tmp_path / "link").symlink_to(tmp_path / "note")
+    assert (
+        private_file.read_json(tmp_path / "note") == private_file.read_json(tmp_path / "link") == {"a": [1, 2.5, None]}
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b" " * (2 << 20)])
+def test_refuses_what_is_no_small_json(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "note").write_bytes(content)
+    with pytest.raises((OSError, ValueError)):
+        private_file.read_json(tmp_path / "note")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "sparse", "circle", "absent"])
+def test_neither_waits_nor_swells(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "note"
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "sparse":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case "circle":
+            path.symlink_to("note")
+        case _:
+            pass
+    with pytest.raises(FileNotFoundError if kind == "absent" else (OSError, ValueError)):
+        private_file.read_json(path)
