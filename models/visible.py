@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 _LONGEST_NAME = 200  # characters
 
-_VISIBLE: dict[int, int | None] = {
-    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
-    **dict.fromkeys(
-        [*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFFFD
-    ),
-    ord("\r"): None,
-    0x7F: 0x2421,
-}
+CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+"""What never reaches a terminal as it is, for a regular expression's brackets: control characters but newline and tab,
+Unicode's direction overrides, and halves of surrogate pairs."""
+
+_CONTROL = re.compile(f"[{CONTROLS}]")
 
 
 def visible(text: str) -> str:
@@ -20,7 +19,14 @@ def visible(text: str) -> str:
     C0 controls become U+2400..., DEL U+2421; C1 controls, Unicode's direction overrides and halves of surrogate pairs
     U+FFFD; carriage returns are dropped.
     """
-    return text.translate(_VISIBLE)
+    return _CONTROL.sub(_picture, text)
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code == ord("\r"):
+        return ""
+    return chr(0x2421 if code == 0x7F else 0x2400 + code if code < 0x20 else 0xFFFD)
 
 
 def as_name(text: str) -> str:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...models.catalog import short_name
+from ...models.visible import CONTROLS
 from ..widgets.plain import printable
 from ..widgets.units import rate_of, seconds
 from .records import LATEST, AnswerStats, Message, Tree
@@ -20,7 +21,7 @@ FORMAT_VERSION = 1
 _LONGEST_NAME = 60
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 # JSON escapes only part of what a terminal would obey or turn around.
-_UNSAFE = re.compile("[\x7f-\x9f\ud800-\udfff\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_UNSAFE = re.compile(f"[{CONTROLS}\u200e\u200f\u2028\u2029]")
 _REASONS = {
     "stop": "end of turn",
     "length": "length limit",

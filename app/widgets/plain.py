@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+from ...models.visible import CONTROLS
+
+_UNPRINTABLE = re.compile(f"[{CONTROLS}]")
 
 
 def printable(text: str) -> str:
