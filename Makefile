@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_DEV := $(VENV)/.installed-dev
+CPP := $(shell find kernels/cpu tests -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: chat test check fuzz demo clean
@@ -17,6 +18,7 @@ test: $(STAMP_DEV)  ## every test
 check: $(STAMP_DEV)  ## lint, format, types, import arrows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports --no-cache
 
@@ -30,7 +32,7 @@ demo: $(STAMP)  ## train and pack the demo model again
 	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md
 
 # torch comes first, so that whatever needs it finds the pinned version there.
-$(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*.inl)
+$(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py $(CPP)
 	@echo "Setting up $(VENV) (once; it downloads torch and a few libraries)"
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "floe-chat needs Python 3.11, 3.12 or 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }

@@ -24,7 +24,7 @@ class BuildKernels(build_ext):
         kind = "msvc" if self.compiler.compiler_type == "msvc" else "unix"
         objects: list[str] = []
         for source in ext.sources:
-            flags = build.flags_for(Path(source).name, kind, platform.machine())
+            flags = build.flags_for(source, kind, platform.machine())
             objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """What the native library consists of and how it is compiled. Needs nothing but Python and a C++ compiler.
 
 `python build.py OUTPUT [FLAG ...]` builds it by hand, for example with `-fsanitize=address,undefined -g`. The flags of
-one instruction set apply to its own file alone, so the library starts on every processor.
+one instruction set apply to its own folder alone, so the library starts on every processor.
 """
 
 from __future__ import annotations
@@ -17,31 +17,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COMMON = (
-    *("library.cpp", "cpu_features.cpp", "thread_pool.cpp"),
-    *("select.cpp", "up_gemv.cpp", "sparse_swiglu.cpp", "moe_step.cpp", "many_tokens.cpp", "row_portable.cpp"),
-    *("dense_step.cpp", "token_step.cpp", "decode.cpp", "dense_portable.cpp"),
-    "pool.cpp",
-)
-_AVX2 = {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]}
-_AVX512 = {
-    # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).
-    "unix": [
-        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
-        *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
-    ],
-    "msvc": ["/arch:AVX512"],
+SOURCES = tuple(sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("*/**/*.cpp")))
+ARCH = {  # by folder of arch/; elsewhere than on x86 what is in there compiles to empty tables
+    "avx2": {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]},
+    "avx512": {
+        # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).
+        "unix": [
+            *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+            *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+        ],
+        "msvc": ["/arch:AVX512"],
+    },
 }
-X86 = {
-    "row_avx2.cpp": _AVX2,
-    "row_avx512.cpp": _AVX512,
-    "dense_avx2.cpp": _AVX2,
-    "dense_avx512.cpp": _AVX512,
-}
-SOURCES = (*COMMON, *X86)  # elsewhere than on x86 those in X86 compile to empty tables
 FLAGS = {
-    "unix": ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"],
-    "msvc": ["/O2", "/std:c++17", "/EHsc", "/utf-8"],
+    "unix": ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{HERE}"],
+    "msvc": ["/O2", "/std:c++17", "/EHsc", "/utf-8", f"/I{HERE}"],
 }
 
 
@@ -51,8 +41,8 @@ def flags_for(source: str, compiler: str, machine: str) -> list[str]:
     Args:
         source: a name of `SOURCES`. compiler: "unix" (gcc, clang) or "msvc". machine: as platform.machine() says.
     """
-    x86 = machine.lower() in ("x86_64", "amd64")
-    return FLAGS[compiler] + (X86[source][compiler] if x86 and source in X86 else [])
+    own = ARCH.get(Path(source).parent.name) if machine.lower() in ("x86_64", "amd64") else None
+    return FLAGS[compiler] + (own[compiler] if own else [])
 
 
 def build(output: Path, extra: list[str] | None = None) -> None:
@@ -68,13 +58,12 @@ def build(output: Path, extra: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def compiled(source: str) -> str:
-            target = str(Path(folder) / f"{source}.o")
+            target = str(Path(folder) / f"{source.replace('/', '_')}.o")
             flags = flags_for(source, "unix", platform.machine()) + (extra or [])
             _run([*compiler, *flags, "-c", str(HERE / source), "-o", target])
             return target
 
-        slowest_first = sorted(SOURCES, key=list(X86).__contains__, reverse=True)
-        objects = list(pool.map(compiled, slowest_first))
+        objects = list(pool.map(compiled, SOURCES))  # arch/ takes longest and comes first
         _run([*compiler, "-shared", *objects, *(extra or []), "-pthread", "-o", str(output)])
 
 

@@ -26,8 +26,8 @@ enum {
     FLOE_BAD_INDEX = -2, // a token, expert, neuron or slot out of range, or offsets that do not rise
     FLOE_REPEATED = -3,  // a neuron twice in one call
     FLOE_NO_MEMORY = -4,
-    FLOE_UNSUPPORTED = -5, // this processor or system cannot do it
-    FLOE_STOPPED = -6,     // somebody asked for it
+    FLOE_UNSUPPORTED = -5,  // this processor or system cannot do it
+    FLOE_STOPPED = -6,      // somebody asked for it
     FLOE_NOT_A_NUMBER = -7, // logits that nothing can be drawn from
 };
 
@@ -52,17 +52,18 @@ typedef struct {
     int32_t parts, weighed;
 } floe_rule;
 
-// What a rule leaves of a router's choice, index and weights (tokens, top_k): P = tokens · top_k · parts calls, of which
-// those that are left out get an infinite threshold. signal (experts): what |up · x| must reach; product and late, which
-// may be NULL, likewise for products and for rows that are absent. Fills all outputs (P), products and lates where asked.
+// What a rule leaves of a router's choice, index and weights (tokens, top_k): P = tokens · top_k · parts calls, of
+// which those that are left out get an infinite threshold. signal (experts): what |up · x| must reach; product and
+// late, which may be NULL, likewise for products and for rows that are absent. Fills all outputs (P), products and
+// lates where asked.
 FLOE_API int floe_select(const floe_rule *rule, int64_t tokens, int64_t top_k, const int64_t *index,
                          const float *weights, int64_t experts, const float *signal, const float *product,
                          const float *late, int64_t *call_token, int64_t *call_expert, float *call_weight,
                          float *thresholds, float *products, float *lates);
 
-// v = up_e · x for P calls, keeping neurons with |v| >= threshold, or NaN; none where the threshold is infinite. Fills offsets (P + 1) and returns N; the
-// neurons wait in the calling thread until it fetches them with floe_up_take. digits: 3 keeps float32's precision of x
-// (about 22 bits), 2 is enough for 16-bit x (15 bits), 1 rounds it to 8 bits.
+// v = up_e · x for P calls, keeping neurons with |v| >= threshold, or NaN; none where the threshold is infinite. Fills
+// offsets (P + 1) and returns N; the neurons wait in the calling thread until it fetches them with floe_up_take.
+// digits: 3 keeps float32's precision of x (about 22 bits), 2 is enough for 16-bit x (15 bits), 1 rounds it to 8 bits.
 FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q,
                               const uint8_t *scale, const uint8_t *zero, int64_t experts, int64_t neurons,
                               int64_t calls, const int64_t *call_token, const int64_t *call_expert,
@@ -80,8 +81,8 @@ FLOE_API int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vecto
                                 const int64_t *active, const float *values, const float *down_thresholds, int digits,
                                 int threads, float *y, int64_t *kept);
 
-// The one after the other: up projections as in the first, rows as in the second. Fills counts (P, 2): how many neurons of
-// each call were active, and how many of them were not left out.
+// The one after the other: up projections as in the first, rows as in the second. Fills counts (P, 2): how many neurons
+// of each call were active, and how many of them were not left out.
 FLOE_API int floe_moe_step(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
                            const uint8_t *scale, const uint8_t *zero, const floe_vector *gate, const floe_vector *down,
                            const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes,
@@ -135,8 +136,8 @@ typedef struct {
 // One token through all layers: floe_dense_step, then floe_moe_step of what is left of the router's choice. x (H): its
 // embedding, in the end the residual stream with what the last layer added. kv: of each layer. stop: looked at before
 // each layer's experts; where it is not 0, FLOE_STOPPED is returned and x is of no use. Fills index and weights
-// (layers, top_k), and counts (layers, top_k, 2, 2): of an expert's halves, or of the whole in the first place, how many
-// neurons were active and how many not left out; -1 for what was left out whole.
+// (layers, top_k), and counts (layers, top_k, 2, 2): of an expert's halves, or of the whole in the first place, how
+// many neurons were active and how many not left out; -1 for what was left out whole.
 FLOE_API int floe_token_step(int64_t layers, const floe_dense_layer *const *dense, const floe_expert_layer *experts,
                              float *x, const float *rope, void *const *kv, int64_t capacity, int64_t position,
                              int dense_digits, int expert_digits, int threads, const int32_t *stop, int64_t *index,
@@ -172,21 +173,21 @@ typedef struct {
     floe_ends ends;
 } floe_model;
 
-// An answer goes on behind `token`: floe_token_step, floe_head and floe_draw, again with the token drawn, until there are
-// `most`, or so many seconds have passed, or one of `last` was drawn, or stop is not 0. rope: of positions from `position`
-// on. uniforms: `most` numbers from [0, 1). Returns how many tokens were drawn, and fills for each of them tokens, at (when,
-// in seconds since the call), index, weights and counts as floe_token_step; seen, if not NULL, is kept up to date.
-// FLOE_STOPPED if that was before the first.
-FLOE_API int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope,
-                             void *const *kv, int64_t capacity, int64_t position, int dense_digits, int expert_digits,
-                             int threads, const int32_t *stop, int64_t token, int64_t most, double seconds,
-                             const int64_t *last, int64_t last_count, uint8_t *seen, const double *uniforms,
-                             int64_t *tokens, double *at, int64_t *index, float *weights, int64_t *counts);
+// An answer goes on behind `token`: floe_token_step, floe_head and floe_draw, again with the token drawn, until there
+// are `most`, or so many seconds have passed, or one of `last` was drawn, or stop is not 0. rope: of positions from
+// `position` on. uniforms: `most` numbers from [0, 1). Returns how many tokens were drawn, and fills for each of them
+// tokens, at (when, in seconds since the call), index, weights and counts as floe_token_step; seen, if not NULL, is
+// kept up to date. FLOE_STOPPED if that was before the first.
+FLOE_API int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope, void *const *kv,
+                             int64_t capacity, int64_t position, int dense_digits, int expert_digits, int threads,
+                             const int32_t *stop, int64_t token, int64_t most, double seconds, const int64_t *last,
+                             int64_t last_count, uint8_t *seen, const double *uniforms, int64_t *tokens, double *at,
+                             int64_t *index, float *weights, int64_t *counts);
 
-// One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >= thresholds[t],
-// v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written whole. down_thresholds
-// may be NULL. Pointers are to the expert's own weights. Returns how many (neuron, token) pairs were active, and in kept
-// how many reached the second threshold too.
+// One expert over many tokens: y[t] = sum_n silu(gate_n · x_t) v_nt down_n over the neurons with |v_nt| >=
+// thresholds[t], v = up · x, and |silu(gate_n · x_t) v_nt| >= down_thresholds[t], or NaN; y is (tokens, H), written
+// whole. down_thresholds may be NULL. Pointers are to the expert's own weights. Returns how many (neuron, token) pairs
+// were active, and in kept how many reached the second threshold too.
 FLOE_API int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
                                     const uint8_t *scale, const uint8_t *zero, const floe_vector *gate,
                                     const floe_vector *down, const uint8_t *rows, int64_t neurons, int64_t row_bytes,
@@ -200,7 +201,15 @@ FLOE_API int floe_pool_scatter(uint8_t *pool, int64_t slots, int64_t row_bytes, 
                                int threads, const uint8_t *records);
 
 // The tables of a pool of rows, shapes and words as in `kernels/pool.py`: its Rule, Means and RowTable. One thread's.
-enum { FLOE_POOL_STEP, FLOE_POOL_FINDS, FLOE_POOL_BROUGHT, FLOE_POOL_LAYER, FLOE_POOL_FREE, FLOE_POOL_HAND, FLOE_POOL_SPARE };
+enum {
+    FLOE_POOL_STEP,
+    FLOE_POOL_FINDS,
+    FLOE_POOL_BROUGHT,
+    FLOE_POOL_LAYER,
+    FLOE_POOL_FREE,
+    FLOE_POOL_HAND,
+    FLOE_POOL_SPARE
+};
 
 typedef struct {
     int32_t word, key, mark;
@@ -237,8 +246,8 @@ FLOE_API int floe_pool_spare(const floe_pool *pool, int64_t wanted);
 // Filling rows have arrived, or never will. Nothing has changed where it returns an error.
 FLOE_API int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived);
 
-// The first `kept` neurons of each call of a part, and the rest: two times (P + 1) offsets, and to at_out and places_out
-// the one behind the other.
+// The first `kept` neurons of each call of a part, and the rest: two times (P + 1) offsets, and to at_out and
+// places_out the one behind the other.
 FLOE_API int floe_cut(int64_t calls, const int64_t *offsets, const int64_t *kept, const int64_t *at,
                       const int64_t *places, int64_t *offsets_out, int64_t *at_out, int64_t *places_out);
 

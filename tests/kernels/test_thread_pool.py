@@ -18,7 +18,7 @@ def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
-    pool, program = build.HERE / "thread_pool.cpp", tmp_path / "two_callers"
+    pool, program = build.HERE / "src" / "thread_pool.cpp", tmp_path / "two_callers"
     command = [compiler, "-std=c++17", "-O1", "-g", *flags, f"-I{pool.parent}", HERE / "two_callers.cpp", pool]
     built = subprocess.run([*command, "-pthread", "-o", program], capture_output=True, text=True, check=False)
     if flags and "tsan" in built.stderr:

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "row_ops.h"
+#include "arch/row_ops.h"
 
 namespace floe {
 

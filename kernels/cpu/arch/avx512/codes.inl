@@ -1,4 +1,4 @@
-// How AVX-512 reads codes and scales; included by row_avx512.cpp.
+// How AVX-512 reads codes and scales; included by row.cpp.
 // Codes are multiplied as they are, 64 at a time, with the 8-bit digits of x. Each register holds several groups side
 // by side (layouts.py), so one conversion and one multiply-add with the scales serve all of them: 256 two-bit codes
 // take 7 operations to isolate, 4 per digit and a few to add up.
@@ -23,7 +23,7 @@ inline __m512 halves(const uint8_t *p, int64_t count) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
 }
 
-// How codes of a width fill registers (row_generic.inl: Fill) and memory.
+// How codes of a width fill registers (arch/row_generic.inl: Fill) and memory.
 template <int BITS> struct Width {
     static constexpr int kPlanes = BITS == 8 ? 1 : BITS == 4 ? 2 : 4, kChunks = kPlanes;
     static constexpr int kChunkBytes = BITS == 8 ? 64 : BITS == 4 ? 32 : 16; // of 3-bit codes, their lower bits

@@ -1,4 +1,4 @@
-// Products of stored vectors with tokens in AVX-512 VNNI; included by row_avx512.cpp.
+// Products of stored vectors with tokens in AVX-512 VNNI; included by row.cpp.
 
 namespace floe {
 namespace {
@@ -77,7 +77,8 @@ inline void add_tokens(const floe_vector &v, const Stored *w, const Token *const
     __m512 total[ROWS][TOKENS];
     FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int t = 0; t < TOKENS; t++) total[r][t] =
         sums[r][first + t];
-    if (start + 16 <= v.n / kChunk) add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens + first, start, total, nullptr);
+    if (start + 16 <= v.n / kChunk)
+        add_section<BITS, DIGITS, ROWS, TOKENS, true>(v, w, tokens + first, start, total, nullptr);
     else add_section<BITS, DIGITS, ROWS, TOKENS, false>(v, w, tokens + first, start, total, nullptr);
     FLOE_UNROLL for (int r = 0; r < ROWS; r++) FLOE_UNROLL for (int t = 0; t < TOKENS; t++) sums[r][first + t] =
         total[r][t];

@@ -1,6 +1,6 @@
-// How AVX2 reads codes and scales; included by row_avx2.cpp.
-// A step is what is multiplied at once: two chunks of up to 4 bits, one in each lane of the registers, or one of 8 bits.
-// Eight chunks make a section, whose scales fill one register.
+// How AVX2 reads codes and scales; included by row.cpp.
+// A step is what is multiplied at once: two chunks of up to 4 bits, one in each lane of the registers, or one of 8
+// bits. Eight chunks make a section, whose scales fill one register.
 
 namespace floe {
 namespace {
@@ -13,7 +13,7 @@ inline __m128i load128(const void *p) { return _mm_loadu_si128((const __m128i *)
 inline __m256i bytes8(const uint8_t *p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 inline float half(const uint8_t *p) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load16(p)))); }
 
-// How codes of a width fill registers (row_generic.inl: Fill) and memory.
+// How codes of a width fill registers (arch/row_generic.inl: Fill) and memory.
 template <int BITS> struct Width {
     static constexpr int kPlanes = BITS == 8 ? 1 : 4;
     static constexpr int kChunks = BITS == 8 ? 1 : 2;                        // in a step

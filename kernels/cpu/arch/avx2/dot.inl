@@ -1,4 +1,4 @@
-// Products of stored vectors with tokens in AVX2; included by row_avx2.cpp.
+// Products of stored vectors with tokens in AVX2; included by row.cpp.
 // Codes of up to 4 bits are multiplied with the 8-bit digits of x and added in 16 bits; 8-bit codes, which would
 // overflow there, with x in 16 bits, or as floats where x must keep its precision.
 
@@ -105,8 +105,8 @@ struct Sum {
     __m256 total, shift;
 };
 
-// Whole sections `from`..`to` (in chunks) of one vector with one token: what a decode step consists of. Like add_section
-// with a scale per chunk, but few enough numbers are alive that all of them stay in registers.
+// Whole sections `from`..`to` (in chunks) of one vector with one token: what a decode step consists of. Like
+// add_section with a scale per chunk, but few enough numbers are alive that all of them stay in registers.
 template <int BITS, int DIGITS>
 FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, int64_t to, Sum &sum_so_far, Pace &pace) {
     constexpr int64_t kChunks = Width<BITS>::kChunks, kRegister = BITS == 8 ? 1 : Width<BITS>::kPlanes;
@@ -150,8 +150,8 @@ FLOE_NOINLINE void add_one(const Stored &w, const Token &token, int64_t from, in
     sum_so_far = {total, shift};
 }
 
-// Up to kBatch vectors with one token, one after the other; those of records, which lie scattered, side by side, section
-// by section: so they arrive sooner.
+// Up to kBatch vectors with one token, one after the other; those of records, which lie scattered, side by side,
+// section by section: so they arrive sooner.
 template <int BITS, int DIGITS>
 void dot_one(const floe_vector &v, const Stored *w, int rows, const Token &token, const uint8_t *wanted,
              float (*out)[kBatch], const Ahead *ahead) {

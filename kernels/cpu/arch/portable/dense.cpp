@@ -6,7 +6,7 @@ namespace {
 constexpr int64_t kLanes = 4; // what x86-64 and ARM64 all have
 }
 
-#include "dense_ops.inl"
+#include "arch/dense_ops.inl"
 
 namespace floe {
 namespace {

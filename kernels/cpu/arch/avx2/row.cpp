@@ -1,6 +1,6 @@
 // Row operations for AVX2 with FMA and F16C.
 
-#include "row_generic.inl"
+#include "arch/row_generic.inl"
 
 #if defined(__x86_64__) || defined(_M_X64)
 
@@ -16,9 +16,9 @@
 #define FLOE_ADDRESS(p)
 #endif
 
-#include "codes_avx2.inl"
-#include "dot_avx2.inl"
-#include "axpy_avx2.inl"
+#include "codes.inl"
+#include "dot.inl"
+#include "axpy.inl"
 
 namespace floe {
 namespace {

@@ -1,4 +1,4 @@
-// Sums of stored vectors in AVX-512 VNNI; included by row_avx512.cpp.
+// Sums of stored vectors in AVX-512 VNNI; included by row.cpp.
 
 namespace floe {
 namespace {
@@ -126,9 +126,7 @@ inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, 
 }
 
 // What two chunks have, each in half of the lanes.
-inline __m512i each_half(const int32_t *p) {
-    return _mm512_mask_set1_epi32(_mm512_set1_epi32(p[0]), 0xff00, p[1]);
-}
+inline __m512i each_half(const int32_t *p) { return _mm512_mask_set1_epi32(_mm512_set1_epi32(p[0]), 0xff00, p[1]); }
 
 // Two chunks of all vectors onto y: the codes of four vectors stand side by side in 32 bits, so that one multiplication
 // adds up all four.

@@ -14,8 +14,8 @@ namespace {
 
 enum { FREE, FILLING, READY }; // a slot's state, see `RowTable`
 
-// The expert of a flat key, by a product instead of a division: exact for keys below 2^31 (Granlund and Montgomery 1994,
-// theorem 4.2: the factor exceeds 2^shift / neurons by less than 2^(shift - 31) / neurons).
+// The expert of a flat key, by a product instead of a division: exact for keys below 2^31 (Granlund and Montgomery
+// 1994, theorem 4.2: the factor exceeds 2^shift / neurons by less than 2^(shift - 31) / neurons).
 struct ExpertOf {
     int shift = 31;
     uint64_t factor;
@@ -135,8 +135,7 @@ int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, C
     // Where much is in use a window has too few to choose from, and the hand goes on, once round at most.
     for (int64_t left = p.capacity, ready = 0; left > 0 && ready < enough;) {
         const int64_t end = std::min(hand + std::min(target, left), p.capacity);
-        ready += p.by_score ? look_by_score(p, hand, end, urgent, factors, found)
-                            : look_by_mark(p, hand, end, found);
+        ready += p.by_score ? look_by_score(p, hand, end, urgent, factors, found) : look_by_mark(p, hand, end, found);
         left -= end - hand;
         hand = end % p.capacity;
     }

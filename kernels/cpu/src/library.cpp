@@ -1,6 +1,6 @@
 // Choice of the instruction set, layouts, and the operations that only move bytes.
+#include "arch/cpu_features.h"
 #include "buffers.h"
-#include "cpu_features.h"
 #include "expert_ops.h"
 #include "marks.h"
 #include "thread_pool.h"

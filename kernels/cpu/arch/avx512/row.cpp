@@ -1,16 +1,16 @@
 // Row operations for AVX-512 with VNNI (Cascade Lake, Zen 4 and later).
 
-#include "row_generic.inl"
+#include "arch/row_generic.inl"
 
 // A test that cannot run them leaves them out, since they take longest to compile.
 #if (defined(__x86_64__) || defined(_M_X64)) && !defined(FLOE_WITHOUT_AVX512)
 
 #include <immintrin.h>
 
-#include "codes_avx512.inl"
+#include "codes.inl"
 
-#include "axpy_avx512.inl"
-#include "dot_avx512.inl"
+#include "axpy.inl"
+#include "dot.inl"
 
 namespace floe {
 namespace {

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kLanes = 16;
 }
 
-#include "dense_ops.inl"
+#include "arch/dense_ops.inl"
 
 namespace floe {
 namespace {
@@ -24,7 +24,7 @@ const DenseOps *dense_avx512() { return &table; }
 
 #else
 
-#include "dense_ops.h"
+#include "arch/dense_ops.h"
 
 namespace floe {
 const DenseOps *dense_avx512() { return nullptr; }

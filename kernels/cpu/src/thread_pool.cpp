@@ -21,7 +21,8 @@
 namespace floe {
 namespace {
 
-// Longer than what lies between two operations of a decode step, since to wake a thread that sleeps takes about as long.
+// Longer than what lies between two operations of a decode step, since to wake a thread that sleeps takes about as
+// long.
 constexpr std::chrono::microseconds kSpin{300};
 
 struct Job {

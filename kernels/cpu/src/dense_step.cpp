@@ -2,8 +2,8 @@
 //
 // Torch would take two dozen operations for it, whose calls cost more than their computing at small sizes. Stored
 // tokens are taken in spans of kSpan, one after another or by several threads, and added up in one order.
+#include "arch/dense_ops.h"
 #include "buffers.h"
-#include "dense_ops.h"
 #include "expert_ops.h"
 #include "thread_pool.h"
 

@@ -1,4 +1,4 @@
-// Sums of stored vectors in AVX2; included by row_avx2.cpp.
+// Sums of stored vectors in AVX2; included by row.cpp.
 
 namespace floe {
 namespace {
@@ -73,8 +73,7 @@ template <int DIGITS> inline __m256i pair_up(__m256i first, __m256i second) {
 }
 
 // Eight chunks from c on. False if a factor is not finite.
-template <int DIGITS>
-inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, Factors &out) {
+template <int DIGITS> inline bool make_factors(const Stored *w, const float *a, int count, int64_t c, Factors &out) {
     constexpr float kMost = DIGITS == 2 ? 32767 : 127;
     const __m256 sign = _mm256_set1_ps(-0.0f);
     __m256 factors[kBatch], largest = _mm256_setzero_ps(), finite = _mm256_setzero_ps();
@@ -140,8 +139,7 @@ inline void add_words(const Stored *w, int count, int64_t c, const Factors &fact
 
 // The same with 8-bit factors, in half as many operations: the bytes of two vectors stand side by side, and 16-bit sums
 // of kBatch products of 15 and 127 do not overflow.
-template <bool FULL>
-inline void add_bytes(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
+template <bool FULL> inline void add_bytes(const Stored *w, int count, int64_t c, const Factors &factors, float *y) {
     const __m256i nibble = _mm256_set1_epi8(0x0f);
     __m256i sums[2][2] = {}; // the lower and upper codes, of bytes 0 to 7 of each lane and of the others
     FLOE_UNROLL for (int r = 0; r < (FULL ? kBatch : count); r += 2) {
@@ -150,8 +148,7 @@ inline void add_bytes(const Stored *w, int count, int64_t c, const Factors &fact
         FLOE_UNROLL for (int h = 0; h < 2; h++) {
             const __m256i bytes = h ? _mm256_unpackhi_epi8(first, second) : _mm256_unpacklo_epi8(first, second);
             const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
-            sums[0][h] =
-                _mm256_add_epi16(sums[0][h], _mm256_maddubs_epi16(_mm256_and_si256(bytes, nibble), factor));
+            sums[0][h] = _mm256_add_epi16(sums[0][h], _mm256_maddubs_epi16(_mm256_and_si256(bytes, nibble), factor));
             sums[1][h] = _mm256_add_epi16(sums[1][h], _mm256_maddubs_epi16(upper, factor));
         }
     }

@@ -1,6 +1,6 @@
 // Row operations without any instruction set: what every processor can run.
 
-#include "row_generic.inl"
+#include "arch/row_generic.inl"
 
 namespace floe {
 namespace {
@@ -59,9 +59,8 @@ uint64_t read(const uint8_t *const *from, const uint8_t *const *ahead, int count
     return lanes[0];
 }
 
-const RowOps table = {
-    "portable",         prepare, dot,  generic_axpy, finish, generic_expand, generic_add_products,
-    generic_add_active, copy,    read};
+const RowOps table = {"portable",         prepare, dot, generic_axpy, finish, generic_expand, generic_add_products,
+                      generic_add_active, copy,    read};
 
 } // namespace
 

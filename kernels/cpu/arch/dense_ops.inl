@@ -88,8 +88,8 @@ inline void store(float *p, const Lanes &lanes) { memcpy(p, &lanes, sizeof lanes
 inline float sum_lanes(const Lanes &lanes) {
     float sums[kLanes];
     store(sums, lanes);
-    FLOE_UNROLL for (int width = kLanes / 2; width > 0; width /= 2)
-        FLOE_UNROLL for (int l = 0; l < width; l++) sums[l] += sums[l + width];
+    FLOE_UNROLL for (int width = kLanes / 2; width > 0; width /= 2) FLOE_UNROLL for (int l = 0; l < width; l++)
+        sums[l] += sums[l + width];
     return sums[0];
 }
 
@@ -130,7 +130,8 @@ inline void score(const Stored *keys, int64_t stride, const float *queries, int6
         float found[kShared];
         sum_each(sums[t], found);
         for (int c = 0; c < kShared; c++) {
-            for (int64_t rest = i; rest < dim; rest++) found[c] += one(keys + t * stride + rest) * queries[c * dim + rest];
+            for (int64_t rest = i; rest < dim; rest++)
+                found[c] += one(keys + t * stride + rest) * queries[c * dim + rest];
             scores[c * kSpan + t] = found[c];
         }
     }
@@ -168,7 +169,7 @@ void multiply(const float *w, const float *x, int64_t rows, int64_t n, float *y)
 
 // Cephes' expf: 2^k · polynomial, with ln 2 in two parts; below -87 it stays at the smallest normal number.
 inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x; // NaN is not
+    x = x < -87.0f ? -87.0f : x;                         // NaN is not
     const float shifted = x * 1.44269504f + 12582912.0f; // 1.5 · 2^23: the sum's last bits are the integer
     const float k = shifted - 12582912.0f;
     const float r = (x - k * 0.693359375f) + k * 2.12194440e-4f;
@@ -213,13 +214,12 @@ float exponentials(float *x, int64_t n, float most) {
 template <int COUNT, int WIDTH, typename Stored>
 inline void add_values(const float *scores, const Stored *v, int64_t stride, int64_t tokens, float *sums, int64_t dim) {
     Lanes total[COUNT][WIDTH] = {};
-    for (int64_t t = 0; t < tokens; t++, v += stride)
-        FLOE_UNROLL for (int w = 0; w < WIDTH; w++) {
+    for (int64_t t = 0; t < tokens; t++, v += stride) FLOE_UNROLL for (int w = 0; w < WIDTH; w++) {
             const Lanes value = load(v + w * kLanes);
             FLOE_UNROLL for (int c = 0; c < COUNT; c++) total[c][w] += scores[c * kSpan + t] * value;
         }
-    FLOE_UNROLL for (int c = 0; c < COUNT; c++)
-        FLOE_UNROLL for (int w = 0; w < WIDTH; w++) store(sums + c * dim + w * kLanes, total[c][w]);
+    FLOE_UNROLL for (int c = 0; c < COUNT; c++) FLOE_UNROLL for (int w = 0; w < WIDTH; w++)
+        store(sums + c * dim + w * kLanes, total[c][w]);
 }
 
 template <int COUNT, typename Stored>
@@ -227,8 +227,7 @@ void add_all_values(const Heads &h, const float *scores, const Stored *v, int64_
     int64_t d = 0;
     for (; d + kColumns * kLanes <= h.dim; d += kColumns * kLanes)
         add_values<COUNT, kColumns>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
-    for (; d + kLanes <= h.dim; d += kLanes)
-        add_values<COUNT, 1>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
+    for (; d + kLanes <= h.dim; d += kLanes) add_values<COUNT, 1>(scores, v + d, h.stride(), tokens, sums + d, h.dim);
     for (; d < h.dim; d++)
         for (int c = 0; c < COUNT; c++) {
             float sum = 0;
@@ -250,10 +249,8 @@ void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t t
         for (int64_t g = 0; g < h.kv_heads; g++, keys += dim) {
             int64_t q = g * group;
             for (; q + kShared <= (g + 1) * group; q += kShared)
-                if (taken == kTokens)
-                    score<kTokens>(keys, stride, queries + q * dim, dim, scores + q * kSpan + t);
-                else
-                    score<1>(keys, stride, queries + q * dim, dim, scores + q * kSpan + t);
+                if (taken == kTokens) score<kTokens>(keys, stride, queries + q * dim, dim, scores + q * kSpan + t);
+                else score<1>(keys, stride, queries + q * dim, dim, scores + q * kSpan + t);
             for (; q < (g + 1) * group; q++)
                 for (int64_t next = 0; next < taken; next++)
                     dot<1>(keys + next * stride, queries + q * dim, dim, dim, scores + q * kSpan + t + next);
@@ -275,10 +272,8 @@ void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t t
 
 void attend(const Heads &h, const float *queries, const void *kv, int64_t tokens, float *scores, Share *shares,
             float *sums) {
-    if (h.half)
-        attend_to(h, queries, (const uint16_t *)kv, tokens, scores, shares, sums);
-    else
-        attend_to(h, queries, (const float *)kv, tokens, scores, shares, sums);
+    if (h.half) attend_to(h, queries, (const uint16_t *)kv, tokens, scores, shares, sums);
+    else attend_to(h, queries, (const float *)kv, tokens, scores, shares, sums);
 }
 
 void keep(const Heads &h, const float *values, void *kv) {

@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t kLanes = 8;
 }
 
-#include "dense_ops.inl"
+#include "arch/dense_ops.inl"
 
 namespace floe {
 namespace {
@@ -23,7 +23,7 @@ const DenseOps *dense_avx2() { return &table; }
 
 #else
 
-#include "dense_ops.h"
+#include "arch/dense_ops.h"
 
 namespace floe {
 const DenseOps *dense_avx2() { return nullptr; }
