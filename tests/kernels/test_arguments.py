@@ -101,34 +101,42 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "another device": lambda t: t.to("meta"),
 }
 CASES = [
-    pytest.param(operation, name, wrong, id=f"{operation}-{name}-{wrong}")
-    for operation in OPERATIONS
-    for name in operation.takes
-    for wrong in WRONG
+    pytest.param(operation, name, id=f"{operation}-{name}") for operation in OPERATIONS for name in operation.takes
 ]
+# Another tensor is to blame then.
+EXCUSED = ("expert_swiglu", "x", "fewer"), ("gather_rows", "neurons", "fewer")
+
+
+def refused(operation: Operation, module: Any, given: dict[str, Tensor]) -> str:
+    """The refusal's words, or "" where there was none."""
+    try:
+        operation.run(module, given)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.usefixtures("on_backend")
-@pytest.mark.parametrize(("operation", "name", "wrong"), CASES)
-def test_every_operation_refuses_every_wrong_tensor(operation: Operation, name: str, wrong: str) -> None:
+@pytest.mark.parametrize(("operation", "name"), CASES)
+def test_every_operation_refuses_every_wrong_tensor(operation: Operation, name: str) -> None:
     given = operands()
     operation.run(kernels, given)  # as it is, it is taken
-    if (operation.name, name, wrong) in (("expert_swiglu", "x", "fewer"), ("gather_rows", "neurons", "fewer")):
-        pytest.skip("another tensor is to blame then")
     before = {other: tensor.clone() for other, tensor in given.items()}
-    with pytest.raises(ValueError) as error:
-        operation.run(kernels, given | {name: WRONG[wrong](given[name])})
-    assert "must be" in str(error.value) or wrong == "another device", error.value
+    for wrong in WRONG:
+        if (operation.name, name, wrong) not in EXCUSED:
+            words = refused(operation, kernels, given | {name: WRONG[wrong](given[name])})
+            assert words and ("must be" in words or wrong == "another device"), f"{wrong}: {words}"
     for other, tensor in given.items():
         assert torch.equal(tensor, before[other])
 
 
-@pytest.mark.parametrize(("operation", "name", "wrong"), CASES)
-def test_so_does_the_binding_that_the_engine_calls(operation: Operation, name: str, wrong: str) -> None:
+@pytest.mark.parametrize(("operation", "name"), CASES)
+def test_so_does_the_binding_that_the_engine_calls(operation: Operation, name: str) -> None:
     given = operands()
     operation.run(native, given)
-    with pytest.raises(ValueError, match=r"must be|take tensors on cpu"):
-        operation.run(native, given | {name: WRONG[wrong](given[name])})
+    for wrong in WRONG:
+        words = refused(operation, native, given | {name: WRONG[wrong](given[name])})
+        assert "must be" in words or "take tensors on cpu" in words, f"{wrong}: {words}"
 
 
 @pytest.mark.parametrize("part", ["q", "scale", "zero"])

@@ -33,6 +33,8 @@ from floe_chat.kernels.layouts import (
 from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
+from ..covering import covering
+
 SIZES = [(40, 7, 20), (96, 37, 32), (130, 1, 20), (320, 37, 64), (4096, 200, 64), (512, 20, 128)]
 PAIRS = [(2, 4), (3, 2), (4, 3), (4, 4), (8, 4), (8, 8), (16, 8), (4, 16), (16, 16)]
 TOLERANCE = {
@@ -170,12 +172,11 @@ def test_up_gemv_keeps_what_reaches_the_threshold(isa: str) -> None:
         assert bool(((found.values[chosen] - v[neurons]).abs() <= error).all())
 
 
-@pytest.mark.parametrize("widths", PAIRS)
-@pytest.mark.parametrize(("h", "f", "group"), SIZES)
-@pytest.mark.parametrize("share", [1.0, 0.4])
+@covering({"isa": native.ISAS, "widths": PAIRS, "size": SIZES}, {"share": [1.0, 0.4]})
 def test_sparse_swiglu_equals_float64(
-    isa: str, h: int, f: int, group: int, widths: tuple[int, int], share: float
+    isa: str, size: tuple[int, int, int], widths: tuple[int, int], share: float
 ) -> None:
+    h, f, group = size
     gate, down = (VectorLayout(h, bits, group_size(h, group)) for bits in widths)
     rows, dense_gate, dense_down = make_rows(3, f, gate, down, torch.bfloat16)
     x, calls, active = make_x(3, h), make_calls(3, 3, 4), choose_active(4, f, share, shuffled=share < 1)

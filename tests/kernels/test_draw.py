@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 import torch
@@ -13,9 +12,17 @@ from floe_chat.kernels.cpu.native_ends import draw
 from floe_chat.kernels.sampling import Filters, NotNumbersError
 from torch import Tensor
 
+from ..covering import covering_rows
+
 INF, NAN, LARGEST = math.inf, math.nan, 1 - 2**-53
 FILTERS = [
-    *(Filters(t, k, p, m, r) for t, k, p, m, r in product((0.3, 1.7), (0, 1, 7), (1.0, 0.6), (0.0, 0.1), (1.0, 1.3))),
+    *(
+        Filters(temperature, k, p, m, penalty)
+        for k, p, m, temperature, penalty in covering_rows(
+            {"top_k": (0, 1, 7), "top_p": (1.0, 0.6), "min_p": (0.0, 0.1)},
+            {"temperature": (0.3, 1.7), "penalty": (1.0, 1.3)},
+        )
+    ),
     *(
         Filters(0.0),
         Filters(0.0, 3, 0.5, 0.9, 0.5),

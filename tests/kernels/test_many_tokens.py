@@ -8,6 +8,7 @@ from floe_chat.kernels.cpu import native
 from floe_chat.kernels.layouts import LinearWeights
 from torch import Tensor
 
+from ..covering import covering
 from ..helpers import relative_rms
 from .oracle import Layer, each, make_layer, make_x, threshold_between
 
@@ -19,9 +20,8 @@ WIDTHS = [(2, 4, 4), (3, 3, 2), (4, 2, 3), (8, 8, 8), (16, 16, 16)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 2e-3}
 
 every_isa = pytest.mark.usefixtures("isa")
-every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "E{}-F{}-H{}-g{}".format(*size))
-every_width = pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "up{}-gate{}-down{}".format(*widths))
-every_count = pytest.mark.parametrize("tokens", [1, 2, 5, 8, 9, 23])
+COUNTS = [1, 2, 5, 8, 9, 23]
+BITS = [2, 3, 4, 8]
 
 
 def linear_of(layer: Layer, expert: int) -> LinearWeights:
@@ -50,9 +50,7 @@ def quiet_threshold(layer: Layer, expert: int, x: Tensor, sparsity: float) -> fl
 
 
 @every_isa
-@every_count
-@every_size
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": COUNTS})
 def test_linear_is_the_product(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
@@ -61,7 +59,7 @@ def test_linear_is_the_product(size: tuple[int, int, int, int], bits: int, token
 
 @every_isa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_linear_of_16_bit_x(bits: int, dtype: torch.dtype) -> None:
     layer, x = make_layer((1, 70, 320, 64), (bits, 4, 4)), make_x(11, 320, dtype)
     y = native.linear(x, linear_of(layer, 0))
@@ -70,9 +68,7 @@ def test_linear_of_16_bit_x(bits: int, dtype: torch.dtype) -> None:
 
 
 @every_isa
-@every_size
-@pytest.mark.parametrize("tokens", [1, 2, 11])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 2, 11]})
 def test_linear_with_fewer_bits_of_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
     torch.full((tokens * size[1],), float("nan"))  # freed memory that the output may get
@@ -81,10 +77,7 @@ def test_linear_with_fewer_bits_of_x(size: tuple[int, int, int, int], bits: int,
 
 
 @every_isa
-@every_count
-@every_width
-@every_size
-@pytest.mark.parametrize("sparsity", [0.0, 0.6, 0.95])
+@covering({"isa": native.ISAS, "widths": WIDTHS, "size": SIZES}, {"tokens": COUNTS, "sparsity": [0.0, 0.6, 0.95]})
 def test_expert_is_the_formula(
     size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, sparsity: float
 ) -> None:
@@ -98,10 +91,7 @@ def test_expert_is_the_formula(
 
 
 @every_isa
-@every_width
-@every_size
-@pytest.mark.parametrize("tokens", [2, 9, 23])
-@pytest.mark.parametrize("keep", [0.8, 0.1])
+@covering({"widths": WIDTHS, "size": SIZES}, {"isa": native.ISAS, "tokens": [2, 9, 23], "keep": [0.8, 0.1]})
 def test_a_second_threshold_leaves_out_small_products(
     size: tuple[int, int, int, int], widths: tuple[int, int, int], tokens: int, keep: float
 ) -> None:

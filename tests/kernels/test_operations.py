@@ -8,6 +8,7 @@ from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.layouts import LinearWeights, PoolRows, UpLayout, UpWeights, VectorLayout
 from torch import Tensor
 
+from ..covering import covering
 from ..helpers import relative_rms
 from .oracle import (
     SIZES,
@@ -26,9 +27,8 @@ from .oracle import (
 pytestmark = pytest.mark.usefixtures("on_backend")
 
 TOKENS = 3
-every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "E{}-F{}-H{}-g{}".format(*size))
-every_width = pytest.mark.parametrize("widths", WIDTHS, ids=lambda widths: "up{}-gate{}-down{}".format(*widths))
-every_dtype = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
+BACKENDS = ["reference", "native"]
+DTYPES = list(TOLERANCE)
 Size = tuple[int, int, int, int]
 Widths = tuple[int, int, int]
 
@@ -38,9 +38,7 @@ def some_calls(experts: int) -> kernels.Calls:
     return make_calls([2, 0, 0, 0], [experts - 1, 0, experts // 2, 0])
 
 
-@every_dtype
-@every_width
-@every_size
+@covering({"on_backend": BACKENDS, "widths": WIDTHS, "size": SIZES}, {"dtype": DTYPES})
 def test_up_gemv_finds_the_active_neurons(size: Size, widths: Widths, dtype: torch.dtype) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], dtype), some_calls(size[0])
     truth = up_values(layer, x, calls)
@@ -60,9 +58,7 @@ def test_up_gemv_finds_the_active_neurons(size: Size, widths: Widths, dtype: tor
             assert error <= 2 * TOLERANCE[dtype] * v.abs().max()
 
 
-@every_dtype
-@every_width
-@every_size
+@covering({"on_backend": BACKENDS, "widths": WIDTHS, "size": SIZES}, {"dtype": DTYPES})
 def test_sparse_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.dtype) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], dtype), some_calls(size[0])
     values = [v.to(dtype).double() for v in up_values(layer, x, calls)]
@@ -83,8 +79,7 @@ def some_active(size: Size) -> tuple[list[Tensor], list[Tensor]]:
     return chosen, [torch.randn(len(neurons), generator=generator).double() for neurons in chosen]
 
 
-@every_width
-@every_size
+@covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS})
 def test_rows_in_a_pool_give_the_same(size: Size, widths: Widths) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
     active = as_active(*some_active(size), torch.float32)
@@ -101,8 +96,7 @@ def test_rows_in_a_pool_give_the_same(size: Size, widths: Widths) -> None:
     assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active)[0])
 
 
-@every_width
-@every_size
+@covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS})
 def test_a_second_threshold_leaves_out_small_products(size: Size, widths: Widths) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
     chosen, values = some_active(size)
@@ -120,10 +114,7 @@ def test_a_second_threshold_leaves_out_small_products(size: Size, widths: Widths
     assert relative_rms(y, swiglu(layer, x, calls, fewer[0], fewer[1])) <= TOLERANCE[torch.float32]
 
 
-@every_dtype
-@every_size
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("tokens", [0, 1, 11])
+@covering({"on_backend": BACKENDS, "bits": [2, 3, 4, 8], "size": SIZES}, {"dtype": DTYPES, "tokens": [0, 1, 11]})
 def test_linear_is_the_product(size: Size, bits: int, tokens: int, dtype: torch.dtype) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], dtype)
     up = layer.stored_up
@@ -133,8 +124,7 @@ def test_linear_is_the_product(size: Size, bits: int, tokens: int, dtype: torch.
         assert relative_rms(y, x.double() @ layer.up[0].to(dtype).double().T) <= TOLERANCE[dtype]
 
 
-@every_dtype
-@every_width
+@covering({"widths": WIDTHS}, {"on_backend": BACKENDS, "dtype": DTYPES})
 def test_a_call_without_active_neurons_adds_nothing(widths: Widths, dtype: torch.dtype) -> None:
     layer, x, calls = make_layer((3, 7, 96, 32), widths), make_x(2, 96, dtype), make_calls([0, 1], [1, 2])
     nobody, everybody = torch.empty(0, dtype=torch.long), torch.arange(7)
@@ -162,10 +152,7 @@ def dense_expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, threshold: f
     return h @ down, v
 
 
-@every_dtype
-@every_width
-@every_size
-@pytest.mark.parametrize("keep", [0.0, 0.4, 1.0])
+@covering({"on_backend": BACKENDS, "widths": WIDTHS, "size": SIZES}, {"dtype": DTYPES, "keep": [0.0, 0.4, 1.0]})
 def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.dtype, keep: float) -> None:
     layer, x, expert = make_layer(size, widths), make_x(TOKENS, size[2], dtype), size[0] - 1
     gate, up, down = (part[expert].to(dtype).double() for part in (layer.gate, layer.up, layer.down))
@@ -183,9 +170,7 @@ def test_expert_swiglu_is_the_formula(size: Size, widths: Widths, dtype: torch.d
         assert relative_rms(y, truth) <= 2 * TOLERANCE[dtype]
 
 
-@every_width
-@every_size
-@pytest.mark.parametrize("keep", [0.5, 1.0])
+@covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS, "keep": [0.5, 1.0]})
 def test_expert_swiglu_equals_the_sparse_operations(size: Size, widths: Widths, keep: float) -> None:
     layer, x, expert = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), size[0] // 2
     every_token = kernels.Calls(torch.arange(TOKENS), torch.full((TOKENS,), expert), torch.ones(TOKENS))
@@ -200,8 +185,7 @@ def test_expert_swiglu_equals_the_sparse_operations(size: Size, widths: Widths, 
     assert relative_rms(together, one_by_one) <= TOLERANCE[torch.float32]
 
 
-@every_width
-@every_size
+@covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS})
 def test_moe_step_is_both_operations(size: Size, widths: Widths) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
     thresholds = torch.tensor([0.1, 1.0, 0.0, 1e9])
@@ -214,8 +198,7 @@ def test_moe_step_is_both_operations(size: Size, widths: Widths) -> None:
     assert torch.equal(counts, active.offsets.diff()[:, None].expand(4, 2))
 
 
-@every_width
-@every_size
+@covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS})
 def test_moe_step_counts_what_reaches_the_second_threshold(size: Size, widths: Widths) -> None:
     layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
     limits: list[float] = []

@@ -11,6 +11,7 @@ from floe_chat.kernels.layouts import ExpertRows, LinearWeights, VectorLayout, p
 from floe_chat.kernels.types import Active
 from torch import Tensor
 
+from ..covering import covering
 from ..helpers import relative_rms
 from .oracle import Layer, each, make_calls, make_layer, make_x
 
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 SIZES = [(1, 7, 130, 26), (1, 5, 64, 64), (1, 70, 320, 64), (1, 37, 512, 128), (2, 33, 1152, 64), (1, 20, 4096, 64)]
 
 every_isa = pytest.mark.usefixtures("isa")
-every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "E{}-F{}-H{}-g{}".format(*size))
-every_width = pytest.mark.parametrize("bits", [2, 3, 4, 8])
+BITS = [2, 3, 4, 8]
 
 
 def seen(x: Tensor, group: int) -> Tensor:
@@ -61,9 +61,7 @@ def test_rounding_of_nothing_and_of_no_number() -> None:
 
 
 @every_isa
-@every_size
-@every_width
-@pytest.mark.parametrize("tokens", [1, 2, 5, 9])
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 2, 5, 9]})
 def test_linear_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(tokens, size[2], torch.float32)
     x[:, ::37] *= 30  # hidden states have a few large values
@@ -73,8 +71,7 @@ def test_linear_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bit
 
 
 @every_isa
-@every_size
-@every_width
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES})
 def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bits: int) -> None:
     layer, x = make_layer(size, (bits, 4, 4)), make_x(3, size[2], torch.float32)
     calls = make_calls([0, 1, 2], [0, size[0] - 1, 0])
@@ -86,9 +83,9 @@ def test_up_gemv_is_the_product_of_rounded_x(size: tuple[int, int, int, int], bi
 
 
 @every_isa
-@every_size
-@pytest.mark.parametrize("widths", [(4, 4), (3, 8), (2, 3), (8, 2), (4, 16)], ids=lambda w: "gate{}-down{}".format(*w))
-@pytest.mark.parametrize("share", [1.0, 0.3])
+@covering(
+    {"isa": native.ISAS, "widths": [(4, 4), (3, 8), (2, 3), (8, 2), (4, 16)], "size": SIZES}, {"share": [1.0, 0.3]}
+)
 def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tuple[int, int], share: float) -> None:
     layer, x = make_layer(size, (2, *widths)), make_x(1, size[2], torch.float32) * 0.05
     neurons = torch.arange(size[1])[: max(1, round(share * size[1]))]
@@ -104,9 +101,7 @@ def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tup
 
 
 @every_isa
-@every_size
-@every_width
-@pytest.mark.parametrize("tokens", [1, 9])
+@covering({"isa": native.ISAS, "bits": BITS, "size": SIZES}, {"tokens": [1, 9]})
 def test_expert_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens: int) -> None:
     layer, x = make_layer(size, (bits, bits, 4)), make_x(tokens, size[2], torch.float32)
     torch.full(x.shape, float("nan"))
@@ -117,9 +112,7 @@ def test_expert_of_rounded_x(size: tuple[int, int, int, int], bits: int, tokens:
 
 
 @every_isa
-@every_width
-@pytest.mark.parametrize("signs", ["all", "alternating", "halves"])
-@pytest.mark.parametrize("tokens", [1, 4])
+@covering({"isa": native.ISAS, "bits": BITS, "tokens": [1, 4]}, {"signs": ["all", "alternating", "halves"]})
 def test_the_largest_codes_and_digits_do_not_overflow(bits: int, signs: str, tokens: int) -> None:
     hidden, rows = 1024, 9
     vector = VectorLayout(hidden, bits, 64)
