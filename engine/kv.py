@@ -160,16 +160,17 @@ class LibraryStore:
 class GrowingStore:
     """Keys and values in memory that is set aside for more tokens than are there, so that a token copies nothing.
 
-    A token's keys lie before its values. Memory grows by half, in whole blocks, up to the window. Layers share a tensor
+    Memory grows by half, in whole blocks, up to the window. Layers share a tensor
     in groups: one call then gives the views of a whole group, and only one group is there twice while it grows.
     """
 
     def __init__(
-        self, layers: int, heads: int, dim: int, window: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, entry: tuple[int, int], window: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        """`entry`: (R, D), what attention caches of a token in each layer, as it lays that out (`Heads.entry`)."""
         sizes = [min(GROUP, layers - first) for first in range(0, layers, GROUP)]
-        # (layers of the group, capacity, 2 * heads, D)
-        self._own = [torch.empty(size, 0, 2 * heads, dim, dtype=dtype, device=device) for size in sizes]
+        # (layers of the group, capacity, R, D)
+        self._own = [torch.empty(size, 0, *entry, dtype=dtype, device=device) for size in sizes]
         self._window = window
         self.capacity = self.length = 0
 
@@ -197,23 +198,17 @@ class GrowingStore:
         self._resize(self._blocks(max(length, self.capacity * 3 // 2)))
 
     def layers(self) -> list[Tensor]:
-        """For each layer, all that is set aside, (capacity, 2 * heads, D)."""
+        """For each layer, all that is set aside, (capacity, R, D)."""
         return [layer for group in self._groups() for layer in group.unbind(0)]
 
     def places(self, end: int) -> list[Tensor]:
-        """For each layer, where keys and values of tokens length..end-1 go, (end - length, 2, heads, D)."""
+        """For each layer, where the entries of tokens length..end-1 go, (end - length, R, D)."""
         added = end - self.length
         return [place for group in self._groups() for place in group.narrow(1, self.length, added).unbind(0)]
 
-    def seen(self, start: int, end: int) -> tuple[list[Tensor], list[Tensor]]:
-        """For each layer, keys and values of tokens start..end-1, (heads, 1, end - start, D) each."""
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for group in self._groups():
-            both = group.narrow(1, start, end - start).transpose(1, 2).unsqueeze(3).transpose(2, 3)
-            for part, out in zip(both.chunk(2, 1), (keys, values), strict=True):
-                out += part.unbind(0)
-        return keys, values
+    def seen(self, start: int, end: int) -> list[Tensor]:
+        """Group by group of layers, the entries of tokens start..end-1, (layers, end - start, R, D)."""
+        return [group.narrow(1, start, end - start) for group in self._groups()]
 
     def _groups(self) -> list[Tensor]:
         return self._own
@@ -237,10 +232,10 @@ class BorrowingStore(GrowingStore):
     """
 
     def __init__(
-        self, layers: int, heads: int, dim: int, window: int, dtype: torch.dtype, device: torch.device, room: Room
+        self, layers: int, entry: tuple[int, int], window: int, dtype: torch.dtype, device: torch.device, room: Room
     ) -> None:
-        super().__init__(0, heads, dim, window, dtype, device)
-        self._room, self._dtype, self._shape = room, dtype, (layers, 2 * heads, dim)
+        super().__init__(0, entry, window, dtype, device)
+        self._room, self._dtype, self._shape = room, dtype, (layers, *entry)
         room.let(self)
 
     def trim(self, length: int) -> None:
@@ -263,7 +258,7 @@ class BorrowingStore(GrowingStore):
         return capacity * math.prod(self._shape) * self._dtype.itemsize
 
     def _at(self, memory: Tensor, capacity: int) -> Tensor:
-        """(layers, capacity, 2 * heads, D), which end where `memory` does."""
+        """(layers, capacity, R, D), which end where `memory` does."""
         layers, *token = self._shape
         return memory[memory.numel() - self._nbytes(capacity) :].view(self._dtype).view(layers, capacity, *token)
 

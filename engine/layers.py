@@ -76,16 +76,16 @@ def _kept(model: Any) -> torch.dtype:
 
 
 def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype) -> Layer:
-    attention = layer.self_attn
+    attention, kind = layer.self_attn, family.attention
     heads = Heads(
         queries=config.num_attention_heads,
         keys=config.num_key_value_heads,
         dim=attention.head_dim,
         scale=attention.scaling,
-        window=family.window(config, index),
+        window=kind.window(config, index),
         clip=getattr(config, "clip_qkv", None),
-        q_norm=attention.q_norm.weight if family.normalized_heads else None,
-        k_norm=attention.k_norm.weight if family.normalized_heads else None,
+        q_norm=attention.q_norm.weight if kind.normalized else None,
+        k_norm=attention.k_norm.weight if kind.normalized else None,
         kept=kept,
     )
     return Layer(
@@ -95,33 +95,30 @@ def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype
         attention.o_proj,
         layer.post_attention_layernorm.weight,
         config.rms_norm_eps,
-        *_block(layer.mlp),
+        *_block(layer.mlp, family, has_experts=index not in family.dense_layers(config)),
     )
 
 
-def _block(mlp: Any) -> tuple[Router | None, Callable[..., Tensor], str]:
+def _block(mlp: Any, family: Family, *, has_experts: bool) -> tuple[Router | None, Callable[..., Tensor], str]:
     """The router of what follows attention in a layer, the rest of it, and what that is beside experts."""
-    if not hasattr(mlp, "experts"):
+    if not has_experts:
         return None, mlp, "layers without experts"
-    gate = mlp.gate
+    gate, shared = mlp.gate, family.shared
     # Mixtral keeps the weights in float32.
     dtype = gate.weight.dtype if hasattr(gate, "norm_topk_prob") else torch.float32
     router = Router(gate.weight, gate.top_k, normalizes(gate), dtype)
-    parts = {name for name, _ in mlp.named_children()}
-    if parts == {"gate", "experts"}:
+    if shared is None:
         return router, mlp.experts, ""
-    if parts == {"gate", "experts", "shared_expert", "shared_expert_gate"}:
+    beside = getattr(mlp, shared.module)
+    scale = None if shared.gate is None else getattr(mlp, shared.gate)
 
-        def shared(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-            own = torch.sigmoid(F.linear(hidden, mlp.shared_expert_gate.weight)) * mlp.shared_expert(hidden)
-            return mlp.experts(hidden, index, weights) + own
+    def both(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        own = beside(hidden)
+        if scale is not None:
+            own = torch.sigmoid(F.linear(hidden, scale.weight)) * own
+        return mlp.experts(hidden, index, weights) + own
 
-        return router, shared, "shared experts"
-
-    def whole(hidden: Tensor) -> Tensor:
-        return mlp(hidden.unsqueeze(0)).squeeze(0)
-
-    return None, whole, "the router"
+    return router, both, "shared experts"
 
 
 def _joined(attention: Any) -> nn.Module:

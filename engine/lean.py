@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from ..kernels.cpu.native import NativeUnavailableError
 from ..kernels.cpu.native_ends import NativeEnds
 from ..kernels.cpu.native_step import NativeStep
 from ..kernels.step import Ends, Stepped
+from .attention import GroupedAttention, norm
 from .dense import PackedLinear
 from .finite import NO_PART, is_finite
 from .kv import BorrowingStore, GrowingStore, KVCache, Room
@@ -31,15 +31,6 @@ from .token_pass import MOST, TokenPass
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
 Step = Callable[[int, Tensor, Tensor | None], Stepped]
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What the queries of a pass see, layer by layer: keys and values, and which of them, where it is not all."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    mask: Tensor | None
 
 
 class LeanDecoder:
@@ -102,7 +93,7 @@ class LeanDecoder:
 
     def _store(self) -> GrowingStore:
         heads = self._layers[0].heads
-        given = (len(self._layers), heads.keys, heads.dim, self._window, heads.kept, self.device)
+        given = (len(self._layers), heads.entry, self._window, heads.kept, self.device)
         if self.room is not None and self.room.vacant():
             return BorrowingStore(*given, self.room)
         return GrowingStore(*given)
@@ -154,7 +145,7 @@ class LeanDecoder:
     def _logits(self, last: Tensor) -> Tensor:
         """(1, H) behind the last layer -> (1, V)."""
         if self.ends is None:
-            return self._head(_norm(last, self._norm, self._eps))
+            return self._head(norm(last, self._norm, self._eps))
         return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
 
     @torch.inference_mode()
@@ -178,7 +169,7 @@ class LeanDecoder:
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
         heads = self._layers[0].heads
-        store = GrowingStore(len(self._layers), heads.keys, heads.dim, self._window, heads.kept, self.device)
+        store = GrowingStore(len(self._layers), heads.entry, self._window, heads.kept, self.device)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
@@ -207,7 +198,7 @@ class LeanDecoder:
             self._step = None
         store.length = start + len(ids)
         last = x[-1:] if added is None else x[-1:] + added[-1:]
-        return "" if is_finite(self._head(_norm(last, self._norm, self._eps))) else "the last norm or the output head"
+        return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
         """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.
@@ -241,78 +232,13 @@ class _TorchPass:
     """
 
     def __init__(self, layers: Sequence[Layer], store: GrowingStore, rope: Tensor, start: int) -> None:
-        self._layers, self._tokens, end = layers, len(rope), start + len(rope)
-        self._places = store.places(end)
-        heads = layers[0].heads
-        # Queries and keys are turned, values stay as they are: tables for all heads at once, (T, heads, D).
-        cos, sin = rope[:, :1], rope[:, 1:]
-        turned, still = heads.queries + heads.keys, (self._tokens, heads.keys, heads.dim)
-        self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
-        self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
-        self._views: dict[int | None, _View] = {}
-        for window in {layer.heads.window for layer in layers}:
-            first = 0 if window is None else max(0, start + 1 - window)
-            self._views[window] = _View(*store.seen(first, end), _mask(first, start, end, window, rope.device))
+        self._layers = layers
+        self._attention = GroupedAttention(layers, store, rope, start)
 
     def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
         layer = self._layers[index]
         stream = x if added is None else x + added
-        stream = stream + self._attention(index, _norm(stream, layer.before, layer.eps))
-        hidden = _norm(stream, layer.after, layer.eps)
+        stream = stream + self._attention(index, norm(stream, layer.before, layer.eps))
+        hidden = norm(stream, layer.after, layer.eps)
         return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
-
-    def _attention(self, index: int, x: Tensor) -> Tensor:
-        layer, heads = self._layers[index], self._layers[index].heads
-        qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.dim)
-        self._prepare(qkv, layer)
-        qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.dim // 2, 2), self._sin)
-        queries, both = qkv.split_with_sizes((heads.queries, 2 * heads.keys), 1)
-        self._places[index].copy_(both)
-        view = self._views[heads.window]
-        attend = self._attend_one if self._tokens == 1 else self._attend_any
-        keys, values = view.keys[index].to(x.dtype), view.values[index].to(x.dtype)
-        return layer.out.forward(attend(layer, queries, keys, values, view.mask))
-
-    def _prepare(self, qkv: Tensor, layer: Layer) -> None:
-        """What some families do before rope: norms of queries and keys, limits; in place, (T, all heads, D)."""
-        heads = layer.heads
-        if heads.q_norm is not None and heads.k_norm is not None:
-            parts = qkv.split((heads.queries, heads.keys, heads.keys), 1)
-            for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
-                normed = _norm(part.reshape(self._tokens, -1, len(weight)), weight, layer.eps)
-                part.copy_(normed.view(part.shape))
-        if heads.clip is not None:
-            qkv.clamp_(-heads.clip, heads.clip)
-
-    # Key heads stand in the batch dimension, so that the query heads which share one need no copy of it.
-
-    def _attend_one(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None) -> Tensor:
-        """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
-        heads = layer.heads
-        grouped = queries.view(heads.keys, 1, -1, heads.dim)  # as if they were positions: all see all tokens
-        return F.scaled_dot_product_attention(grouped, keys, values, scale=heads.scale).reshape(1, -1)
-
-    def _attend_any(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """queries (T, heads, D) -> (T, heads * D). mask: None for plain causal attention, T = N."""
-        heads = layer.heads
-        groups = heads.queries // heads.keys
-        grouped = queries.unflatten(1, (heads.keys, groups)).permute(1, 2, 0, 3)
-        keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
-        out = F.scaled_dot_product_attention(
-            grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
-        )
-        return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which of tokens first..end-1 each of start..end-1 sees, (T, N); None for plain causal attention or one token."""
-    if end - start == 1 or (start == 0 and (window is None or window >= end)):
-        return None
-    ago = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
-    return ago >= 0 if window is None else (ago >= 0) & (ago < window)

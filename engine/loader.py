@@ -242,10 +242,10 @@ def _compare(folder: Path, config: Any, a: Architecture) -> None:
     for name, configured, packed in (
         ("model type", config.model_type, a.model_type),
         ("number of layers", config.num_hidden_layers, a.layers),
-        ("number of experts", FAMILIES[a.model_type].experts(config), a.experts),
+        ("number of experts", FAMILIES[config.model_type].experts(config), a.experts),
         ("experts per token", config.num_experts_per_tok, a.top_k),
         ("hidden size", config.hidden_size, a.hidden),
-        ("number of neurons per expert", FAMILIES[a.model_type].neurons(config), a.intermediate),
+        ("number of neurons per expert", FAMILIES[config.model_type].neurons(config), a.intermediate),
     ):
         if configured != packed:
             raise damaged(folder, f"Its {name} is {packed} by the manifest and {configured} by config.json.")

@@ -56,6 +56,11 @@ class Heads:
     k_norm: Tensor | None = None
     kept: torch.dtype = torch.float32
 
+    @property
+    def entry(self) -> tuple[int, int]:
+        """(rows, D) of what a layer caches of a token: its keys, then its values."""
+        return 2 * self.keys, self.dim
+
 
 @dataclass(frozen=True, slots=True)
 class Router:

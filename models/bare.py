@@ -80,7 +80,7 @@ def _layer(config: Any, dtype: torch.dtype) -> nn.Module:
     gate: Any = _weight(family.experts(config), config.hidden_size, dtype=dtype)
     layer.mlp.gate = gate
     gate.top_k = config.num_experts_per_tok
-    if family.shares is None:
+    if family.routing.normalized is None:
         gate.norm_topk_prob = config.norm_topk_prob
     layer.mlp.experts = nn.Module()
     return layer
@@ -96,7 +96,7 @@ def _attention(config: Any, dtype: torch.dtype) -> nn.Module:
     attention.k_proj = nn.Linear(hidden, keys, bias=bias, dtype=dtype)
     attention.v_proj = nn.Linear(hidden, keys, bias=bias, dtype=dtype)
     attention.o_proj = nn.Linear(queries, hidden, bias=bias, dtype=dtype)
-    if FAMILIES[config.model_type].normalized_heads:
+    if FAMILIES[config.model_type].attention.normalized:
         attention.q_norm, attention.k_norm = _weight(queries, dtype=dtype), _weight(keys, dtype=dtype)
     return attention
 

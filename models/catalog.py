@@ -332,7 +332,7 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         vocab=number("vocab_size"),
         window=number("max_position_embeddings", default=4096),
         tied=fields.get("tie_word_embeddings") is True,
-        normalized_heads=FAMILIES[kind].normalized_heads,
+        normalized_heads=FAMILIES[kind].attention.normalized,
     )
     together = {
         "num_hidden_layers": sizes.layers,

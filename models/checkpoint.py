@@ -64,8 +64,9 @@ def read_config(folder: Path) -> PretrainedConfig:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         values = {name: getattr(config, name) for name in (*limits.SIZES, *limits.FIGURES) if hasattr(config, name)}
         _check_values(path, values | config.rope_parameters)
-        if config.hidden_act != "silu":
-            raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes silu")
+        family = FAMILIES[config.model_type]
+        if config.hidden_act != family.activation:
+            raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes {family.activation}")
     except CheckpointError:
         raise
     # Each of transformers' configurations raises what it likes, down to ZeroDivisionError.

@@ -150,5 +150,5 @@ def _check(config: Config) -> None:
     values = {name: getattr(config, name) for name in _TYPES} | config.rope_parameters
     if cause := limits.problem(values):
         raise ValueError(cause)
-    if config.hidden_act != "silu":
+    if config.hidden_act != FAMILIES[config.model_type].activation:
         raise ValueError(f"its experts use {config.hidden_act}")

@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..entry import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """Attention in which each head of keys and values serves as many heads of queries; all of them are cached.
+
+    Attributes:
+        normalized: whether queries and keys are normalized before rope.
+        window: configuration and layer -> how many tokens attention looks back, itself included; None for all.
+    """
+
+    normalized: bool = False
+    window: Callable[[Any, int], int | None] = lambda _config, _layer: None
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a layer's router chooses.
+
+    Attributes:
+        kind: "softmax": the top-k by their probabilities, which weigh them.
+        normalized: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
+    """
+
+    kind: Literal["softmax"] = "softmax"
+    normalized: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What every token of a layer gets beside its own experts.
+
+    Attributes:
+        module: its name in the block. gate: that of the linear layer whose sigmoid scales it; None for no such layer.
+    """
+
+    module: str
+    gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +56,10 @@ class Family:
         expert: published name of one expert matrix, with fields {layer}, {expert} and {part}.
         gate, up, down: what {part} is for each. renames: published fragment -> fragment of the module's name.
         linears: how the names end of the linear layers that a pack may store at low width, on disk and in memory.
-        width: the field that says how many neurons an expert has.
+        width: the field that says how many neurons an expert has. activation: of its gate, as config.json names it.
+        dense_layers: configuration -> the layers that have no experts. shared: what all tokens get beside them.
         defaults: of transformers' configuration, for what a config.json leaves out. A field that the family does not
             have is None or False.
-        normalized_heads: whether queries and keys are normalized before rope.
-        shares: whether the weights of a token's experts sum to 1; None where config.json says it (norm_topk_prob).
-        window: configuration and layer -> how many tokens its attention looks back, itself included; None for all.
         published: models to set up, in no order.
     """
 
@@ -36,10 +72,12 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     linears: tuple[str, ...] = (".q_proj", ".k_proj", ".v_proj", ".o_proj", "lm_head")
     width: str = "intermediate_size"
+    activation: str = "silu"
+    dense_layers: Callable[[Any], Collection[int]] = lambda _config: ()
+    shared: SharedExpert | None = None
+    routing: Routing = Routing()
+    attention: GroupedQuery = GroupedQuery()
     defaults: Mapping[str, Any]
-    normalized_heads: bool = False
-    shares: bool | None = None
-    window: Callable[[Any, int], int | None] = lambda _config, _layer: None
     published: tuple[Entry, ...] = ()
 
     def experts(self, config: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..entry import Entry, Sizes
-from .family import Family
+from .family import Family, GroupedQuery, Routing
 
 _8X7B = Sizes(
     model_type="mixtral",
@@ -58,8 +58,8 @@ MIXTRAL = Family(
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
     },
-    shares=True,
-    window=lambda config, _layer: config.sliding_window,
+    routing=Routing(normalized=True),
+    attention=GroupedQuery(window=lambda config, _layer: config.sliding_window),
     published=(
         _entry("mixtral-8x7b-instruct", _8X7B, "Mixtral-8x7B-Instruct-v0.1", _INST),
         _entry("mixtral-8x22b-instruct", _8X22B, "Mixtral-8x22B-Instruct-v0.1", _INST),

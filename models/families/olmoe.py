@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..entry import Entry, Sizes
-from .family import Family
+from .family import Family, GroupedQuery
 
 _1B_7B = Sizes(
     model_type="olmoe",
@@ -36,7 +36,7 @@ OLMOE = Family(
         "max_position_embeddings": 4096,
         "rope_theta": 1e4,
     },
-    normalized_heads=True,
+    attention=GroupedQuery(normalized=True),
     published=(
         Entry(
             "olmoe-1b-7b-instruct",

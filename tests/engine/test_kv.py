@@ -96,7 +96,7 @@ def test_keys_of_one_kind_are_not_taken_for_another() -> None:
 
 
 def grown(window: int, *, layers: int = 2, heads: int = 3, dim: int = 5) -> GrowingStore:
-    return GrowingStore(layers, heads, dim, window, torch.float32, torch.device("cpu"))
+    return GrowingStore(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu"))
 
 
 def put(store: GrowingStore, part: Tensor) -> None:
@@ -121,13 +121,9 @@ def test_what_is_written_is_read_again_through_growth_and_cropping(layers: int) 
     whole[:, BLOCK + 30 :] = torch.randn_like(whole[:, BLOCK + 30 :])
     put(store, whole[:, BLOCK + 30 :])
     for first, last in ((0, window), (7, 8), (window - 40, window)):
-        keys, values = store.seen(first, last)
-        assert len(keys) == len(values) == layers
+        assert torch.equal(torch.cat(store.seen(first, last)), whole[:, first:last])
         for layer in range(layers):
-            part = whole[layer, first:last]
-            assert torch.equal(keys[layer], part[:, :heads].transpose(0, 1).unsqueeze(1))
-            assert torch.equal(values[layer], part[:, heads:].transpose(0, 1).unsqueeze(1))
-            assert torch.equal(store.layers()[layer][first:last], part)
+            assert torch.equal(store.layers()[layer][first:last], whole[layer, first:last])
 
 
 def test_memory_grows_seldom_and_up_to_the_window() -> None:
@@ -184,7 +180,7 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
     layers, heads, dim, window = 1 + 2 * seed, 2, 3, 7 * BLOCK + 19
     token = layers * 2 * heads * dim * 4
     room = Lender(window * token + 64)
-    store = BorrowingStore(layers, heads, dim, window, torch.float32, torch.device("cpu"), room)
+    store = BorrowingStore(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu"), room)
     held = torch.empty(layers, 0, 2 * heads, dim)
 
     def drawn(most: int) -> int:
@@ -208,7 +204,7 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
 def test_a_new_conversation_gives_borrowed_memory_back() -> None:
     room = Lender(1 << 20)
     kv = KVCache()
-    store = BorrowingStore(1, 1, 2, 20 * BLOCK, torch.float32, torch.device("cpu"), room)
+    store = BorrowingStore(1, (2, 2), 20 * BLOCK, torch.float32, torch.device("cpu"), room)
     kv.store_of(GrowingStore, lambda: store)
     put(store, torch.zeros(1, 10 * BLOCK, 2, 2))
     kv.computed([5] * 10 * BLOCK, SAME)

@@ -15,6 +15,7 @@ from floe_chat.engine.kv import BLOCK, KVCache
 from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
 from floe_chat.models.families import FAMILIES, Family
+from floe_chat.models.families.family import GroupedQuery, SharedExpert
 from floe_chat.models.pack import PackSpec
 from torch import Tensor, nn
 
@@ -87,8 +88,12 @@ PLANNED = {  # no pack can be made of them yet; their layers have parts that the
         called="Qwen2 MoE",
         expert="",
         defaults={},
-        window=lambda config, layer: (
-            config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+        dense_layers=lambda config: config.mlp_only_layers,
+        shared=SharedExpert("shared_expert", gate="shared_expert_gate"),
+        attention=GroupedQuery(
+            window=lambda config, layer: (
+                config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+            )
         ),
     ),
     "qwen3_moe": Family(
@@ -96,8 +101,7 @@ PLANNED = {  # no pack can be made of them yet; their layers have parts that the
         called="Qwen3 MoE",
         expert="",
         defaults={},
-        normalized_heads=True,
-        window=lambda config, _layer: config.sliding_window,
+        attention=GroupedQuery(normalized=True, window=lambda config, _layer: config.sliding_window),
     ),
 }
 PIECES = {
@@ -331,7 +335,8 @@ def test_the_comparison_would_notice_one_key(model: Any) -> None:
         expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         feed(lean, kv, ids, [29])
         store: Any = kv.store
-        store.seen(25, 26)[0][-1].add_(0.5)
+        entry = store.seen(25, 26)[-1][-1]  # of the last layer: keys, then values
+        entry[:, : entry.shape[1] // 2].add_(0.5)
     assert relative_rms(lean.forward(ids[29:], kv)[0], expected) > LIMIT
 
 
