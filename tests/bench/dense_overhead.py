@@ -21,6 +21,7 @@ import torch
 from floe_chat.engine.kv import KVCache
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder
+from floe_chat.models.families import FAMILIES
 from torch import Tensor, nn
 
 LAYERS, FIRST = 24, 8
@@ -109,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--families", nargs="+", default=["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"ms per layer and token; goal {GOAL_MS}")
