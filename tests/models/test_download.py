@@ -234,6 +234,24 @@ def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew_with_the_reason(
     assert any("again" in notice for notice in notices) == (case != "no journal")
 
 
+def test_a_file_gets_its_name_once_its_last_bytes_are_on_the_disk(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen, fsync = resolve(REPO).file(SHARDS[0]), list[tuple[int, bool]](), os.fsync
+    assert file is not None
+    part = PartFile(tmp_path, file)
+
+    def noted(descriptor: int) -> None:
+        seen.append((os.fstat(descriptor).st_size, part.path.exists()))
+        fsync(descriptor)
+
+    part.write(0, b"first")
+    part.sync()
+    part.write(5, b"last")
+    monkeypatch.setattr(os, "fsync", noted)
+    assert part.finish().read_bytes() == b"firstlast" and seen[0] == (9, False)
+
+
 def test_what_a_journal_does_not_claim_is_fetched_again(hub: FakeHub, published: Path, tmp_path: Path) -> None:
     repo = resolve(REPO)
     file = repo.file(SHARDS[0])

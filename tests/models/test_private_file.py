@@ -55,6 +55,23 @@ def test_what_a_link_points_to_keeps_its_mode(tmp_path: Path) -> None:
     assert (mode(tmp_path / "theirs"), mode(tmp_path / "theirs" / "file")) == (0o775, 0o664)
 
 
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen, fsync = tmp_path / "file", list[tuple[bool, str]](), os.fsync
+    private_file.create(file, "old")
+
+    def noted(descriptor: int) -> None:
+        seen.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), file.read_text()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    private_file.replace(file, "new", durable=False)
+    assert seen == []
+    private_file.replace(file, "newer")
+    assert seen == [(False, "new"), (True, "newer")]
+
+
 def test_files_are_private_and_whole(tmp_path: Path, umask: int) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
     private_file.create(file, "one")
