@@ -11,7 +11,16 @@ from floe_chat.models import catalog
 
 from ..helpers import make_checkpoint
 from ..models.fakehub import FakeHub
+from .settling import use_settling
 from .wizardry import IMPATIENT, REPO
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settling() -> Iterator[None]:
+    """Keys are waited for by what they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_settling(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import html
-import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -227,12 +225,9 @@ async def write(pilot: Pilot[int], text: str) -> None:
 
 
 def screen_text(pilot: Pilot[int]) -> str:
-    """What the terminal shows, without colours; parts of a line may have lost the spaces between them."""
-    svg = pilot.app.export_screenshot(simplify=True)
-    lines: dict[str, list[str]] = {}
-    for y, text in re.findall(r'<text[^>]* y="([\d.]+)"[^>]*>(.*?)</text>', svg):
-        lines.setdefault(y, []).append(html.unescape(text).replace("\xa0", " "))
-    return "\n".join("".join(parts) for parts in lines.values())
+    """What the terminal shows, without colours."""
+    strips = pilot.app.screen._compositor.render_strips()  # pyright: ignore[reportPrivateUsage]
+    return "\n".join(strip.text.rstrip() for strip in strips)
 
 
 def text_of(widget: Widget) -> str:

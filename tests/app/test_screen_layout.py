@@ -65,7 +65,8 @@ async def test_layouts_and_the_panel_key() -> None:
         for width, height in ((120, 36), (100, 24), (99, 24), (60, 20)):
             await pilot.resize_terminal(width, height)
             await until(pilot, lambda w=width: (panel.display, strip.display) == (w >= 100, w < 100))
-            assert (composer(pilot).region.bottom < height and "Backend" in screen_text(pilot)) or width < 100
+            await until(pilot, lambda h=height: composer(pilot).region.bottom < h)
+            await until(pilot, lambda w=width: "Backend" in screen_text(pilot) or w < 100)
             if width >= 100:
                 await pilot.press("f2")
                 assert not panel.display and strip.display
