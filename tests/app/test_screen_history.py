@@ -17,6 +17,7 @@ from floe_chat.app.widgets.blocks import Note, Welcome
 from floe_chat.app.widgets.transcript import PAGE, Transcript
 from floe_chat.app.widgets.turns import Turn, UserTurn
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from .scenes import still
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, text_of, until, write
@@ -104,6 +105,21 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         await pilot.press("enter")
         await until(pilot, lambda: len(shown(pilot)) == 4)
     assert second.close()
+
+
+async def test_pages_of_the_list_are_eight_chats() -> None:
+    history = History(None)
+    for number in range(20):
+        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, Setup(), 2)))
+    assert history.settle()
+    async with ready(ScriptedClient(), history=history) as pilot:
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: "Long 19" in screen_text(pilot))
+        chats = pilot.app.screen.query_one(OptionList)
+        for key, place in (("pagedown", 8), ("pagedown", 16), ("pagedown", 19), ("pageup", 11), ("up", 10)):
+            await pilot.press(key)
+            await until(pilot, lambda place=place: chats.highlighted == place)
+    assert history.close()
 
 
 async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> None:
