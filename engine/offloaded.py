@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.types import Active, Work
+from ..kernels.types import Work
 from ..models.packed import PackedLayer
 from . import selection
-from .cache import Keys
-from .fetching import Asked
 from .moe import DECODE_TOKENS, Choice, Control, MoELayer, Result
-from .offload import Offload
+from .offload import Offload, Untold
 from .offloaded_step import Given, Step, Sum
+from .row_pool import keys_of
 from .ruled_layer import RuledLayer, Share
+from .scheduler import Ahead
 from .streaming import Prompt
 from .telemetry import LayerCounts, Telemetry
 
@@ -86,7 +86,7 @@ class OffloadedLayer(MoELayer):
 
     def _step(self, hidden: Tensor, choice: Choice) -> Result:
         shared, device = self.shared, self.shared.device
-        shared.look()
+        shared.scheduler.look()
         device.dense(hidden.shape[0])
         step = self._found(hidden, choice)
         self._compare(step)
@@ -101,7 +101,7 @@ class OffloadedLayer(MoELayer):
         if self.control.counting:
             step.count(self.telemetry.layers[self.index], located, needed, placed, waited)
         result = step.result(total)
-        shared.look()
+        shared.scheduler.look()
         return result
 
     def _found(self, hidden: Tensor, choice: Choice) -> Step:
@@ -116,18 +116,16 @@ class OffloadedLayer(MoELayer):
         untold, shared.untold = shared.untold, []
         active, values, found = device.up(
             *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
-            (*asked, choice.experts, choice.weights, limits, *optional, *(late.result.counts for late in untold)),
+            (*asked, choice.experts, choice.weights, limits, *optional, *(late.counts for late in untold)),
         )
         shared.pool.release()  # the device has done all that came before
-        shared.collect()
-        shared.forget(self.index)  # what was guessed and has not begun: now it is known what is needed
-        shared.ahead = None
+        shared.scheduler.begin(self.index)
         here, rest = Given.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
         experts, weights, limits = next(rest), next(rest), next(rest)
         routed = None if choice.routed is None else next(rest)
         work = Work(here.calls, limits, here.limits, None if work.late is None else next(rest))
         for late, counts in zip(untold, rest, strict=True):
-            late.layer.tell(late, counts)
+            late.add(counts)
         choice = Choice(ruled, experts, weights, work, routed)
         return Step(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
 
@@ -136,16 +134,15 @@ class OffloadedLayer(MoELayer):
         choice, found = result.choice, self.telemetry.layers[self.index]
         if choice.routed is not None:
             found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
-        late = Untold(self, found, result)
         if result.counts.is_cpu:
-            self.tell(late, result.counts)
+            super()._count(result)
         else:
-            self.shared.untold.append(late)
+            self.shared.untold.append(Untold(result.counts, partial(self._count_late, found, result)))
 
-    def tell(self, late: Untold, counts: Tensor) -> None:
-        """Count a step whose `counts` (P, 2) are on the host now; left out if another answer is counted by now."""
-        if self.telemetry.layers[self.index] is late.answer:
-            super()._count(replace(late.result, counts=counts))
+    def _count_late(self, answer: LayerCounts, result: Result, counts: Tensor) -> None:
+        """Count a step whose counts are on the host now; left out if another answer is counted by now."""
+        if self.telemetry.layers[self.index] is answer:
+            super()._count(replace(result, counts=counts))
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         Prompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
@@ -159,7 +156,7 @@ class OffloadedLayer(MoELayer):
     def _look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
         """Ask what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons by
         its own up projection, left out what the preset leaves out at such scores. Nobody waits for the answer, see
-        `Offload.look`. output: (B, H) of this layer, as far as it is known; None for nothing."""
+        `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing."""
         shared, following = self.shared, self.neighbours.following
         if following is None or shared.predictor is None:
             return
@@ -172,64 +169,22 @@ class OffloadedLayer(MoELayer):
         work = ruled.work(best.indices, best.values.float().softmax(-1))
         also = work.calls.experts, work.calls.weights, best.indices
         asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
-        shared.ahead = Ahead(following, ruled, asked)
+        shared.scheduler.ahead = Ahead(following.index, ruled.layer.rows.data.shape[1], asked)
 
     def _compare(self, step: Step) -> None:
         """Count how much of what was guessed for this step it needs."""
-        guess = self.shared.guessed.pop(self.index, None)
+        guess = self.shared.scheduler.guessed.pop(self.index, None)
         if guess is None or not self.control.counting:
             return
         keys, experts = guess
-        counts, marks, choice = self.telemetry.layers[self.index], self.shared.marks, step.choice
+        counts, marks, choice = self.telemetry.layers[self.index], self.shared.pool.marks, step.choice
+        needed = keys_of(choice.work.calls.experts, step.active, choice.ruled.layer.rows.data.shape[1])
         marks[keys] = True
         counts.guessed += keys.size
-        counts.needed += step.active.neurons.numel()
-        counts.right += int(np.count_nonzero(marks[self.keys(choice.ruled, choice.work.calls.experts, step.active)]))
+        counts.needed += needed.size
+        counts.right += int(np.count_nonzero(marks[needed]))
         marks[keys] = False
         counts.experts_guessed += experts.numel()
         counts.experts_needed += choice.experts.numel()
         for named, chosen in zip(experts.tolist(), choice.experts.tolist(), strict=True):
             counts.experts_right += len({*named} & {*chosen})
-
-    @staticmethod
-    def keys(ruled: RuledLayer, experts: Tensor, active: Active) -> Keys:
-        """(N,) of the active neurons of calls of experts (P,): e * F + n, the same in halves and in whole experts."""
-        starts = experts.numpy() * ruled.layer.rows.data.shape[1]
-        return np.repeat(starts, np.diff(active.offsets.numpy())) + active.neurons.numpy()
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """What a layer will probably need, as soon as the device has found it.
-
-    Attributes:
-        ruled: by which it was asked. asked: its neurons; also experts and scores of the calls, and all named (B, K).
-    """
-
-    layer: OffloadedLayer
-    ruled: RuledLayer
-    asked: Asked
-
-    def fetch(self) -> None:
-        """Ask for the rows that are absent, those of the likeliest expert first."""
-        active, _, (experts, weights, named) = self.asked.answer()
-        layer, shared = self.layer, self.layer.shared
-        keys, ends, worth = layer.keys(self.ruled, experts, active), active.offsets.tolist(), weights.tolist()
-        if not isfinite(sum(worth)):
-            return  # the model has failed, and is going to be told so
-        shared.guessed[layer.index] = keys, named
-        table = shared.pool.layers[layer.index]
-        for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
-            wanted = keys[ends[call] : ends[call + 1]]
-            absent = wanted[table[wanted] < 0]
-            if absent.size and not shared.prefetch(layer.index, absent, worth[call]):
-                return  # the pool has no room for more
-
-
-@dataclass(frozen=True, slots=True)
-class Untold:
-    """A step of a layer that is not counted yet: `answer` is what it is counted in."""
-
-    layer: OffloadedLayer
-    answer: LayerCounts
-    result: Result

@@ -19,10 +19,10 @@ from ..kernels.layouts import ExpertRows
 from ..kernels.pool import Located, Part
 from ..kernels.types import Active, Calls
 from . import placement
-from .cache import Keys
 from .devices import Partial, taken
 from .moe import Choice, Result
 from .offload import Offload
+from .row_pool import Keys
 from .ruled_layer import RuledLayer
 from .telemetry import LayerCounts
 from .transfer import Transfer
@@ -162,10 +162,10 @@ class Step:
         if placed.first is not None:
             self.shared.pool.spare(placed.first.index.size)  # the next layer will need about as many
         if coming.at.size:
-            waited += self.shared.await_rows(self.index, self.shared.pool.keys(self.index, coming.places))
+            waited += self.shared.scheduler.await_rows(self.index, self.shared.pool.keys(self.index, coming.places))
             self.add(coming, total)
         waited += self._add_copied(placed, total)
-        self.shared.look()  # what is asked for now follows what is on its way
+        self.shared.scheduler.look()  # what is asked for now follows what is on its way
         if placed.beside is not None:
             total.add(*self.shared.device.joined(placed.beside))
         return waited
@@ -183,7 +183,7 @@ class Step:
         """Compute rows that are on the device."""
         if part.at.size:
             device, there, x_bits = self.shared.device, self.there, self.choice.ruled.preset.x_bits
-            rows = ExpertRows(self.choice.ruled.layer.rows.layout, self.shared.rows[None])
+            rows = ExpertRows(self.choice.ruled.layer.rows.layout, self.shared.memory.rows[None])
             active = device.part(self.values, part.offsets, part.at, part.places)
             total.add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
 
@@ -192,7 +192,7 @@ class Step:
         if self.shared.parts.cpu:
             copied, beside = self._share_with_cpu(absent)
         keys = copied.places if self._of_one else np.unique(copied.places)
-        first = self.shared.fetch(self.index, keys, urgent=True) if keys.size else None
+        first = self.shared.scheduler.fetch(self.index, keys, urgent=True) if keys.size else None
         return Placed(copied, keys, first, beside)
 
     def _share_with_cpu(self, absent: Part) -> tuple[Part, Future[Partial] | None]:
@@ -219,7 +219,7 @@ class Step:
         """Fetch absent rows that this step does without, behind all else, for later tokens."""
         keys = np.setdiff1d(without.places, placed.keys)
         if keys.size:
-            self.shared.prefetch(self.index, keys, 0.0)
+            self.shared.scheduler.prefetch(self.index, keys, 0.0)
 
     def _move_whole(self, missing: NDArray[np.int64]) -> None:
         """Of an expert that is mostly active and partly absent, bring the rest as well (CORM)."""
@@ -228,7 +228,7 @@ class Step:
         for expert in self.choice.work.calls.experts.numpy()[mostly & (missing > 0)].tolist():
             rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
             if rest.size:
-                self.shared.fetch(self.index, rest, urgent=False, score=np.inf)
+                self.shared.scheduler.fetch(self.index, rest, urgent=False, score=np.inf)
 
     def _add_copied(self, placed: Placed, total: Sum) -> float:
         """Rows that were fetched for this step, where the pool is smaller than that load after load; seconds waited."""
@@ -237,12 +237,12 @@ class Step:
             first, done = done, done + transfer.index.size
             if done > first:
                 waited += shared.device.wait(transfer)
-                shared.collect()
+                shared.scheduler.collect()
                 self.add(self._arrived(placed.copied, transfer, first, done), total)
             if done == placed.keys.size:
                 break
-            shared.settle()  # what this step has computed may go now
-            transfer = shared.fetch(self.index, placed.keys[done:], urgent=True)
+            shared.scheduler.settle()  # what this step has computed may go now
+            transfer = shared.scheduler.fetch(self.index, placed.keys[done:], urgent=True)
         return waited
 
     def _arrived(self, copied: Part, transfer: Transfer, first: int, last: int) -> Part:

@@ -22,22 +22,8 @@ from .moe import Cancelled, Control
 from .offload import Offload
 from .placement import Lane
 from .ruled_layer import RuledLayer, Share
+from .scheduler import Early
 from .transfer import Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class Early:
-    """An expert that is on its way before its layer's turn.
-
-    Attributes:
-        expert, neurons: as the preset divides experts. place: in which of the two buffers.
-    """
-
-    layer: int
-    expert: int
-    neurons: int
-    place: int
-    transfer: Transfer
 
 
 @dataclass(slots=True)
@@ -74,7 +60,7 @@ class Prompt:
     def _run(self, shares: Sequence[Share], coming: list[Transfer]) -> None:
         """`run`; `coming` gets what is sent to the buffers."""
         shared, device = self.shared, self.shared.device
-        shared.settle()
+        shared.scheduler.settle()
         early = self._early(shares)
         lanes = self._lanes(shares, early)
         chosen = zip(shares, lanes, strict=True)
@@ -106,11 +92,12 @@ class Prompt:
                 self._send_ahead(place + 2)
         for share, started in on_cpu:
             self._add(share, device.joined(started)[0])
-        shared.collect()
+        shared.scheduler.collect()
 
     def _early(self, shares: Sequence[Share]) -> Early | None:
         """The expert that was copied ahead, if it is one of these."""
-        early, self.shared.early = self.shared.early, None
+        scheduler = self.shared.scheduler
+        early, scheduler.early = scheduler.early, None
         if early is None:
             return None
         mine = early.layer == self.index and early.neurons == self._neurons
@@ -121,11 +108,11 @@ class Prompt:
 
     def _send_ahead(self, place: int) -> None:
         """Copy the next layer's likeliest expert while this layer's last one computes, and its attention."""
-        shared, layer = self.shared, self.index + 1
-        if layer < len(shared.sources):
-            parts = shared.pool.slots.shape[2] // self._neurons
-            expert = shared.pool.likeliest(layer) * parts
-            shared.early = Early(layer, expert, self._neurons, place % 2, self._send(layer, expert, place))
+        pool, layer = self.shared.pool, self.index + 1
+        if layer < len(pool.layers):
+            expert = pool.likeliest(layer) * (pool.slots.shape[2] // self._neurons)
+            sent = self._send(layer, expert, place)
+            self.shared.scheduler.early = Early(layer, expert, self._neurons, place % 2, sent)
 
     def _lanes(self, shares: Sequence[Share], early: Early | None) -> list[Lane]:
         shared, device, neurons = self.shared, self.shared.device, self._neurons
@@ -142,7 +129,7 @@ class Prompt:
         return self.ruled.layer.rows.data.shape[1]
 
     def _buffer(self, place: int) -> Tensor:
-        return self.shared.buffers[place % 2][: self._neurons]
+        return self.shared.memory.buffers[place % 2][: self._neurons]
 
     def _send(self, layer: int, expert: int, place: int) -> Transfer:
         """Copy an expert into a buffer: its absent rows over the link, the others from the pool."""
@@ -150,11 +137,11 @@ class Prompt:
         first = expert * self._neurons
         slots = shared.pool.slots[layer].reshape(-1)[first : first + self._neurons]
         here, absent = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        transfer = shared.transfer(layer, first + absent, target, absent.astype(np.int32), urgent=True)
+        transfer = shared.scheduler.transfer(layer, first + absent, target, absent.astype(np.int32), urgent=True)
         shared.device.link.submit(transfer)
         if here.size:
             from_pool = torch.from_numpy(slots[here].astype(np.int64))
-            shared.device.gathered(shared.rows, from_pool, target, torch.from_numpy(here))
+            shared.device.gathered(shared.memory.rows, from_pool, target, torch.from_numpy(here))
         return transfer
 
     def _beside(self, share: Share) -> Future[Partial]:

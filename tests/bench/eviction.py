@@ -1,4 +1,4 @@
-"""Which policy keeps the right rows: hit rates of `NeuronPool` on what a model really asks for while it decodes.
+"""Which policy keeps the right rows: hit rates of `RowPool` on what a model really asks for while it decodes.
 
 The traces are a preset's active neurons and the router's scores, token by token, on three texts: the two halves of the
 demo's manual, read as if they were written, and greedy answers to held-out questions. The constants of "score" were
@@ -25,10 +25,11 @@ from unittest import mock
 
 import numpy as np
 import torch
-from floe_chat.engine.cache import Keys, NeuronPool, Policy
 from floe_chat.engine.events import Sampling
+from floe_chat.engine.eviction import Policy
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.row_pool import Keys, RowPool
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.types import Calls
 from floe_chat.models.catalog import asset
@@ -128,17 +129,26 @@ class Shape:
         return self.layers * self.experts * self.neurons
 
 
+def find(pool: RowPool, layer: int, keys: Keys) -> NDArray[np.bool_]:
+    """(N,) which of these neurons' rows are in the pool; notes their use."""
+    neurons = pool.slots.shape[2]
+    located = pool.locate(layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons)
+    ready = np.zeros(keys.size, np.bool_)
+    ready[located.ready.at] = True
+    return ready
+
+
 def hit_rate(trace: Trace, shape: Shape, capacity: int, policy: Policy) -> float:
     """Share of the active neurons that were in the pool when they were asked for."""
-    pool = NeuronPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
+    pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
     hits = total = 0
     for step, (scores, keys) in enumerate(zip(trace.scores, trace.keys, strict=True)):
         layer = step % shape.layers
         pool.heard(layer, scores.tolist())
-        found = pool.find(layer, keys)
+        ready = find(pool, layer, keys)
         if step >= FILL_TOKENS * shape.layers:
-            hits, total = hits + int(found.ready.sum()), total + keys.size
-        pool.filled(pool.reserve(layer, keys[~found.ready], urgent=True))
+            hits, total = hits + int(ready.sum()), total + keys.size
+        pool.filled(pool.reserve(layer, keys[~ready], urgent=True))
         pool.release()
     return hits / total
 
@@ -169,7 +179,7 @@ def bound(trace: Trace, shape: Shape, capacity: int) -> float:
 def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
     """Seconds of find, reserve, filled and release of single layers: 14,000 neurons, 60 % there, 3,000 brought."""
     shape, rng = Shape(32, 8, 14336), np.random.default_rng(0)
-    pool = NeuronPool(shape.layers, shape.experts, shape.neurons, 500_000, policy)
+    pool = RowPool(shape.layers, shape.experts, shape.neurons, 500_000, policy)
     for layer in range(shape.layers):
         keys = rng.permutation(shape.experts * shape.neurons)[: pool.capacity // shape.layers]
         pool.filled(pool.reserve(layer, keys, urgent=True))
@@ -183,8 +193,8 @@ def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
         keys.sort()
         pool.release()
         begun = time.perf_counter()
-        found = pool.find(layer, keys)
-        pool.filled(pool.reserve(layer, keys[~found.ready][:3000], urgent=True))
+        ready = find(pool, layer, keys)
+        pool.filled(pool.reserve(layer, keys[~ready][:3000], urgent=True))
         pool.release()
         seconds.append(time.perf_counter() - begun)
     return seconds

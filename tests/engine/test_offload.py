@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from floe_chat.engine.devices import Device, VirtualDevice
 from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import Cancelled, Choice, MoELayer, Result
-from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.offloaded import Neighbours, OffloadedLayer, Untold
+from floe_chat.engine.offload import Offload, Parts, Untold
+from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
 from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
 from floe_chat.engine.streaming import Prompt
+from floe_chat.engine.telemetry import LayerCounts
 from floe_chat.engine.transfer import Transfer
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.heat import Heat
@@ -83,7 +85,7 @@ def offloaded(
     packed = [layer.packed for layer in before]
     total = len(packed) * packed[0].rows.data.shape[0] * packed[0].rows.data.shape[1]
     shared = Offload(device(kind, before[0], cpu), parts or Parts(), packed, max(1, int(share * total)))
-    shared.rows.fill_(255)
+    shared.memory.rows.fill_(255)
     if predict:
         shared.predictor = predictor.make("gate", loaded.model, loaded.packed)
     previous: OffloadedLayer | None = None
@@ -102,6 +104,14 @@ def offloaded(
         loaded.decoder = decoder
         for block, experts in zip(blocks, before, strict=True):
             block.experts = experts
+
+
+def resize(shared: Offload, rows: int) -> None:
+    """Another size for the pool, between two steps; no row stays."""
+    shared.scheduler.settle()
+    shared.pool.resize(0)
+    shared.memory.renew(rows)
+    shared.pool.resize(rows)
 
 
 def cache() -> Any:
@@ -248,7 +258,7 @@ def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
     with offloaded(loaded, SKIPPING, 0.3) as shared:
         kv = cache()
         forward(loaded, PROMPT[:5], kv)
-        monkeypatch.setattr(shared, "look", lambda: None)
+        monkeypatch.setattr(shared.scheduler, "look", lambda: None)
         loaded.control.counting = True
         forward(loaded, [9], kv)
         loaded.control.counting = False
@@ -281,19 +291,11 @@ def test_a_pool_may_change_its_size_between_tokens(
         for step, token in enumerate(expected["Skipping"][1]):
             if step % 2:
                 size = (3, 40, 333, 11)[step // 2 % 4]
-                shared.resize(size)
-                shared.rows[torch.from_numpy(~_held(shared))] = 255  # poison again what is empty now
-                assert shared.pool.capacity == len(shared.rows) == size
+                resize(shared, size)
+                shared.memory.rows.fill_(255)  # poison again
+                assert shared.pool.capacity == len(shared.memory.rows) == size
             logits.append(forward(loaded, [token], kv))
     assert relative_rms(torch.cat(logits), expected["Skipping"][0]) <= 1e-5
-
-
-def _held(shared: Offload) -> Any:
-    """(S,) which slots hold a row."""
-    held = torch.zeros(shared.pool.capacity, dtype=torch.bool).numpy()
-    slots = shared.pool.slots
-    held[slots[slots >= 0]] = True
-    return held
 
 
 def test_a_preset_may_change_between_tokens(loaded: LoadedModel) -> None:
@@ -369,7 +371,7 @@ def test_a_prompt_that_fails_leaves_no_expert_on_its_way(
             patch.setattr(shared.device.link, "rate", 1e6, raising=False)  # 0.2 to 0.8 s for two experts
             with pytest.raises(torch.OutOfMemoryError):
                 forward(loaded, PROMPT, cache())
-        to_buffers = [transfer for transfer in sent if transfer.target is not shared.rows]
+        to_buffers = [transfer for transfer in sent if transfer.target is not shared.memory.rows]
         assert to_buffers and all(transfer.done for transfer in to_buffers)
 
 
@@ -385,8 +387,9 @@ def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: Loade
         before = counts.bytes, counts.active
         experts, weights = torch.tensor([[2]]), torch.ones(1, 1)
         choice = Choice(layer.ruled, experts, weights, layer.ruled.work(experts, weights))
-        late = Untold(layer, counts, Result(choice, torch.zeros(1, 1), torch.tensor([[5, 3]])))
-        shared.untold.append(late)
+        late = Result(choice, torch.zeros(1, 1), torch.tensor([[5, 3]]))
+        for answer in (counts, LayerCounts(1)):  # the second is of an answer that has ended
+            shared.untold.append(Untold(late.counts, partial(layer._count_late, answer, late)))
         shared.count()
         up, gate, down = layer.ruled.costs
         assert counts.active == before[1] + 5 and counts.bytes == before[0] + up + 5 * gate + 3 * down
@@ -418,7 +421,7 @@ def test_a_prompts_experts_come_before_their_layers_turn(
             logits = forward(loaded, prompt, cache())
             monkeypatch.undo()
             assert relative_rms(logits, expected[preset.name][0][: len(prompt)]) <= 1e-5
-            assert shared.early is None
+            assert shared.scheduler.early is None
             return shared.device.now(), shared.device.link.bytes_moved
 
     experts = loaded.packed.manifest.architecture.experts
@@ -448,8 +451,8 @@ def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel)
         kv = cache()
         forward(loaded, prompt, kv)
         rows = shared.pool.capacity
-        shared.resize(0)
-        shared.resize(rows)
+        resize(shared, 0)
+        resize(shared, rows)
         loaded.control.preset, loaded.control.counting = lenient, True
         first = forward(loaded, token, kv)
         counts = loaded.telemetry.layers
@@ -458,9 +461,9 @@ def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel)
         again = first
         for _ in range(3):
             kv.crop(-1)
-            for transfer in list(shared.under_way):
+            for transfer in list(shared.scheduler.under_way):
                 shared.device.wait(transfer)
-            shared.collect()
+            shared.scheduler.collect()
             again = forward(loaded, token, kv)
         loaded.control.counting = False
     assert relative_rms(first, again) > 1e-3  # rows were missing
@@ -498,8 +501,8 @@ def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) ->
             kv = cache()
             forward(loaded, PROMPT[:-1], kv)
             rows = shared.pool.capacity
-            shared.resize(0)
-            shared.resize(rows)
+            resize(shared, 0)
+            resize(shared, rows)
             loaded.telemetry.begin(0, 0, 0.0)
             loaded.control.counting = True
             forward(loaded, PROMPT[-1:], kv)
@@ -515,14 +518,14 @@ def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) ->
 def test_an_expert_that_is_mostly_active_is_moved_whole(loaded: LoadedModel) -> None:
     with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=0.2)) as shared:
         forward(loaded, PROMPT[:1], cache())
-        for transfer in list(shared.under_way):  # to settle would give up those that have not begun
+        for transfer in list(shared.scheduler.under_way):  # to settle would give up those that have not begun
             shared.device.wait(transfer)
-        shared.settle()
+        shared.scheduler.settle()
         resident = shared.pool.resident(0)
         assert (resident == 1).sum() == loaded.packed.manifest.architecture.top_k
     with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=1.0)) as shared:
         forward(loaded, PROMPT[:1], cache())
-        shared.settle()
+        shared.scheduler.settle()
         assert (shared.pool.resident(0) == 1).sum() == 0 < (shared.pool.resident(0) > 0).sum()
 
 
@@ -539,7 +542,7 @@ def test_a_warm_pool_holds_what_was_hottest(loaded: LoadedModel) -> None:
         for flat in order[: shared.pool.capacity]:
             layer, key = divmod(int(flat), experts * neurons)
             slot = shared.pool.slots[layer].reshape(-1)[key]
-            assert slot >= 0 and torch.equal(shared.rows[slot], shared.sources[layer][key])
+            assert slot >= 0 and torch.equal(shared.memory.rows[slot], shared.scheduler.sources[layer][key])
 
 
 def test_a_pool_needs_a_row(loaded: LoadedModel) -> None:
@@ -574,7 +577,7 @@ def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
         before = shared.pool.capacity
         run_out(monkeypatch, shared, times)
         assert generated(loaded, prompt, max_new_tokens=8).tokens == want
-        assert shared.pool.capacity == len(shared.rows) < before * 0.76**times
+        assert shared.pool.capacity == len(shared.memory.rows) < before * 0.76**times
         assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
 
 

@@ -23,7 +23,7 @@ from floe_chat.models.packed import PackedModel
 
 from ..helpers import make_checkpoint, make_pack
 from .driver import GREEDY, a_preset, open_model, silent
-from .test_offload import device
+from .test_offload import device, resize
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
 # Where tokens are compared nothing is left out: of so many neurons some lie so near a threshold that the order of sums,
@@ -76,11 +76,11 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
     shared = loaded.offload
     assert shared is not None and isinstance(kv.store, BorrowingStore)
     memory = shared.lent().untyped_storage()
-    mine = [shared.rows, *kv.store.layers()]
+    mine = [shared.memory.rows, *kv.store.layers()]
     assert all(tensor.untyped_storage().data_ptr() == memory.data_ptr() for tensor in mine)
     first = min(layer.data_ptr() for layer in kv.store.layers())
-    assert first >= shared.rows.data_ptr() + shared.rows.nbytes  # no row under a key
-    return needs.dense + needs.up + memory.nbytes() + sum(buffer.nbytes for buffer in shared.buffers)
+    assert first >= shared.memory.rows.data_ptr() + shared.memory.rows.nbytes  # no row under a key
+    return needs.dense + needs.up + memory.nbytes() + sum(buffer.nbytes for buffer in shared.memory.buffers)
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ class Failing:
         self.shared, self.left, self.original = loaded.offload, at, loaded.offload.device.rows
         self.rooms: list[int] = []
         self.shared.device.rows = self.rows  # pyright: ignore[reportAttributeAccessIssue]
-        self.take, self.shared._room = self.shared._room, self.room  # pyright: ignore[reportPrivateUsage]
+        self.take, self.shared.memory._new = self.shared.memory._new, self.room  # pyright: ignore[reportPrivateUsage]
 
     def rows(self, *given: Any) -> Any:
         self.left -= 1
@@ -174,7 +174,8 @@ def test_out_of_memory_keys_and_values_are_kept_and_the_rest_is_freed_first(pack
     before = shared.pool.capacity
     spare = torch.zeros(64 << 20, dtype=torch.uint8)  # memory that can be seen to go
     spare[spare.numel() - shared.lent().numel() :] = shared.lent()
-    shared._memory, shared.rows = spare, spare[: shared.rows.nbytes].view(before, -1).copy_(shared.rows)  # pyright: ignore[reportPrivateUsage]
+    memory = shared.memory
+    memory._bytes, memory.rows = spare, spare[: memory.rows.nbytes].view(before, -1).copy_(memory.rows)  # pyright: ignore[reportPrivateUsage]
     del spare
     failing, resident = Failing(loaded, at=60), psutil.Process().memory_info().rss
     assert talk(loaded, kv, prompt, 30) == want
@@ -194,12 +195,12 @@ def lender(pack: Path, rows: int, keys: int) -> Offload:
 
 def test_more_than_was_planned_is_told_once_and_too_much_is_refused(pack: Path) -> None:
     shared = lender(pack, 2000, 64_000)
-    row = shared.rows.shape[1]
+    row = shared.memory.rows.shape[1]
     whole = 2000 * row + 64_000
     for nbytes, told in ((64_000, 0), (80_000, 1), (96_000, 1), (0, 1), (70_000, 2)):
         shared.lend(nbytes)
         assert len(shared.notices) == told and shared.lent().numel() == nbytes
-        assert shared.pool.capacity == len(shared.rows) == (whole - nbytes) // row
+        assert shared.pool.capacity == len(shared.memory.rows) == (whole - nbytes) // row
     assert "memory" in shared.notices[0].title
     with pytest.raises(FloeError, match="no longer fits") as refused:
         shared.lend(whole - 479 * row)
@@ -213,7 +214,7 @@ def test_what_is_lent_survives_another_size(pack: Path) -> None:
     shared.lent().copy_(torch.arange(10_000, dtype=torch.int64).to(torch.uint8))
     want = shared.lent().clone()
     for capacity in (900, 3000):
-        shared.resize(capacity)
+        resize(shared, capacity)
         assert torch.equal(shared.lent(), want) and shared.pool.capacity == capacity
     assert shared.make_room() and torch.equal(shared.lent(), want)
     shared.close()

@@ -128,7 +128,7 @@ def test_a_guess_that_comes_too_late_is_left_alone() -> None:
     with torch.inference_mode():
         for layer, other in zip(made, want, strict=True):
             assert torch.allclose(layer(x, *chosen), other(x, *chosen), rtol=1e-5)
-    assert device.asked == LAYERS and shared.ahead is None
+    assert device.asked == LAYERS and shared.scheduler.ahead is None
     assert sum(counts.guessed for counts in made[1].telemetry.layers) == 0
     device.close()
 

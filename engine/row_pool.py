@@ -1,88 +1,58 @@
-"""Which neuron rows lie in device memory, where, and which give way: one pool for all layers (DESIGN section 5).
+"""Which neurons' rows are in device memory, and in which slots: one pool for all layers (DESIGN section 6).
 
-Bookkeeping only, on one thread: the bytes lie in a tensor (capacity, row bytes) that the device owns. Caching is per
-neuron, as CORM's limitations ask for, and no expert has a share of its own. A slot is free, filling (its row is on the
-way) or ready. It keeps its row while that is filling, and until `release` if the step that runs uses it.
+Bookkeeping only, on one thread: the bytes are in `device_memory.py`'s tensor. Caching is per neuron, as CORM's
+limitations ask for, and no expert has a share of its own. A slot is free, filling (its row is on the way) or ready. It
+keeps its row while that is filling, and until `release` if the step that runs uses it. `eviction.py` says which rows
+give way.
 
-A neuron's key within its layer is e * F + n. The tables and the work on them are `kernels/pool.py`'s; here is by what
-rule they are kept.
+A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/pool.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..kernels.cpu.native_pool import make
-from ..kernels.pool import FREE_COUNT, STEP, Keys, Located, Rule, Slots
+from ..kernels.pool import FREE_COUNT, STEP, Keys, Located, Slots
+from ..kernels.types import Active
 from ..models.heat import Heat
-from . import uses
-from .uses import Uses
+from . import eviction
+from .eviction import Policy, Uses
 
-__all__ = ["Found", "Keys", "NeuronPool", "Policy", "Slots"]
+__all__ = ["Keys", "RowPool", "Slots", "keys_of"]
 
-Policy = Literal["score", "lru", "fifo"]
-
-# Eviction looks at so many slots for each that is wanted, and takes those worth least.
-SAMPLE, SMALLEST_WINDOW = 6, 256
 SPARED = 32  # at most so small a part of the pool is kept free for rows to come
-# What a prefetched row is worth: as much as one that is active at each call of an expert with so many times the mean
-# score. For Mixtral about one use in two steps.
-PREFETCH_WORTH = 2.0
-# What is needed next by a layer whose turn has just passed counts this much less: the others are needed before it.
-TURN = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Where neurons lie.
+def keys_of(experts: Tensor, active: Active, width: int) -> Keys:
+    """(N,) keys of the active neurons of calls of experts (P,), each of `width` neurons: F, or less for parts of one.
 
-    Attributes:
-        slots: (N,) int32, -1 where absent. ready: (N,) bool, the row is there. coming: (N,) bool, it is on its way.
+    A neuron of an expert has the same key as that of the expert's part.
     """
-
-    slots: Slots
-    ready: NDArray[np.bool_]
-    coming: NDArray[np.bool_]
+    starts = experts.numpy() * width
+    return np.repeat(starts, np.diff(active.offsets.numpy())) + active.neurons.numpy()
 
 
-class NeuronPool:
-    """The slot table of all layers and what decides who stays.
-
-    Policies:
-        score: a row is worth the moving mean of its expert's router score (importance-driven scheduling, section 5.3)
-            times the share of the expert's recent calls in which the neuron was active; less the longer its layer's
-            turn is away. Absent neurons are counted too, so that one which returns is known.
-        lru: the row used longest ago goes first. fifo: the one brought longest ago.
-
-    Eviction looks at the next slots of a hand that goes round, not at the whole pool, and takes the worst of these.
+class RowPool:
+    """The slot table of all layers.
 
     Attributes:
         slots: (L, E, F) int32, -1 for an absent neuron; an assigned slot may still be filling. To be read only.
         layers: (L, E * F), the same. reason: in words, what works on the tables and why.
+        marks: (E * F,) bool, all False: for whoever compares sets of keys and resets what it set.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, capacity: int, policy: Policy = "score") -> None:
-        if policy not in ("score", "lru", "fifo"):
-            raise ValueError(f"there is no policy {policy!r}: choose score, lru or fifo")
+        """Raises ValueError: no such policy, or sizes that no pool has."""
         self._uses = Uses(layers, experts, neurons)
-        rule = Rule(
-            by_score=policy == "score",
-            marks_use=policy == "lru",
-            sample=SAMPLE,
-            smallest_window=SMALLEST_WINDOW,
-            prefetch_worth=PREFETCH_WORTH / experts,
-            turn=TURN,
-            use_rate=uses.USE_RATE,
-            largest_growth=uses.LARGEST_GROWTH,
-        )
-        self._table, self.reason = make(layers, experts, neurons, rule, self._uses.means)
+        self._table, self.reason = make(layers, experts, neurons, eviction.rule(policy, experts), self._uses.means)
         self.slots = self._table.slots.reshape(layers, experts, neurons)
         self.layers = self._table.slots.reshape(layers, experts * neurons)
+        self.marks = np.zeros(experts * neurons, np.bool_)
         self._table.resize(capacity)
 
     def locate(
@@ -99,31 +69,16 @@ class NeuronPool:
         """
         return self._table.locate(layer, experts, offsets, neurons, width)
 
-    def find(self, layer: int, keys: Keys) -> Found:
-        """`locate` for neurons in any order, which may be named twice.
-
-        Raises:
-            ValueError: a key out of range.
-        """
-        _check(keys)
-        experts, neurons = np.divmod(keys, self.slots.shape[2])
-        located = self.locate(layer, experts, np.arange(keys.size + 1), neurons, self.slots.shape[2])
-        slots = np.full(keys.size, -1, np.int32)
-        ready, coming = np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_)
-        for part, mask in ((located.ready, ready), (located.coming, coming)):
-            slots[part.at], mask[part.at] = part.places, True
-        return Found(slots, ready, coming)
-
     def keys(self, layer: int, slots: NDArray[np.int64]) -> Keys:
         """The neurons of a layer whose rows these slots hold or wait for."""
         return self._table.keys[slots].astype(np.int64) - layer * self.layers.shape[1]
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
-        """Slots for the first M of these absent neurons; the rows that lay there are gone from now on.
+        """Slots for the first M of these absent neurons; the rows that were there are gone from now on.
 
         With `urgent` the step that runs needs the rows: they stay until `release`, and M is N unless all other slots
         are filling or in use. Without, it is a prefetch: under the policy "score" it takes only rows worth less than
-        PREFETCH_WORTH, and what it brings is worth that until its layer's turn; so none displaces another.
+        `eviction.PREFETCH_WORTH`, and what it brings is worth that until its layer's turn; so none displaces another.
 
         Returns:
             (M,) int32. Each is filling until it is given to `filled` or `abandon`.

@@ -1,21 +1,60 @@
-"""How much each expert and each neuron is used: moving means, kept up to date while a model answers."""
+"""What is evicted: by which rule rows of the pool give way, and the moving means that the rule goes by.
+
+Eviction looks at the next slots of a hand that goes round, not at the whole pool, and takes the rows worth least there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
+from typing import Literal
 
 import numpy as np
 
-from ..kernels.pool import Means
+from ..kernels.pool import Means, Rule
 from ..models.heat import Heat
+
+Policy = Literal["score", "lru", "fifo"]
+
+SAMPLE, SMALLEST_WINDOW = 6, 256  # slots that are looked at for each that is wanted, and at least
+# What a prefetched row is worth: as much as one that is active at each call of an expert with so many times the mean
+# score. For Mixtral about one use in two steps.
+PREFETCH_WORTH = 2.0
+# What is needed next by a layer whose turn has just passed counts this much less: the others are needed before it.
+TURN = 0.5
 
 # Tuned on the demo model (tests/bench/eviction.py). Shares that a new observation has in a moving mean:
 SCORE_RATE = 0.3  # of the router's scores, what eviction goes by
-HABIT_RATE = 0.01  # likewise, what a new start goes by
+HABIT_RATE = 0.01  # likewise, what the next start goes by
 USE_RATE = 0.02  # of a neuron's activity, per call of its expert
 LARGEST_GROWTH = 1e20
 _RATES = np.array([[SCORE_RATE], [HABIT_RATE]])
+
+
+def rule(policy: Policy, experts: int) -> Rule:
+    """Which rows of E experts give way first.
+
+    Policies:
+        score: a row is worth the moving mean of its expert's router score (importance-driven scheduling, section 5.3)
+            times the share of the expert's recent calls in which the neuron was active; less the longer its layer's
+            turn is away. Absent neurons are counted too, so that one which returns is known.
+        lru: the row used longest ago goes first. fifo: the one brought longest ago.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if policy not in ("score", "lru", "fifo"):
+        raise ValueError(f"there is no policy {policy!r}: choose score, lru or fifo")
+    return Rule(
+        by_score=policy == "score",
+        marks_use=policy == "lru",
+        sample=SAMPLE,
+        smallest_window=SMALLEST_WINDOW,
+        prefetch_worth=PREFETCH_WORTH / experts,
+        turn=TURN,
+        use_rate=USE_RATE,
+        largest_growth=LARGEST_GROWTH,
+    )
 
 
 class Uses:
@@ -45,7 +84,7 @@ class Uses:
         return Heat(self._habit.astype(np.float32), np.minimum(uses, 1.0, out=uses))
 
     def start(self, heat: Heat) -> None:
-        """Go on from saved means.
+        """Continue from saved means.
 
         Raises:
             ValueError: they are of another model's shape.

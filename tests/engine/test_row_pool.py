@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine import cache, uses
-from floe_chat.engine.cache import Keys, NeuronPool, Policy, Slots
+from floe_chat.engine import eviction, row_pool
+from floe_chat.engine.eviction import Policy
+from floe_chat.engine.row_pool import Keys, RowPool, Slots
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.pool import RowTable
 from floe_chat.models.heat import Heat, from_popularity
+from numpy.typing import NDArray
 
 POLICIES: tuple[Policy, ...] = ("score", "lru", "fifo")
 
@@ -27,8 +29,8 @@ def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         def make(*given: Any) -> tuple[RowTable, str]:
             return RowTable(*given), "the test's choice"
 
-        monkeypatch.setattr(cache, "make", make)
-    elif NeuronPool(1, 1, 1, 1).reason != "compiled":
+        monkeypatch.setattr(row_pool, "make", make)
+    elif RowPool(1, 1, 1, 1).reason != "compiled":
         pytest.skip("the compiled kernels are not there")
 
 
@@ -36,13 +38,32 @@ def keys_of(*keys: int) -> Keys:
     return np.array(keys, np.int64)
 
 
-def bring(pool: NeuronPool, layer: int, keys: Keys, *, urgent: bool = True) -> Slots:
+@dataclass(frozen=True)
+class Found:
+    """Where neurons are: slots (N,) int32, -1 where absent; whether the row is ready, or on its way, (N,) bool."""
+
+    slots: Slots
+    ready: NDArray[np.bool_]
+    coming: NDArray[np.bool_]
+
+
+def find(pool: RowPool, layer: int, keys: Keys) -> Found:
+    """`locate` for neurons in any order, which may be named twice."""
+    neurons = pool.slots.shape[2]
+    located = pool.locate(layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons)
+    found = Found(np.full(keys.size, -1, np.int32), np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_))
+    for part, mask in ((located.ready, found.ready), (located.coming, found.coming)):
+        found.slots[part.at], mask[part.at] = part.places, True
+    return found
+
+
+def bring(pool: RowPool, layer: int, keys: Keys, *, urgent: bool = True) -> Slots:
     slots = pool.reserve(layer, keys, urgent=urgent)
     pool.filled(slots)
     return slots
 
 
-def present(pool: NeuronPool, layer: int = 0) -> set[int]:
+def present(pool: RowPool, layer: int = 0) -> set[int]:
     return set(np.flatnonzero(pool.slots[layer].reshape(-1) >= 0).tolist())
 
 
@@ -54,7 +75,7 @@ class Model:
         place: (layer, key) -> slot. filling, held: those on their way, and those that this step uses.
     """
 
-    pool: NeuronPool
+    pool: RowPool
     dice: random.Random
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     filling: set[tuple[int, int]] = field(default_factory=set)
@@ -74,7 +95,7 @@ class Model:
     def find(self) -> None:
         layer = self.dice.randrange(len(self.pool.slots))
         keys = np.array(self.dice.choices(range(self.keys), k=self.dice.randint(0, self.keys)), np.int64)
-        found = self.pool.find(layer, keys)
+        found = find(self.pool, layer, keys)
         rows = [(layer, int(key)) for key in keys]
         assert found.slots.dtype == np.int32
         assert found.slots.tolist() == [self.place.get(row, -1) for row in rows]
@@ -142,8 +163,8 @@ class Model:
         absent = [key for key in range(self.keys) if (layer, key) not in self.place]
         there = [key for key in range(self.keys) if (layer, key) in self.place]
         wrong: list[Callable[[], object]] = [
-            lambda: self.pool.find(layer, keys_of(self.keys)),
-            lambda: self.pool.find(layer, keys_of(-1)),
+            lambda: find(self.pool, layer, keys_of(self.keys)),
+            lambda: find(self.pool, layer, keys_of(-1)),
             lambda: self.pool.reserve(layer, keys_of(-1), urgent=True),
             lambda: self.pool.filled(np.array([self.pool.capacity], np.int32)),
             lambda: self.pool.abandon(np.array([-1], np.int32)),
@@ -194,10 +215,10 @@ def test_any_order_of_calls_loses_no_slot_and_shares_none(
 ) -> None:
     dice = random.Random(f"{policy} {size} {seed}")
     # Small windows, so that the hand stops within the pool and goes round its end.
-    monkeypatch.setattr(cache, "SMALLEST_WINDOW", dice.choice([1, 3, 256]))
-    monkeypatch.setattr(cache, "SAMPLE", dice.choice([1, 2, 6]))
+    monkeypatch.setattr(eviction, "SMALLEST_WINDOW", dice.choice([1, 3, 256]))
+    monkeypatch.setattr(eviction, "SAMPLE", dice.choice([1, 2, 6]))
     rows = size[0] * size[1] * size[2]
-    model = Model(NeuronPool(*size, dice.choice([0, 1, 2, rows // 2, rows, rows + 2]), policy), dice)
+    model = Model(RowPool(*size, dice.choice([0, 1, 2, rows // 2, rows, rows + 2]), policy), dice)
     for _ in range(150):
         model.step()
 
@@ -211,7 +232,7 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
     nbytes, capacity = 64, dice.choice([9, 60, 150, layers * experts * neurons])
     truth = torch.from_numpy(rng.integers(0, 255, (layers, experts * neurons, nbytes), dtype=np.uint8))
     bytes_of = torch.full((capacity, nbytes), 0xFF, dtype=torch.uint8)  # NaN in every float format
-    pool = NeuronPool(layers, experts, neurons, capacity, policy)
+    pool = RowPool(layers, experts, neurons, capacity, policy)
     on_the_way: list[tuple[int, Keys, Slots]] = []
 
     def send(layer: int, keys: Keys, *, urgent: bool) -> None:
@@ -229,7 +250,7 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
         layer, after = turn % layers, (turn + 1) % layers
         pool.heard(layer, rng.dirichlet(np.ones(experts)).tolist())
         keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
-        found = pool.find(layer, keys)
+        found = find(pool, layer, keys)
         send(layer, keys[found.slots < 0], urgent=True)
         ahead = rng.permutation(experts * neurons)[: dice.randint(0, 30)].astype(np.int64)
         send(after, ahead[pool.slots[after].reshape(-1)[ahead] < 0], urgent=False)
@@ -243,7 +264,7 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
             else:
                 late.append(transfer)
         on_the_way = late
-        again = pool.find(layer, keys)
+        again = find(pool, layer, keys)
         assert not again.coming.any() and again.ready[found.ready | found.coming].all(), "what was found stays"
         there = torch.from_numpy(again.slots[again.ready]).long()
         assert torch.equal(bytes_of[there], truth[layer][torch.from_numpy(keys[again.ready])])
@@ -253,12 +274,12 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
 
 
 def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity: int, scores: Any = None) -> float:
-    pool = NeuronPool(1, experts, neurons, capacity, policy)
+    pool = RowPool(1, experts, neurons, capacity, policy)
     count = total = 0
     for keys in asked:
         if scores is not None:
             pool.heard(0, list(scores))
-        found = pool.find(0, keys)
+        found = find(pool, 0, keys)
         count, total = count + int(found.ready.sum()), total + keys.size
         bring(pool, 0, keys[found.slots < 0])
         pool.release()
@@ -268,11 +289,11 @@ def hits(policy: Policy, asked: list[Keys], experts: int, neurons: int, capacity
 def test_lru_drops_what_was_used_longest_ago_and_fifo_what_came_first() -> None:
     expected: dict[Policy, set[int]] = {"lru": {0, 2, 3}, "fifo": {1, 2, 3}}
     for policy, stays in expected.items():
-        pool = NeuronPool(1, 1, 10, 3, policy)
+        pool = RowPool(1, 1, 10, 3, policy)
         for key in (0, 1, 2):
             bring(pool, 0, keys_of(key))
             pool.release()
-        pool.find(0, keys_of(0))
+        find(pool, 0, keys_of(0))
         pool.release()
         bring(pool, 0, keys_of(3))
         assert present(pool) == stays, policy
@@ -281,11 +302,11 @@ def test_lru_drops_what_was_used_longest_ago_and_fifo_what_came_first() -> None:
 @pytest.mark.parametrize("capacity", [1, 5, 20])
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, capacity: int) -> None:
-    dice, pool = random.Random(capacity), NeuronPool(1, 3, 11, capacity, policy)
+    dice, pool = random.Random(capacity), RowPool(1, 3, 11, capacity, policy)
     order: list[int] = []  # the next to go first
     for _ in range(300):
         key = min(dice.randrange(33), dice.randrange(33))
-        found = pool.find(0, keys_of(key))
+        found = find(pool, 0, keys_of(key))
         assert found.ready[0] == (key in order)
         if key in order:
             if policy == "lru":
@@ -299,11 +320,11 @@ def test_where_the_window_is_the_whole_pool_the_policy_is_exact(policy: Policy, 
 
 
 def test_by_score_the_rows_of_the_expert_that_the_router_forgot_go_first() -> None:
-    pool = NeuronPool(1, 2, 8, 8)
+    pool = RowPool(1, 2, 8, 8)
     for turn in range(40):
         pool.heard(0, [0.9, 0.1] if turn < 20 else [0.1, 0.9])
         keys = keys_of(0, 1, 2, 3) if turn < 20 else keys_of(8, 9, 10, 11)
-        found = pool.find(0, keys)
+        found = find(pool, 0, keys)
         bring(pool, 0, keys[found.slots < 0])
         pool.release()
     bring(pool, 0, keys_of(12, 13))
@@ -321,39 +342,39 @@ def test_by_score_the_neuron_that_is_active_more_often_stays() -> None:
 
 
 def test_by_score_the_layer_whose_turn_is_next_keeps_its_rows() -> None:
-    pool = NeuronPool(3, 1, 4, 9)
+    pool = RowPool(3, 1, 4, 9)
     for turn in range(30):
-        pool.find(turn % 3, np.arange(3))
+        find(pool, turn % 3, np.arange(3))
         if turn < 3:
             bring(pool, turn, np.arange(3))
         pool.release()
-    pool.find(0, keys_of(3))  # layers 1 and 2 come before layer 0 does again
+    find(pool, 0, keys_of(3))  # layers 1 and 2 come before layer 0 does again
     bring(pool, 0, keys_of(3))
     assert [len(present(pool, layer)) for layer in range(3)] == [3, 3, 3]
 
 
 def test_a_prefetch_leaves_rows_that_are_worth_more_than_a_guess() -> None:
-    pool = NeuronPool(1, 2, 8, 4)
+    pool = RowPool(1, 2, 8, 4)
     for _ in range(300):
         pool.heard(0, [1.3, 0.0])
         keys = np.arange(4)
-        bring(pool, 0, keys[pool.find(0, keys).slots < 0])
+        bring(pool, 0, keys[find(pool, 0, keys).slots < 0])
         pool.release()
     assert pool.reserve(0, keys_of(8, 9), urgent=False).size == 0 and present(pool) == {0, 1, 2, 3}
     assert pool.reserve(0, keys_of(8, 9), urgent=True).size == 2
 
 
 def test_a_prefetch_does_not_displace_another_that_is_still_to_be_asked_for() -> None:
-    pool = NeuronPool(2, 1, 8, 4)
+    pool = RowPool(2, 1, 8, 4)
     bring(pool, 1, keys_of(0, 1, 2), urgent=False)
     assert bring(pool, 1, keys_of(3, 4), urgent=False).size == 1
-    pool.find(1, keys_of(7))  # the guess was wrong: its rows have no claim any more
+    find(pool, 1, keys_of(7))  # the guess was wrong: its rows have no claim any more
     assert bring(pool, 1, keys_of(4, 5, 6), urgent=False).size == 3
 
 
 def test_a_small_pool_gives_up_no_row_ahead_and_a_large_one_some() -> None:
     for capacity, given in ((31, 0), (64, 2)):
-        pool = NeuronPool(1, 1, 100, capacity)
+        pool = RowPool(1, 1, 100, capacity)
         bring(pool, 0, np.arange(capacity))
         pool.release()
         pool.spare(2)
@@ -361,7 +382,7 @@ def test_a_small_pool_gives_up_no_row_ahead_and_a_large_one_some() -> None:
 
 
 def test_scores_that_are_no_numbers_are_forgotten() -> None:
-    pool = NeuronPool(1, 2, 3, 3)
+    pool = RowPool(1, 2, 3, 3)
     before = pool.heat().scores
     pool.heard(0, [np.nan, 0.5])
     pool.heard(0, [np.inf, 0.5])
@@ -370,23 +391,23 @@ def test_scores_that_are_no_numbers_are_forgotten() -> None:
 
 @pytest.mark.parametrize("growth", [3.0, 1e20], ids=["often", "never"])
 def test_uses_are_moving_means_over_the_calls_of_an_expert(growth: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uses, "LARGEST_GROWTH", growth)
+    monkeypatch.setattr(eviction, "LARGEST_GROWTH", growth)
     rng, neurons = np.random.default_rng(2), 9
-    pool, mean = NeuronPool(2, 3, neurons, 5), np.zeros((2, 3, neurons))
+    pool, mean = RowPool(2, 3, neurons, 5), np.zeros((2, 3, neurons))
     for turn in range(300):
         layer = turn % 2
         active = rng.random((3, neurons)) < 0.4
         active[rng.integers(3)] = False
         for expert in np.flatnonzero(active.any(1)):
-            mean[layer, expert] += uses.USE_RATE * (active[expert] - mean[layer, expert])
-        pool.find(layer, np.flatnonzero(active.reshape(-1)))
+            mean[layer, expert] += eviction.USE_RATE * (active[expert] - mean[layer, expert])
+        find(pool, layer, np.flatnonzero(active.reshape(-1)))
     np.testing.assert_allclose(pool.heat().uses, mean, rtol=1e-4)
 
 
 def test_means_stay_finite_over_very_many_calls() -> None:
-    pool = NeuronPool(1, 1, 4, 2)
+    pool = RowPool(1, 1, 4, 2)
     for _ in range(20_000):
-        pool.find(0, keys_of(1))
+        find(pool, 0, keys_of(1))
     np.testing.assert_allclose(pool.heat().uses[0, 0], [0, 1, 0, 0], atol=1e-4)
 
 
@@ -401,7 +422,7 @@ def random_heat(layers: int, experts: int, neurons: int) -> Heat:
 @pytest.mark.parametrize("capacity", [0, 1, 17, 2 * 3 * 11, 100])
 def test_a_warm_start_names_the_hottest_neurons_first(capacity: int) -> None:
     kept = random_heat(2, 3, 11)
-    pool = NeuronPool(2, 3, 11, capacity)
+    pool = RowPool(2, 3, 11, capacity)
     layers, keys = pool.warm(kept)
     worth = (kept.scores[..., None] * kept.uses).reshape(2, 33)
     assert keys.size == min(capacity, 66) and len(set(zip(layers.tolist(), keys.tolist(), strict=True))) == keys.size
@@ -415,15 +436,15 @@ def test_a_warm_start_names_the_hottest_neurons_first(capacity: int) -> None:
 def test_without_heat_popular_experts_come_first_and_of_each_the_important_neurons() -> None:
     guess = from_popularity(np.array([[3.0, 1.0], [0.0, 0.0]]), 4)
     np.testing.assert_allclose(guess.scores, [[0.75, 0.25], [0.5, 0.5]])
-    layers, keys = NeuronPool(2, 2, 4, 3).warm(guess)
+    layers, keys = RowPool(2, 2, 4, 3).warm(guess)
     assert (layers.tolist(), keys.tolist()) == ([0, 0, 0], [0, 1, 2])
 
 
 def test_heat_of_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match="heat of"):
-        NeuronPool(2, 3, 11, 4).warm(random_heat(2, 3, 12))
+        RowPool(2, 3, 11, 4).warm(random_heat(2, 3, 12))
 
 
 def test_there_is_no_other_policy() -> None:
     with pytest.raises(ValueError, match="score, lru or fifo"):
-        NeuronPool(1, 1, 1, 1, "random")  # pyright: ignore[reportArgumentType]
+        RowPool(1, 1, 1, 1, "random")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,70 @@
+"""One piece of device memory, by bytes alone: rows at its beginning, keys and values of a conversation at its end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class DeviceMemory:
+    """Memory that grows only when it is told to. Rows give way as more of its end is lent (`kv.Room`).
+
+    Attributes:
+        row_bytes: of one row. rows: (capacity, row_bytes) uint8, as many as there is room for beside what is lent.
+        buffers: for prompts, twice the rows of one expert, (F, row_bytes) each.
+    """
+
+    def __init__(self, place: str, row_bytes: int, capacity: int, neurons: int, most: int) -> None:
+        """Room for `capacity` rows, at most for `most` however large it becomes.
+
+        Args:
+            place: torch's name of the device. neurons: of one expert, F.
+        """
+        self._place, self._most, self.row_bytes = place, most, row_bytes
+        self._lent = 0
+        self.take(capacity * row_bytes)
+        self.buffers = [self._new(neurons * row_bytes).view(-1, row_bytes) for _ in range(2)]
+
+    @property
+    def nbytes(self) -> int:
+        """All of it but the buffers."""
+        return self._bytes.numel()
+
+    def rows_beside(self, lent: int) -> int:
+        """Rows for which there is room beside so many lent bytes; negative where there are fewer bytes than that."""
+        return (self.nbytes - lent) // self.row_bytes
+
+    def lend(self, nbytes: int) -> None:
+        """Lend so many bytes at the end instead of those lent before; what was at their end is untouched."""
+        self._lent = nbytes
+        self._divide()
+
+    def lent(self) -> Tensor:
+        """(nbytes,) uint8, valid until memory is taken or given."""
+        return self._bytes[self.nbytes - self._lent :]
+
+    def take(self, nbytes: int) -> None:
+        """Have so much memory, whose content is undefined."""
+        self._bytes = self._new(nbytes)
+        self._divide()
+
+    def give(self) -> None:
+        """Give all memory back to the device, rows and all, but for the buffers."""
+        self._bytes = self._new(0)
+        self.rows = self._bytes.view(0, self.row_bytes)
+        if self.rows.is_cuda:
+            torch.cuda.empty_cache()
+
+    def renew(self, capacity: int) -> None:
+        """Have room for so many rows, all of the old memory given back first; what is lent survives, no row does."""
+        lent = self.lent().to("cpu", copy=True)
+        self.give()
+        self.take(capacity * self.row_bytes + self._lent)
+        self.lent().copy_(lent)
+
+    def _divide(self) -> None:
+        capacity = min(self._most, self.rows_beside(self._lent))
+        self.rows = self._bytes[: capacity * self.row_bytes].view(capacity, self.row_bytes)
+
+    def _new(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._place)
