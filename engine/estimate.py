@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from . import placement
-from .devices import DENSE_LAUNCHES
+from .cards import DENSE_LAUNCHES
 from .figures import Curve, figures
 from .footprint import Footprint, kv_element
 from .placement import Lane, Rates

@@ -17,8 +17,8 @@ from ..models.heat import Heat
 from ..models.packed import PackedLayer
 from ..models.quantities import memory as size
 from . import placement
+from .device import Device
 from .device_memory import DeviceMemory
-from .devices import Device
 from .events import Advanced, Notice
 from .eviction import Policy
 from .predictor import Predictor

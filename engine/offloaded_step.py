@@ -19,7 +19,7 @@ from ..kernels.layouts import ExpertRows
 from ..kernels.pool import Located, Part
 from ..kernels.types import Active, Calls
 from . import placement
-from .devices import Partial, taken
+from .device import Partial, taken
 from .moe import Choice, Result
 from .offload import Offload
 from .row_pool import Keys

@@ -21,16 +21,18 @@ from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
 from ..models.quantities import memory as size
 from . import cards, context, hardware, pinning
-from .devices import Device, VirtualDevice
+from .cuda_link import CudaLink
+from .device import Device
 from .footprint import kv_element
 from .kv import GROUP
-from .links import CudaLink, ThrottledLink
 from .offload import Offload, Parts
 from .pinning import Pinned
 from .placement import Rates, rates_file
 from .rates import measured_rates
+from .throttled_link import ThrottledLink
 from .transfer import Kind, Wanted
 from .tuned_link import Ends, open_link
+from .virtual_device import VirtualDevice
 
 THROTTLED = "throttled:"
 KEPT_FREE = 0.08  # of the GPU memory that may be used, for a step's own tensors and for the desktop

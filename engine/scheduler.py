@@ -13,8 +13,8 @@ from math import isfinite
 
 from torch import Tensor
 
+from .device import Device
 from .device_memory import DeviceMemory
-from .devices import Device
 from .fetching import Asked
 from .row_pool import Keys, RowPool, Slots, keys_of
 from .transfer import Transfer

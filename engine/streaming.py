@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels.layouts import ExpertRows, UpWeights
 from . import placement
-from .devices import Partial
+from .device import Partial
 from .moe import Cancelled, Control
 from .offload import Offload
 from .placement import Lane

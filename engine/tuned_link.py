@@ -20,7 +20,8 @@ from torch import Tensor
 from ..models.errors import UsageError
 from . import hardware, kept
 from .pinning import PinError, Pinned
-from .transfer import Kind, Mover, Transfer, Wanted
+from .threaded_link import ThreadedLink
+from .transfer import Kind, Transfer, Wanted
 
 CHUNKS = (25, 50, 100, 200, 400, 800)  # rows
 ROWS = 2867  # that are moved: 20 % of a Mixtral expert, as in FloE's figure 7
@@ -142,11 +143,11 @@ class Ends:
 
     device: str
     place: str
-    make: Callable[[Kind, int, Pinned | None], Mover]
+    make: Callable[[Kind, int, Pinned | None], ThreadedLink]
     obstacle: str
 
 
-def open_link(ends: Ends, wanted: Wanted, rows: Sequence[Tensor]) -> tuple[Mover, float, str]:
+def open_link(ends: Ends, wanted: Wanted, rows: Sequence[Tensor]) -> tuple[ThreadedLink, float, str]:
     """The link that is best for these rows, by what was kept or is measured now.
 
     Args:
@@ -232,7 +233,7 @@ def cannot(obstacle: str) -> UsageError:
 
 
 def measure(
-    make: Callable[[Kind, int], Mover],
+    make: Callable[[Kind, int], ThreadedLink],
     kinds: Sequence[Kind],
     source: Tensor,
     target: Tensor,
@@ -250,7 +251,7 @@ def measure(
     count = min(ROWS, source.shape[0], target.shape[0])
     slots, random = np.arange(count, dtype=np.int32), np.random.default_rng(0)
     best: dict[tuple[Kind, int], float] = {}
-    links: dict[tuple[Kind, int], Mover] = {}
+    links: dict[tuple[Kind, int], ThreadedLink] = {}
     try:
         for kind in kinds:
             for size in sizes:

@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..cards import Card
-from ..virtual import Clock
+from ..cards import DENSE_LAUNCHES, Card
+from ..virtual_clock import Clock
 from .replay import CONTEXT, KV_BYTES, Played, Width
 from .trace import Trace
 
-DENSE_LAUNCHES = 12  # see engine/devices.py
 EXPERT_LAUNCHES = 3
 
 

@@ -18,14 +18,15 @@ from ...kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, Vecto
 from ...kernels.types import Active, Calls
 from ...models.packed import PackedLayer
 from ..cards import Card
-from ..devices import Partial, VirtualDevice
+from ..device import Partial
+from ..link_queue import Job
 from ..moe import Control
 from ..offload import Offload, Parts
 from ..offloaded import Neighbours, OffloadedLayer
 from ..quality import Preset
 from ..telemetry import LayerCounts, Telemetry
-from ..transfer import Transfer
-from ..virtual import VirtualLink
+from ..virtual_device import VirtualDevice
+from ..virtual_link import VirtualLink
 from .trace import Trace
 
 
@@ -72,8 +73,9 @@ class Width:
         weights = UpWeights(
             up, nothing(up.row_bytes, torch.uint8), nothing(groups, torch.float16), nothing(groups, torch.float16)
         )
-        rows = ExpertRows(layout, nothing(layout.nbytes, torch.uint8))
-        return PackedLayer(weights, rows, thresholds, thresholds)
+        # A link takes contiguous rows alone. These are never touched, so that no page of them becomes real.
+        rows = torch.empty(experts, self.neurons, layout.nbytes, dtype=torch.uint8)
+        return PackedLayer(weights, ExpertRows(layout, rows), thresholds, thresholds)
 
     def expert_bytes(self) -> int:
         """One whole expert: its up projection and its rows."""
@@ -84,7 +86,7 @@ class Width:
 class _Link(VirtualLink):
     """Its bytes have no content."""
 
-    def _move(self, transfer: Transfer, places: Tensor) -> None:
+    def _move(self, job: Job) -> None:
         pass
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from floe_chat.engine.bench.weights import MIXTRAL, make_rows, make_up, pair
-from floe_chat.engine.devices import Device, Partial
+from floe_chat.engine.device import Device, Partial
 from floe_chat.engine.moe import Control, MoELayer
 from floe_chat.engine.offload import Offload, Parts
 from floe_chat.engine.offloaded import OffloadedLayer

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine import links
-from floe_chat.engine.links import ThrottledLink
-from floe_chat.engine.transfer import Job, Transfer
+from floe_chat.engine.link_queue import Job
+from floe_chat.engine.throttled_link import ThrottledLink
+from floe_chat.engine.transfer import Transfer
 from floe_chat.kernels import operations as kernels
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def compute_with(backend: kernels.Backend, monkeypatch: pytest.MonkeyPatch) -> N
     def choose(_device: str) -> kernels.Backend:
         return backend
 
-    monkeypatch.setattr(links.kernels, "choose", choose)
+    monkeypatch.setattr(kernels, "choose", choose)
 
 
 class Gated(ThrottledLink):

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.links import CudaLink
+from floe_chat.engine.cuda_link import CudaLink
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload import Parts
 from floe_chat.engine.opening import Needs
 from floe_chat.engine.pinning import Pinned
-from floe_chat.engine.transfer import LANES, Kind, Link
+from floe_chat.engine.threaded_link import LANES
+from floe_chat.engine.transfer import Kind, Link
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.packed import PackedModel

@@ -14,8 +14,7 @@ import pytest
 import torch
 from floe_chat.engine import predictor
 from floe_chat.engine.cards import named as card
-from floe_chat.engine.devices import Device, VirtualDevice
-from floe_chat.engine.links import ThrottledLink
+from floe_chat.engine.device import Device
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import Cancelled, Choice, MoELayer, Result
 from floe_chat.engine.offload import Offload, Parts, Untold
@@ -25,7 +24,9 @@ from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
 from floe_chat.engine.streaming import Prompt
 from floe_chat.engine.telemetry import LayerCounts
+from floe_chat.engine.throttled_link import ThrottledLink
 from floe_chat.engine.transfer import Transfer
+from floe_chat.engine.virtual_device import VirtualDevice
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.heat import Heat
 from floe_chat.models.pack import PackSpec

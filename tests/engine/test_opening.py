@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine import hardware, opening, step
-from floe_chat.engine.devices import VirtualDevice
 from floe_chat.engine.hardware import Gpu
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.opening import Choice, Needs
 from floe_chat.engine.step import LibraryDecoder
+from floe_chat.engine.virtual_device import VirtualDevice
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packed import PackedModel

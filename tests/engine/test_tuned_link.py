@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine import pinning, tuned_link
+from floe_chat.engine.cuda_link import CudaLink
 from floe_chat.engine.hardware import Hardware
-from floe_chat.engine.links import CudaLink, ThrottledLink
+from floe_chat.engine.link_queue import Job
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload import Parts
 from floe_chat.engine.opening import Needs
 from floe_chat.engine.pinning import PinError, Pinned
-from floe_chat.engine.transfer import Job, Kind, Mover, Wanted
+from floe_chat.engine.threaded_link import ThreadedLink
+from floe_chat.engine.throttled_link import ThrottledLink
+from floe_chat.engine.transfer import Kind, Wanted
 from floe_chat.engine.tuned_link import CHUNKS, Ends, Tuned, choose, measure, open_link
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
@@ -209,7 +212,7 @@ def make(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
     return CudaLink(CPU, NBYTES, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
 
 
-def moves(link: Mover, rows: Sequence[Tensor], target: Tensor) -> bool:
+def moves(link: ThreadedLink, rows: Sequence[Tensor], target: Tensor) -> bool:
     """Whether it moves the last layer's rows."""
     sender = Sender(rows[-1].view(-1, NBYTES), target)
     transfer = sender.make(90)
@@ -250,7 +253,7 @@ def test_the_link_is_measured_once(wanted: Wanted, cuda: FakeCuda, rows: list[Te
         again.close()
 
 
-def link_kind(link: Mover) -> Kind:
+def link_kind(link: ThreadedLink) -> Kind:
     return "in place" if link.name == "cuda, read in place" else "staged"
 
 
@@ -272,7 +275,7 @@ def test_a_driver_that_refuses_leaves_rows_staged(
 
 
 def test_nothing_stays_pinned_where_no_link_can_be(cuda: FakeCuda, rows: list[Tensor]) -> None:
-    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> Mover:
+    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> ThreadedLink:
         raise RuntimeError("no memory")
 
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from floe_chat.engine.devices import Device
+from floe_chat.engine.device import Device
 from floe_chat.engine.fetching import Copy, moved
-from floe_chat.engine.links import ThrottledLink
 from floe_chat.engine.moe import Control
 from floe_chat.engine.offload import Offload, Parts
 from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
@@ -19,6 +18,7 @@ from floe_chat.engine.placement import Rates
 from floe_chat.engine.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
+from floe_chat.engine.throttled_link import ThrottledLink
 from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.packed import PackedLayer

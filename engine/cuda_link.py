@@ -1,8 +1,7 @@
-"""The real links: to a GPU through pinned memory, and one that is slow on purpose, for machines without a GPU."""
+"""The link to a GPU, through pinned memory or by reading rows in place."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -13,47 +12,12 @@ from torch import Tensor
 
 from ..kernels import operations as kernels
 from ..kernels.layouts import align
+from .link_queue import Job
 from .pinning import Pinned
-from .transfer import CHUNK, LANES, Job, Mover, Transfer
+from .threaded_link import LANES, ThreadedLink
+from .transfer import CHUNK, Transfer
 
 STREAMS = 2  # one chunk's rows are put into their slots while the next one's come over the bus
-
-
-class ThrottledLink(Mover):
-    """A test device: RAM to RAM with real threads, lanes and bytes, a chunk taking latency + bytes / rate at least.
-
-    Packing is hidden behind the chunk before, as on a real link. Its times say what the queue does, never what a GPU
-    would do: whoever shows them says "throttled".
-    """
-
-    def __init__(self, nbytes: int, *, rate: float, latency: float = 0.0, chunk: int = CHUNK) -> None:
-        """Rows of `nbytes`; `rate` in bytes per second, `latency` in seconds, `chunk` in rows.
-
-        Raises:
-            ValueError: no such rate, latency or size.
-        """
-        if not rate > 0 or not latency >= 0:
-            raise ValueError(f"a link of {rate} bytes/s after {latency} s")
-        self.rate, self.latency = rate, latency
-        self._cpu = kernels.choose("cpu")
-        self._staging = [torch.empty(max(chunk, 0), nbytes, dtype=torch.uint8).zero_() for _ in range(LANES)]
-        self._due = [0.0] * LANES
-        self._free_at = 0.0
-        super().__init__("throttled", torch.device("cpu"), nbytes, chunk)
-
-    def _send(self, lane: int, job: Job, first: int, last: int) -> None:
-        packed = self._staging[lane][: last - first]
-        self._cpu.gather_rows(job.rows, 0, job.index[first:last], packed)
-        seconds = self.latency + packed.nbytes / self.rate
-        self._free_at = self._due[lane] = max(self._free_at, time.perf_counter()) + seconds
-
-    def _arrived(self, lane: int) -> bool:
-        return time.perf_counter() >= self._due[lane]
-
-    def _land(self, lane: int, job: Job, first: int, last: int) -> None:
-        while (left := self._due[lane] - time.perf_counter()) > 0:
-            time.sleep(left)
-        self._cpu.pool_scatter(job.transfer.target, job.places[first:last], self._staging[lane][: last - first])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +42,7 @@ class _Lane:
     event: Any
 
 
-class CudaLink(Mover):
+class CudaLink(ThreadedLink):
     """To a GPU (FloE section 3.4.2): all cores pack a chunk into pinned memory, one copy takes it over with the numbers
     of its slots, a kernel puts its rows there.
 
