@@ -17,7 +17,7 @@ from ..models import names
 from ..models.catalog import asset
 from ..models.errors import UsageError
 from ..models.quantities import memory
-from .placement import Rates
+from .lane_rates import Rates
 
 PREFIX = "sim:"
 CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying beside 5 us of latency, so an urgent row waits 47 us at most

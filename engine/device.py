@@ -22,7 +22,7 @@ from ..kernels import operations as kernels
 from ..kernels.layouts import ExpertRows, UpWeights
 from ..kernels.types import Active, Calls
 from .fetching import Asked, Copy, Listed, moved, to_host
-from .placement import Measured, Rates
+from .lane_rates import Measured, Rates
 from .transfer import Link, Transfer
 
 Numbers = NDArray[np.int64]

@@ -16,7 +16,8 @@ from . import placement
 from .cards import DENSE_LAUNCHES
 from .figures import Curve, figures
 from .footprint import Footprint, kv_element
-from .placement import Lane, Rates
+from .lane_rates import Rates
+from .placement import Lane
 from .quality import Preset
 
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and that a decoded token looks back on

@@ -25,9 +25,9 @@ from .cuda_link import CudaLink
 from .device import Device
 from .footprint import kv_element
 from .kv import GROUP
+from .lane_rates import Rates, rates_file
 from .offload import Offload, Parts
 from .pinning import Pinned
-from .placement import Rates, rates_file
 from .rates import measured_rates
 from .throttled_link import ThrottledLink
 from .transfer import Kind, Wanted

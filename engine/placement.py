@@ -1,36 +1,22 @@
-"""Where work on absent rows is done: copied to the GPU, or computed on the CPU where they lie (Fiddler; FloE; CORM).
+"""Where work on absent rows is done: copied to the GPU, or computed by the CPU from RAM (Fiddler; FloE; CORM).
 
-Every choice minimises the time at which the later of the two lanes ends, from rates that are measured once per machine
-and corrected while running. A decode step is split by rows, a prompt by experts.
+Every choice minimises the time at which the later of the two lanes ends, by the rates in `lane_rates.py`. A decode step
+is split by rows, a prompt by experts.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from . import kept
+from .lane_rates import Rates
 
 EXACT = 16  # experts of which every placement is tried: 65,536 of them take 1 to 3 milliseconds
 WHOLE = 0.75  # of an expert's neurons: above it CORM moves them all (appendix, figure 9)
 
-_FORMAT = 1
-_STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
-_HOPE = 1 + 1 / 512  # per layer and token: a lane that is thought half as fast as it is gets tried after 11 tokens
-_FARTHEST = 2.0  # times the mean: what is farther out counts as this far, so that one hiccup moves a rate by 6 %
-
-_log = logging.getLogger("floe_chat.engine")
-
-Measured = Literal["link", "cpu", "cpu_batch", "gpu"]
 _Seconds = npt.NDArray[np.float64]
 _Chosen = npt.NDArray[np.bool_]
 
@@ -40,89 +26,7 @@ class Lane(enum.Enum):
 
     GPU = "gpu"  # nothing is absent, or nothing to do
     COPY = "copy"  # absent rows are copied, the GPU computes
-    CPU = "cpu"  # absent rows are computed where they lie
-
-
-@dataclass(slots=True)
-class Rates:
-    """What this machine does per second, for a pack's rows (unpacking codes costs the CPU more than reading them).
-
-    Attributes:
-        link_bytes_s, link_latency_s: copying rows to the GPU, and what a copy costs beside its bytes.
-        cpu_bytes_s: rows that the CPU computes for one token; cpu_latency_s: activations' way there and back.
-        cpu_batch_bytes_s: the CPU's rows times tokens in a prompt, where it is bound by arithmetic.
-        gpu_bytes_s, launch_s: rows that the GPU computes, and launching its kernels.
-    """
-
-    link_bytes_s: float
-    link_latency_s: float
-    cpu_bytes_s: float
-    cpu_batch_bytes_s: float
-    cpu_latency_s: float
-    gpu_bytes_s: float
-    launch_s: float
-
-    def observed(self, what: Measured, nbytes: float, seconds: float, cap: float = 1.0) -> None:
-        """Correct a rate by what work of `nbytes` really took: a moving mean of seconds per byte.
-
-        Observations that say nothing about a rate are passed over: no time or no bytes, and work shorter than its
-        latency. One that is absurd counts as twice or half the mean.
-
-        Args:
-            nbytes: "cpu_batch": bytes of the rows times tokens. cap: share of the CPU's threads that did it; rates are
-                those of all.
-        """
-        latency = {"link": self.link_latency_s, "gpu": self.launch_s}.get(what, self.cpu_latency_s)
-        took = seconds - latency
-        if not (nbytes > 0 and math.isfinite(nbytes) and took > latency and math.isfinite(took) and cap > 0):
-            return
-        name = f"{what}_bytes_s"
-        mean = 1 / getattr(self, name)
-        each = took / nbytes * (cap if what in ("cpu", "cpu_batch") else 1.0)
-        each = min(max(each, mean / _FARTHEST), mean * _FARTHEST)
-        setattr(self, name, 1 / (mean + _STEP * (each - mean)))
-
-    def unused(self, what: Measured) -> None:
-        """A lane got nothing to do: it is believed to be a little faster each time, until it is tried again.
-
-        A rate that was taken for too low would otherwise never be observed again.
-        """
-        name = f"{what}_bytes_s"
-        setattr(self, name, getattr(self, name) * _HOPE)
-
-    def save(self, file: Path) -> None:
-        """Keep the rates for the next start; a cache that cannot be written only means measuring again."""
-        kept.write(file, {"format": _FORMAT, **dataclasses.asdict(self)})
-
-    @staticmethod
-    def load(file: Path) -> Rates | None:
-        """The rates that were kept, or None: there are none, or they are unusable, which the log explains."""
-        try:
-            found: Any = kept.read(file)
-            if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
-                raise ValueError("it is of another format")
-            names = {field.name for field in dataclasses.fields(Rates)}
-            if set(found) != names or not all(type(value) in (int, float) for value in found.values()):
-                raise ValueError("its fields are not those of rates")
-            rates = Rates(**{name: float(value) for name, value in found.items()})
-            rates.check()
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, OverflowError, RecursionError) as error:
-            _log.warning("The saved rates in %s are ignored: %s", file, error)
-            return None
-        return rates
-
-    def check(self) -> None:
-        """Raises ValueError where a rate is not a positive number or a latency not a number from 0."""
-        for name, value in dataclasses.asdict(self).items():
-            if not math.isfinite(value) or value < 0 or (value == 0 and name.endswith("_bytes_s")):
-                raise ValueError(f"{name} cannot be {value}")
-
-
-def rates_file(machine: str, device: str, row_bytes: int) -> Path:
-    """Where the rates of a machine (its id), device ("cuda:0") and width of rows are kept."""
-    return kept.rates_folder() / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"
+    CPU = "cpu"  # absent rows are computed from RAM
 
 
 def whole(active: npt.NDArray[np.int64], neurons: int, cap: float = WHOLE) -> _Chosen:

@@ -26,7 +26,7 @@ from .bench import floor, load, weights
 from .bench.machine import computing
 from .bench.weights import MIXTRAL, Shapes
 from .disk import read_rate
-from .placement import Rates
+from .lane_rates import Rates
 
 READ, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
     "memory read",

@@ -16,7 +16,7 @@ from ..kernels.types import Active, Calls
 from .cards import DENSE_LAUNCHES, PREFIX, Card
 from .device import Device, Partial
 from .fetching import Asked, Copy
-from .placement import Measured
+from .lane_rates import Measured
 from .virtual_clock import Clock
 from .virtual_link import VirtualLink
 

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from floe_chat.engine.bench.weights import MIXTRAL, make_rows, make_up, pair
 from floe_chat.engine.device import Device, Partial
+from floe_chat.engine.lane_rates import Rates
 from floe_chat.engine.moe import Control, MoELayer
 from floe_chat.engine.offload import Offload, Parts
 from floe_chat.engine.offloaded import OffloadedLayer
-from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.engine.transfer import Transfer

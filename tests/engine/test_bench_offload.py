@@ -15,8 +15,8 @@ from floe_chat.engine.bench.replay import Played, ReplayDevice, Width, play, roo
 from floe_chat.engine.bench.trace import Trace, record
 from floe_chat.engine.cards import Card
 from floe_chat.engine.cards import named as card
+from floe_chat.engine.lane_rates import Rates
 from floe_chat.engine.offload import Parts
-from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.models.errors import UsageError
 

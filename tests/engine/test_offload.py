@@ -15,11 +15,11 @@ import torch
 from floe_chat.engine import predictor
 from floe_chat.engine.cards import named as card
 from floe_chat.engine.device import Device
+from floe_chat.engine.lane_rates import Rates
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.moe import Cancelled, Choice, MoELayer, Result
 from floe_chat.engine.offload import Offload, Parts, Untold
 from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
-from floe_chat.engine.placement import Rates
 from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import choose
 from floe_chat.engine.streaming import Prompt

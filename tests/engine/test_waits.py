@@ -11,10 +11,10 @@ import pytest
 import torch
 from floe_chat.engine.device import Device
 from floe_chat.engine.fetching import Copy, moved
+from floe_chat.engine.lane_rates import Rates
 from floe_chat.engine.moe import Control
 from floe_chat.engine.offload import Offload, Parts
 from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
-from floe_chat.engine.placement import Rates
 from floe_chat.engine.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry

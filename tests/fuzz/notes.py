@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from floe_chat.app import setup_wish
-from floe_chat.engine import placement, rates, tuned_link
+from floe_chat.engine import lane_rates, rates, tuned_link
 from floe_chat.models import catalog, heat, journal, logits_cache, private_file, workplace
 from floe_chat.models.errors import FloeError
 from floe_chat.models.fetch_part import PartFile, bytes_here, is_intact
@@ -197,7 +197,7 @@ def measured(rng: Random, folder: Path) -> str:
             },
         ),
         (
-            placement.Rates.load,
+            lane_rates.Rates.load,
             {
                 "format": 1,
                 "link_bytes_s": 1e9,
