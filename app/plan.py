@@ -85,7 +85,7 @@ def plan(
     lanes = _lanes(pcie)
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
     from ..engine.machine import Described
-    from ..engine.opening import CONTEXT
+    from ..engine.memory_plan import CONTEXT
     from ..engine.plan import make, offers
     from ..models.catalog import described
 

@@ -22,7 +22,7 @@ from ..models.families import FAMILIES
 from ..models.lean import import_model_code
 from ..models.manifest import Architecture
 from ..models.packed import PackedLayer, PackedModel
-from . import hardware, opening, predictor, quality, step
+from . import device_choice, hardware, predictor, quality, step
 from .dense import PackedLinear
 from .events import Advanced, Loaded
 from .finite import is_finite
@@ -81,7 +81,7 @@ def load(
     """Open a pack and make it answer.
 
     Args:
-        preset: None for the default one. device: "auto", "cpu", "cuda", "cuda:N" or a test device, see opening.py.
+        preset: None for the default one. device: "auto", "cpu", "cuda", "cuda:N" or a test device.
         vram: the most of a device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
             parts: the same in full, for measurements.
         report: called with a step in words and the share that is done, 0..1.
@@ -100,7 +100,7 @@ def load(
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     ram = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    choice = opening.choose(device, manifest, ram, config, vram)
+    choice = device_choice.choose(device, manifest, ram, config, vram)
     choice.enforce()
     place = choice.place
     backend = kernels.choose(place)
@@ -121,7 +121,7 @@ def load(
     # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
     dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
     advanced = advanced or Advanced()
-    shared = opening.offload(choice, ram, parts or Parts.of(advanced))
+    shared = device_choice.offload(choice, ram, parts or Parts.of(advanced))
     experts = _Experts(ram, place, shared, control, telemetry, report)
     library = library or not bare.knows(config)
     if library:
@@ -140,10 +140,9 @@ def load(
         None if library else bare.tree,
     )
     _need_numbers(folder, model)
-    window = choice.window
-    decoder = step.choose(model, window)
-    if choice.needs is not None and not isinstance(decoder, LeanDecoder):
-        window = min(window, choice.keys // choice.needs.kv)  # the library's cache takes nothing from the pool
+    decoder = step.choose(model, choice.shares.window)
+    # The library's cache takes nothing from the pool.
+    window = choice.shares.window if isinstance(decoder, LeanDecoder) else choice.shares.reserved
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, packed, shared, decoder)

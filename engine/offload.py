@@ -92,13 +92,13 @@ class Offload:
         parts: Parts,
         layers: Sequence[PackedLayer],
         capacity: int,
-        fixed: Mapping[str, int] | None = None,
+        uses: Mapping[str, int] | None = None,
         keys: int = 0,
     ) -> None:
         """A pool of `capacity` rows, or of as many as the layers have.
 
         Args:
-            fixed: bytes of device memory for up projections ("up") and the dense part ("dense"), to be shown.
+            uses: bytes of device memory by use, of which those of up projections and the dense part are shown.
             keys: bytes for keys and values, which rows use as well once `share` was called.
 
         Raises:
@@ -117,7 +117,7 @@ class Offload:
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.notices: list[Notice] = []
         self.untold: list[Untold] = []
-        self._fixed, self._keys = {"up": 0, "dense": 0, **(fixed or {})}, keys
+        self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
         self._borrower: weakref.ref[object] | None = None
         self._peak = device.rates.link_bytes_s
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads

@@ -1,7 +1,7 @@
 """What one model at some widths would be on a machine: where it is stored, what it needs, how fast it answers, and how
 good a choice that is (`worth`).
 
-Memory is shared out as opening.py shares it out; the speed comes from estimate.py.
+Memory is shared out by memory_plan.py; the speed comes from estimate.py.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ..models.catalog import Entry
 from ..models.entry import SHARD_BYTES
 from ..models.pack import PackSpec
-from . import estimate, quality
+from . import estimate, memory_plan, quality
 from .estimate import Held, Speeds, Token, Work
 from .figures import Curve, figures
-from .footprint import Footprint, kv_element
+from .footprint import Footprint
 from .machine import Machine
-from .opening import KEPT_FREE, Needs
-
-Place = Literal["gpu", "pool", "cpu"]
+from .memory_plan import Needs, Place
 
 DEFAULT = PackSpec()
 # The most exact first.
@@ -33,9 +30,7 @@ WIDTHS = (
     PackSpec(2, 3, 3, 4),
     PackSpec(2, 2, 2, 4),
 )
-OWN = 3 << 29  # bytes of RAM for Python, torch and activations
-RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # of usable RAM, what stays free
-DISK_FREE = 1 << 30  # of the disk, likewise
+DISK_FREE = 1 << 30  # bytes of the disk that stay free
 USABLE = 0.5  # tokens/s; a slower plan counts as none
 
 # The rule of the recommendation: what `worth` weighs.
@@ -122,48 +117,21 @@ def rounding(spec: PackSpec) -> float:
     return loss["dense"][spec.dense] + sum(loss[part][getattr(spec, part)] for part in ("up", "gate", "down"))
 
 
-def needs(takes: Footprint, context: int) -> Needs:
-    """The GPU memory that the model needs."""
-    sizes = takes.sizes
-    return Needs(
-        dense=takes.dense,
-        up=takes.ups,
-        row=takes.row,
-        rows=takes.rows,
-        kv=2 * takes.kv,
-        layers=sizes.layers,
-        experts=sizes.experts,
-        neurons=sizes.intermediate,
-        top_k=sizes.top_k,
-        hidden=sizes.hidden,
-        context=context,
-    )
-
-
 def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk: Mapping[str, int]) -> Option | None:
     """In this place; None where the GPU has no room for it."""
-    asked = needs(takes, context)
-    budget = int(machine.vram * (1 - KEPT_FREE))
-    kv, pool = context * asked.kv, 0
-    vram: dict[str, int] = {}
-    if place == "gpu":
-        if not machine.vram or asked.whole() > budget:
-            return None
-        pool = takes.row_count
-        vram = {"dense": takes.dense, "up": takes.ups, "rows": takes.rows, "context": kv}
-    elif place == "pool":
-        if not machine.vram or asked.least() > budget:
-            return None
-        pool = asked.pool(budget)
-        buffers = 2 * asked.neurons * asked.row
-        vram = {"dense": takes.dense, "up": takes.ups, "pool": pool * asked.row, "context": kv, "buffers": buffers}
+    needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
+    if not needs.fits(place, budget):
+        return None
+    device = needs.share_out(place, budget, context)
+    vram = dict(device.uses)
     if vram:
         vram["free"] = machine.vram - sum(vram.values())
-    share = pool / takes.row_count
-    ram, ram_share, missing = _ram(machine, takes, place, share, context)
+    share = device.rows / takes.row_count
+    ram = memory_plan.share_ram(machine.ram, takes, place, share, context)
+    missing = {"ram": ram.missing} if ram.missing else {}
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
-    held = Held(place != "cpu", share, ram_share)
+    held = Held(place != "cpu", share, ram.share)
     work, speeds, doubt = Work.of(_preset()), machine.speeds, machine.doubt
     token = estimate.decode(takes, work, speeds, held)
     unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
@@ -180,38 +148,16 @@ def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk
         kl=rounding(takes.spec),
         place=place,
         vram=vram,
-        ram=ram,
+        ram=ram.uses,
         disk=disk,
-        pool_rows=pool,
+        pool_rows=device.rows,
         pool_share=share,
-        ram_share=ram_share,
+        ram_share=ram.share,
         missing=missing,
         token=token,
         decode=Range(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
         prefill=Range(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
     )
-
-
-def _ram(
-    machine: Machine, takes: Footprint, place: Place, pool: float, context: int
-) -> tuple[dict[str, int], float, dict[str, int]]:
-    """RAM by use, the share of what is read while answering that fits there, and what is missing for it to work."""
-    kept = max(int(machine.ram * RAM_SHARE), RAM_LEAST)
-    ram = {"program": OWN}
-    mapped = 0
-    if place == "cpu":
-        # What a pack stores in 16 bits is computed in 32.
-        ram["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
-        ram["context"] = kv_element(takes.spec.dense) * takes.kv * context
-        mapped = takes.ups + takes.rows
-    elif place == "pool":
-        mapped = round(takes.rows * (1 - pool))
-    room = machine.ram - kept - sum(ram.values())
-    if room < 0:
-        return {**ram, "pages": 0, "lacking": mapped, "free": kept}, 0.0, {"ram": -room}
-    pages = min(room, mapped)
-    free = machine.ram - sum(ram.values()) - pages
-    return {**ram, "pages": pages, "lacking": mapped - pages, "free": free}, pages / mapped if mapped else 1.0, {}
 
 
 def _disk(entry: Entry, takes: Footprint, keep_source: bool) -> dict[str, int]:

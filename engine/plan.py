@@ -19,7 +19,7 @@ from ..models.published import PUBLISHED
 from . import reasons
 from .figures import figures
 from .machine import Machine
-from .opening import CONTEXT
+from .memory_plan import CONTEXT
 from .options import CLEARLY, DEFAULT, WIDTHS, Option, option
 
 

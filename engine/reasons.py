@@ -9,8 +9,8 @@ from ..models.pack import PackSpec
 from ..models.quantities import digits, memory, share, size, trimmed
 from .footprint import Footprint
 from .machine import Machine
-from .opening import KEPT_FREE
-from .options import DEFAULT, ENOUGH, WORTH, Option, needs
+from .memory_plan import KEPT_FREE, Needs, budget
+from .options import DEFAULT, ENOUGH, WORTH, Option
 
 # What the two figures of quality mean, in the words that every page uses.
 BITS = (
@@ -126,7 +126,7 @@ def _speed(option: Option) -> str:
 
 
 def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> str:
-    asked, budget = needs(Footprint.of(entry.sizes, chosen.spec), context), int(machine.vram * (1 - KEPT_FREE))
+    asked, usable = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context), budget(machine.vram)
     free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
         return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
@@ -139,8 +139,8 @@ def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> 
         )
     if not machine.vram:
         return "The CPU computes: there is no GPU to use."
-    if asked.least() > budget:
-        return f"The CPU computes: the GPU would need {memory(asked.least())}, and {memory(budget)} can be used."
+    if asked.least() > usable:
+        return f"The CPU computes: the GPU would need {memory(asked.least())}, and {memory(usable)} can be used."
     return "The CPU computes (--device cpu): here that is faster than a GPU that holds so little of the model."
 
 

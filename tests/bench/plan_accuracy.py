@@ -28,9 +28,8 @@ from floe_chat.engine.bench.weights import MIXTRAL
 from floe_chat.engine.estimate import Held, Speeds, Work
 from floe_chat.engine.figures import Curve, figures
 from floe_chat.engine.footprint import Footprint
+from floe_chat.engine.memory_plan import KEPT_FREE, Needs, budget
 from floe_chat.engine.offload import Parts
-from floe_chat.engine.opening import KEPT_FREE
-from floe_chat.engine.options import needs
 from floe_chat.models.calibration import read_tokens
 from floe_chat.models.catalog import asset, described, find
 from floe_chat.models.pack import PackSpec
@@ -182,12 +181,11 @@ def _played(policy: Policy, speeds: Speeds, vram: int) -> float | None:
     takes = Footprint.of(MODEL, policy.spec)
     if policy.work.active == 1.0:  # whole experts: nothing of them is always there
         takes = _whole_experts(takes)
-    asked, budget = needs(takes, 512), int(vram * (1 - KEPT_FREE))
-    if "whole" in policy.name and asked.whole() > budget:
+    needs, usable = Needs.of_footprint(takes, 512), budget(vram)
+    whole = needs.fits("gpu", usable)
+    if not whole and ("whole" in policy.name or not needs.fits("pool", usable)):
         return None
-    if budget < asked.least():
-        return None
-    share = 1.0 if asked.whole() <= budget else asked.pool(budget) / takes.row_count
+    share = needs.share_out("gpu" if whole else "pool", usable, 512).rows / takes.row_count
     held = Held(gpu=True, pool=share, cpu=policy.cpu)
     return 1 / estimate.decode(takes, policy.work, speeds, held, policy.hits).seconds
 

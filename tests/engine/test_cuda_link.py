@@ -11,8 +11,8 @@ import pytest
 import torch
 from floe_chat.engine.cuda_link import CudaLink
 from floe_chat.engine.loader import load
+from floe_chat.engine.memory_plan import Needs
 from floe_chat.engine.offload import Parts
-from floe_chat.engine.opening import Needs
 from floe_chat.engine.pinning import Pinned
 from floe_chat.engine.threaded_link import LANES
 from floe_chat.engine.transfer import Kind, Link

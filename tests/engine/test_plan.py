@@ -11,7 +11,7 @@ from floe_chat.engine.estimate import Speeds
 from floe_chat.engine.gpus import Gpu
 from floe_chat.engine.hardware import Hardware
 from floe_chat.engine.machine import Described, Machine
-from floe_chat.engine.opening import KEPT_FREE
+from floe_chat.engine.memory_plan import KEPT_FREE
 from floe_chat.engine.options import BEYOND, CLEARLY, DEFAULT, ENOUGH, WIDTHS, WORTH, Range, option, rounding
 from floe_chat.engine.rates import GPU_REACHED, Measured
 from floe_chat.models.catalog import described

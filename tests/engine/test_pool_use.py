@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.memory_plan import Needs
 from floe_chat.engine.moe import Choice
 from floe_chat.engine.offloaded import OffloadedLayer
-from floe_chat.engine.opening import Needs
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.pack import PackSpec
 from floe_chat.models.packed import PackedModel

@@ -15,7 +15,7 @@ import torch
 from floe_chat.engine import disk, rates
 from floe_chat.engine.bench import weights
 from floe_chat.engine.bench.weights import Shapes
-from floe_chat.engine.opening import GUESS
+from floe_chat.engine.device_choice import GUESS
 from floe_chat.engine.rates import Measured
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 

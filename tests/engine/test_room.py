@@ -13,8 +13,8 @@ import torch
 from floe_chat.engine.generate import generate
 from floe_chat.engine.kv import BLOCK, BorrowingStore, GrowingStore, KVCache
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.memory_plan import Needs
 from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.opening import Needs
 from floe_chat.engine.quality import Preset
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError

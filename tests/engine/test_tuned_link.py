@@ -17,8 +17,8 @@ from floe_chat.engine.cuda_link import CudaLink
 from floe_chat.engine.hardware import Hardware
 from floe_chat.engine.link_queue import Job
 from floe_chat.engine.loader import load
+from floe_chat.engine.memory_plan import Needs
 from floe_chat.engine.offload import Parts
-from floe_chat.engine.opening import Needs
 from floe_chat.engine.pinning import PinError, Pinned
 from floe_chat.engine.threaded_link import ThreadedLink
 from floe_chat.engine.throttled_link import ThrottledLink

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import hardware, opening, step
+from floe_chat.engine import device_choice, hardware, memory_plan, step
+from floe_chat.engine.device_choice import Choice
 from floe_chat.engine.hardware import Gpu
 from floe_chat.engine.kv import BLOCK
 from floe_chat.engine.loader import load
-from floe_chat.engine.opening import Choice, Needs
+from floe_chat.engine.memory_plan import Needs
 from floe_chat.engine.step import LibraryDecoder
 from floe_chat.engine.virtual_device import VirtualDevice
 from floe_chat.models.checkpoint import read_config
@@ -34,7 +35,7 @@ def choose(tiny_pack: Path) -> Choose:
     config = read_config(tiny_pack)
 
     def chosen(wanted: str, vram: int | None = None) -> Choice:
-        return opening.choose(wanted, packed.manifest, layers, config, vram)
+        return device_choice.choose(wanted, packed.manifest, layers, config, vram)
 
     return chosen
 
@@ -69,38 +70,45 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
 
 @pytest.mark.parametrize("extra", [0, 1, 7])
 def test_what_is_left_is_the_pool(needs: Needs, extra: int) -> None:
-    assert needs.pool(needs.least() + extra * needs.row) == needs.top_k * needs.neurons + extra
-    assert needs.pool(1 << 40) == needs.layers * needs.experts * needs.neurons
+    shares = needs.share_out("pool", needs.least() + extra * needs.row, 512)
+    assert shares.rows == needs.top_k * needs.neurons + extra
+    assert needs.share_out("pool", 1 << 40, 512).rows == needs.layers * needs.experts * needs.neurons
 
 
 def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
     long = replace(needs, context=100)
-    keys, window = long.beside(long.least(), 512)
-    assert (keys, window) == (100 * needs.kv, 100)
-    keys, window = long.beside(long.least() + 3 * needs.kv, 512)
-    assert keys < 101 * needs.kv and window == 103  # the pool took what came on top, and gives it back
-    assert long.beside(1 << 40, 512) == (512 * needs.kv, 512)
+    least = long.share_out("pool", long.least(), 512)
+    assert (least.keys, least.window, least.reserved) == (100 * needs.kv, 100, 100)
+    more = long.share_out("pool", long.least() + 3 * needs.kv, 512)
+    assert more.keys < 101 * needs.kv and more.window == 103  # the pool took what came on top, and gives it back
+    assert more.reserved == 100
+    all_of_it = long.share_out("pool", 1 << 40, 512)
+    assert (all_of_it.keys, all_of_it.window) == (512 * needs.kv, 512)
 
 
 def test_where_all_rows_are_on_the_device_a_chat_is_no_longer_than_the_memory_left(needs: Needs) -> None:
     """There is no pool that could give way: what was not there ended an answer as "a fault of floe-chat"."""
     long = replace(needs, context=100)
-    assert long.longest(long.whole(), 512) == 100
+
+    def longest(budget: int) -> int:
+        return long.share_out("gpu", budget, 512).window
+
+    assert longest(long.whole()) == 100
     token = long.whole() - replace(long, context=99).whole()
     assert token >= long.kv  # as keys and values grow, a part of them is there twice
-    assert long.longest(long.whole() + 3 * token, 512) == 103
-    assert long.longest(1 << 40, 512) == 512
+    assert longest(long.whole() + 3 * token) == 103
+    assert longest(1 << 40) == 512
 
 
 def test_the_window_of_a_gpu_that_holds_all_follows_the_limit(
     monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs
 ) -> None:
     a_gpu(monkeypatch, 1 << 30)
-    monkeypatch.setattr(opening, "CONTEXT", 100)
+    monkeypatch.setattr(memory_plan, "CONTEXT", 100)
     short = replace(needs, context=100)
-    tight = choose("auto", round(short.whole() / (1 - opening.KEPT_FREE)) + 1)
-    assert tight.rows is None and tight.window == 100
-    assert choose("auto").window == 512
+    tight = choose("auto", round(short.whole() / (1 - memory_plan.KEPT_FREE)) + 1)
+    assert tight.shares.place == "gpu" and tight.shares.window == 100
+    assert choose("auto").shares.window == 512
 
 
 def test_a_limit_of_gpu_memory_is_enforced_also_where_the_whole_pack_fits(
@@ -115,7 +123,7 @@ def test_a_limit_of_gpu_memory_is_enforced_also_where_the_whole_pack_fits(
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
     for limit in (256 << 20, None):
         choice = choose("auto", limit)
-        assert choice.rows is None and choice.budget is not None and choice.budget < (limit or 1 << 30)
+        assert choice.make is None and choice.budget is not None and choice.budget < (limit or 1 << 30)
         choice.enforce()
     assert shares == [((256 << 20) / (12 << 30), "cuda:0"), ((1 << 30) / (12 << 30), "cuda:0")]
     choose("cpu").enforce()
@@ -131,7 +139,7 @@ def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
     def library(model: Any, _window: int) -> LibraryDecoder:
         return LibraryDecoder(model)
 
-    monkeypatch.setattr(opening, "CONTEXT", 64)
+    monkeypatch.setattr(memory_plan, "CONTEXT", 64)
     monkeypatch.setattr(step, "choose", library)
     short = replace(needs, context=64)
     loaded, told = load(tiny_pack, None, "throttled:1gb", silent, vram=short.least(), library=True)
@@ -142,29 +150,29 @@ def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
 
 def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
     with pytest.raises(UsageError) as refused:
-        needs.pool(needs.least() - 1)
+        needs.share_out("pool", needs.least() - 1, 512)
     assert memory(needs.least()) in refused.value.cause and "--vram" in refused.value.hint
 
 
 def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs) -> None:
     a_gpu(monkeypatch, 1 << 30)
     whole = choose("auto")
-    assert whole.place == "cuda:0" and whole.rows is None and "whole pack fits" in whole.why
-    assert whole.cap == 1 << 30 and whole.budget == int((1 << 30) * (1 - opening.KEPT_FREE))
+    assert whole.place == "cuda:0" and whole.make is None and "whole pack fits" in whole.why
+    assert whole.cap == 1 << 30 and whole.budget == int((1 << 30) * (1 - memory_plan.KEPT_FREE))
     least = needs.least()
-    limit = round((least + 5.5 * needs.row) / (1 - opening.KEPT_FREE))
+    limit = round((least + 5.5 * needs.row) / (1 - memory_plan.KEPT_FREE))
     part = choose("cuda", limit)
-    assert part.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
-    assert part.cap == limit and part.budget == int(limit * (1 - opening.KEPT_FREE))
+    assert part.shares.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
+    assert part.cap == limit and part.budget == int(limit * (1 - memory_plan.KEPT_FREE))
     # Too little for anything: by itself the CPU is taken, and says why; who asks for the GPU is told.
     nothing = choose("auto", least - 1)
-    assert nothing.place == "cpu" and nothing.rows is None and "is needed" in nothing.why
+    assert nothing.place == "cpu" and nothing.make is None and "is needed" in nothing.why
     assert nothing.budget is None
     with pytest.raises(UsageError, match="too little"):
         choose("cuda", least - 1)
     a_gpu(monkeypatch, limit)
     more = choose("cuda", 24 << 30)  # of more than there is what there is, and it says so
-    assert (more.cap, more.rows) == (limit, part.rows) and f"of which {opening.size(limit)} is free" in more.why
+    assert (more.cap, more.shares) == (limit, part.shares) and f"of which {memory(limit)} is free" in more.why
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Which device a pack is opened on, how its memory is shared out, and why: the CPU, a GPU that holds all of it, or one
-that holds the dense part and the up projections, with a pool of rows in the rest.
+"""Which device a pack is opened on, and why: the CPU, a GPU that holds all of it, or one that holds the dense part and
+the up projections, with a pool of rows in the rest of its memory (`memory_plan.py`).
 
 Test devices stand in where there is no GPU, and are named as such: "throttled:8gb" has a link of 8 GB/s, "sim:NAME"
 counts virtual time.
@@ -20,12 +20,12 @@ from ..models.errors import UsageError
 from ..models.manifest import Manifest
 from ..models.packed import PackedLayer
 from ..models.quantities import memory as size
-from . import cards, context, hardware, pinning
+from . import cards, context, hardware, memory_plan, pinning
 from .cuda_link import CudaLink
 from .device import Device
 from .footprint import kv_element
-from .kv import GROUP
 from .lane_rates import Rates, rates_file
+from .memory_plan import DeviceShares, Needs
 from .offload import Offload, Parts
 from .pinning import Pinned
 from .rates import measured_rates
@@ -35,8 +35,6 @@ from .tuned_link import Ends, open_link
 from .virtual_device import VirtualDevice
 
 THROTTLED = "throttled:"
-KEPT_FREE = 0.08  # of the GPU memory that may be used, for a step's own tensors and for the desktop
-CONTEXT = 4096  # tokens whose keys and values are reserved, at the most
 # What cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
 GUESS = Rates(
     link_bytes_s=10e9,
@@ -50,118 +48,20 @@ GUESS = Rates(
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a model takes of device memory, in bytes.
-
-    Attributes:
-        dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
-        rows: of all neurons.
-        kv: keys and values of one token. context: tokens whose keys and values are reserved.
-    """
-
-    dense: int
-    up: int
-    row: int
-    rows: int
-    kv: int
-    layers: int
-    experts: int
-    neurons: int
-    top_k: int
-    hidden: int
-    context: int
-
-    @classmethod
-    def of(cls, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, element: int) -> Needs:
-        """`element`: bytes of a key's or a value's number on the device."""
-        a = manifest.architecture
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
-            dense=manifest.files["dense.safetensors"].size,
-            up=sum(layer.up.nbytes for layer in layers),
-            row=manifest.row_layout.nbytes,
-            rows=sum(layer.rows.data.nbytes for layer in layers),
-            kv=2 * a.layers * heads * size * element,
-            layers=a.layers,
-            experts=a.experts,
-            neurons=a.intermediate,
-            top_k=a.top_k,
-            hidden=a.hidden,
-            context=min(CONTEXT, context.window(config)),
-        )
-
-    def least(self) -> int:
-        """The fewest bytes that work: all that is fixed, and the rows that one token can need in one layer."""
-        return self._fixed() + self._working()
-
-    def whole(self) -> int:
-        """Bytes with which all rows fit the device."""
-        return self._weights() + self.context * self._kv_as_it_grows()
-
-    def longest(self, budget: int, window: int) -> int:
-        """Tokens of the longest chat where all rows are on the device, which can give none of their memory away."""
-        return min(window, (budget - self._weights()) // self._kv_as_it_grows())
-
-    def pool(self, budget: int) -> int:
-        """Rows that fit the budget, at most all there are.
-
-        Raises:
-            UsageError: not even one layer's working set fits.
-        """
-        if budget < self.least():
-            raise UsageError(
-                f"{size(budget)} of device memory is too little for this model",
-                f"It needs at least {size(self.least())}: {size(self.dense)} for the dense part, {size(self.up)} for "
-                f"the up projections, the rest for one token's rows and {self.context:,} tokens of context.",
-                "Allow that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
-            )
-        return min((budget - self._fixed()) // self.row, self.layers * self.experts * self.neurons)
-
-    def beside(self, budget: int, window: int) -> tuple[int, int]:
-        """How keys and values share the budget with the rows of `pool`: the bytes reserved for them, and the tokens of
-        the longest chat, at most `window`. A long chat takes memory from the rows too, all but what one token can need
-        in one layer.
-        """
-        rows = self.pool(budget) * self.row
-        own = min(budget - self._fixed() - rows + self.context * self.kv, window * self.kv)
-        return own, min(window, (own + rows - self._working()) // self.kv)
-
-    def _weights(self) -> int:
-        return self.dense + self.up + self.rows
-
-    def _kv_as_it_grows(self) -> int:
-        """Bytes of a token's keys and values where they grow by copying: one group of layers is there twice then."""
-        return self.kv + self.kv * min(GROUP, self.layers) // self.layers
-
-    def _working(self) -> int:
-        """The rows that one token can need in one layer."""
-        return self.top_k * self.neurons * self.row
-
-    def _fixed(self) -> int:
-        buffers = 2 * self.neurons * self.row  # see Offload
-        return self.dense + self.up + buffers + self.context * self.kv
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """Where to open a pack.
 
     Attributes:
-        place: torch's name of the device. why: in words.
-        rows: how many rows the pool on the device holds; None where all are on it, or none needs to be. make: that
-            device. keys: bytes reserved for keys and values beside the pool. window: tokens of the longest chat.
+        place: torch's name of the device. why: in words. shares: how the device's memory is shared out.
+        make: the device of a pool of rows; None where there is no pool.
         budget: bytes of device memory that weights, keys and values may take; None where the CPU computes in RAM.
         cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
     """
 
     place: str
     why: str
-    window: int
-    rows: int | None = None
+    shares: DeviceShares
     make: Callable[[Wanted], Device] | None = None
-    needs: Needs | None = None
-    keys: int = 0
     budget: int | None = None
     cap: int | None = None
 
@@ -199,16 +99,17 @@ def choose(
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
     if place == "cpu":
-        return Choice(place, why, window)
+        return Choice(place, why, DeviceShares.none(window))
     needs = Needs.of(manifest, layers, config, 2)
     free = torch.cuda.mem_get_info(place)[0]
     cap = min(free, vram or free)
-    budget = int(cap * (1 - KEPT_FREE))
-    if needs.whole() <= budget:
-        longest = needs.longest(budget, window)
-        return Choice(place, f"{why}, and the whole pack fits", longest, budget=budget, cap=cap)
-    if wanted == "auto" and budget < needs.least():
-        return Choice("cpu", f"{why} with {size(budget)} to use, and {size(needs.least())} is needed", window)
+    budget = memory_plan.budget(cap)
+    if needs.fits("gpu", budget):
+        shares = needs.share_out("gpu", budget, window)
+        return Choice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
+    if wanted == "auto" and not needs.fits("pool", budget):
+        why += f" with {size(budget)} to use, and {size(needs.least())} is needed"
+        return Choice("cpu", why, DeviceShares.none(window))
     if vram is not None and vram > free:
         why += f" of which {size(free)} is free"
     why += (
@@ -225,9 +126,7 @@ def choose(
 
 
 def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[Wanted], Device]) -> Choice:
-    rows = needs.pool(budget)
-    keys, window = needs.beside(budget, window)
-    return Choice(place, why, window, rows, make, needs, keys, budget)
+    return Choice(place, why, needs.share_out("pool", budget, window), make, budget)
 
 
 def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
@@ -282,12 +181,11 @@ def _measured(ends: Ends, wanted: Wanted, layers: Sequence[PackedLayer]) -> Devi
 
 def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
     """The pool and the device of a choice; None where there is no pool."""
-    if choice.rows is None or choice.make is None or choice.needs is None:
+    if choice.make is None:
         return None
-    fixed = {"up": choice.needs.up, "dense": choice.needs.dense}
-    device = choice.make(parts.transfer)
+    shares, device = choice.shares, choice.make(parts.transfer)
     try:
-        return Offload(device, parts, layers, choice.rows, fixed, choice.keys)
+        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys)
     except Exception:  # whatever it was: it is raised again, once the device and what it pins are let go
         device.close()
         raise
