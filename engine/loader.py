@@ -24,11 +24,14 @@ from ..models.manifest import Architecture
 from ..models.packed import PackedLayer, PackedModel
 from . import device_choice, hardware, predictor, quality, step
 from .dense import PackedLinear
+from .device_choice import Choice
 from .events import Advanced, Loaded
 from .finite import is_finite
+from .memory_plan import DeviceShares
 from .moe import STREAMED_CHUNK, Control, MoELayer
 from .offload import Offload, Parts
 from .offloaded import Neighbours, OffloadedLayer
+from .quality import Preset
 from .step import Decoder, LeanDecoder
 from .telemetry import Telemetry
 
@@ -81,7 +84,7 @@ def load(
     """Open a pack and make it answer.
 
     Args:
-        preset: None for the default one. device: "auto", "cpu", "cuda", "cuda:N" or a test device.
+        preset: None for the default one. device: see `device_choice.choose`.
         vram: the most of a device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
             parts: the same in full, for measurements.
         report: called with a step in words and the share that is done, 0..1.
@@ -94,77 +97,138 @@ def load(
     """
     started = time.perf_counter()
     report("Checking the packed model", 0.3)
+    pack = _open(folder, preset, device, vram)
+    advanced = advanced or Advanced()
+    pack.choice.enforce()
+    why_threads = _set_threads(pack)
+    control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
+    telemetry.budget = pack.choice.budget
+    report("Reading the dense part", 0.5)
+    shared = device_choice.offload(pack.choice, pack.layers, parts or Parts.of(advanced))
+    linear = _Linear(pack.choice.place, control)
+    experts = _Experts(pack, shared, control, telemetry, report)
+    model = _build(pack, linear, experts, report, library=library)
+    window, decoder = _decoder(model, pack.choice.shares)
+    if shared is not None:
+        report("Filling the pool of rows", 1.0)
+        experts.join(model, shared, decoder)
+    loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, pack.choice.place, shared)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters()) + linear.nbytes + experts.nbytes
+    changed = () if shared is None else advanced.changed()
+    return loaded, _describe(loaded, pack, why_threads, nbytes, changed, time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A pack whose files were checked, before anything of it is on a device.
+
+    Attributes:
+        preset: what a token may skip. config: as config.json has it. layers: all experts, in RAM. choice: where to.
+    """
+
+    packed: PackedModel
+    preset: Preset
+    config: Any
+    layers: Sequence[PackedLayer]
+    choice: Choice
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.packed.manifest.architecture
+
+
+def _open(folder: Path, preset: str | None, device: str, vram: int | None) -> _Opened:
+    """Check the pack, and choose preset and device."""
     packed = PackedModel.open(folder)
     manifest = packed.manifest
     chosen = quality.get(quality.DEFAULT if preset is None else preset, manifest)
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
-    ram = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    choice = device_choice.choose(device, manifest, ram, config, vram)
-    choice.enforce()
-    place = choice.place
-    backend = kernels.choose(place)
-    threads, why_threads = hardware.choose_threads(manifest.architecture.hidden, manifest.architecture.intermediate)
+    layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
+    choice = device_choice.choose(device, manifest, layers, config, vram)
+    return _Opened(packed, chosen, config, layers, choice)
+
+
+def _set_threads(pack: _Opened) -> str:
+    """As many as compute this model best; why so many, in words."""
+    threads, why = hardware.choose_threads(pack.architecture.hidden, pack.architecture.intermediate)
     torch.set_num_threads(threads)
-    control = Control(chosen)
-    telemetry = Telemetry(manifest.architecture.layers, manifest.architecture.experts)
-    telemetry.budget = choice.budget
-    report("Reading the dense part", 0.5)
-    packed_bytes = 0  # of what lies on the device as codes
+    return why
 
-    def linear(weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:
-        nonlocal packed_bytes
-        q, scale, zero = (part.to(place) for part in (weights.q, weights.scale, weights.zero))
-        packed_bytes += q.nbytes + scale.nbytes + zero.nbytes
-        return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias, control)
 
-    # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
-    dtype = torch.float32 if place == "cpu" else manifest.row_layout.float16
-    advanced = advanced or Advanced()
-    shared = device_choice.offload(choice, ram, parts or Parts.of(advanced))
-    experts = _Experts(ram, place, shared, control, telemetry, report)
+def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *, library: bool) -> Any:
+    """The model's modules with their weights: transformers' own where they are asked for or the only ones."""
+    manifest, place, config = pack.packed.manifest, pack.choice.place, pack.config
     library = library or not bare.knows(config)
     if library:
         report("Starting transformers", 0.5)
         import_model_code()
-        config = read_config(folder)
+        config = read_config(pack.packed.folder)
     model: Any = skeleton.build(
         config,
         FAMILIES[manifest.architecture.model_type],
-        packed.dense(),
+        pack.packed.dense(),
         manifest.widths.dense,
         experts,
         linear,
-        dtype,
+        # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
+        torch.float32 if place == "cpu" else manifest.row_layout.float16,
         place,
         None if library else bare.tree,
     )
-    _need_numbers(folder, model)
-    decoder = step.choose(model, choice.shares.window)
+    _need_numbers(pack.packed.folder, model)
+    return model
+
+
+def _decoder(model: Any, shares: DeviceShares) -> tuple[int, Decoder]:
+    """Tokens of the longest chat, and what computes it."""
+    decoder = step.choose(model, shares.window)
     # The library's cache takes nothing from the pool.
-    window = choice.shares.window if isinstance(decoder, LeanDecoder) else choice.shares.reserved
-    if shared is not None:
-        report("Filling the pool of rows", 1.0)
-        experts.join(model, packed, shared, decoder)
-    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    moves = f"; {shared.device.moves}" if shared is not None and shared.device.moves else ""
-    loaded = Loaded(
-        model=name_of(folder, manifest.name),
-        folder=str(folder),
+    return shares.window if isinstance(decoder, LeanDecoder) else shares.reserved, decoder
+
+
+def _describe(
+    loaded: LoadedModel, pack: _Opened, why_threads: str, nbytes: int, changed: tuple[str, ...], seconds: float
+) -> Loaded:
+    """What was loaded and how, for people."""
+    manifest, shared, place = pack.packed.manifest, loaded.offload, pack.choice.place
+    backend = kernels.choose(place)
+    reasons = [backend.reason, loaded.decoder.reason, f"on {place}, because {pack.choice.why}", why_threads]
+    if shared is not None and shared.device.moves:
+        reasons.append(shared.device.moves)
+    return Loaded(
+        model=name_of(pack.packed.folder, manifest.name),
+        folder=str(pack.packed.folder),
         source=manifest.source.name,
-        context_window=window,
-        vocabulary=config.vocab_size,
+        context_window=loaded.window,
+        vocabulary=pack.config.vocab_size,
         presets=quality.available(manifest),
-        preset=chosen.name,
+        preset=pack.preset.name,
         widths=manifest.widths.describe(),
         device=place if shared is None else shared.device.name,
         backend=backend.name,
-        reason=f"{backend.reason}; {decoder.reason}; on {place}, because {choice.why}; {why_threads}{moves}",
-        seconds=time.perf_counter() - started,
-        memory_bytes=parameter_bytes + packed_bytes + experts.nbytes,
-        advanced=() if shared is None else advanced.changed(),
+        reason="; ".join(reasons),
+        seconds=seconds,
+        memory_bytes=nbytes,
+        advanced=changed,
     )
-    return LoadedModel(model, decoder, packed, control, telemetry, window, place, shared), loaded
+
+
+class _Linear:
+    """Makes the dense part's quantized projections.
+
+    Attributes:
+        nbytes: device memory of their codes.
+    """
+
+    def __init__(self, place: str, control: Control) -> None:
+        self._place, self._control = place, control
+        self.nbytes = 0
+
+    def __call__(self, weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:
+        q, scale, zero = (part.to(self._place) for part in (weights.q, weights.scale, weights.zero))
+        self.nbytes += q.nbytes + scale.nbytes + zero.nbytes
+        return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias, self._control)
 
 
 class _Experts:
@@ -176,30 +240,29 @@ class _Experts:
 
     def __init__(
         self,
-        ram: Sequence[PackedLayer],
-        place: str,
+        pack: _Opened,
         shared: Offload | None,
         control: Control,
         telemetry: Telemetry,
         report: Report,
     ) -> None:
-        self._ram, self._place, self._shared = ram, place, shared
+        self._pack, self._shared = pack, shared
         self._control, self._telemetry, self._report = control, telemetry, report
         self._made: list[OffloadedLayer] = []
         self.nbytes = 0
 
     def __call__(self, index: int) -> MoELayer:
-        count = len(self._ram)
+        rows, count = self._pack.layers[index], len(self._pack.layers)
         self._report(f"Mapping layer {index + 1} of {count}", 0.5 + 0.5 * index / count)
-        layer = _to(self._ram[index], self._place, rows=self._shared is None)
+        layer = _to(rows, self._pack.choice.place, rows=self._shared is None)
         self.nbytes += layer.up.nbytes
         if self._shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
-        made = OffloadedLayer(index, layer, self._ram[index], self._shared, self._control, self._telemetry)
+        made = OffloadedLayer(index, layer, rows, self._shared, self._control, self._telemetry)
         self._made.append(made)
         return made
 
-    def join(self, model: Any, packed: PackedModel, shared: Offload, decoder: Decoder) -> None:
+    def join(self, model: Any, shared: Offload, decoder: Decoder) -> None:
         """Let offloaded layers know each other and their routers, and fill the pool."""
         self._telemetry.memory = shared
         if not shared.device.real:
@@ -213,8 +276,8 @@ class _Experts:
             layer.neighbours = Neighbours(block.mlp.gate, after)
         if shared.parts.predictor != "none":
             ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
-            shared.predictor = predictor.make(shared.parts.predictor, model, packed, ahead)
-        shared.warm(_heat(packed))
+            shared.predictor = predictor.make(shared.parts.predictor, model, self._pack.packed, ahead)
+        shared.warm(_heat(self._pack.packed))
 
 
 def _heat(packed: PackedModel) -> heat.Heat:
