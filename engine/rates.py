@@ -36,7 +36,7 @@ READ, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
     "gpu",
     "gpu flops",
 )
-GPU_REACHED = 0.7  # of a copy within the GPU, what kernels on codes reach (engine/virtual.py, REACHED)
+GPU_REACHED = 0.7  # of a copy within the GPU, what kernels on codes reach (see cards.REACHED)
 UP_WIDTHS, ROW_WIDTHS, DENSE_WIDTHS = (2, 3, 4), (2, 3, 4), (4, 8)
 
 _FORMAT = 1
