@@ -11,36 +11,13 @@ import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, cast
 
 from ..engine.events import Advanced
 from ..engine.ranges import MOST_TOKENS, MOST_TOP_K, PREDICTORS, TRANSFERS
 from ..models.errors import UsageError
+from .actions import OWN
 from .arguments import memory_size
-
-ACTIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "quit": ("ctrl+q", "Quit floe-chat"),
-        "help": ("f1", "Help: keys, commands and words"),
-        "palette": ("ctrl+p", "All commands by name"),
-        "stop": ("escape", "Stop the answer, or take back a queued question"),
-        "new_chat": ("ctrl+n", "Start a new chat"),
-        "toggle_panel": ("f2", "Show the live panel in full, compact, or not at all"),
-        "next_preset": ("f3", "Switch to the next quality preset"),
-        "quality": ("f4", "Quality: presets and fine controls"),
-        "setup": ("f5", "This chat: system prompt, persona, quality, sampling"),
-        "models": ("f6", "Models: installed, unfinished and available"),
-        "experts": ("f9", "Expert use, layer by layer"),
-        "history": ("ctrl+r", "Earlier chats, with a search"),
-        "regenerate": ("ctrl+t", "Answer the last question again"),
-        "copy": ("ctrl+o", "Copy the last answer"),
-        "newline": ("ctrl+j", "Start a new line in the question"),
-        "editor": ("ctrl+g", "Write the question in $EDITOR"),
-        "redraw": ("ctrl+l", "Redraw the screen"),
-    }
-)
-"""What can have a key: its default key (or several, separated by commas), and what it does."""
 
 _SHOWN = 60  # characters of a wrong value that an error repeats
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?|sim:\S+")
@@ -175,7 +152,7 @@ class Settings:
     """All settings; `KEYS` describes the plain ones.
 
     Attributes:
-        keys: the key of every action of `ACTIONS`. personas: by name.
+        keys: the key of every action of `OWN`. personas: by name.
     """
 
     model: str = _key(
@@ -282,7 +259,7 @@ class Settings:
         "of both as measured.",
         choices=TRANSFERS,
     )
-    keys: Mapping[str, str] = field(default_factory=lambda: {name: key for name, (key, _does) in ACTIONS.items()})
+    keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
 
     @property

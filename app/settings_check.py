@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .settings import ACTIONS, KEYS, Persona, Settings
+from .actions import OWN, Place
+from .settings import KEYS, Persona, Settings
 from .toml_outline import Outline, OutlineError
 
 PERSONA_FIELDS = tuple(field.name for field in fields(Persona))
 FIELD_KEYS = {key.field: key for key in KEYS}
 
 _NAMED = {key.name: key for key in KEYS}
-_NAMES = (*_NAMED, *(f"keys.{action}" for action in ACTIONS))
+_NAMES = (*_NAMED, *(f"keys.{action}" for action in OWN))
 _TABLES = (*dict.fromkeys(name.split(".")[0] for name in _NAMES), "personas")
 # Keys by Textual's names, and those without which nobody could write or leave a page.
 _MODIFIERS = frozenset({"ctrl", "alt", "shift", "super", "hyper", "meta"})
@@ -38,9 +39,8 @@ _CHARACTERS = frozenset((*string.ascii_letters, *string.digits, "space")) | {
     _SIGNS.get(name, name)
     for name in (re.sub("[ -]", "_", unicodedata.name(sign).lower()) for sign in string.punctuation)
 }
-_NEEDED = frozenset(
-    (*_MOVING, "delete", "backspace", "tab", "shift+tab", "enter", "escape", "ctrl+c", "ctrl+i", "ctrl+m")
-)
+_NEEDED = frozenset(("tab", "shift+tab", "ctrl+c", "ctrl+i", "ctrl+m"))
+_NEEDED_TO_WRITE = _NEEDED | {*_MOVING, "delete", "backspace", "enter", "escape"}
 _MOST_PROBLEMS = 50  # that are listed; a file with more is not a settings file
 _LONGEST_NAME = 60  # characters of a setting's name that a problem repeats
 
@@ -132,20 +132,21 @@ class _Checker:
         return Settings(**values)
 
     def _keys(self, content: dict[str, Any]) -> dict[str, str]:
-        keys = {action: key for action, (key, _does) in ACTIONS.items()}
+        keys = {name: action.keys for name, action in OWN.items()}
         for action, value in content.items():
-            if action not in ACTIONS:
+            if action not in OWN:
                 self._tell_unknown(("keys", action), _NAMES)
             elif trouble := _trouble_of_keys(action, value):
                 self._tell(("keys", action), trouble)
             else:
                 keys[action] = ",".join(part.strip() for part in value.split(","))
         for action in (action for action in content if action in keys):
-            others = {key: other for other, its in keys.items() if other != action for key in its.split(",")}
-            taken = [key for key in keys[action].split(",") if key in others]
-            if taken and keys[action] != ACTIONS[action][0]:
+            usual = OWN[action].keys.split(",")
+            others = {key: other for other in keys if _meet(action, other) for key in keys[other].split(",")}
+            taken = [key for key in keys[action].split(",") if key in others and key not in usual]
+            if taken:
                 self._tell(("keys", action), f"cannot be {taken[0]}: {others[taken[0]]} has that key already")
-                keys[action] = ACTIONS[action][0]
+                keys[action] = OWN[action].keys
         return keys
 
     def _personas(self, content: dict[str, Any]) -> dict[str, Persona]:
@@ -193,7 +194,13 @@ def _trouble_of_keys(action: str, value: Any) -> str:
     return next((trouble for key in value.split(",") if (trouble := _trouble_of_key(action, key.strip()))), "")
 
 
+def _meet(action: str, other: str) -> bool:
+    """Whether the keys of two actions can work at the same time: messages and text field never have the focus both."""
+    return action != other and {OWN[action].place, OWN[other].place} != {Place.FIELD, Place.MESSAGES}
+
+
 def _trouble_of_key(action: str, key: str) -> str:
+    writing = OWN[action].place is not Place.MESSAGES  # while a message is selected nothing is written
     *modifiers, last = key.split("+")
     character = last in _CHARACTERS
     if not set(modifiers) <= _MODIFIERS or len(set(modifiers)) < len(modifiers) or not (character or last in _KEYS):
@@ -201,9 +208,11 @@ def _trouble_of_key(action: str, key: str) -> str:
         meant = "+".join([*(one.lower() for one in modifiers), *near])
         hint = f"did you mean {meant}?" if near and meant != key else 'write it like "f10" or "ctrl+n"'
         return f"cannot be {_shown(key)!r}, which is not a key; {hint}"
-    if character and set(modifiers) <= {"shift"}:
+    if key in OWN[action].keys.split(","):
+        return ""
+    if writing and character and set(modifiers) <= {"shift"}:
         return f"cannot be {key}, which types a character; put ctrl+ or alt+ before it"
-    if key in _NEEDED and (action, key) != ("stop", "escape"):
+    if key in (_NEEDED_TO_WRITE if writing else _NEEDED):
         return f"cannot be {key}, which text fields and pages use; choose another key"
     return ""
 

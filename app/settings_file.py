@@ -14,7 +14,8 @@ import platformdirs
 
 from ..models import catalog, private_file
 from ..models.errors import FloeError, TryAgainError, UsageError
-from .settings import ACTIONS, KEYS, Key, Persona, Settings, refused
+from .actions import OWN
+from .settings import KEYS, Key, Persona, Settings, refused
 from .settings_check import FIELD_KEYS, Problem, check, trouble_with, whole_file
 from .toml_outline import Outline
 
@@ -135,7 +136,7 @@ def documented() -> str:
             lines += [f"[{table}]"]
         lines += _explained(key)
     lines += ["[keys]", '# An action can have several keys, separated by commas, such as "f10,ctrl+q".']
-    lines += [f'#{action} = "{key}"  # {does}' for action, (key, does) in ACTIONS.items()]
+    lines += [f'#{name} = "{action.keys}"  # {action.does}' for name, action in OWN.items()]
     lines += [
         "",
         "# Personas: a system prompt under a name; sampling values can be added.",

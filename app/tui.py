@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import events
 from textual.app import App, SystemCommand
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.filter import LineFilter, Monochrome, NoColor
 from textual.screen import Screen
 from textual.theme import Theme
@@ -24,6 +24,7 @@ from ..engine.events import Sampling
 from ..models.catalog import find, reference
 from ..models.errors import FloeError
 from . import model_choice
+from .actions import COMMANDS, OWN, Place
 from .beginning import Beginning, need_saving
 from .bridge import EngineBridge, EngineFailed, EngineNotice, ModelNotLoaded, ModelReady
 from .chat_client import ChatClient
@@ -31,22 +32,14 @@ from .emoji import PlainEmoji
 from .history import History, Setup, history_file
 from .painting import lighten
 from .screens.chat import ChatScreen
-from .screens.chat_view import ChatView
-from .screens.commands import Command
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .settings import ACTIONS, Settings
+from .settings import Settings
 from .settings_file import Read, change, read, settings_file, with_installed_model, with_known_theme
 from .setups import Setups, first_run
 from .terminal import EXIT_SIGNAL, Terminal
 from .widgets.background import in_background
-from .widgets.composer import Composer
-from .widgets.hints import key_of
-from .widgets.panel import PerformancePanel
+from .widgets.keys import bindings, key_of
 from .widgets.themes import THEMES
-from .widgets.transcript import Transcript
-
-if TYPE_CHECKING:
-    from .screens.help import Section
 
 # The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either
 # would wait for a whole turn of the other.
@@ -74,12 +67,7 @@ class FloeChatApp(App[int]):
 
     TITLE = "floe-chat"
     CSS_PATH: ClassVar[list[str]] = ["floe.tcss", "pages.tcss"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "quit", "quit; the answer so far is saved", show=False, priority=True, id="quit"),
-        Binding("f1", "help", "this page: keys, commands and words", show=False, id="help"),
-        Binding("ctrl+p", "command_palette", "every command by name", show=False, priority=True, id="palette"),
-        Binding("ctrl+l", "redraw", "draw the screen again", show=False, priority=True, id="redraw"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.ANYWHERE)
 
     def __init__(
         self,
@@ -106,17 +94,15 @@ class FloeChatApp(App[int]):
         persona = own.personas.get(own.persona)
         if persona is not None and persona.system_prompt == setup.system_prompt:
             setup = replace(setup, persona=own.persona)
-        self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas)
-        self._chat.know(
-            (
-                Command("models", "Models", "Switch, check or remove models", self._open_models, key="models"),
-                Command("setup", "Set up a model", "Download and pack a model, step by step", self._open_wizard),
-                Command("settings", "Settings", "Every setting, with what it means", self._open_settings),
-                Command("theme", "Theme", "Choose the colours", lambda _text: self.action_change_theme()),
-                Command("help", "Help", "Keys, commands and the panel's words", self._open_help, key="help"),
-                Command("quit", "Quit", "Quit floe-chat", self._quit, key="quit"),
-            )
-        )
+        pages = {
+            "models": self._open_models,
+            "wizard": partial(self._show_wizard, self._switch),
+            "settings": self._open_settings,
+            "theme": self.action_change_theme,
+            "help": self.action_help,
+            "quit": self.action_quit,
+        }
+        self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas, pages)
         self._exit_code = 0
         self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
         self._next_look: Timer | None = None
@@ -259,33 +245,19 @@ class FloeChatApp(App[int]):
         self.screen.refresh()
 
     def action_help(self) -> None:
-        from .screens.help import HelpScreen
+        from .screens.help import HelpScreen, help_of
 
-        self.push_screen(HelpScreen(self._help()))
+        self.push_screen(HelpScreen(help_of(self.screen, self.given_keys)))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self._chat
-        for command in chat.commands:
-            usage = command.usage.replace("[", r"\[")  # Textual takes it for markup, and its escape() leaves capitals
-            key = f"{key_of(chat, command.key)} · " if command.key else ""
-            yield SystemCommand(command.title, f"{key}{usage} · {command.does}", partial(chat.obey, command.name, ""))
+        for action in COMMANDS:
+            usage = action.usage.replace("[", r"\[")  # Textual takes it for markup, and its escape() leaves capitals
+            key = f"{key_of(chat, action.name)} · " if action.keys else ""
+            yield SystemCommand(action.title, f"{key}{usage} · {action.does}", partial(chat.do, action.name))
         uses = f"{key_of(chat, 'next_preset')} goes to the next one · Use this quality from the next token on"
         for preset in chat.presets:
             yield SystemCommand(f"Preset: {preset}", uses, partial(chat.choose_preset, preset))
-
-    def _help(self) -> Iterable[Section]:
-        from .screens.help import keys_of
-
-        given = self._settings.settings.keys
-        everywhere = keys_of((*self.BINDINGS, *ChatScreen.BINDINGS, *ChatView.BINDINGS), given)
-        everywhere.append(("Ctrl+C", "copy the selected text; without one, stop the answer; twice, quit"))
-        # Top to bottom, as the screen is: function keys, the messages, the text field, the panel.
-        yield "Function keys", sorted((entry for entry in everywhere if _is_function_key(entry[0])), key=_number)
-        yield "Chat", [entry for entry in everywhere if not _is_function_key(entry[0])]
-        yield "Messages (while one is selected)", keys_of(Transcript.BINDINGS, given)
-        yield "Text field", keys_of(Composer.BINDINGS, given)
-        yield "Panel (while it has the focus)", keys_of(PerformancePanel.BINDINGS, given)
-        yield "Commands", [(command.usage, command.does) for command in self._chat.commands]
 
     def _apply(self, found: Read) -> None:
         """Apply the settings of the screen at once."""
@@ -294,7 +266,7 @@ class FloeChatApp(App[int]):
         self._settings = found
         settings = found.settings
         # Only what differs: each press of a key applies the whole map to every node above it.
-        self.set_keymap({name: key for name, key in settings.keys.items() if key != ACTIONS[name][0]})
+        self.set_keymap({name: key for name, key in settings.keys.items() if key != OWN[name].keys})
         self._chat.take_keys(settings.keys)
         self.theme = settings.theme
 
@@ -307,18 +279,15 @@ class FloeChatApp(App[int]):
                 self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
             self._settings = read(self._file)
 
-    def _open_settings(self, _argument: str) -> None:
+    def _open_settings(self) -> None:
         from .screens.settings import SettingsScreen
 
         self.push_screen(SettingsScreen(self._file, self._settings, self._apply))
 
-    def _open_models(self, _argument: str) -> None:
+    def _open_models(self) -> None:
         from .screens.models import ModelsScreen
 
         self.push_screen(ModelsScreen(self.setups, current=self._chat.model, settings=self._file), self._switch)
-
-    def _open_wizard(self, _argument: str) -> None:
-        self._show_wizard(self._switch)
 
     def _show_wizard(self, then: Callable[[str | None], Awaitable[None]]) -> None:
         from .screens.wizard import WizardScreen
@@ -364,20 +333,6 @@ class FloeChatApp(App[int]):
         except FloeError as error:
             self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
         self._settings = read(self._file)
-
-    def _open_help(self, _argument: str) -> None:
-        self.action_help()
-
-    async def _quit(self, _argument: str) -> None:
-        await self.action_quit()
-
-
-def _is_function_key(name: str) -> bool:
-    return name.startswith("F") and name[1:].isdecimal()
-
-
-def _number(entry: tuple[str, str]) -> int:
-    return int(entry[0][1:])
 
 
 def _import_later() -> None:

@@ -9,7 +9,7 @@ from ..bridge import EngineBridge
 from ..history import History, Message, Setup, Unsent
 from ..widgets.answer import AnswerTurn
 from ..widgets.blocks import ErrorBlock
-from ..widgets.hints import key_of
+from ..widgets.keys import key_of
 from ..widgets.turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, NEWER, OLDER, Turn
 from .engine_view import Phase
 from .talk import Talk
@@ -77,19 +77,19 @@ class Acts(Talk):
         else:
             self._copy(turn.text, "the last answer")
 
-    async def answer_again(self, _argument: str = "") -> None:
+    async def answer_again(self) -> None:
         """Answer the last question again."""
         await self._act_on_last(AGAIN, "assistant", "user")
 
-    async def go_on(self, _argument: str = "") -> None:
+    async def go_on(self) -> None:
         """Continue the last answer."""
         await self._act_on_last(MORE, "assistant")
 
-    async def edit_last(self, _argument: str = "") -> None:
+    async def edit_last(self) -> None:
         """Change the last question."""
         await self._act_on_last(EDIT, "user")
 
-    async def fork_here(self, _argument: str = "") -> None:
+    async def fork_here(self) -> None:
         """Continue in a copy of this chat."""
         await self._act_on_last(FORK, "assistant", "user")
 

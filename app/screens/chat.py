@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import ClassVar
 
 from textual import on
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 
 from ...models.errors import FloeError
+from ..actions import NAMED, Place, command
 from ..bridge import EngineBridge
 from ..history import History, Setup
 from ..settings import Persona
 from ..widgets.blocks import ErrorBlock
 from ..widgets.composer import Composer
+from ..widgets.keys import bindings
 from ..widgets.turns import CODE
 from .chat_settings import ChatSettings
-from .commands import ALIASES, Command, find, unknown
 from .experts import ExpertsScreen
 from .quality import QualityScreen
 
-# Before the text field's own keys: F6 would select a line there, and a person may give an action any other of them.
-_first = partial(Binding, show=False, priority=True)
+Do = Callable[..., Awaitable[None] | None]
+"""Does an action. One with an argument gets what was written after the command, or ""."""
 
 
 class ChatScreen(ChatSettings):
     """One chat with one model, and all of its commands."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop the answer, or take back a queued question", show=False, id="stop"),
-        _first("ctrl+n", "new_chat", "start another chat", id="new_chat"),
-        _first("f3", "next_preset", "next quality preset, also in mid-answer", id="next_preset"),
-        _first("ctrl+g", "editor", "write the question in $EDITOR", id="editor"),
-        _first("ctrl+r", "order('history')", "earlier chats, with a search", id="history"),
-        _first("f4", "order('quality')", "quality: presets and fine controls", id="quality"),
-        _first("f5", "order('chat')", "this chat: system prompt, persona, quality, sampling", id="setup"),
-        _first("f6", "order('models')", "models: installed, unfinished and available", id="models"),
-        _first("f9", "order('experts')", "expert use, layer by layer", id="experts"),
-        _first("ctrl+t", "order('again')", "answer the last question again", id="regenerate"),
-        _first("ctrl+o", "order('copy')", "copy the last answer", id="copy"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.CHAT)
 
     def __init__(
         self,
@@ -49,87 +38,62 @@ class ChatScreen(ChatSettings):
         setup: Setup,
         max_new_tokens: int,
         personas: Mapping[str, Persona],
+        pages: Mapping[str, Do],
     ) -> None:
+        """`pages`: what the program does, by the names of its actions."""
         super().__init__(bridge, history, setup, max_new_tokens, personas)
-        self.commands: tuple[Command, ...] = self._make_commands()
+        self._does: dict[str, Do] = {
+            **pages,
+            "new_chat": self.new_chat,
+            "stop": self.action_stop,
+            "regenerate": self.answer_again,
+            "more": self.go_on,
+            "edit": self.edit_last,
+            "copy": self.copy_last,
+            "code": partial(self.copy_last, CODE),
+            "fork": self.fork_here,
+            "rename": self.rename,
+            "delete": self.delete_chat,
+            "undo": self.undo,
+            "history": self.open_history,
+            "last": self.open_last,
+            "file": self.attach,
+            "cut": self.cut,
+            "export": self.export,
+            "setup": self.open_setup,
+            "system": self.instruct,
+            "persona": self.take_persona,
+            "set": self.set_sampling,
+            "quality": self.turn_dial,
+            "preset": self.take_preset,
+            "next_preset": self.next_preset,
+            "toggle_panel": self.toggle_panel,
+            "pause_panel": self.pause_panel,
+            "experts": self.open_experts,
+            "editor": self.edit_outside,
+            "select_message": self.select_messages,
+            "scroll_up": partial(self.scroll_transcript, -1),
+            "scroll_down": partial(self.scroll_transcript, 1),
+            "scroll_to_end": self.scroll_to_end,
+            "leave_panel": self.focus_text,
+        }
 
-    def on_mount(self) -> None:
-        super().on_mount()
-        careful = {command.name for command in self.commands if command.careful}
-        does = {command.name: command.does for command in self.commands}
-        self._writing.know(does, ALIASES, careful, lambda name: unknown(self.commands, name))
+    async def action_do(self, name: str) -> None:
+        """Do the action `name`."""
+        await self.do(name)
 
-    def know(self, commands: Iterable[Command]) -> None:
-        """Add the program's commands to the chat's."""
-        self.commands = (*self.commands, *commands)
-
-    def _make_commands(self) -> tuple[Command, ...]:
-        return (
-            Command("new", "New chat", "Start another chat; this one is saved", self._new, key="new_chat"),
-            Command("stop", "Stop", "Stop the running answer", self._stop, key="stop"),
-            Command("again", "Answer again", "Answer the last question again", self.answer_again, key="regenerate"),
-            Command("more", "Continue", "Continue the last answer where it ended", self.go_on),
-            Command("edit", "Edit", "Change the last question; the old one is saved too", self.edit_last),
-            Command("copy", "Copy", "Copy the last answer", lambda _text: self.copy_last(), key="copy"),
-            Command("code", "Copy code", "Copy the last answer's code", lambda _text: self.copy_last(CODE)),
-            Command("fork", "Fork", "Continue in a copy of this chat", self.fork_here),
-            Command("rename", "Rename", "Give this chat a title", self.rename, "TITLE"),
-            Command("delete", "Delete", "Delete this chat", self.delete_chat, careful=True),
-            Command("undo", "Undo", "Restore what was deleted last", self.undo),
-            Command("history", "History", "Earlier chats, with a search", self.open_history, "[WORDS]", key="history"),
-            Command("last", "Last chat", "Open the chat that was written to last", self.open_last),
-            Command("file", "Attach", "Attach a text file to the next question", self.attach, "PATH"),
-            Command("cut", "Cut", "Shorten attached texts that are too large", self.cut),
-            Command("export", "Export", "Write this chat to a .md or .json file", self.export, "[FILE]"),
-            Command(
-                "chat",
-                "This chat",
-                "This chat's system prompt, persona, quality and sampling",
-                self.open_setup,
-                key="setup",
-            ),
-            Command("system", "System prompt", "Show or change this chat's system prompt", self.instruct, "[TEXT]"),
-            Command("persona", "Persona", "List personas, or use one", self.take_persona, "[NAME]"),
-            Command("set", "Sampling", "Show sampling values, or set one", self.set_sampling, "[NAME VALUE]"),
-            Command(
-                "quality",
-                "Quality",
-                "Presets and fine controls, with the quality loss of each",
-                self.turn_dial,
-                key="quality",
-            ),
-            Command("preset", "Preset", "List quality presets, or use one", self.take_preset, "[NAME]"),
-            Command(
-                "panel",
-                "Panel",
-                "Switch the panel: column, two lines, hidden",
-                lambda _text: self.action_toggle_panel(),
-                key="toggle_panel",
-            ),
-            Command(
-                "pause", "Pause", "Pause the panel's figures, or resume them", lambda _text: self.action_pause_panel()
-            ),
-            Command("experts", "Experts", "Expert use, layer by layer", self.open_experts, key="experts"),
-        )
-
-    async def action_order(self, name: str) -> None:
-        """Run the command `name`."""
-        await self.obey(name, "")
-
-    async def obey(self, name: str, argument: str) -> None:
-        """Run a command; show why it cannot run."""
-        command = find(self.commands, name)
-        if command is None:
-            return
-        if command.needs_argument and not argument:
+    async def do(self, name: str, argument: str = "") -> None:
+        """Do an action; show why it cannot be done."""
+        action = NAMED[name]
+        if action.needs_argument and not argument:
             if self._composer.text:
-                self._status.remark(f"Send or clear your text first, then type {command.usage}")
+                self._status.remark(f"Send or clear your text first, then type {action.usage}")
             else:
-                self._composer.put(f"/{command.name} ")
-                self._status.remark(f"Usage: {command.usage}")
+                self._composer.put(f"/{action.command} ")
+                self._status.remark(f"Usage: {action.usage}")
             return
         try:
-            running = command.run(argument)
+            running = self._does[name](argument) if action.argument else self._does[name]()
             if running is not None:
                 await running
         except FloeError as error:
@@ -137,31 +101,26 @@ class ChatScreen(ChatSettings):
 
     @on(Composer.Ordered)
     async def _obey(self, event: Composer.Ordered) -> None:
-        await self.obey(event.name, event.argument)
+        if (action := command(event.name)) is not None:
+            await self.do(action.name, event.argument)
 
-    def action_editor(self) -> None:
+    def edit_outside(self) -> None:
         """Write the question in the person's editor."""
         if trouble := self._writing.edit_outside(lambda: self._bridge.drain(self)):
             self._status.remark(trouble)
 
-    def turn_dial(self, _argument: str = "") -> None:
+    def turn_dial(self) -> None:
         """Show the quality dial."""
         if not self.presets:
             self._status.remark("The presets are known when the model is loaded")
             return
         self.app.push_screen(QualityScreen(self._bridge, self._figures, self._status.preset, self.choose_preset))
 
-    def open_experts(self, _argument: str = "") -> None:
+    def open_experts(self) -> None:
         """Show the experts, layer by layer."""
         self.app.push_screen(ExpertsScreen(self._figures))
 
-    def cut(self, _argument: str = "") -> None:
+    def cut(self) -> None:
         """Shorten attached texts that do not fit the window."""
         if not self._writing.chips.cut():
             self._status.remark("No attached text is too large")
-
-    async def _new(self, _argument: str) -> None:
-        await self.action_new_chat()
-
-    async def _stop(self, _argument: str) -> None:
-        await self.action_stop()

@@ -85,7 +85,7 @@ class ChatSettings(Chats):
     async def _note(self, *lines: str) -> None:
         await self._transcript.add(Note("\n".join(lines)))
 
-    def open_setup(self, _argument: str = "") -> None:
+    def open_setup(self) -> None:
         """Show this chat's settings."""
         setup = self._dialogue.setup
         page = SetupScreen(self._dialogue.name, setup, self._personas, self._presets, self._wanted_preset)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.timer import Timer
@@ -18,6 +17,7 @@ from ..widgets.chips import Chips, Count
 from ..widgets.clipboard import copy
 from ..widgets.composer import Composer
 from ..widgets.figures import Figures
+from ..widgets.keys import key_of
 from ..widgets.panel import PanelStrip, PerformancePanel
 from ..widgets.plain import one_line, printable
 from ..widgets.status_line import StatusLine
@@ -38,18 +38,6 @@ PANELS = ("full", "compact", "hidden")
 
 class ChatView(Screen[None]):
     """A column for the panel from 100 columns on, else two lines."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(
-            "f2",
-            "toggle_panel",
-            "the panel: column, two lines, hidden",
-            show=False,
-            priority=True,
-            id="toggle_panel",
-        ),
-        Binding("f8", "pause_panel", "pause the panel's figures, or resume them", show=False),
-    ]
 
     def __init__(self, read: Read, tokens_of: Count) -> None:
         super().__init__()
@@ -106,37 +94,37 @@ class ChatView(Screen[None]):
         for name in PANELS:
             self.set_class(name == layout, f"-panel-{name}")
 
-    def action_toggle_panel(self) -> None:
+    def toggle_panel(self) -> None:
         """Column, two lines, hidden; on a narrow terminal two lines or hidden."""
         layouts = PANELS if self.has_class("-wide") else PANELS[1:]
         now = layouts.index(self._panel_layout) if self._panel_layout in layouts else 0
         self.show_panel(layouts[(now + 1) % len(layouts)])
 
-    def action_pause_panel(self) -> None:
+    def pause_panel(self) -> None:
         """Pause the figures, or resume them."""
         if self._figures.paused:
             self._figures.resume()
             self._status.remark("The panel's figures are live again")
         else:
             self._figures.paused = True
-            self._status.remark("The panel's figures are paused; F8 resumes them")
+            self._status.remark(f"The panel's figures are paused; {key_of(self, 'pause_panel')} resumes them")
         self._unpainted = True
         self._paint_figures()
 
-    def action_scroll_transcript(self, pages: int) -> None:
+    def scroll_transcript(self, pages: int) -> None:
         """Scroll the chat by pages."""
         self._transcript.scroll_pages(pages)
 
-    async def action_scroll_to_end(self) -> None:
+    async def scroll_to_end(self) -> None:
         """Go to the end of the chat, and follow it."""
         await self._transcript.show_end()
 
-    def action_select_messages(self) -> None:
+    def select_messages(self) -> None:
         """Give the keys to the messages."""
         self._transcript.focus()
 
     @on(Transcript.Left)
-    def action_focus_text(self) -> None:
+    def focus_text(self) -> None:
         """Give the keys back to the text field."""
         self._composer.focus()
 

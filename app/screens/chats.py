@@ -71,12 +71,12 @@ class Chats(Acts):
         self._dialogue.rename(" ".join(title.split()))
         self._show_name()
 
-    async def delete_chat(self, _argument: str = "") -> None:
+    async def delete_chat(self) -> None:
         """Delete this chat, and start another."""
         if (conversation := self._dialogue.id) is None:
             self._status.remark("This chat is empty: there is nothing to delete")
             return
-        await self.action_new_chat()
+        await self.new_chat()
         self.deleted(conversation)
 
     def deleted(self, conversation: int) -> None:
@@ -84,7 +84,7 @@ class Chats(Acts):
         self._deletions.append((self._history.delete(conversation), conversation))
         self._status.remark("Chat deleted; /undo restores it")
 
-    async def undo(self, _argument: str = "") -> None:
+    async def undo(self) -> None:
         """Restore the last deleted chat or messages, and show them; again restores the one before."""
         if not self._deletions:
             self._status.remark("There is nothing to restore")
@@ -100,7 +100,7 @@ class Chats(Acts):
             await self.open(conversation)
         self._status.remark("Restored")
 
-    async def open_last(self, _argument: str = "") -> None:
+    async def open_last(self) -> None:
         """Open the chat that was written to last."""
         newest = self._history.newest()
         if newest is None:
@@ -125,7 +125,7 @@ class Chats(Acts):
             if choice.conversation is not None:
                 await self.open(choice.conversation, choice.message)
             elif self._dialogue.id in choice.deleted:
-                await self.action_new_chat()
+                await self.new_chat()
         except FloeError as error:
             await self._transcript.add(_explained(error))
 

@@ -85,7 +85,7 @@ class EngineView(ChatView):
             self._phase = Phase.STOPPING
             self._say("stopping", "$warning")
 
-    def action_next_preset(self) -> None:
+    def next_preset(self) -> None:
         """Ask for the next quality preset."""
         if not self._presets:
             self._status.remark("The presets are known when the model is loaded")

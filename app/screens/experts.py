@@ -15,6 +15,7 @@ from textual.widget import Widget
 from ..widgets.figures import Figures
 from ..widgets.heat import condense
 from ..widgets.hints import ScrollingPage, hint
+from ..widgets.keys import closing
 from ..widgets.themes import MUTED
 from ..widgets.units import share
 
@@ -95,7 +96,7 @@ class ExpertsScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "Close", show=False),
-        Binding("f9", "dismiss", "Close", show=False, id="experts"),
+        closing("experts"),
         Binding("up,k", "scroll(-1)", show=False),
         Binding("down,j", "scroll(1)", show=False),
         Binding("pageup", "scroll(-10)", show=False),

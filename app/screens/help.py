@@ -1,22 +1,26 @@
-"""The help page: every key, every command, and the panel's words, with a search."""
+"""The help page, with a search: the keys of the page that is open; of the chat commands and the panel's words too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, Static
 
-from ..widgets.hints import Page, hints, key_name
+from ..actions import COMMANDS, Place
+from ..widgets.hints import Page, hints
+from ..widgets.keys import closing, keys_in, keys_of
 from ..widgets.meanings import TERMS
 from ..widgets.plain import one_line
+from .chat import ChatScreen
 
 Section = tuple[str, Iterable[tuple[str, str]]]
+_COPYING = ("Ctrl+C", "Copy the selected text; without one, stop the answer; twice, quit")
 
 
 class SearchHelp(Input):
@@ -46,13 +50,12 @@ class HelpScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "close", "Close", show=False),
-        Binding("f1", "dismiss", "Close", show=False, id="help"),
+        closing("help"),
     ]
 
     def __init__(self, sections: Iterable[Section]) -> None:
         """`sections`: a heading each, and under it names with their meanings."""
         super().__init__()
-        sections = (*sections, ("The panel's words", TERMS))
         self._sections = [
             (Static(heading, classes="heading"), [Entry(*entry) for entry in entries]) for heading, entries in sections
         ]
@@ -117,11 +120,26 @@ def _holds(entry: Entry, words: Sequence[str]) -> bool:
     return all(word in entry.words for word in words)
 
 
-def keys_of(bindings: Iterable[BindingType], given: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What the keys of `bindings` do, with the keys that the person has `given` to actions instead."""
-    entries: list[tuple[str, str]] = []
-    for binding in bindings:
-        if isinstance(binding, Binding) and binding.description:
-            keys = given.get(binding.id or "", binding.key)
-            entries.append((" · ".join(key_name(key) for key in keys.split(",")), binding.description))
-    return entries
+def help_of(page: Screen[Any], given: Mapping[str, str]) -> Iterable[Section]:
+    """What can be done on `page`, with the keys that the person has `given` to actions."""
+    if not isinstance(page, ChatScreen):
+        yield page.TITLE or "This page", keys_of(page.BINDINGS, given)
+        yield "Everywhere", [*keys_in(Place.ANYWHERE, given), _COPYING]
+        return
+    keys = [*keys_in(Place.CHAT, given), *keys_in(Place.ANYWHERE, given), _COPYING]
+    # Top to bottom, as the screen is: function keys, the messages, the text field, the panel.
+    yield "Function keys", sorted((entry for entry in keys if _is_function_key(entry[0])), key=_number)
+    yield "Chat", [entry for entry in keys if not _is_function_key(entry[0])]
+    yield "Messages (while one is selected)", keys_in(Place.MESSAGES, given)
+    yield "Text field", keys_in(Place.FIELD, given)
+    yield "Panel (while it has the focus)", keys_in(Place.PANEL, given)
+    yield "Commands", [(action.usage, action.does) for action in COMMANDS]
+    yield "The panel's words", TERMS
+
+
+def _is_function_key(name: str) -> bool:
+    return name.startswith("F") and name.split()[0][1:].isdecimal()
+
+
+def _number(entry: tuple[str, str]) -> int:
+    return int(entry[0].split()[0][1:])

@@ -46,12 +46,13 @@ class ModelsScreen(Screen["str | None"]):
     """
 
     CSS_PATH = "../setup.tcss"
+    TITLE = "Models"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "back to the chat; a setup continues", show=False),
-        Binding("space", "pause", "pause or continue the setup", show=False),
-        Binding("s", "stop", "stop the setup, or the check", show=False),
-        Binding("v", "verify", "check every byte of the model", show=False),
-        Binding("x,delete", "remove", "delete the model", show=False),
+        Binding("escape", "leave", "Back to the chat; a setup continues", show=False),
+        Binding("space", "pause", "Pause or continue the setup", show=False),
+        Binding("s", "stop", "Stop the setup, or the check", show=False),
+        Binding("v", "verify", "Check every byte of the model", show=False),
+        Binding("x,delete", "remove", "Delete the model", show=False),
     ]
 
     def __init__(

@@ -21,6 +21,7 @@ from ..chat_client import Cost
 from ..widgets.dial import Dial
 from ..widgets.figures import Figures, speed
 from ..widgets.hints import Page, hints
+from ..widgets.keys import closing
 from ..widgets.meanings import KL
 from ..widgets.plain import printable
 from ..widgets.units import NOT_MEASURED, rate_of, share, size
@@ -101,7 +102,7 @@ class QualityScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "Close", show=False),
-        Binding("f4", "dismiss", "Close", show=False, id="quality"),
+        closing("quality"),
         Binding("up,k", "app.focus_previous", "the line above", show=False),
         Binding("down,j", "app.focus_next", "the line below", show=False),
     ]

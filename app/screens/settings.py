@@ -16,7 +16,8 @@ from textual.widgets import Checkbox, Input, Select, Static
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ...models.home import expanded
-from ..settings import ACTIONS, KEYS, Key
+from ..actions import OWN
+from ..settings import KEYS, Key
 from ..settings_file import Read, change, read
 from ..widgets.background import in_background
 from ..widgets.hints import Page, hints
@@ -72,8 +73,8 @@ class SettingsScreen(ModalScreen[None]):
                         yield Static(table.capitalize(), classes="heading", markup=False)
                     yield _row(self._field(key, getattr(settings, key.field)))
                 yield Static("Keys", classes="heading", markup=False)
-                for action, (default, _does) in ACTIONS.items():
-                    yield _row(Written(f"keys.{action}", None, settings.keys.get(action, default), default))
+                for name, action in OWN.items():
+                    yield _row(Written(f"keys.{name}", None, settings.keys.get(name, action.keys), action.keys))
             yield self._meaning
 
     def _field(self, key: Key, value: Any) -> Field:
@@ -134,7 +135,7 @@ class SettingsScreen(ModalScreen[None]):
 
     def _explain(self, field: Field) -> None:
         if field.key is None:
-            said = f"{ACTIONS[field.setting.removeprefix('keys.')][1]}. Several keys are separated by commas."
+            said = f"{OWN[field.setting.removeprefix('keys.')].does}. Several keys are separated by commas."
         else:
             typed = isinstance(field, Written) and field.key.values
             said = f"{field.key.description} {f'Values: {field.key.values}.' if typed else ''}".rstrip()

@@ -17,7 +17,8 @@ from ...models.errors import UsageError
 from ..chat_setup import NAMES, changed
 from ..history import Setup
 from ..settings import KEYS, Persona
-from ..widgets.hints import ScrollingPage, hints, key_of
+from ..widgets.hints import ScrollingPage, hints
+from ..widgets.keys import closing, key_of
 from ..widgets.plain import printable
 
 _MEANINGS = {key.field: key.description for key in KEYS} | {
@@ -30,7 +31,7 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "close", "Close", show=False),
-        Binding("f5", "close", "Close", show=False, id="setup"),
+        closing("setup", "close"),
         Binding("ctrl+s", "save", "save the changes", show=False, priority=True),
     ]
 

@@ -17,7 +17,7 @@ from ..widgets.answer import AnswerTurn
 from ..widgets.background import in_background
 from ..widgets.blocks import ErrorBlock, Note
 from ..widgets.composer import Composer
-from ..widgets.hints import key_of
+from ..widgets.keys import key_of
 from ..widgets.plain import printable
 from ..widgets.transcript import NONE_SEEN
 from ..widgets.turns import UserTurn
@@ -104,7 +104,7 @@ class Talk(EngineView):
         elif self._queue:
             await self._take_back(self._queue.pop())
 
-    async def action_new_chat(self) -> None:
+    async def new_chat(self) -> None:
         """Start another chat; this one stays in the history."""
         if self._phase is not Phase.BROKEN:
             await self._leave()

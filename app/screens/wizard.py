@@ -44,17 +44,18 @@ class WizardScreen(WizardAccess):
         asked: a model that the person typed, to be looked up once the machine is known.
     """
 
+    TITLE = "Set up a model"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "previous step; on the first one, leave", show=False),
-        Binding("ctrl+d", "demo", "chat with the built-in demo model; a setup continues", show=False, priority=True),
-        Binding("enter", "go_on", "continue", show=False),
-        Binding("m", "measure", "measure the machine again", show=False),
-        Binding("space", "pause", "pause or continue the setup", show=False),
-        Binding("s", "stop", "stop the setup for now", show=False),
-        Binding("r", "retry", "try again", show=False),
-        Binding("t", "token", "enter a token", show=False),
-        Binding("x,delete", "remove", "delete a setup that failed or was stopped", show=False),
-        Binding("c", "choose", "choose model, bits and folder again", show=False),
+        Binding("escape", "back", "Previous step; on the first one, leave", show=False),
+        Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
+        Binding("enter", "go_on", "Continue", show=False),
+        Binding("m", "measure", "Measure the machine again", show=False),
+        Binding("space", "pause", "Pause or continue the setup", show=False),
+        Binding("s", "stop", "Stop the setup for now", show=False),
+        Binding("r", "retry", "Try again", show=False),
+        Binding("t", "token", "Enter a token", show=False),
+        Binding("x,delete", "remove", "Delete a setup that failed or was stopped", show=False),
+        Binding("c", "choose", "Choose model, bits and folder again", show=False),
     ]
 
     def __init__(

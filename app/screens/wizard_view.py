@@ -9,7 +9,8 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
-from ..widgets.hints import Hints, key_of
+from ..widgets.hints import Hints
+from ..widgets.keys import key_of
 from ..widgets.setup_choice import ChoiceStep
 from ..widgets.setup_folder import FolderStep
 from ..widgets.setup_machine import MachineStep

@@ -7,7 +7,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from .hints import key_of
+from .keys import key_of
 from .plain import printable
 from .themes import MUTED
 

@@ -18,7 +18,7 @@ from ...models.errors import FloeError
 from ..history import Attachment, read_attachment
 from .background import in_background
 from .flow import Flow
-from .hints import key_of
+from .keys import key_of
 from .plain import one_line
 from .themes import MUTED
 from .units import count

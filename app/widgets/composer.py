@@ -6,14 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
+from ..actions import Place, command, unknown
 from ..history import Attachment
 from .chips import Chips
 from .completion import Completion
+from .keys import bindings
 from .plain import printable
 
 _LONG_LINES = 12
@@ -29,20 +31,7 @@ class Composer(TextArea):
     Sending empties it; the screen puts the text back if it cannot be sent. A long pasted text becomes a chip.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "send", "send; while an answer runs, the question is queued", show=False),
-        Binding("ctrl+j,shift+enter", "newline", "a new line in the question", show=False, id="newline"),
-        Binding("up", "cursor_up", "in the first line: earlier questions", show=False),
-        Binding("down", "cursor_down", "in the last line: later questions", show=False),
-        Binding(
-            "ctrl+up,shift+tab", "screen.select_messages", "select a message, to copy, edit or fork it", show=False
-        ),
-        Binding("ctrl+z", "undo", "undo; restores a removed file too", show=False),
-        Binding("tab", "screen.focus_next", "go to the panel, which explains its words", show=False),
-        Binding("pageup", "screen.scroll_transcript(-1)", "scroll the chat up", show=False),
-        Binding("pagedown", "screen.scroll_transcript(1)", "scroll the chat down", show=False),
-        Binding("ctrl+end", "screen.scroll_to_end", "go to the end of the chat", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.FIELD)
 
     class Sent(Message):
         """The person pressed Enter over `text`, with `files`; not both are blank."""
@@ -81,8 +70,6 @@ class Composer(TextArea):
         self._recalled: int | None = None  # which of them is in the field
         self._pasted = 0
         self._erased = 0.0  # when Backspace was pressed last
-        self.commands: frozenset[str] = frozenset()
-        self.unknown: Callable[[str], str] = lambda name: f"There is no command /{name}"
         self.newline_keys: frozenset[str] = frozenset({"ctrl+j", "shift+enter"})
 
     @property
@@ -129,8 +116,8 @@ class Composer(TextArea):
         name, _space, argument = text[1:].partition(" ") if text.startswith("/") else ("", "", "")
         if (name.isalpha() or name == "?") and "\n" not in text:
             name = name.lower()
-            if name not in self.commands:
-                self.post_message(self.Refused(self.unknown(name)))
+            if command(name) is None:
+                self.post_message(self.Refused(unknown(name)))
                 self.select_all()  # what is typed next replaces it
                 return
             self.clear()

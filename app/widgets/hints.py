@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 from textual import events
 from textual.containers import Vertical, VerticalScroll
@@ -13,40 +12,13 @@ from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Static
 
-from ..settings import ACTIONS
-
 BETWEEN = " · "
 _KEY = re.compile(r"((?:(?:Ctrl|Alt|Shift)\+)*(?:F\d+|Enter|Esc|Space|Tab|Home|End|PageUp|PageDown|[A-Z]))(?= )")
-
-
-@runtime_checkable
-class Keyed(Protocol):
-    """A program in which a person can give keys to actions."""
-
-    @property
-    def given_keys(self) -> Mapping[str, str]:
-        """The key of every action of `ACTIONS`; of several, with commas between."""
-        ...
-
-
-def key_of(widget: Widget, action: str) -> str:
-    """The key of `action` as people write it: the one that the person gave it, or the usual one."""
-    app: object = widget.app
-    given = app.given_keys if isinstance(app, Keyed) else {}
-    return key_name(given.get(action, ACTIONS[action][0]))
 
 
 def link(action: str) -> Style:
     """The style of words that do `action` on a click."""
     return Style.from_meta({"@click": action})
-
-
-def key_name(key: str) -> str:
-    """A key as people write it: Ctrl+P, PageUp, F1; of several, the first."""
-    key = key.split(",")[0]
-    special = {"escape": "Esc", "pageup": "PageUp", "pagedown": "PageDown", "minus": "-", "plus": "+"}
-    named = [special.get(part, part.capitalize()) for part in key.split("+")]
-    return key if len(key) == 1 else "+".join(named)
 
 
 def hint(words: str) -> Content:

@@ -6,16 +6,18 @@ from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.widgets import Digits
 
+from ..actions import Place
 from . import figures as draw
 from . import memory, units
 from .composer import Composer
 from .drawing import Drawing
 from .expert_map import ExpertMap
 from .figures import Figures
+from .keys import bindings
 from .meanings import MEANINGS
 
 _LEVELS = ("-full", "-mapless", "-close", "-dense")
@@ -32,13 +34,7 @@ class PerformancePanel(VerticalScroll):
     """
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "explain(-1)", "explain the section above", show=False),
-        Binding("down,j", "explain(1)", "explain the section below", show=False),
-        Binding("enter", "screen.order('experts')", "expert use, layer by layer", show=False),
-        Binding("space", "screen.pause_panel", "pause the figures, or resume them", show=False),
-        Binding("escape", "screen.focus_text", "back to the text field", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.PANEL)
 
     def __init__(self) -> None:
         super().__init__(classes=_LEVELS[0])

@@ -10,8 +10,10 @@ from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 
+from ..actions import NAMED
 from .figures import between
-from .hints import key_name, link
+from .hints import link
+from .keys import called, key_name
 from .themes import MUTED
 from .units import share
 
@@ -19,12 +21,6 @@ _SEPARATOR = (" · ", MUTED)
 _REMARK_SECONDS = 5.0
 _TOGETHER_SECONDS = 1.0  # what is said just before the state changes is about the new one
 _APART = 3  # cells between what is said and the hints
-_ACTIONS = {
-    "stop": ("escape", "stop", "screen.stop"),
-    "help": ("f1", "help", "app.help"),
-    "palette": ("ctrl+p", "commands", "app.command_palette"),
-    "quit": ("ctrl+q", "quit", "app.quit"),
-}
 _HINTS = (("help", "palette", "quit"), ("help", "quit"), ("help",))
 _BUSY = (("stop", *_HINTS[0]), ("stop", "help"), ("stop",))
 
@@ -92,8 +88,9 @@ class StatusLine(Widget):
             self._remark = ""
 
     def _hint(self, name: str) -> Content:
-        key, word, action = _ACTIONS[name]
-        return Content.styled(f"{key_name(self.keys.get(name, key))} {word}", link(action)).stylize_before(MUTED)
+        action = NAMED[name]
+        words = f"{key_name(self.keys.get(name, action.keys))} {action.hint}"
+        return Content.styled(words, link(called(action))).stylize_before(MUTED)
 
     def _end_remark(self) -> None:
         self._remark = ""
@@ -102,9 +99,9 @@ class StatusLine(Widget):
         """0: nothing of the context, 1: how much is used, 2: its percentage and background work too."""
         parts: list[Content] = []
         if model:
-            parts.append(Content.styled(model, link("screen.order('models')")).stylize("bold"))
+            parts.append(Content.styled(model, link("screen.do('models')")).stylize("bold"))
         if self.preset:
-            parts.append(Content.styled(self.preset, link("screen.order('quality')")))
+            parts.append(Content.styled(self.preset, link("screen.do('quality')")))
         if self.context_window and details:
             used = self.context_used or 0
             context = f"context {used}/{self.context_window}"

@@ -7,15 +7,17 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
 from textual.widget import Widget
 
+from ..actions import Place
 from ..history import Message as Record
 from .answer import AnswerTurn
 from .blocks import Horizon, Welcome
-from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, KEYS, MORE, NEWER, OLDER, Turn, UserTurn
+from .keys import bindings
+from .turns import Turn, UserTurn
 
 PAGE = 6  # messages that are loaded at once: each costs Textual some 20 ms, and keys wait for that
 NONE_SEEN = -1  # in the place of the oldest message that the model sees
@@ -32,23 +34,7 @@ class Transcript(VerticalScroll):
     """
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "select(-1)", "the previous message", show=False),
-        Binding("down,j", "select(1)", "the next message; after the last one, back to the text field", show=False),
-        Binding("home", "select_first", "the first message", show=False),
-        Binding("escape,enter,end", "leave", "back to the text field", show=False),
-        Binding(KEYS[COPY], f"act('{COPY}')", "copy the message", show=False),
-        Binding(KEYS[CODE], f"act('{CODE}')", "copy its code block; again for the next one", show=False),
-        Binding(KEYS[EDIT], f"act('{EDIT}')", "edit it; the old version is saved too", show=False),
-        Binding(KEYS[AGAIN], f"act('{AGAIN}')", "answer again", show=False),
-        Binding(KEYS[MORE], f"act('{MORE}')", "continue the last answer", show=False),
-        Binding(KEYS[FORK], f"act('{FORK}')", "fork: start another chat with all messages up to here", show=False),
-        Binding(f"{KEYS[DELETE]},delete", f"act('{DELETE}')", "delete it and all messages after it", show=False),
-        Binding("left,h", f"act('{OLDER}')", "the previous version, if there are several", show=False),
-        Binding("right,l", f"act('{NEWER}')", "the next version", show=False),
-        Binding("pageup", "screen.scroll_transcript(-1)", "", show=False),
-        Binding("pagedown", "screen.scroll_transcript(1)", "", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.MESSAGES)
 
     def __init__(self, read: Read) -> None:
         super().__init__()

@@ -13,16 +13,17 @@ from textual.message import Message
 from textual.style import Style
 from textual.widgets import Static
 
+from ..actions import NAMED
 from ..history import Message as Record
+from .keys import key_of
 from .plain import one_line, printable
 from .themes import MUTED
 
 COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
-    *("copy", "code", "edit", "again", "more", "fork", "delete"),
-    *("older", "newer"),
+    *("copy_message", "copy_code", "edit_message", "answer_again", "continue_answer", "fork_chat", "delete_message"),
+    *("older_version", "newer_version"),
 )
-KEYS = {COPY: "c", CODE: "y", EDIT: "e", AGAIN: "r", MORE: "m", FORK: "f", DELETE: "d"}
-"""What can be done to a message, and the key for it while one is selected."""
+"""What can be done to a message."""
 
 
 class Tail(Static):
@@ -44,8 +45,8 @@ class Tail(Static):
             place = Content.styled(f" {record.sibling}/{record.siblings} ", MUTED)
             self._parts.append(Content.assemble(_link("‹", OLDER), place, _link("›", NEWER)))
         for action in actions if record is not None else ():
-            key = Content.styled(f" {KEYS[action]}" if keys else "", MUTED)
-            self._parts.append(Content.assemble(_link(action, action), key))
+            key = Content.styled(f" {key_of(self, action)}" if keys else "", MUTED)
+            self._parts.append(Content.assemble(_link(NAMED[action].hint, action), key))
         self._lay_out()
 
     def on_resize(self, _event: events.Resize) -> None:

@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from textual.content import Content
 from textual.widgets import OptionList
 
 from ...models.home import expanded
+from ..actions import ALIASES, COMMANDS
 from .background import in_background
 from .chips import Chips, Count
 from .completion import Completion, Wanted, wanted
@@ -25,39 +26,22 @@ from .files import is_outside, listing, matching, outside
 from .plain import printable
 
 _LOOK_SECONDS = 0.3
+_COMMANDS = {action.command: action for action in COMMANDS}
 
 
 class Writing(Vertical):
-    """`commands`, once set, are the names and meanings of what may follow a slash."""
+    """The text field with its files and its completion."""
 
     def __init__(self, tokens_of: Count, room: Callable[[], int | None]) -> None:
         super().__init__()
         self.chips = Chips(tokens_of, room)
         self.completion = Completion()
         self.composer = Composer(self.chips, self.completion, self._look, self._take)
-        self._commands: Mapping[str, str] = {}
-        self._aliases: Mapping[str, str] = {}
-        self._careful: Container[str] = ()
         self._found: Wanted | None = None  # at the last look
         self._listing: list[str] | None = None
 
     def compose(self) -> ComposeResult:
         yield from (self.completion, self.chips, self.composer)
-
-    def know(
-        self,
-        commands: Mapping[str, str],
-        aliases: Mapping[str, str],
-        careful: Container[str],
-        unknown: Callable[[str], str],
-    ) -> None:
-        """The commands, each with what it does, and their other names; careful ones have to be written whole.
-
-        `unknown` says what to do about a name that is none of them.
-        """
-        self._commands, self._aliases, self._careful = commands, aliases, careful
-        self.composer.commands = frozenset((*commands, *aliases))
-        self.composer.unknown = unknown
 
     def title(self, name: str, remark: str = "") -> None:
         """Name the chat on the frame, and what Enter will do if that is unusual."""
@@ -81,7 +65,7 @@ class Writing(Vertical):
 
     def _offer(self, found: Wanted) -> None:
         if found.kind == "command":
-            remarks = {f"/{name}": self._commands[name] for name in self._meant(found.query)}
+            remarks = {f"/{name}": _COMMANDS[name].does for name in _meant(found.query)}
             self.completion.offer(found, list(remarks), remarks)
         elif is_outside(found.query):
             self.completion.offer(found, outside(found.query))
@@ -91,14 +75,6 @@ class Writing(Vertical):
             in_background(self, lambda: listing(Path.cwd()), self._listed)
         else:
             self.completion.offer(found, matching(found.query, self._listing))
-
-    def _meant(self, query: str) -> Sequence[str]:
-        """The commands that `query` may be the beginning of: by their own names, then by other programs' names."""
-        if query in self._aliases:
-            return [self._aliases[query]]
-        begin = [name for name in self._commands if name.startswith(query)]
-        others = [name for alias, name in self._aliases.items() if query and alias.startswith(query)]
-        return list(dict.fromkeys((*begin, *others, *(name for name in self._commands if query in name))))
 
     def _listed(self, paths: list[str]) -> None:
         self._listing = paths
@@ -120,8 +96,8 @@ class Writing(Vertical):
         if found.kind == "command":
             name = chosen[1:]
             self.composer.replace_before_cursor(found.written, chosen + ("" if enter else " "))
-            if enter and name in self._careful and name != found.query:
-                self.post_message(Composer.Refused(f"Press Enter again: {self._commands[name]}"))
+            if enter and _COMMANDS[name].careful and name != found.query:
+                self.post_message(Composer.Refused(f"Press Enter again: {_COMMANDS[name].does}"))
                 return False
             return enter
         if chosen.endswith("/"):
@@ -160,6 +136,15 @@ class Writing(Vertical):
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             return printable(f"{command[0]} cannot be started ({reason}): set VISUAL or EDITOR")
+
+
+def _meant(query: str) -> Sequence[str]:
+    """The commands that `query` may be the beginning of: by their own names, then by other programs' names."""
+    if query in ALIASES:
+        return [ALIASES[query]]
+    begin = [name for name in _COMMANDS if name.startswith(query)]
+    others = [name for alias, name in ALIASES.items() if query and alias.startswith(query)]
+    return list(dict.fromkeys((*begin, *others, *(name for name in _COMMANDS if query in name))))
 
 
 @contextmanager

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from floe_chat.app.actions import OWN as SETTABLE
+from floe_chat.app.actions import Place
 from floe_chat.app.screens.chat import ChatScreen
 from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
@@ -12,9 +15,10 @@ from floe_chat.app.screens.quality import QualityScreen
 from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.screens.setup import SetupScreen
 from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.settings import ACTIONS
+from floe_chat.app.settings_file import read
 from floe_chat.app.setups import Setups
-from floe_chat.app.widgets.hints import hint, key_name
+from floe_chat.app.widgets.hints import hint
+from floe_chat.app.widgets.keys import key_name
 from floe_chat.app.widgets.setting_fields import Written
 from textual.pilot import Pilot
 
@@ -40,8 +44,29 @@ OWN = {
     "newline": "alt+l",
     "editor": "alt+v",
     "redraw": "alt+d",
+    "pause_panel": "alt+f",
+    "select_message": "alt+up",
+    "focus_panel": "alt+right",
+    "previous_message": "w",
+    "next_message": "s",
+    "first_message": "1",
+    "leave_messages": "0",
+    "copy_message": "x",
+    "copy_code": "v",
+    "edit_message": "E",
+    "answer_again": "alt+a",
+    "continue_answer": "plus",
+    "fork_chat": "backspace",
+    "delete_message": "z",
+    "older_version": "a",
+    "newer_version": "d",
 }
-USUAL = [key_name(key) for action, (key, _does) in ACTIONS.items() if action != "stop"]  # Esc leaves every page
+# Esc leaves every page, Tab goes through it, and a letter is a key of a message alone.
+USUAL = [
+    key_name(action.keys)
+    for name, action in SETTABLE.items()
+    if action.place is not Place.MESSAGES and name not in ("stop", "focus_panel")
+]
 
 
 def settings_with(keys: dict[str, str], folder: Path) -> Path:
@@ -57,12 +82,12 @@ def wrong(pilot: Pilot[int]) -> list[str]:
 
 
 async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: Setups) -> None:
-    assert set(OWN) == set(ACTIONS)
+    assert set(OWN) == set(SETTABLE)
     client = ScriptedClient()
     async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
         await see(pilot, "Alt+L new line · F12 explains", "Ctrl+X quit", "Ctrl+K commands")
         assert not wrong(pilot)
-        await pilot.press("tab", "down", "down")
+        await pilot.press("alt+right", "down", "down")
         await see(pilot, "Which experts the router called")
         assert not wrong(pilot)
         await pilot.press("escape", "ctrl+k")
@@ -89,6 +114,46 @@ async def test_no_page_names_a_key_that_was_given_away(tmp_path: Path, setups: S
         await see(pilot, "Ctrl+X quits")
         await pilot.press("ctrl+x")
         await until(pilot, lambda: not pilot.app.is_running)
+
+
+async def test_messages_are_acted_on_by_keys_of_ones_own(tmp_path: Path) -> None:
+    client = ScriptedClient()
+    async with ready(client, size=(120, 40), settings=settings_with(OWN, tmp_path)) as pilot:
+        await finish(pilot, client, await ask(pilot, client, "first"))
+        await pilot.press("ctrl+up", "alt+f")
+        await see(pilot, "Alt+F resumes them")
+        assert composer(pilot).has_focus and status(pilot).keys["pause_panel"] == "alt+f"
+        await pilot.press("alt+f", "alt+up", "w")
+        await see(pilot, "copy x", "edit E", "again Alt+A", "fork Backspace", "delete z")
+        await pilot.press("e", "c")
+        assert composer(pilot).text == ""
+        await pilot.press("E")
+        await until(pilot, lambda: composer(pilot).text == "first")
+        await pilot.press("f10", "alt+up", "w", "0")
+        await until(pilot, lambda: composer(pilot).has_focus)
+        await pilot.press("alt+up", "w", "z")
+        await see(pilot, "Deleted with all messages after it")
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"copy_message": "x", "edit_message": "x"}, "cannot be x: edit_message has that key already"),
+        ({"copy_message": "f3"}, "cannot be f3: next_preset has that key already"),
+        ({"copy_message": "tab"}, "cannot be tab, which text fields and pages use"),
+        ({"pause_panel": "p"}, "cannot be p, which types a character"),
+        ({"select_message": "x", "copy_message": "x"}, "cannot be x, which types a character"),
+        ({"pause_panel": "f7", "focus_panel": "f7"}, "cannot be f7: focus_panel has that key already"),
+    ],
+)
+def test_keys_that_meet_are_refused(tmp_path: Path, keys: dict[str, str], said: str) -> None:
+    found = read(settings_with(keys, tmp_path))
+    assert [problem.reason for problem in found.problems] == [said]
+
+
+def test_keys_of_text_field_and_messages_do_not_meet(tmp_path: Path) -> None:
+    keys = {"newline": "alt+x", "copy_message": "alt+x", "delete_message": "delete", "leave_messages": "escape,q"}
+    assert not read(settings_with(keys, tmp_path)).problems
 
 
 async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from floe_chat.app.actions import ALIASES, COMMANDS, command, unknown
 from floe_chat.app.chat_client import ChatClient, TextDelta
-from floe_chat.app.screens.commands import ALIASES, find, unknown
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.widgets.completion import Completion
@@ -24,10 +24,9 @@ async def order(pilot: Pilot[int], text: str) -> None:
 
 
 def test_every_alias_names_a_command_of_another_name() -> None:
-    commands = app_for(ScriptedClient())._chat.commands  # pyright: ignore[reportPrivateUsage]
-    names = {command.name for command in commands}
+    names = {action.command for action in COMMANDS}
     assert set(ALIASES.values()) <= names and not names & set(ALIASES)
-    assert all(find(commands, alias) for alias in ALIASES)
+    assert all(command(alias) for alias in ALIASES)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +41,7 @@ def test_every_alias_names_a_command_of_another_name() -> None:
     ],
 )
 def test_what_is_said_of_names_that_are_none(written: str, said: str) -> None:
-    commands = app_for(ScriptedClient())._chat.commands  # pyright: ignore[reportPrivateUsage]
-    assert find(commands, written) is None and said in unknown(commands, written)
+    assert command(written) is None and said in unknown(written)
 
 
 async def test_other_programs_commands_do_the_same() -> None:
@@ -115,12 +113,12 @@ async def test_help_is_searched_and_scrolled_by_keys() -> None:
     async with ready(ScriptedClient(), size=(80, 24)) as pilot:
         await pilot.press("f1")
         await until(pilot, lambda: "Function keys" in shown(pilot))
-        keys = [line.split()[0] for line in shown(pilot).split("F1 this page")[1].split(" F")[1:7]]
+        keys = [line.split()[0] for line in shown(pilot).split("F1 Keys, commands")[1].split(" F")[1:7]]
         assert keys == sorted(keys)
         await pilot.press("end")
         await until(pilot, lambda: "not measured yet. kB, MB" in shown(pilot))
         await pilot.press("home", "pagedown")
-        await until(pilot, lambda: "Function keys" not in shown(pilot) and "start another chat" in shown(pilot))
+        await until(pilot, lambda: "Function keys" not in shown(pilot) and "Start another chat" in shown(pilot))
         await pilot.press("pageup")
         await until(pilot, lambda: "Function keys" in shown(pilot))
         await write(pilot, "recall")

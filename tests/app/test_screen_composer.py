@@ -108,7 +108,7 @@ async def test_commands_are_completed_and_questions_come_back(monkeypatch: pytes
         await pilot.press("escape", "enter")
         await until(pilot, lambda: "/rename TITLE" in screen_text(pilot) and composer(pilot).text == "/rename ")
         composer(pilot).put("half a thought")
-        await pilot.app._chat.obey("rename", "")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        await pilot.app._chat.do("rename")  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         await until(pilot, lambda: "Send or clear your text first, then type /rename TITLE" in screen_text(pilot))
         assert composer(pilot).text == "half a thought"
         composer(pilot).put("/nothing")

@@ -122,7 +122,7 @@ async def test_help_and_palette() -> None:
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(pilot.app.screen, HelpScreen))
         page = " ".join(text_of(line) for line in pilot.app.screen.query(Static))
-        for words in ("Ctrl+Q", "quit; the answer so far is saved", "Ctrl+J", "/rename TITLE", "first token"):
+        for words in ("Ctrl+Q", "Quit floe-chat; the answer so far is saved", "Ctrl+J", "/rename TITLE", "first token"):
             assert words in page
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(pilot.app.screen, HelpScreen))

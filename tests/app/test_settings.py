@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 import pytest
+from floe_chat.app.actions import OWN
 from floe_chat.app.cli import cli
-from floe_chat.app.settings import ACTIONS, KEYS, Key, Persona, Settings, fill
+from floe_chat.app.settings import KEYS, Key, Persona, Settings, fill
 from floe_chat.app.settings_file import (
     change,
     change_persona,
@@ -92,7 +93,7 @@ def test_every_key_is_documented_with_a_default_that_it_accepts() -> None:
         assert key.description.endswith(".") and not key.trouble(key.example), key.name
         assert (key.default is None) == bool(key.unset) and getattr(Settings(), key.field) == key.default
         assert key.description in said
-    assert all(does in documented() for _key, does in ACTIONS.values())
+    assert all(action.does in documented() for action in OWN.values())
 
 
 def test_what_is_changed_is_read_back_and_nothing_else_is_touched(file: Path) -> None:

@@ -11,13 +11,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from floe_chat.app.settings import ACTIONS, KEYS, Persona
+from floe_chat.app.actions import OWN
+from floe_chat.app.settings import KEYS, Persona
 from floe_chat.app.settings_file import change, change_persona, documented, read, with_installed_model, with_known_theme
 from floe_chat.models.errors import FloeError
 
 _NAMES = (
     *(key.name for key in KEYS),
-    *(f"keys.{action}" for action in ACTIONS),
+    *(f"keys.{action}" for action in OWN),
     *("personas.X.top_p", "personas.X", "chat", "keys", "sampling.modle", "a.b.c.d", "''", '"chat".model', "x y", "é"),
 )
 _VALUES = (
