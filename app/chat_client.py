@@ -30,19 +30,12 @@ from ..engine.events import (
     Unload,
 )
 from ..engine.session import Session
-from ..models.chat_process import ChatProcess, Fitted, TooLong, most_text
-from ..models.errors import FloeError, TryAgainError, UsageError, damaged
+from ..models.chat_process import ChatProcess
+from ..models.errors import FloeError, TryAgainError, damaged
+from .chat.prompt import Message, fit
 
 if TYPE_CHECKING:
     from ..engine.quality import Preset
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written."""
-
-    role: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +193,7 @@ class ChatClient:
             raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
         if self._running is not None:
             raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
-        fitted = self._fit(chat, messages, max_new_tokens, answer, begin=True)
+        fitted = fit(chat, self._window, messages, max_new_tokens, answer, begin=True)
         self._last_request += 1
         self._running = self._last_request
         self._prepared = Generate(self._running, tuple(fitted.ids), sampling, max_new_tokens, chat.stop_ids)
@@ -233,7 +226,7 @@ class ChatClient:
             return None
         asked = [] if messages and messages[-1].role == "user" else [Message("user", "")]
         try:
-            fitted = self._fit(chat, (*messages, *asked), max_new_tokens)
+            fitted = fit(chat, self._window, (*messages, *asked), max_new_tokens)
         except FloeError:
             return None
         return len(fitted.ids), fitted.dropped
@@ -326,54 +319,3 @@ class ChatClient:
             chat, self._format, self._format_ready = self._format, None, threading.Event()
         if isinstance(chat, ChatProcess):
             chat.close()
-
-    def _fit(
-        self,
-        chat: ChatProcess,
-        messages: Sequence[Message],
-        max_new_tokens: int,
-        answer: str = "",
-        *,
-        begin: bool = False,
-    ) -> Fitted:
-        """The prompt, with the beginning of the answer, of as many of the latest messages as fit the window."""
-        from ..engine import context
-
-        limit = self._window - context.room_for_answer(self._window, max_new_tokens)
-        offered = _offered(messages, most_text(limit, chat.longest))
-        if isinstance(offered, TooLong):
-            raise self._too_long(offered, limit)
-        kept, left_out = offered
-        fitted = chat.fit([{"role": m.role, "content": m.text} for m in kept], limit, answer, begin=begin)
-        if isinstance(fitted, TooLong):
-            raise self._too_long(fitted, limit)
-        return replace(fitted, dropped=fitted.dropped + left_out)
-
-    def _too_long(self, found: TooLong, limit: int) -> UsageError:
-        what = "system prompt" if found.system else "message"
-        needs = "It has more text than fits" if found.tokens is None else f"The prompt takes {found.tokens:,} tokens"
-        return UsageError(
-            f"The {what} is too long for the model's context window",
-            f"{needs}. The window holds {self._window:,} tokens, and {self._window - limit:,} of them are reserved for"
-            " the answer.",
-            f"Shorten the {what}, or ask for a shorter answer (--max-tokens).",
-        )
-
-
-def _offered(messages: Sequence[Message], most: int) -> tuple[Sequence[Message], int] | TooLong:
-    """The latest messages of no more than `most` characters, and how many older ones are left out.
-
-    A system message at the front stays, and a question is left out together with its answer, as `ChatFormat.fit` does.
-    """
-    system = messages[:1] if messages and messages[0].role == "system" else ()
-    turns, first = messages[len(system) :], len(messages) - len(system)
-    left = most - sum(len(message.text) for message in system)
-    if left < 0:
-        return TooLong(None, system=True)
-    while first > 0:
-        earlier = max(0, first - (1 if first == len(turns) else 2))
-        left -= sum(len(message.text) for message in turns[earlier:first])
-        if left < 0:
-            break
-        first = earlier
-    return TooLong(None, system=False) if first == len(turns) > 0 else ((*system, *turns[first:]), first)
