@@ -10,16 +10,15 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option as Row
 
 from ...models import catalog
 from ...models.entry import Entry
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED
 from ...models.quantities import size
+from ..setup_flow import Setup
 from ..setup_wish import Wish, discard, wish
 from ..setups import Check, Setups, Surveyor, remove, survey
 from ..widgets import setup_models
@@ -27,14 +26,22 @@ from ..widgets.background import in_background
 from ..widgets.hints import Hints
 from ..widgets.plain import printable
 from ..widgets.setup_bar import Bar
-from ..widgets.setup_models import HEADINGS, Found, Model
+from ..widgets.setup_models import Found, Model, ModelList
 from ..widgets.setup_step import Trouble
 from .models_remove import RemoveScreen
 from .wizard import WizardScreen
 
 _PERIOD = 0.25
-_OTHER = "Another model: type a hub id, an address or a folder …"
 _ENTER = {"installed": "Enter chats with it", "unfinished": "Enter continues", "available": "Enter sets it up"}
+
+_KEYS: list[BindingType] = [
+    Binding("escape", "leave", "Back to the chat; a setup continues", show=False),
+    Binding("enter", "choose", "Chat with the model, continue its setup, or set it up", show=False),
+    Binding("space", "pause", "Pause or continue the setup", show=False),
+    Binding("s", "stop", "Stop the setup, or the check", show=False),
+    Binding("v", "verify", "Check every byte of the model", show=False),
+    Binding("x,delete", "remove", "Delete the model", show=False),
+]
 
 
 class ModelsScreen(Screen["str | None"]):
@@ -47,13 +54,7 @@ class ModelsScreen(Screen["str | None"]):
 
     CSS_PATH = "../setup.tcss"
     TITLE = "Models"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Back to the chat; a setup continues", show=False),
-        Binding("space", "pause", "Pause or continue the setup", show=False),
-        Binding("s", "stop", "Stop the setup, or the check", show=False),
-        Binding("v", "verify", "Check every byte of the model", show=False),
-        Binding("x,delete", "remove", "Delete the model", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = _KEYS
 
     def __init__(
         self,
@@ -69,8 +70,7 @@ class ModelsScreen(Screen["str | None"]):
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (24, "-short"), (30, "-tall")]
         self._setups, self._current = setups, current
         self._entries, self._surveyor, self._settings = entries, surveyor, settings
-        self._models: list[Model | None] = []  # of each row; None is a heading, or another model
-        self._list = OptionList(id="models", markup=False)
+        self._list = ModelList()
         self._details = Static("", markup=False, id="details")
         self._other = Input(placeholder="owner/name, https://huggingface.co/owner/name, or a folder", id="other")
         self._trouble = Trouble()
@@ -104,29 +104,14 @@ class ModelsScreen(Screen["str | None"]):
         in_background(self, lambda: setup_models.look(self._entries), self._show)
 
     def _show(self, found: Found) -> None:
-        before = self.highlighted
-        self._models = []
-        self._list.clear_options()
-        kind = ""
-        for model in found.models:
-            if model.kind != kind:
-                kind = model.kind
-                self._models.append(None)
-                self._list.add_option(Row(Content.styled(HEADINGS[kind], "bold $primary"), disabled=True))
-            self._models.append(model)
-            self._list.add_option(Row(setup_models.line(model, here=model.name == self._current)))
-        self._models.append(None)
-        self._list.add_option(Row(Content.styled(f"  {_OTHER}", "italic")))
-        at = next((at for at, one in enumerate(self._models) if one and before and one.name == before.name), 1)
-        self._list.highlighted = at
+        self._list.show(found, self._current)
         free = "" if found.free is None else f", {size(found.free)} free"
         self._disk.update(printable(found.trouble or f"Disk: {size(found.taken)} used{free}. Folder: {found.folder}"))
 
     @property
     def highlighted(self) -> Model | None:
         """The model that keys act on; None on another line."""
-        at = self._list.highlighted
-        return self._models[at] if at is not None and at < len(self._models) else None
+        return self._list.model
 
     @on(OptionList.OptionHighlighted)
     def _explain(self) -> None:
@@ -143,31 +128,14 @@ class ModelsScreen(Screen["str | None"]):
         if self._other.display:
             self._keys.show(["Enter looks it up", "Esc back to the list"])
             return
-        model = self.highlighted
-        hints = ["Enter types its name" if model is None else _ENTER[model.kind]]
-        if model is not None and model.note is not None:
-            hints = []
-        if model is not None and model.kind == "installed":
-            hints += ["V checks it"]
-        if model is not None and model.kind != "available" and model.name != catalog.DEMO:
-            hints += ["X deletes it"]
-        if self._setups.busy:
-            paused = self._setups.setup is not None and self._setups.setup.progress().state == "paused"
-            hints += ["Space continues" if paused else "Space pauses", "S stops"]
-        self._keys.show([*hints, "Esc back"])
+        self._keys.show([*keys(self.highlighted, self._setups), "Esc back"])
 
     # What runs
 
     def _watch(self) -> None:
         setup, check = self._setups.setup, self._setups.check
         now = None if setup is None else setup.progress()
-        lines = [self._setups.words()] if now is not None else []
-        if now is not None and now.state == "done":
-            lines = [f"{lines[0]}: choose it and press Enter to chat with it"]
-        if now is not None and now.state in ("looking", "working", "checking"):
-            lines = [f"{lines[0]} · {now.step}"]
-        if check is not None:
-            lines.append(told(check))
+        lines = going(self._setups)
         self._going.update(printable("\n".join(lines)))
         self._going.display = bool(lines)
         share = check.share if check and check.state == "checking" else now.share if now else 0.0
@@ -187,7 +155,7 @@ class ModelsScreen(Screen["str | None"]):
     @on(OptionList.OptionSelected)
     def _act(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        model = self._models[event.option_index]
+        model = self._list.models[event.option_index]
         if model is None:
             self._other.display = True
             self._other.focus()
@@ -204,18 +172,13 @@ class ModelsScreen(Screen["str | None"]):
                 self.dismiss(model.name)
         elif model.wish is not None:
             setup = self._setups.setup
-            if setup is not None and setup.wish.folder == model.wish.folder and not self._may_be_tried_again():
+            if setup is not None and setup.wish.folder == model.wish.folder and not _may_be_tried_again(setup):
                 self._open_wizard(None)  # shows the setup that runs, or why it failed
                 return
             try:
                 self._setups.start(model.wish)
             except FloeError as error:
                 self._trouble.show(error)
-
-    def _may_be_tried_again(self) -> bool:
-        """Whether the setup failed for a reason that may have passed."""
-        setup = self._setups.setup
-        return setup is not None and setup.progress().state == "failed" and not isinstance(setup.error, AccessError)
 
     @on(Input.Submitted)
     def _look_up(self, event: Input.Submitted) -> None:
@@ -274,6 +237,10 @@ class ModelsScreen(Screen["str | None"]):
             self._setups.stop_check()
         self.dismiss(None)
 
+    def action_choose(self) -> None:
+        """Do what Enter does in the list."""
+        self._list.action_select()
+
     def action_pause(self) -> None:
         """Pause or continue the setup."""
         setup = self._setups.setup
@@ -305,13 +272,8 @@ class ModelsScreen(Screen["str | None"]):
         model = self.highlighted
         if model is None or model.kind == "available":
             return
-        if model.name == catalog.DEMO:
-            self._trouble.show(FloeError("The demo model cannot be deleted", "It is part of floe-chat."))
-            return
-        if model.name == self._current:
-            self._trouble.show(
-                FloeError(f"{model.name} answers this chat", "", "Choose another model first (Enter), then delete it.")
-            )
+        if (refusal := _refusal(model, self._current)) is not None:
+            self._trouble.show(refusal)
             return
         unfinished = model.wish
         folders = [unfinished.folder, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
@@ -321,28 +283,66 @@ class ModelsScreen(Screen["str | None"]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                in_background(self, lambda: self._delete(model), self._deleted)
+                in_background(self, lambda: delete(model, self._setups), self._deleted)
 
         self.app.push_screen(RemoveScreen(model.name, folders, model.bytes, again=again), answered)
-
-    def _delete(self, model: Model) -> FloeError | None:
-        try:
-            if model.wish is not None:
-                self._setups.give_up(model.wish)
-            elif model.note is not None:
-                discard(model.note)
-            else:
-                if self._setups.check is not None and self._setups.check.name == model.name:
-                    self._setups.stop_check()
-                remove(model.name)
-        except FloeError as error:
-            return error
-        return None
 
     def _deleted(self, error: FloeError | None) -> None:
         self.refresh_list()
         if error is not None:
             self._trouble.show(error)
+
+
+def going(setups: Setups) -> list[str]:
+    """What runs, in words: a setup, a check."""
+    now, lines = None if setups.setup is None else setups.setup.progress(), list[str]()
+    if now is not None:
+        more = ": choose it and press Enter to chat with it" if now.state == "done" else ""
+        more = f" · {now.step}" if now.state in ("looking", "working", "checking") else more
+        lines.append(f"{setups.words()}{more}")
+    if setups.check is not None:
+        lines.append(told(setups.check))
+    return lines
+
+
+def keys(model: Model | None, setups: Setups) -> list[str]:
+    """What keys do now, while `model` is highlighted."""
+    hints = ["Enter types its name" if model is None else _ENTER[model.kind]]
+    if model is not None and model.note is not None:
+        hints = []
+    if model is not None and model.kind == "installed":
+        hints += ["V checks it"]
+    if model is not None and model.kind != "available" and model.name != catalog.DEMO:
+        hints += ["X deletes it"]
+    if setups.busy:
+        paused = setups.setup is not None and setups.setup.progress().state == "paused"
+        hints += ["Space continues" if paused else "Space pauses", "S stops"]
+    return hints
+
+
+def _refusal(model: Model, current: str | None) -> FloeError | None:
+    """Why a model is not deleted while `current` answers the chat."""
+    if model.name == catalog.DEMO:
+        return FloeError("The demo model cannot be deleted", "It is part of floe-chat.")
+    if model.name == current:
+        return FloeError(f"{model.name} answers this chat", "", "Choose another model first (Enter), then delete it.")
+    return None
+
+
+def delete(model: Model, setups: Setups) -> FloeError | None:
+    """Delete it, or return why it cannot be deleted."""
+    try:
+        if model.wish is not None:
+            setups.give_up(model.wish)
+        elif model.note is not None:
+            discard(model.note)
+        else:
+            if setups.check is not None and setups.check.name == model.name:
+                setups.stop_check()
+            remove(model.name)
+    except FloeError as error:
+        return error
+    return None
 
 
 def told(check: Check) -> str:
@@ -359,3 +359,8 @@ def told(check: Check) -> str:
         f"{check.name} is damaged: {first.file} ({first.cause}){more}. "
         f"Repair it with `floe-chat verify {check.name} --repair`, or delete it and set it up again."
     )
+
+
+def _may_be_tried_again(setup: Setup) -> bool:
+    """Whether it failed for a reason that may have passed."""
+    return setup.progress().state == "failed" and not isinstance(setup.error, AccessError)

@@ -18,11 +18,10 @@ from ...models import catalog
 from ...models.entry import Entry
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED
-from ..settings_file import change
 from ..setup_wish import Wish, unfinished, wish
 from ..setups import Setups, Survey, Surveyor, survey
 from ..widgets.background import in_background
-from ..widgets.setup_choice import ChoiceStep, Chosen
+from ..widgets.setup_choice import ChoiceStep
 from ..widgets.setup_folder import FolderStep
 from ..widgets.setup_machine import MachineStep
 from ..widgets.setup_progress import ProgressStep
@@ -30,8 +29,22 @@ from ..widgets.setup_resume import ResumeStep
 from ..widgets.setup_token import AskingStep, TokenStep
 from .models_remove import RemoveScreen
 from .wizard_access import WizardAccess
+from .wizard_intent import Intent
 
 CAN_CHAT = tuple(entry for entry in PUBLISHED if entry.chat is not None)
+
+_KEYS: list[BindingType] = [
+    Binding("escape", "back", "Previous step; on the first one, leave", show=False),
+    Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
+    Binding("enter", "go_on", "Continue", show=False),
+    Binding("m", "measure", "Measure the machine again", show=False),
+    Binding("space", "pause", "Pause or continue the setup", show=False),
+    Binding("s", "stop", "Stop the setup for now", show=False),
+    Binding("r", "retry", "Try again", show=False),
+    Binding("t", "token", "Enter a token", show=False),
+    Binding("x,delete", "remove", "Delete a setup that failed or was stopped", show=False),
+    Binding("c", "choose", "Choose model, bits and folder again", show=False),
+]
 
 
 class WizardScreen(WizardAccess):
@@ -45,18 +58,7 @@ class WizardScreen(WizardAccess):
     """
 
     TITLE = "Set up a model"
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "Previous step; on the first one, leave", show=False),
-        Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
-        Binding("enter", "go_on", "Continue", show=False),
-        Binding("m", "measure", "Measure the machine again", show=False),
-        Binding("space", "pause", "Pause or continue the setup", show=False),
-        Binding("s", "stop", "Stop the setup for now", show=False),
-        Binding("r", "retry", "Try again", show=False),
-        Binding("t", "token", "Enter a token", show=False),
-        Binding("x,delete", "remove", "Delete a setup that failed or was stopped", show=False),
-        Binding("c", "choose", "Choose model, bits and folder again", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = _KEYS
 
     def __init__(
         self,
@@ -69,14 +71,10 @@ class WizardScreen(WizardAccess):
         asked: Wish | None = None,
     ) -> None:
         super().__init__()
-        self._setups, self._entries, self._surveyor, self._settings = setups, list(entries), surveyor, settings
+        self._setups, self._entries, self._surveyor = setups, list(entries), surveyor
         self._wanted, self._asked = wanted, asked
         self._survey: Survey | None = None
-        self._chosen: Chosen | None = None
-        self._wish: Wish | None = None  # what will be started
-        self._earlier: Wish | None = None  # an unfinished setup of that name, which is deleted when this one starts
-        self._left: Wish | None = None  # the setup that the person left to choose again
-        self._folder_before: Path | None = None  # the models folder that stays until a setup starts in another one
+        self._intent = Intent(settings)
 
     async def on_mount(self) -> None:
         if self._setups.setup is not None:
@@ -135,60 +133,39 @@ class WizardScreen(WizardAccess):
 
     @on(ChoiceStep.Taken)
     async def _choose(self, event: ChoiceStep.Taken) -> None:
-        self._chosen, self._wanted = event.chosen, event.chosen.entry.name
+        self._wanted = event.chosen.entry.name
         try:
-            self._make_wish()
+            self._intent.choose(event.chosen)
         except FloeError as error:
             event.step.tell(error)
             return
         await self._show_folder()
 
     async def _show_folder(self) -> None:
-        assert self._chosen is not None
-        disk = self._chosen.option.disk
-        name = self._chosen.entry.name
-        lost = f"The unfinished setup of {name} with other settings will be deleted." if self._earlier else ""
+        chosen = self._intent.chosen
+        assert chosen is not None
+        disk, name = chosen.option.disk, chosen.entry.name
+        lost = f"The unfinished setup of {name} with other settings will be deleted." if self._intent.earlier else ""
         await self._turn_to(FolderStep(catalog.models_folder(), disk["peak"], disk["pack"], lost))
-
-    def _make_wish(self) -> None:
-        """For the choice, in the current models folder; an unfinished setup with the same settings is continued.
-
-        Raises:
-            UsageError: there is a model of that name.
-        """
-        assert self._chosen is not None
-        entry, spec = self._chosen.entry, self._chosen.option.spec
-        bits = {"up": spec.up, "gate": spec.gate, "down": spec.down, "dense": spec.dense}
-        made = wish(entry.repo or str(entry.folder), entry.name, bits)
-        begun = [*([self._left] if self._left else []), *unfinished()]
-        earlier = next((one for one in begun if one.name == made.name), None)
-        if earlier is not None and dataclasses.replace(earlier, commit="") == made:
-            made, earlier = earlier, None
-        self._wish, self._earlier = made, earlier
 
     @on(FolderStep.Taken)
     async def _take_folder(self, event: FolderStep.Taken) -> None:
-        before, folder = catalog.models_folder(), event.look.folder
         try:
-            if folder != before:
-                catalog.use_models_folder(folder)
-                self._make_wish()
-                self._folder_before = self._folder_before or before
+            self._intent.use_folder(event.look.folder)
         except FloeError as error:
-            catalog.use_models_folder(before)
             event.step.tell(error)
             return
-        assert self._wish is not None and self._survey is not None
+        wanted = self._intent.wish
+        assert wanted is not None and self._survey is not None
         machine = dataclasses.replace(self._survey.machine, disk_free=event.look.free)
         self._survey = dataclasses.replace(self._survey, machine=machine)
-        wanted = self._wish
         await self._ask_hub(wanted, lambda _entry: self._start(wanted), self._show_folder)
 
     # The setup
 
     async def _start(self, wanted: Wish) -> None:
         """Start, once an earlier setup of that name is deleted."""
-        earlier, self._earlier = self._earlier, None
+        earlier, self._intent.earlier = self._intent.earlier, None
         if earlier is None:
             await self._run(wanted)
             return
@@ -202,17 +179,11 @@ class WizardScreen(WizardAccess):
             else:
                 await self._run(wanted)
 
-        in_background(self, lambda: self._given_up(earlier), cleared)
-
-    def _keep_folder(self) -> None:
-        """Save the folder in the settings. Raises FloeError: they cannot be written."""
-        if self._folder_before is not None and self._settings is not None:
-            change(self._settings, {"folders.models": str(catalog.models_folder())})
-        self._folder_before = None
+        in_background(self, lambda: _given_up(self._setups, earlier), cleared)
 
     async def _run(self, wanted: Wish) -> None:
         try:
-            self._keep_folder()
+            self._intent.save_folder()
         except FloeError as error:  # a setup that the next start would not find is not started
             if isinstance(self._step, AskingStep):
                 self._step.tell(error)
@@ -296,7 +267,7 @@ class WizardScreen(WizardAccess):
     async def action_choose(self) -> None:
         """Choose again after a setup failed or was stopped."""
         if (shown := self._progress("failed", "cancelled")) is not None:
-            self._left, self._wanted = shown.setup.wish, shown.setup.wish.name
+            self._intent.left, self._wanted = shown.setup.wish, shown.setup.wish.name
             self._setups.stop()
             await self._show_choice()
 
@@ -314,22 +285,23 @@ class WizardScreen(WizardAccess):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                in_background(self, lambda: self._given_up(wanted), deleted)
+                in_background(self, lambda: _given_up(self._setups, wanted), deleted)
 
         again = "To use the model, it has to be downloaded and packed again."
         page = RemoveScreen(wanted.name, [wanted.folder, wanted.fetched], wanted.taken, again=again)
         self.app.push_screen(page, answered)
 
-    def _given_up(self, wanted: Wish) -> FloeError | None:
-        try:
-            self._setups.give_up(wanted)
-        except FloeError as error:
-            return error
-        return None
-
     def _leave(self, result: str | None) -> None:
         if self._progress("done", "failed"):
             self._setups.stop()
-        if self._folder_before is not None:
-            catalog.use_models_folder(self._folder_before)
+        self._intent.put_folder_back()
         self.dismiss(result)
+
+
+def _given_up(setups: Setups, wanted: Wish) -> FloeError | None:
+    """Delete a setup, or return why that cannot be."""
+    try:
+        setups.give_up(wanted)
+    except FloeError as error:
+        return error
+    return None

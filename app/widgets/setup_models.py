@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from textual.content import Content
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
 
 from ...models import catalog
 from ...models.errors import FloeError
@@ -25,6 +27,7 @@ HEADINGS = {
     "unfinished": "Unfinished setups",
     "available": "Available",
 }
+_OTHER = "Another model: type a hub id, an address or a folder …"
 _NAME, _SIZE = 24, 10
 
 
@@ -126,3 +129,38 @@ def _available(entry: Entry) -> Model:
     return Model(
         "available", entry.name, entry.checkpoint_bytes, about, f"{entry.repo or entry.name}: {about}. {download}"
     )
+
+
+class ModelList(OptionList):
+    """The models under their headings, and a line for another one.
+
+    `models`: the model of each row; None is a heading, or that line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="models", markup=False)
+        self.models: list[Model | None] = []
+
+    @property
+    def model(self) -> Model | None:
+        """The highlighted one; None on another line."""
+        at = self.highlighted
+        return self.models[at] if at is not None and at < len(self.models) else None
+
+    def show(self, found: Found, current: str | None) -> None:
+        """Show what was found; the highlight stays on its model. `current` is marked."""
+        before = self.model
+        self.models = []
+        self.clear_options()
+        kind = ""
+        for model in found.models:
+            if model.kind != kind:
+                kind = model.kind
+                self.models.append(None)
+                self.add_option(Option(Content.styled(HEADINGS[kind], "bold $primary"), disabled=True))
+            self.models.append(model)
+            self.add_option(Option(line(model, here=model.name == current)))
+        self.models.append(None)
+        self.add_option(Option(Content.styled(f"  {_OTHER}", "italic")))
+        same = (at for at, one in enumerate(self.models) if one and before and one.name == before.name)
+        self.highlighted = next(same, 1)
