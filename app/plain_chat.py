@@ -21,12 +21,12 @@ from ..models.errors import FloeError
 from . import model_choice
 from .arguments import need_text
 from .beginning import Beginning
+from .chat.dialogue import Dialogue
 from .chat_client import ChatClient, Submitted, TextDelta
 from .history import Answer, AnswerStats, Attachment, Conversation, History, Message, Setup, Trouble
 from .plain_commands import PlainCommands
 from .plain_lines import remark, say
 from .plain_markdown import PlainMarkdown, plain_text
-from .screens.dialogue import Dialogue
 from .settings import Persona
 from .widgets.plain import printable
 

@@ -16,17 +16,19 @@ from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter, Monochrome, NoColor
+from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.theme import Theme
 from textual.timer import Timer
 
-from ..engine.events import Sampling
+from ..engine.events import Failed, Loaded, Notice, Sampling
 from ..models.catalog import find, reference
 from ..models.errors import FloeError
 from . import model_choice
 from .actions import COMMANDS, OWN, Place
 from .beginning import Beginning, need_saving
-from .bridge import EngineBridge, EngineFailed, EngineNotice, ModelNotLoaded, ModelReady
+from .bridge import Heard
+from .chat.controller import ModelNotLoaded
 from .chat_client import ChatClient
 from .emoji import PlainEmoji
 from .history import History, Setup, history_file
@@ -34,6 +36,7 @@ from .painting import lighten
 from .screens.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
 from .settings import Settings
+from .settings_check import Problem
 from .settings_file import Read, change, read, settings_file, with_installed_model, with_known_theme
 from .setups import Setups, first_run
 from .terminal import EXIT_SIGNAL, Terminal
@@ -88,12 +91,7 @@ class FloeChatApp(App[int]):
         self._file = settings
         self._settings = with_installed_model(read(settings), settings) if settings else Read(Settings())
         own = self._settings.settings
-        kept = history or History(None)
-        self._bridge = EngineBridge(client, kept)
-        setup = Setup(reference(client.pack), sampling=sampling, system_prompt=system_prompt or "")
-        persona = own.personas.get(own.persona)
-        if persona is not None and persona.system_prompt == setup.system_prompt:
-            setup = replace(setup, persona=own.persona)
+        setup = _setup_of_new(client, sampling, system_prompt or "", own)
         pages = {
             "models": self._open_models,
             "wizard": partial(self._show_wizard, self._switch),
@@ -102,7 +100,7 @@ class FloeChatApp(App[int]):
             "help": self.action_help,
             "quit": self.action_quit,
         }
-        self._chat = ChatScreen(self._bridge, kept, setup, max_new_tokens, own.personas, pages)
+        self._chat = ChatScreen(client, history or History(None), setup, max_new_tokens, own.personas, pages)
         self._exit_code = 0
         self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
         self._next_look: Timer | None = None
@@ -115,7 +113,7 @@ class FloeChatApp(App[int]):
 
     @property
     def given_keys(self) -> Mapping[str, str]:
-        """The key of every action, see `hints.Keyed`."""
+        """The key of every action, see `keys.Keyed`."""
         return self._settings.settings.keys
 
     def on_load(self) -> None:
@@ -126,42 +124,29 @@ class FloeChatApp(App[int]):
         for theme in THEMES:
             self.register_theme(theme)
         self._apply(self._settings)
-        self._chat.show_panel(self._settings.settings.panel)
+        self._chat.dashboard.show_panel(self._settings.settings.panel)
         self.theme_changed_signal.subscribe(self, self._keep_theme)
 
     def on_ready(self) -> None:
         # The first frame is on the terminal: now the engine may import what takes seconds.
-        self._bridge.start(self._chat)
+        self._chat.start()
         in_background(self, _import_later, lambda _none: None)
         early, self._early = self._early or [], None
         for key in early:
             self.post_message(key)
         if self._reopened is not None:
-            self._chat.call_later(self._chat.reopen, self._reopened.conversation, own_model=self._reopened.own_model)
+            reopen = self._chat.controller.chats.reopen
+            self._chat.call_later(reopen, self._reopened.conversation, own_model=self._reopened.own_model)
         if self._file is not None and first_run(self._file):
             self._show_wizard(self._welcomed)
         self._tell_problems()
 
-    def _setup_words(self) -> str:
-        """How far a setup is, for the bottom row; at its end, the key that leads to a chat with the model."""
-        setup, said = self.setups.setup, self.setups.words()
-        done = setup is not None and setup.progress().state == "done"
-        return f"{said}: {key_of(self._chat, 'models')} chats with it" if done else said
-
     def _tell_problems(self) -> None:
         """Show in one toast which settings cannot be used: several would cover the text field."""
-        if not (problems := self._settings.problems):
-            return
-        told = [f"{problem}; {problem.effect}." for problem in problems[:_TOLD]]
-        if len(problems) > _TOLD:
-            told.append(f"{len(problems) - _TOLD} more: /settings shows them all.")
-        self.notify(
-            "\n".join([f"{self._file}:", *told, "The file was not changed."]),
-            title="A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used",
-            severity="warning",
-            timeout=15,
-            markup=False,
-        )
+        if problems := self._settings.problems:
+            title = "A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used"
+            said = _told(self._file, problems)
+            self.notify(said, title=title, severity="warning", timeout=15, markup=False)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         # With NO_COLOR Textual would send greys, which are colours too, and faint ones.
@@ -184,19 +169,18 @@ class FloeChatApp(App[int]):
         elif notice is not None:
             await self.pop_screen()
 
-    def on_engine_notice(self, event: EngineNotice) -> None:
-        """Show it in a toast."""
-        self.notify(event.cause, title=event.title, severity="warning", timeout=12, markup=False)
-
-    def on_engine_failed(self, event: EngineFailed) -> None:
-        if not self._chat.presets:
-            self._exit_code = event.exit_code
-
-    def on_model_ready(self, event: ModelReady) -> None:
-        """Whatever failed before, a model answers now."""
-        self._exit_code = 0
-        if self._untried is not None and self._untried[0] == Path(event.loaded.folder):
-            self._untried = None
+    def on_heard(self, event: Heard) -> None:
+        match event.news:
+            case Notice(title, cause):
+                self.notify(cause, title=title, severity="warning", timeout=12, markup=False)
+            case Failed(exit_code=code) if not self._chat.controller.model.presets:
+                self._exit_code = code
+            case Loaded(folder=folder):  # whatever failed before, a model answers now
+                self._exit_code = 0
+                if self._untried is not None and self._untried[0] == Path(folder):
+                    self._untried = None
+            case _:
+                pass
 
     def on_model_not_loaded(self, event: ModelNotLoaded) -> None:
         """A model that was chosen and cannot be loaded is not the one to start with."""
@@ -222,7 +206,7 @@ class FloeChatApp(App[int]):
         self._loop.call_soon_threadsafe(self._leave, code)
 
     def _leave(self, code: int) -> None:
-        self._chat.keep_unsent()
+        self._chat.controller.questions.save()
         self.exit(code)
 
     def action_help_quit(self) -> None:
@@ -232,9 +216,9 @@ class FloeChatApp(App[int]):
             self.leave(EXIT_SIGNAL + signal.SIGINT)
             return
         self._interrupted = now
-        stopped = self._chat.answering
+        stopped = self._chat.controller.model.answering
         if stopped:
-            self.call_later(self._chat.action_stop)
+            self._chat.controller.model.stop()
         again = f"Press Ctrl+C again within {_TWICE_SECONDS:.0f} seconds to quit floe-chat"
         self.notify(f"The answer is stopped. {again}" if stopped else again, timeout=_TWICE_SECONDS)
 
@@ -250,14 +234,10 @@ class FloeChatApp(App[int]):
         self.push_screen(HelpScreen(help_of(self.screen, self.given_keys)))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        chat = self._chat
-        for action in COMMANDS:
-            usage = action.usage.replace("[", r"\[")  # Textual takes it for markup, and its escape() leaves capitals
-            key = f"{key_of(chat, action.name)} · " if action.keys else ""
-            yield SystemCommand(action.title, f"{key}{usage} · {action.does}", partial(chat.do, action.name))
-        uses = f"{key_of(chat, 'next_preset')} goes to the next one · Use this quality from the next token on"
-        for preset in chat.presets:
-            yield SystemCommand(f"Preset: {preset}", uses, partial(chat.choose_preset, preset))
+        return _palette(self._chat)
+
+    def _tell(self, error: FloeError, severity: SeverityLevel = "warning") -> None:
+        self.notify(f"{error.cause} {error.hint}", title=error.title, severity=severity, markup=False)
 
     def _apply(self, found: Read) -> None:
         """Apply the settings of the screen at once."""
@@ -270,14 +250,19 @@ class FloeChatApp(App[int]):
         self._chat.take_keys(settings.keys)
         self.theme = settings.theme
 
+    def _save(self, write: Callable[[Path], None]) -> None:
+        """Change the settings file, if there is one."""
+        if self._file is not None:
+            try:
+                write(self._file)
+            except FloeError as error:
+                self._tell(error)
+            self._settings = read(self._file)
+
     def _keep_theme(self, theme: Theme) -> None:
         """Save the chosen theme in the settings."""
-        if self._file is not None and theme.name != self._settings.settings.theme:
-            try:
-                change(self._file, {"screen.theme": theme.name})
-            except FloeError as error:
-                self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
-            self._settings = read(self._file)
+        if theme.name != self._settings.settings.theme:
+            self._save(lambda file: change(file, {"screen.theme": theme.name}))
 
     def _open_settings(self) -> None:
         from .screens.settings import SettingsScreen
@@ -287,7 +272,9 @@ class FloeChatApp(App[int]):
     def _open_models(self) -> None:
         from .screens.models import ModelsScreen
 
-        self.push_screen(ModelsScreen(self.setups, current=self._chat.model, settings=self._file), self._switch)
+        self.push_screen(
+            ModelsScreen(self.setups, current=self._chat.controller.model.name, settings=self._file), self._switch
+        )
 
     def _show_wizard(self, then: Callable[[str | None], Awaitable[None]]) -> None:
         from .screens.wizard import WizardScreen
@@ -296,18 +283,17 @@ class FloeChatApp(App[int]):
 
     async def _welcomed(self, name: str | None) -> None:
         """The first run's wizard was closed: the next start opens the chat at once."""
-        if self._file is not None:
-            try:
-                change(self._file, {})
-            except FloeError as error:
-                self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
+        self._save(lambda file: change(file, {}))
         await self._switch(name)
 
     def _watch_setup(self) -> None:
         """Say in the chat how far the setup is, for as long as it moves; only pages over the chat start and stop it."""
         if self._next_look is not None:
             self._next_look.stop()
-        self._chat.say_beside(self._setup_words())
+        said, setup = self.setups.words(), self.setups.setup
+        if setup is not None and setup.progress().state == "done":
+            said += f": {key_of(self._chat, 'models')} chats with it"
+        self._chat.dashboard.say_beside(said)
         self._next_look = self.set_timer(_SETUP_PERIOD, self._watch_setup) if self.setups.moving else None
 
     async def _switch(self, name: str | None) -> None:
@@ -318,21 +304,44 @@ class FloeChatApp(App[int]):
         try:
             pack = find(name)
         except FloeError as error:
-            self.notify(f"{error.cause} {error.hint}", title=error.title, severity="error", markup=False)
+            self._tell(error, "error")
             return
         self._untried = (pack, self._settings.settings.model)
         self._start_with(name)
-        await self._chat.switch_model(pack)
+        self._chat.controller.model.switch(pack)
 
     def _start_with(self, model: str) -> None:
         """Save which model the next start uses."""
-        if self._file is None:
-            return
-        try:
-            model_choice.start_with(self._file, model)
-        except FloeError as error:
-            self.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
-        self._settings = read(self._file)
+        self._save(lambda file: model_choice.start_with(file, model))
+
+
+def _palette(chat: ChatScreen) -> Iterable[SystemCommand]:
+    """Every command, and every preset."""
+    for action in COMMANDS:
+        usage = action.usage.replace("[", r"\[")  # Textual takes it for markup, and its escape() leaves capitals
+        key = f"{key_of(chat, action.name)} · " if action.keys else ""
+        yield SystemCommand(action.title, f"{key}{usage} · {action.does}", partial(chat.do, action.name))
+    uses = f"{key_of(chat, 'next_preset')} goes to the next one · Use this quality from the next token on"
+    model = chat.controller.model
+    for preset in model.presets:
+        yield SystemCommand(f"Preset: {preset}", uses, partial(model.choose_preset, preset))
+
+
+def _told(file: Path | None, problems: Sequence[Problem]) -> str:
+    """The first problems of the settings file, and how many more there are."""
+    told = [f"{problem}; {problem.effect}." for problem in problems[:_TOLD]]
+    if len(problems) > _TOLD:
+        told.append(f"{len(problems) - _TOLD} more: /settings shows them all.")
+    return "\n".join([f"{file}:", *told, "The file was not changed."])
+
+
+def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, settings: Settings) -> Setup:
+    """What a new chat is answered with; the settings' persona is named where its system prompt is used."""
+    setup = Setup(reference(client.pack), sampling=sampling, system_prompt=system_prompt)
+    persona = settings.personas.get(settings.persona)
+    if persona is not None and persona.system_prompt == setup.system_prompt:
+        setup = replace(setup, persona=settings.persona)
+    return setup
 
 
 def _import_later() -> None:

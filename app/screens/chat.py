@@ -1,82 +1,118 @@
-"""The chat: its keys and commands, its settings, and the pages over it."""
+"""The chat screen: its layout, its keys, and who does what they ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
+from textual.app import ComposeResult
 from textual.binding import BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
 
 from ...models.errors import FloeError
 from ..actions import NAMED, Place, command
-from ..bridge import EngineBridge
-from ..history import History, Setup
+from ..bridge import EngineBridge, Heard
+from ..chat.controller import Controller, Do
+from ..chat.dialogue import Dialogue
+from ..chat.view import View
+from ..chat_client import ChatClient
+from ..history import Changed, History, Recovered, Setup, Trouble
 from ..settings import Persona
-from ..widgets.blocks import ErrorBlock
+from ..widgets.blocks import Welcome
+from ..widgets.chips import Chips
 from ..widgets.composer import Composer
+from ..widgets.copying import Copying
+from ..widgets.dashboard import Dashboard
 from ..widgets.keys import bindings
-from ..widgets.turns import CODE
-from .chat_settings import ChatSettings
-from .experts import ExpertsScreen
-from .quality import QualityScreen
+from ..widgets.plain import one_line, printable
+from ..widgets.transcript import Transcript
+from ..widgets.turns import CODE, COPY, Turn
+from ..widgets.writing import Writing
+from .chat_pages import ChatPages
 
-Do = Callable[..., Awaitable[None] | None]
-"""Does an action. One with an argument gets what was written after the command, or ""."""
+if TYPE_CHECKING:
+    from textual.widgets import Markdown
+
+    from ..widgets.code import CodeBlock
 
 
-class ChatScreen(ChatSettings):
-    """One chat with one model, and all of its commands."""
+class ChatScreen(Screen[None]):
+    """One chat.
+
+    Attributes:
+        controller: the conversation. dashboard: what is shown of the engine. does: what each action calls, by its name.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings(Place.CHAT)
 
     def __init__(
         self,
-        bridge: EngineBridge,
+        client: ChatClient,
         history: History,
         setup: Setup,
         max_new_tokens: int,
         personas: Mapping[str, Persona],
-        pages: Mapping[str, Do],
+        program: Mapping[str, Do],
     ) -> None:
-        """`pages`: what the program does, by the names of its actions."""
-        super().__init__(bridge, history, setup, max_new_tokens, personas)
-        self._does: dict[str, Do] = {
-            **pages,
-            "new_chat": self.new_chat,
-            "stop": self.action_stop,
-            "regenerate": self.answer_again,
-            "more": self.go_on,
-            "edit": self.edit_last,
-            "copy": self.copy_last,
-            "code": partial(self.copy_last, CODE),
-            "fork": self.fork_here,
-            "rename": self.rename,
-            "delete": self.delete_chat,
-            "undo": self.undo,
-            "history": self.open_history,
-            "last": self.open_last,
-            "file": self.attach,
-            "cut": self.cut,
-            "export": self.export,
-            "setup": self.open_setup,
-            "system": self.instruct,
-            "persona": self.take_persona,
-            "set": self.set_sampling,
-            "quality": self.turn_dial,
-            "preset": self.take_preset,
-            "next_preset": self.next_preset,
-            "toggle_panel": self.toggle_panel,
-            "pause_panel": self.pause_panel,
-            "experts": self.open_experts,
-            "editor": self.edit_outside,
-            "select_message": self.select_messages,
-            "scroll_up": partial(self.scroll_transcript, -1),
-            "scroll_down": partial(self.scroll_transcript, 1),
-            "scroll_to_end": self.scroll_to_end,
-            "leave_panel": self.focus_text,
+        """`program`: what the program does, by the names of its actions."""
+        super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+        self._bridge = EngineBridge(client, history)
+        dialogue = Dialogue(history, setup)
+        self._transcript = Transcript(dialogue.messages)
+        self._writing = Writing(client.count, lambda: self.controller.answering.question_room())
+        self.dashboard = Dashboard(self)
+        self._copying = Copying(self._transcript, self.dashboard.status)
+        view = View(self._transcript, self._writing, self.dashboard, self)
+        self.controller = Controller(client, self._bridge, history, dialogue, view, max_new_tokens, personas)
+        self._pages = ChatPages(self, self._bridge, history, self.controller, self.dashboard.figures)
+        self.does: Mapping[str, Do] = {**program, **self.controller.does, **self._pages.does, **self._own()}
+
+    def _own(self) -> Mapping[str, Do]:
+        """What the actions of the screen itself call, by their names."""
+        return {
+            "copy": self._copying.copy_last,
+            "code": self._copying.copy_code_of_last,
+            "file": self._writing.attach,
+            "cut": self._cut,
+            "editor": self._edit_outside,
+            "toggle_panel": self.dashboard.toggle_panel,
+            "pause_panel": self.dashboard.pause,
+            "select_message": self._select_message,
+            "scroll_up": partial(self._transcript.scroll_pages, -1),
+            "scroll_down": partial(self._transcript.scroll_pages, 1),
+            "scroll_to_end": self._transcript.show_end,
+            "leave_panel": self._writing.take_focus,
         }
+
+    def compose(self) -> ComposeResult:
+        yield self.dashboard.strip
+        with Horizontal():
+            with Vertical(id="chat"):
+                yield self._transcript
+                yield self._writing
+            yield self.dashboard.panel
+        yield self.dashboard.status
+
+    def on_mount(self) -> None:
+        self._writing.take_focus()
+        self.controller.model.begin()
+
+    def start(self) -> None:
+        """Let the engine begin."""
+        self._bridge.start(self)
+
+    def take_keys(self, keys: Mapping[str, str]) -> None:
+        """These are the keys of the actions from now on."""
+        self.dashboard.take_keys(keys)
+        self._writing.composer.newline_keys = frozenset(keys["newline"].split(",")) | {"shift+enter"}
+        for welcome in self.query(Welcome):
+            welcome.refresh(layout=True)
+
+    # What the person asks for
 
     async def action_do(self, name: str) -> None:
         """Do the action `name`."""
@@ -86,41 +122,89 @@ class ChatScreen(ChatSettings):
         """Do an action; show why it cannot be done."""
         action = NAMED[name]
         if action.needs_argument and not argument:
-            if self._composer.text:
-                self._status.remark(f"Send or clear your text first, then type {action.usage}")
+            if self._writing.text:
+                self.dashboard.remark(f"Send or clear your text first, then type {action.usage}")
             else:
-                self._composer.put(f"/{action.command} ")
-                self._status.remark(f"Usage: {action.usage}")
+                self._writing.put(f"/{action.command} ")
+                self.dashboard.remark(f"Usage: {action.usage}")
             return
         try:
-            running = self._does[name](argument) if action.argument else self._does[name]()
+            running = self.does[name](argument) if action.argument else self.does[name]()
             if running is not None:
                 await running
         except FloeError as error:
-            await self._transcript.add(ErrorBlock(error.title, error.cause, error.hint))
+            await self._transcript.explain(error)
 
     @on(Composer.Ordered)
     async def _obey(self, event: Composer.Ordered) -> None:
         if (action := command(event.name)) is not None:
             await self.do(action.name, event.argument)
 
-    def edit_outside(self) -> None:
-        """Write the question in the person's editor."""
-        if trouble := self._writing.edit_outside(lambda: self._bridge.drain(self)):
-            self._status.remark(trouble)
+    @on(Composer.Sent)
+    async def _send(self, event: Composer.Sent) -> None:
+        await self.controller.questions.send(event.text, event.files)
+        self._save_soon()
 
-    def turn_dial(self) -> None:
-        """Show the quality dial."""
-        if not self.presets:
-            self._status.remark("The presets are known when the model is loaded")
+    @on(Composer.Changed)
+    @on(Chips.Changed)
+    def _save_soon(self) -> None:
+        self.controller.questions.save_soon()
+
+    @on(Turn.Act)
+    async def _act(self, event: Turn.Act) -> None:
+        if event.turn.record is None:
             return
-        self.app.push_screen(QualityScreen(self._bridge, self._figures, self._status.preset, self.choose_preset))
+        if event.action == COPY:
+            self._copying.copy(event.turn.text, "the message")
+        elif event.action == CODE:
+            self._copying.copy_code_of(event.turn)
+        else:
+            try:
+                await self.controller.acting.act(event.action, event.turn.record)
+            except FloeError as error:
+                await self._transcript.explain(error)
 
-    def open_experts(self) -> None:
-        """Show the experts, layer by layer."""
-        self.app.push_screen(ExpertsScreen(self._figures))
+    @on(Transcript.Left)
+    def _leave_messages(self) -> None:
+        self._writing.take_focus()
 
-    def cut(self) -> None:
+    @on(Composer.Refused)
+    @on(Chips.Refused)
+    def _remark(self, event: Composer.Refused | Chips.Refused) -> None:
+        self.dashboard.remark(one_line(event.reason))
+
+    # By name: what they come from is imported behind the first frame.
+
+    def on_code_block_copied(self, event: CodeBlock.Copied) -> None:
+        self._copying.copy(event.code, "the code")
+
+    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
+        href = printable(event.href)
+        self._copying.copy(href, href)
+
+    def _select_message(self) -> None:
+        self._transcript.focus()
+
+    def _cut(self) -> None:
         """Shorten attached texts that do not fit the window."""
         if not self._writing.chips.cut():
-            self._status.remark("No attached text is too large")
+            self.dashboard.remark("No attached text is too large")
+
+    def _edit_outside(self) -> None:
+        """Write the question in the person's editor."""
+        if trouble := self._writing.edit_outside(lambda: self._bridge.drain(self)):
+            self.dashboard.remark(trouble)
+
+    # What the engine and the history report
+
+    @on(Heard)
+    async def _hear(self, event: Heard) -> None:
+        match event.news:
+            case Trouble(title, cause, hint):
+                self.notify(f"{cause} {hint}".strip(), title=title, severity="warning", timeout=15, markup=False)
+            case Recovered():
+                self.notify("All unsaved messages are on the disk now.", title="The history is saved again")
+            case Changed():
+                self._pages.history_changed()
+            case news:
+                await self.controller.hear(news)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from textual import events, on
@@ -16,7 +16,7 @@ from textual.widgets import Static
 
 from ...engine.events import LATE, Rule
 from ...models.errors import FloeError
-from ..bridge import EngineBridge
+from ..chat.model import ChatModel
 from ..chat_client import Cost
 from ..widgets.dial import Dial
 from ..widgets.figures import Figures, speed
@@ -107,18 +107,17 @@ class QualityScreen(ModalScreen[None]):
         Binding("down,j", "app.focus_next", "the line below", show=False),
     ]
 
-    def __init__(self, bridge: EngineBridge, figures: Figures, preset: str, choose: Callable[[str], None]) -> None:
+    def __init__(self, model: ChatModel, figures: Figures) -> None:
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (27, "-tall")]
-        self._bridge = bridge
+        self._model = model
         self._figures = figures
-        self._preset = preset
-        self._choose = choose
+        self._preset = model.preset
         self._now = Static("", classes="now")
         self._meaning = Static("", markup=False, classes="meaning")
         try:
-            self._costs, self._trouble = bridge.costs(), ""
+            self._costs, self._trouble = model.client.costs(), ""
         except FloeError as error:
             self._costs, self._trouble = (), f"{error.title}. {error.cause}"
 
@@ -139,7 +138,7 @@ class QualityScreen(ModalScreen[None]):
         known = next((cost for cost in self._costs if cost.preset.name == self._preset), None)
         if known is not None:
             self._turn_to(known.preset.rule)
-        elif (by_hand := self._bridge.by_hand) is not None:
+        elif (by_hand := self._model.by_hand) is not None:
             self._turn_to(by_hand)
         self._figures.watchers.append(self._show_now)
 
@@ -157,13 +156,13 @@ class QualityScreen(ModalScreen[None]):
     @on(PresetLine.Taken)
     def _take(self, event: PresetLine.Taken) -> None:
         self._turn_to(event.cost.preset.rule)
-        self._choose(event.cost.preset.name)
+        self._model.choose_preset(event.cost.preset.name)
         self._mark(event.cost.preset.name)
 
     @on(Dial.Turned)
     def _turn(self) -> None:
         values: dict[str, Any] = {dial.id or "": dial.value for dial in self.query(Dial)}
-        self._bridge.set_quality(Rule(**values | {"late": LATE * values["late"]}))
+        self._model.set_quality(Rule(**values | {"late": LATE * values["late"]}))
         self._mark("")
 
     def _turn_to(self, rule: Rule) -> None:

@@ -1,29 +1,24 @@
-"""The scrolling column of messages: a window on a branch of any length."""
+"""The scrolling column of messages: it follows its end, and one of its messages can be selected."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.message import Message
-from textual.widget import Widget
 
+from ...engine.events import Failed
+from ...models.errors import FloeError
 from ..actions import Place
 from ..history import Message as Record
 from .answer import AnswerTurn
-from .blocks import Horizon, Welcome
+from .blocks import ErrorBlock, Note, Welcome
 from .keys import bindings
+from .transcript_window import Read, Window
 from .turns import Turn, UserTurn
-
-PAGE = 6  # messages that are loaded at once: each costs Textual some 20 ms, and keys wait for that
-NONE_SEEN = -1  # in the place of the oldest message that the model sees
-_MOST = 24  # messages that stay mounted while one scrolls, as far as they are out of sight
-
-Read = Callable[[Sequence[int]], list[Record]]
 
 
 class Transcript(VerticalScroll):
@@ -38,15 +33,8 @@ class Transcript(VerticalScroll):
 
     def __init__(self, read: Read) -> None:
         super().__init__()
-        self._read = read
-        self._ids: tuple[int, ...] = ()
-        self._turns: dict[int, Turn] = {}  # the mounted ones
-        self._from, self._to = 0, 0  # their positions on the branch
-        self._horizon: int | None = None
-        self._paging = asyncio.Lock()
+        self._window = Window(self, read, self._keeping_view)
         self._demo = False
-        self.live: int | None = None
-        """The answer that is being written here."""
 
     def on_mount(self) -> None:
         self.anchor()
@@ -54,35 +42,31 @@ class Transcript(VerticalScroll):
 
     # What is shown
 
+    @property
+    def live(self) -> int | None:
+        """The answer that is being written here."""
+        return self._window.live
+
+    @live.setter
+    def live(self, message: int | None) -> None:
+        self._window.live = message
+
     def welcome(self, *, demo: bool) -> None:
         """Say in an empty chat that the demo model answers, or another one."""
         self._demo = demo
         for shown in self.query(Welcome):
             shown.demo = demo
 
-    def turn(self, message: int) -> Turn | None:
-        """The block of a message, if it is mounted."""
-        return self._turns.get(message)
-
-    @property
-    def selected(self) -> Turn | None:
-        """The message that keys act on."""
-        return next((turn for turn in self._turns.values() if turn.selected), None)
-
     async def show(self, ids: tuple[int, ...]) -> None:
         """Show the end of a branch, or the welcome where it is empty."""
-        async with self._paging:
-            await self._remove_blocks()
-            self._ids, self._from, self._to = ids, max(0, len(ids) - PAGE), len(ids)
-            self._horizon = None
-            await self._insert(self._blocks(self._from, self._to) if ids else [Welcome(demo=self._demo)])
+        await self._window.show_end(ids, Welcome(demo=self._demo))
         self.anchor()
-        self.call_after_refresh(self._fill)
+        self.call_after_refresh(self._window.fill)
 
     async def show_end(self) -> None:
         """Bring the end into view and follow it."""
-        if self._to < len(self._ids):
-            await self.show(self._ids)
+        if self._window.stop < len(self._window.ids):
+            await self.show(self._window.ids)
         self.anchor()
 
     async def change(self, ids: tuple[int, ...], *, follow: bool = True) -> None:
@@ -90,50 +74,69 @@ class Transcript(VerticalScroll):
 
         With `follow` the end comes into view.
         """
-        same = next((at for at, (old, new) in enumerate(zip(self._ids, ids, strict=False)) if old != new), None)
-        same = min(len(self._ids), len(ids)) if same is None else same
-        if same < self._from or (follow and self._to < len(self._ids)):
+        if not await self._window.change(ids, follow=follow):
             await self.show(ids)
             return
-        async with self._paging:
-            await self._remove_from(same)
-            to = len(ids) if follow else min(len(ids), same + PAGE)
-            start = min(self._to, same)
-            self._ids, self._to = ids, max(start, to)
-            await self._insert(self._blocks(start, self._to))
         if follow:
             self.anchor()
-        await self._trim()
+        await self._window.trim()
 
-    async def add(self, block: Widget) -> None:
-        """Append a remark, or a queued question; the first one replaces the welcome."""
+    async def note(self, text: str) -> None:
+        """Add a remark of the program."""
+        await self._window.insert([Note(text)])
+
+    async def explain(self, problem: FloeError | Failed) -> None:
+        """Add what went wrong, why, and what to do."""
+        await self._window.insert([ErrorBlock(problem.title, problem.cause, problem.hint)])
+
+    async def queue(self, text: str, note: str, files: tuple[str, ...]) -> UserTurn:
+        """Add a question that waits."""
+        turn = UserTurn(text, note, files=files)
+        self.anchor()
         await self.query(Welcome).remove()
-        if isinstance(block, UserTurn):
-            await self.mount(block)
-        else:
-            await self._insert([block])
+        await self.mount(turn)
+        return turn
 
-    def mark_horizon(self, message: int | None) -> None:
-        """Mark the oldest message that the model still sees; None: it sees all."""
-        if message == self._horizon:
-            return
-        self._horizon = message
-        self.query(Horizon).remove()
-        if message is not None and (turn := self._turns.get(message)) is not None:
-            self.mount(Horizon(), before=turn)
-        elif message == NONE_SEEN and self._to == len(self._ids):
-            self.mount(Horizon())
+    def mark_horizon(self, seen: Sequence[int] | None) -> None:
+        """Mark the first of the messages that the model still sees; None: it sees all."""
+        self._window.mark_horizon(seen)
 
     def scroll_pages(self, pages: int) -> None:
         """Scroll up (-1) or down (1) by a page."""
         if self.max_scroll_y > 0:
             self.scroll_relative(y=pages * max(1, self.size.height - 2), animate=False)
 
+    # The answer that is being written
+
+    def feed(self, text: str) -> None:
+        """Show more of the answer."""
+        if (turn := self._answer(self.live)) is not None:
+            turn.feed(text)
+
+    def show_progress(self, words: str) -> None:
+        """Show what happens before its first token."""
+        if (turn := self._answer(self.live)) is not None:
+            turn.show_progress(words)
+
+    def finish(self, answer: Record) -> None:
+        """No more text comes."""
+        if (turn := self._answer(answer.id)) is not None:
+            turn.finish(answer)
+
+    def _answer(self, message: int | None) -> AnswerTurn | None:
+        turn = None if message is None else self._window.turns.get(message)
+        return turn if isinstance(turn, AnswerTurn) else None
+
     # Selecting
 
+    @property
+    def selected(self) -> Turn | None:
+        """The message that keys act on."""
+        return next((turn for turn in self._window.turns.values() if turn.selected), None)
+
     def on_focus(self) -> None:
-        if self.selected is None and self._turns:
-            self._select(self._turns[self._ids[self._to - 1]])
+        if self.selected is None and self._window.turns:
+            self._select(self._window.ids[self._window.stop - 1])
 
     def on_blur(self) -> None:
         if (selected := self.selected) is not None:
@@ -141,23 +144,18 @@ class Transcript(VerticalScroll):
 
     async def go_to(self, message: int) -> None:
         """Bring a message of the branch into view and select it."""
-        if message not in self._ids:
+        if message not in self._window.ids:
             return
-        if message not in self._turns:
-            at = self._ids.index(message)
-            async with self._paging:
-                await self._remove_blocks()
-                self._from, self._to = max(0, at - PAGE // 2), min(len(self._ids), at + PAGE // 2 + 1)
-                self.release_anchor()
-                await self._insert(self._blocks(self._from, self._to))
-            self.call_after_refresh(self._fill)
+        if message not in self._window.turns:
+            await self._window.show_around(self._window.ids.index(message))
+            self.call_after_refresh(self._window.fill)
         self.focus()
-        self.call_after_refresh(self.select, message)
+        self.call_after_refresh(self._select, message)
 
-    def select(self, message: int) -> None:
-        """Select a message that is mounted."""
-        if (turn := self._turns.get(message)) is not None:
-            self._select(turn)
+    def select_at(self, position: int) -> None:
+        """Select the message there, if it is mounted and this has the focus."""
+        if self.has_focus and position < len(self._window.ids):
+            self._select(self._window.ids[position])
 
     def action_act(self, action: str) -> None:
         """Ask for something to be done to the selected message."""
@@ -166,25 +164,24 @@ class Transcript(VerticalScroll):
 
     async def action_select(self, step: int) -> None:
         """Select a neighbour of the selected message."""
-        selected = self.selected
+        selected, window = self.selected, self._window
         if selected is None or selected.record is None:
             self.on_focus()
             return
-        at = self._ids.index(selected.record.id) + step
-        if at >= len(self._ids):
+        at = window.ids.index(selected.record.id) + step
+        if at >= len(window.ids):
             self.action_leave()
         elif at >= 0:
-            if at < self._from:
-                await self._load_earlier()
-            elif at >= self._to:
-                await self._load_later()
-            self._select(self._turns[self._ids[at]])
+            if at < window.start:
+                await window.load_earlier()
+            elif at >= window.stop:
+                await window.load_later()
+            self._select(window.ids[at])
 
     async def action_select_first(self) -> None:
         """Go to where the chat began."""
-        if not self._ids:
-            return
-        await self.go_to(self._ids[0])
+        if self._window.ids:
+            await self.go_to(self._window.ids[0])
 
     def action_leave(self) -> None:
         """Give the keys back to the text field."""
@@ -193,54 +190,17 @@ class Transcript(VerticalScroll):
     class Left(Message):
         """The person is done with selecting."""
 
-    def _select(self, turn: Turn) -> None:
-        self.on_blur()
-        turn.selected = True
-        self.call_after_refresh(self.scroll_to_widget, turn, animate=False)  # its bar may take another row
+    def _select(self, message: int) -> None:
+        if (turn := self._window.turns.get(message)) is not None:
+            self.on_blur()
+            turn.selected = True
+            self.call_after_refresh(self.scroll_to_widget, turn, animate=False)  # its bar may take another row
 
-    # The window
+    # Scrolling
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Load what is a screen away from what is in view."""
-        if self._paging.locked() or not self._turns:
-            return
-        if self._from > 0 and self.scroll_y < self.size.height:
-            self.run_worker(self._load_earlier(), group="page", exclusive=False)
-        elif self._to < len(self._ids) and self.max_scroll_y - self.scroll_y < self.size.height:
-            self.run_worker(self._load_later(), group="page", exclusive=False)
-
-    async def _load_earlier(self) -> None:
-        async with self._paging:
-            if self._from == 0:
-                return
-            start, end = max(0, self._from - PAGE), self._from
-            last = self._to - PAGE
-            away = len(self._turns) >= _MOST and self.live is None and self._is_far(last)
-            blocks = self._blocks(start, end)
-            self._from = start
-            with self._keeping_view(self._turns[self._ids[end]]):
-                await self.mount_all(blocks, before=0)
-                if away:
-                    await self._remove_from(last)
-        self.call_after_refresh(self._fill)
-
-    async def _load_later(self) -> None:
-        async with self._paging:
-            if self._to >= len(self._ids):
-                return
-            self.release_anchor()
-            away = self._from + PAGE if len(self._turns) >= _MOST else self._from
-            away = away if self._is_far(away) else self._from
-            start, self._to = self._to, min(len(self._ids), self._to + PAGE)
-            blocks = self._blocks(start, self._to)
-            with self._keeping_view(self._turns[self._ids[start - 1]]):
-                await self._insert(blocks)
-                await self._remove_before(away)
-        self.call_after_refresh(self._fill)
+        self._window.fill()
 
     @contextmanager
     def _keeping_view(self, turn: Turn) -> Generator[None]:
@@ -259,73 +219,3 @@ class Transcript(VerticalScroll):
     def _follows(self) -> bool:
         """Whether the end stays in view when something is added."""
         return self._anchored and not self._anchor_released
-
-    async def _trim(self) -> None:
-        """Let go of the oldest messages while the end is in view."""
-        if len(self._turns) > _MOST and self.is_vertical_scroll_end and self._is_far(self._to - 2 * PAGE):
-            async with self._paging:
-                await self._remove_before(self._to - 2 * PAGE)
-
-    def _is_far(self, position: int) -> bool:
-        """Whether the message there is so far from what is in view that it would not be loaded."""
-        turn = self._turns.get(self._ids[position])
-        if turn is None:
-            return False
-        y, height = turn.virtual_region.y, self.size.height
-        return y < self.scroll_y - height or y > self.scroll_y + 2 * height
-
-    def _blocks(self, start: int, stop: int) -> list[Widget]:
-        """Blocks for the messages at positions `start` to `stop`."""
-        blocks: list[Widget] = []
-        found = {record.id: record for record in self._read(self._ids[start:stop])}
-        for position in range(start, stop):
-            record = found.get(self._ids[position]) or _missing(self._ids[position], position)
-            if record.id == self._horizon and not self.query(Horizon):
-                blocks.append(Horizon())
-            if record.role == "user":
-                self._turns[record.id] = UserTurn(record.text, record=record)
-            else:
-                self._turns[record.id] = AnswerTurn(record, live=record.id == self.live)
-            blocks.append(self._turns[record.id])
-        return blocks
-
-    async def _insert(self, blocks: Sequence[Widget]) -> None:
-        """Mount at the end, but before questions that wait."""
-        await self.query(Welcome).remove()
-        await self.mount_all(blocks, before=next((block for block in self.children if _waits(block)), None))
-
-    async def _remove_before(self, position: int) -> None:
-        """Take away the messages before `position`, and the remarks between them."""
-        if position == self._from:
-            return
-        first = self.children.index(self._turns[self._ids[position]])
-        for message in self._ids[self._from : position]:
-            self._turns.pop(message, None)
-        self._from = position
-        await self.remove_children(list(self.children[:first]))
-
-    async def _remove_blocks(self) -> None:
-        """Take all away but questions that wait."""
-        self._turns.clear()
-        await self.remove_children([block for block in self.children if not _waits(block)])
-
-    async def _remove_from(self, position: int) -> None:
-        """Take away the messages from `position` on, and the remarks between and after them."""
-        leaving = [message for message in self._ids[position : self._to] if message in self._turns]
-        if leaving:
-            at = self.children.index(self._turns[leaving[0]])
-            gone = [block for block in self.children[at:] if not _waits(block)]
-            for message in leaving:
-                del self._turns[message]
-            self._to = position
-            await self.remove_children(gone)
-
-
-def _waits(block: Widget) -> bool:
-    return isinstance(block, UserTurn) and block.record is None
-
-
-def _missing(message: int, position: int) -> Record:
-    """Stands in for a message that another floe-chat has deleted."""
-    words = "(deleted in another floe-chat window)"
-    return Record(message, 0, None, position, "user", words, "complete", 0, "", "", None, (), 1, 1)

@@ -158,6 +158,10 @@ class UserTurn(Turn):
         parts += [Content.styled(note, f"italic {MUTED}")] if note else []
         self._said.update(Content("\n").join(parts), layout=self._said.is_attached)
 
+    async def withdraw(self) -> None:
+        """Take the question away."""
+        await self.remove()
+
     def compose(self) -> ComposeResult:
         yield self._said
         yield self._tail

@@ -18,11 +18,12 @@ from textual.widgets import OptionList
 
 from ...models.home import expanded
 from ..actions import ALIASES, COMMANDS
+from ..history import Attachment
 from .background import in_background
 from .chips import Chips, Count
 from .completion import Completion, Wanted, wanted
 from .composer import Composer
-from .files import is_outside, listing, matching, outside
+from .files import is_outside, listing, matching, meant, outside
 from .plain import printable
 
 _LOOK_SECONDS = 0.3
@@ -42,6 +43,42 @@ class Writing(Vertical):
 
     def compose(self) -> ComposeResult:
         yield from (self.completion, self.chips, self.composer)
+
+    @property
+    def text(self) -> str:
+        """What is written."""
+        return self.composer.text
+
+    @property
+    def files(self) -> tuple[Attachment, ...]:
+        """What is attached."""
+        return self.chips.files
+
+    def put(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Replace both."""
+        self.composer.put(text) if text else self.composer.clear()
+        self.chips.take_all()
+        self.chips.give_back(files)
+
+    def take_back(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Put `text` before what was written meanwhile, and `files` beside the others."""
+        self.composer.take_back(text, files)
+
+    def remember(self, texts: Sequence[str]) -> None:
+        """These are the questions that Up brings back, the newest last."""
+        self.composer.remember(texts)
+
+    def measure_again(self) -> None:
+        """Another model counts tokens now."""
+        self.chips.measure_again()
+
+    def take_focus(self) -> None:
+        """Let the person write here."""
+        self.composer.focus()
+
+    def attach(self, path: str) -> None:
+        """Attach a file to the next question."""
+        self.chips.attach(meant(path))
 
     def title(self, name: str, remark: str = "") -> None:
         """Name the chat on the frame, and what Enter will do if that is unusual."""

@@ -140,13 +140,13 @@ async def _rows(stage: Stage) -> None:
 
 async def _panel_of_two_lines(stage: Stage) -> None:
     await _rows(stage)
-    stage.chat.show_panel("compact")
+    stage.chat.dashboard.show_panel("compact")
     await stage.see("hits 62 %")
 
 
 async def _no_panel(stage: Stage) -> None:
     await _rows(stage)
-    stage.chat.show_panel("hidden")
+    stage.chat.dashboard.show_panel("hidden")
     await until(stage.pilot, lambda: "hits 62 %" not in shown(stage.pilot) and "hit rate" not in shown(stage.pilot))
 
 
@@ -307,7 +307,8 @@ async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("floe_chat.models.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("floe_chat.app.screens.wizard_access.look_up", ask_for_terms)
     begun = [WISH] if name == "wizard-resume" else []
-    monkeypatch.setattr("floe_chat.app.screens.wizard.unfinished", lambda: begun)
+    for module in ("wizard", "wizard_intent"):
+        monkeypatch.setattr(f"floe_chat.app.screens.{module}.unfinished", lambda: begun)
     monkeypatch.setattr(Wish, "taken", property(lambda _wish: 12_300_000_000))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

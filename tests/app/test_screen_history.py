@@ -14,7 +14,8 @@ from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.history import Conversation, History, Message, Setup, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
 from floe_chat.app.widgets.blocks import Note, Welcome
-from floe_chat.app.widgets.transcript import PAGE, Transcript
+from floe_chat.app.widgets.transcript import Transcript
+from floe_chat.app.widgets.transcript_window import PAGE
 from floe_chat.app.widgets.turns import Turn, UserTurn
 from textual.pilot import Pilot
 from textual.widgets import OptionList
@@ -166,7 +167,7 @@ async def at_the_end_of(client: ScriptedClient, count: int) -> AsyncGenerator[Pi
 async def test_what_is_loaded_above_does_not_end_the_following() -> None:
     async with at_the_end_of(ScriptedClient(), 40) as pilot:
         await until(pilot, lambda: len(shown(pilot)) > PAGE)
-        await transcript(pilot).add(Note("\n".join(f"line {number}" for number in range(50))))
+        await transcript(pilot).note("\n".join(f"line {number}" for number in range(50)))
         await until(pilot, lambda: "line 49" in screen_text(pilot))
 
 

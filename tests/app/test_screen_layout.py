@@ -173,7 +173,7 @@ async def test_prose_stays_narrow_where_code_may_be_wide(panel: str) -> None:
     client = ScriptedClient()
     async with ready(client, size=(200, 50)) as pilot:
         chat = pilot.app.screen_stack[0]
-        chat.show_panel(panel)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        chat.dashboard.show_panel(panel)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         request = await ask(pilot, client, "word " * 60)
         words, code = "word " * 60, "x = " + "1 + " * 30 + "1"
         client.say(TextDelta(request, f"# {words}\n\n{words}\n\n- {words}\n\n> {words}\n\n```python\n{code}\n```\n"))

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from floe_chat.app.bridge import AnswerFinished, AnswerText, ModelReady, StatsArrived, as_messages
+from floe_chat.app.bridge import merged
 from floe_chat.app.chat_client import TextDelta
 from floe_chat.app.screens.history import when
 from floe_chat.app.widgets import units
@@ -34,21 +34,19 @@ def test_one_drain_joins_text_and_keeps_order() -> None:
         Finished(1, "stop", stats(1)),
         TextDelta(2, "d"),
     ]
-    messages = as_messages(updates)
-    assert [type(message) for message in messages] == [
-        AnswerText,
-        StatsArrived,
-        AnswerText,
-        AnswerFinished,
-        AnswerText,
+    assert merged(updates) == [
+        TextDelta(1, "ab"),
+        stats(1),
+        TextDelta(1, "c"),
+        Finished(1, "stop", stats(1)),
+        TextDelta(2, "d"),
     ]
-    assert [message.text for message in messages if isinstance(message, AnswerText)] == ["ab", "c", "d"]
-    assert isinstance(messages[1], StatsArrived) and messages[1].stats == stats(1)
 
 
 def test_the_packs_name_is_made_printable() -> None:
-    (message,) = as_messages([dataclasses.replace(LOADED, model="a\x1b]0;b")])
-    assert isinstance(message, ModelReady) and message.loaded.model == "a\ufffd]0;b"
+    assert merged([dataclasses.replace(LOADED, model="a\x1b]0;b")]) == [
+        dataclasses.replace(LOADED, model="a\ufffd]0;b"),
+    ]
 
 
 def test_completion_knows_what_is_being_written() -> None:

@@ -42,17 +42,20 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
     async with app.run_test(size=(100, 30)) as pilot:
         chat = app.screen
         assert isinstance(chat, ChatScreen)
-        await until(pilot, lambda: chat.model == "tiny")
+        await until(pilot, lambda: chat.controller.model.name == "tiny")
         await write(pilot, "one")
         await pilot.press("enter")
         await until(pilot, lambda: len(chat.query(AnswerTurn)) == 1 and "ready" in chat.query_one(StatusLine).state)
         # While the next answer runs: it is stopped, then the other model answers what was asked meanwhile.
         await write(pilot, "two")
         await pilot.press("enter")
-        await chat.switch_model(other)
+        chat.controller.model.switch(other)
         await write(pilot, "three")
         await pilot.press("enter")
-        await until(pilot, lambda: chat.model == "other" and not chat.query_one(StatusLine).state.startswith("load"))
+        await until(
+            pilot,
+            lambda: chat.controller.model.name == "other" and not chat.query_one(StatusLine).state.startswith("load"),
+        )
         await until(pilot, lambda: len(chat.query(AnswerTurn)) == 3 and "ready" in chat.query_one(StatusLine).state)
         assert chat.query_one(StatusLine).context_window == 300
         assert history.settle()
@@ -62,8 +65,8 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
         assert answered[0] == "tiny" and answered[-1] == "other"
         assert history.conversation(kept.id).setup.model == "other"
         # A pack outside the models folder is noted by its path.
-        await chat.switch_model(tiny_pack)
-        await until(pilot, lambda: chat.model == "tiny" and "ready" in chat.query_one(StatusLine).state)
+        chat.controller.model.switch(tiny_pack)
+        await until(pilot, lambda: chat.controller.model.name == "tiny" and "ready" in chat.query_one(StatusLine).state)
         assert history.settle()
         assert history.conversation(kept.id).setup.model == str(tiny_pack)
     history.close()
@@ -73,7 +76,7 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
 def is_ready(app: FloeChatApp, model: str) -> bool:
     chat = app.screen_stack[0]
     assert isinstance(chat, ChatScreen)
-    return chat.model == model and chat.query_one(StatusLine).state == "ready"
+    return chat.controller.model.name == model and chat.query_one(StatusLine).state == "ready"
 
 
 async def test_the_last_model_chosen_is_the_one_to_start_with(tiny_pack: Path, other: Path, tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ async def test_an_empty_chat_with_the_demo_leads_to_a_real_model(other: Path) ->
         await until(pilot, lambda: is_ready(app, "demo"))
         chat = app.screen
         assert isinstance(chat, ChatScreen)
-        await chat.switch_model(other)
+        chat.controller.model.switch(other)
         await until(pilot, lambda: is_ready(app, "other") and "sets up a real model" not in shown(pilot))
         await pilot.press("ctrl+n")
         await see(pilot, "Try:")

@@ -92,7 +92,7 @@ async def test_a_draft_waits_while_a_message_is_edited(tmp_path: Path) -> None:
             await write(pilot, changed)
             await pilot.press("ctrl+n")
             await until(pilot, lambda kept=kept: composer(pilot).text == kept and "notes.md" in screen_text(pilot))
-            await pilot.app._chat.open_last()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            await pilot.app._chat.controller.chats.open_last()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     history.close()
 
 
@@ -108,7 +108,7 @@ async def test_a_quality_set_by_hand_belongs_to_its_chat(tmp_path: Path) -> None
     client, history = ScriptedClient(), History(tmp_path / "history.db")
     async with ready(client, history=history) as pilot:
         await finish(pilot, client, await ask(pilot, client, "at my quality"))
-        pilot.app._chat._bridge.set_quality(BY_HAND)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        pilot.app._chat.controller.model.set_quality(BY_HAND)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         client.say(PresetChanged("Custom"))
         await until(pilot, lambda: status(pilot).preset == "Custom")
         await pilot.press("ctrl+n", "f3")
@@ -122,7 +122,7 @@ async def test_a_quality_set_by_hand_belongs_to_its_chat(tmp_path: Path) -> None
     older = history.conversations()[-1].id
     assert [history.conversation(one.id).setup.quality for one in history.conversations()] == [None, BY_HAND]
     async with ready(client, history=history) as pilot:
-        await pilot.app._chat.open(older)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        await pilot.app._chat.controller.chats.open(older)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
         assert client.dialled == [BY_HAND]
         client.say(PresetChanged("Custom"))
         await write(pilot, "/last")

@@ -1,0 +1,146 @@
+"""One chat: composed of its parts, and what the engine and the history report to them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from textual.message import Message
+
+from ...engine.events import Failed, Finished, Loaded, Loading, PrefillProgress, PresetChanged, Stats
+from ..bridge import EngineBridge, News
+from ..chat_client import ChatClient, TextDelta
+from ..history import History, Ready
+from ..settings import Persona
+from .acting import Acting
+from .answering import Answering
+from .chats import Chats
+from .dialogue import Dialogue
+from .model import ChatModel, Phase
+from .questions import Questions
+from .setting import Setting
+from .view import View
+
+Do = Callable[..., Awaitable[None] | None]
+"""Does an action. One with an argument gets what was written after the command, or ""."""
+
+
+class ModelNotLoaded(Message):
+    """The model in `pack` could not be loaded, and the chat does without it."""
+
+    def __init__(self, pack: Path) -> None:
+        super().__init__()
+        self.pack = pack
+
+
+class Controller:
+    """Asks, stops, answers again, and changes branches and chats.
+
+    Attributes:
+        view: what shows it. dialogue: the branch on the screen. model: what answers it. The others do what their
+            classes say.
+    """
+
+    def __init__(
+        self,
+        client: ChatClient,
+        bridge: EngineBridge,
+        history: History,
+        dialogue: Dialogue,
+        view: View,
+        max_new_tokens: int,
+        personas: Mapping[str, Persona],
+    ) -> None:
+        self.view = view
+        self.dialogue = dialogue
+        self.model = ChatModel(client, dialogue, view)
+        self.answering = Answering(bridge, history, dialogue, self.model, view, max_new_tokens)
+        self.questions = Questions(history, dialogue, self.model, self.answering, view)
+        self.chats = Chats(history, dialogue, self.model, self.answering, self.questions, view)
+        self.acting = Acting(dialogue, self.model, self.answering, self.questions, self.chats, view)
+        self.setting = Setting(dialogue, self.questions, personas, view)
+
+    @property
+    def does(self) -> Mapping[str, Do]:
+        """What the actions of a conversation call, by their names."""
+        last = self.acting.act_on_last
+        return {
+            "new_chat": self.chats.begin,
+            "stop": self.stop,
+            "regenerate": partial(last, "answer_again", "assistant", "user"),
+            "more": partial(last, "continue_answer", "assistant"),
+            "edit": partial(last, "edit_message", "user"),
+            "fork": partial(last, "fork_chat", "assistant", "user"),
+            "rename": self.chats.rename,
+            "delete": self.chats.delete,
+            "undo": self.chats.undo,
+            "last": self.chats.open_last,
+            "export": self.chats.export,
+            "system": self.setting.instruct,
+            "persona": self.setting.take_persona,
+            "set": self.setting.set_sampling,
+            "preset": self.model.take_preset,
+            "next_preset": self.model.next_preset,
+        }
+
+    async def stop(self) -> None:
+        """Stop the answer; else stop editing, or take back the last queued question."""
+        if self.model.answering:
+            self.model.stop()
+        else:
+            await self.questions.take_back()
+
+    async def hear(self, news: News) -> None:
+        """Something happened in the engine, or to the history."""
+        match news:
+            case Loading(step, fraction):
+                self.model.show_loading(step, fraction)
+            case Loaded():
+                self.model.take(news)
+                await self._become_ready("ready")
+            case PrefillProgress():
+                self.answering.show_reading(news)
+            case TextDelta(request, text):
+                self.answering.show_text(request, text)
+            case Stats():
+                self.answering.show_stats(news)
+            case PresetChanged(preset):
+                self.model.take_preset_in_force(preset)
+            case Finished() if self.answering.is_live(news.request):
+                await self._become_ready(await self.answering.finish(news))
+            case Failed():
+                await self._explain(news)
+            case Ready(_saved, interrupted):
+                await self._begin(interrupted)
+            case _:
+                pass
+
+    async def _become_ready(self, words: str) -> None:
+        self.model.become_ready(words)
+        if self.view.gauges.context_used is None:
+            self.answering.measure_context()
+        await self.questions.send_next()
+        self.questions.save_soon()
+
+    async def _explain(self, failed: Failed) -> None:
+        answering = self.answering.is_live(failed.request)
+        if answering:
+            self.view.gauges.stop()
+            await self.answering.end("failed", None)
+        await self.view.messages.explain(failed)
+        if answering:
+            await self._become_ready("ready")
+        elif self.model.phase is Phase.LOADING:
+            self.view.pump.post_message(ModelNotLoaded(self.model.client.pack))
+            await self.questions.take_back_queued()
+            if self.model.fall_back():
+                await self.view.messages.note(f"{self.model.name} answers again")
+
+    async def _begin(self, interrupted: int) -> None:
+        """The history is open: `interrupted` answers were cut off when the last run ended."""
+        if interrupted:
+            many = "An answer was" if interrupted == 1 else f"{interrupted} answers were"
+            words = f"{many} cut off when floe-chat last ended. The text so far is saved; /last opens the chat"
+            await self.view.messages.note(words)
+        await self.questions.take_over()

@@ -1,0 +1,233 @@
+"""The model that answers the chat: loading it, changing to another one, and its quality."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum, auto
+from pathlib import Path
+
+from ...engine.events import Loaded, Rule
+from ...models import catalog
+from ...models.errors import FloeError, UsageError
+from .. import model_choice
+from ..chat_client import ChatClient
+from ..history import Setup
+from ..widgets.units import share
+from .dialogue import Dialogue
+from .view import View
+
+CUSTOM = "Custom"  # the engine's name for a quality that is no preset
+
+
+class Phase(Enum):
+    """What the engine does for the chat."""
+
+    LOADING = auto()
+    READY = auto()
+    ANSWERING = auto()
+    STOPPING = auto()
+    BROKEN = auto()
+
+
+class ChatModel:
+    """The model behind one chat.
+
+    Attributes:
+        name: "" before one is loaded. pack: its folder, None before. window: tokens of context, 0 before.
+        presets: best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one asked for last.
+        by_hand: the last quality without a name.
+    """
+
+    def __init__(self, client: ChatClient, dialogue: Dialogue, view: View) -> None:
+        self._client = client
+        self._dialogue = dialogue
+        self._view = view
+        self._next_pack: Path | None = None
+        self._picked: Path | None = None  # by the person, for the chat on the screen
+        self.phase = Phase.LOADING
+        self.name = self.preset = self.wanted = ""
+        self.pack: Path | None = None
+        self.window = 0
+        self.presets: tuple[str, ...] = ()
+        self.by_hand: Rule | None = None
+
+    @property
+    def answering(self) -> bool:
+        """Whether an answer is being written."""
+        return self.phase is Phase.ANSWERING
+
+    @property
+    def client(self) -> ChatClient:
+        """The engine behind it."""
+        return self._client
+
+    def begin(self) -> None:
+        """Show that the first model loads."""
+        self._view.gauges.say("loading", "$warning")
+        self._welcome()
+
+    # Quality
+
+    def next_preset(self) -> None:
+        """Ask for the next quality preset."""
+        if not self.presets:
+            self._view.gauges.remark("The presets are known when the model is loaded")
+        elif len(self.presets) == 1:
+            self._view.gauges.remark(f"This model has one preset only: {self.presets[0]}")
+        else:
+            now = self.presets.index(self.wanted) if self.wanted in self.presets else -1
+            self.choose_preset(self.presets[(now + 1) % len(self.presets)])
+
+    def choose_preset(self, preset: str) -> None:
+        """Ask for `preset` from the next token on; the conversation remembers it."""
+        self._ask_for(preset)
+        self._dialogue.set_up(replace(self._dialogue.setup, preset=preset, quality=None))
+
+    def take_preset(self, name: str) -> None:
+        """Use a preset, by its name in any case, or list all presets."""
+        known = ", ".join(f"{preset} (now)" if preset == self.preset else preset for preset in self.presets)
+        if not name:
+            self._view.gauges.remark(f"Presets: {known or 'known when the model is loaded'}")
+            return
+        preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
+        if preset is None and not self.presets:
+            raise UsageError(f"This model has no preset {name!r}", "", "Its presets are known when it is loaded.")
+        if preset is None:
+            from ...engine import quality
+            from ...models.manifest import Manifest
+
+            preset = quality.get(name, Manifest.read(self._client.pack)).name  # which says why it has none
+        self.choose_preset(preset)
+
+    def set_quality(self, rule: Rule) -> None:
+        """Turn the quality dial by hand; once the engine says so, the conversation remembers it."""
+        self.by_hand = rule
+        self._client.set_quality(rule)
+
+    def ask_for_its_quality(self) -> None:
+        """Let what this conversation was answered with be in force."""
+        setup = self._dialogue.setup
+        if setup.quality is not None and self.presets:
+            if self.wanted != CUSTOM or setup.quality != self.by_hand:
+                self.wanted = CUSTOM
+                self.set_quality(setup.quality)
+        elif setup.preset in self.presets and setup.preset != self.wanted:
+            self._ask_for(setup.preset)
+
+    def setup_of_new(self, setup: Setup) -> Setup:
+        """`setup` for a new conversation, with the model and the quality that are in force."""
+        quality = self.by_hand if self.wanted == CUSTOM else None
+        return replace(setup, model=catalog.reference(self._expected), quality=quality)
+
+    def _ask_for(self, preset: str) -> None:
+        self.wanted = preset
+        self._client.set_preset(preset)
+
+    # Which model
+
+    def stop(self) -> None:
+        """Stop the answer, if there is one."""
+        if self.phase is Phase.ANSWERING:
+            self._client.cancel()
+            self.phase = Phase.STOPPING
+            self._view.gauges.say("stopping", "$warning")
+
+    def switch(self, pack: Path) -> None:
+        """Let another model answer this chat from now on; a running answer is stopped first."""
+        if pack == self._expected and self.phase is not Phase.BROKEN:
+            self._belong_to(pack)
+        else:
+            self._picked = pack
+            self._change_to(pack)
+
+    def change_to_its_own(self) -> str:
+        """Let this chat's own model answer. Returns a remark where it cannot, else ""."""
+        self._picked = None
+        model, expected = self._dialogue.setup.model, catalog.reference(self._expected)
+        if not model or model == expected:
+            return ""
+        try:
+            pack = catalog.find(model, saved=True)
+        except FloeError as error:
+            return model_choice.missing(model, error, "" if self.phase is Phase.BROKEN else expected)
+        if pack != self._expected:
+            self._change_to(pack)
+        return ""
+
+    def fall_back(self) -> bool:
+        """The model that is loading cannot be: the one before answers again. False if there was none."""
+        before = self.pack
+        if before is None or before == self._client.pack:
+            self.phase = Phase.BROKEN
+            self._view.gauges.say("no model", "$error")
+            return False
+        self._picked = None
+        if not self._dialogue.ids:
+            self._belong_to(before)
+        self._open(before)
+        return True
+
+    def _change_to(self, pack: Path) -> None:
+        """Load `pack` now, or when the running answer has stopped."""
+        if self.phase in (Phase.ANSWERING, Phase.STOPPING):
+            self._next_pack = None if pack == self._client.pack else pack
+            self.stop()
+        else:
+            self._open(pack)
+
+    @property
+    def _expected(self) -> Path:
+        """The pack that answers the next question: another one may have to wait for the running answer's end."""
+        return self._next_pack or self._client.pack
+
+    def _open(self, pack: Path) -> None:
+        self._next_pack = self.by_hand = None
+        self.presets = ()
+        self.phase = Phase.LOADING
+        self._view.gauges.say("loading", "$warning")
+        self._view.gauges.show_context(None)
+        self._client.open(pack)
+        self._welcome()
+
+    def _welcome(self) -> None:
+        self._view.messages.welcome(demo=catalog.reference(self._client.pack) == catalog.DEMO)
+
+    def _belong_to(self, pack: Path) -> None:
+        """Save `pack` as the model of the chat on the screen."""
+        model = catalog.reference(pack)
+        if self._dialogue.setup.model != model:
+            self._dialogue.set_up(replace(self._dialogue.setup, model=model))
+
+    # What the engine does
+
+    def show_loading(self, step: str, fraction: float) -> None:
+        """One step of loading began."""
+        self._view.gauges.say(f"loading {share(fraction)}, {step}", "$warning")
+
+    def take(self, loaded: Loaded) -> None:
+        """The model answers from now on."""
+        self.presets, self.preset = loaded.presets, loaded.preset
+        self.wanted = loaded.preset
+        self.name, self.window, self.pack = loaded.model, loaded.context_window, Path(loaded.folder)
+        if self.pack == self._picked:
+            self._belong_to(self.pack)
+        self._picked = None
+        self._view.gauges.show_loaded(loaded)
+        self._view.field.measure_again()
+        self.ask_for_its_quality()
+
+    def take_preset_in_force(self, preset: str) -> None:
+        """The engine changed the quality."""
+        self.preset = preset
+        self._view.gauges.show_preset(preset)
+        if preset == CUSTOM:
+            self.wanted = CUSTOM
+            self._dialogue.set_up(replace(self._dialogue.setup, quality=self.by_hand))
+
+    def become_ready(self, words: str) -> None:
+        """The engine can answer, or answer again: a model that was asked for meanwhile comes first."""
+        if self._next_pack is not None:
+            self._open(self._next_pack)
+            return
+        self.phase = Phase.READY
+        self._view.gauges.say(words, "$success")

@@ -1,0 +1,142 @@
+"""What a conversation shows, and where the person writes: the little that the chat's parts need of a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from textual.message_pump import MessagePump
+
+from ...engine.events import Failed, Loaded, Stats
+from ...models.errors import FloeError
+from ..history import Attachment, Message
+
+
+class Waiting(Protocol):
+    """A queued question among the messages."""
+
+    async def withdraw(self) -> None:
+        """Take it away."""
+
+
+class Messages(Protocol):
+    """The messages of one branch, with remarks between them; `feed` and `show_progress` are about the live one."""
+
+    @property
+    def live(self) -> int | None:
+        """The answer that is being written here."""
+        ...
+
+    @live.setter
+    def live(self, message: int | None) -> None: ...
+
+    def welcome(self, *, demo: bool) -> None:
+        """Say in an empty chat that the demo model answers, or another one."""
+
+    async def show(self, ids: tuple[int, ...]) -> None:
+        """Show the end of a branch, or the welcome where it is empty."""
+
+    async def change(self, ids: tuple[int, ...], *, follow: bool = True) -> None:
+        """Show another state of the same branch, or another branch; with `follow` the end comes into view."""
+
+    async def go_to(self, message: int) -> None:
+        """Bring a message of the branch into view and select it."""
+
+    def select_at(self, position: int) -> None:
+        """Select the message there, if the messages have the keys."""
+
+    def mark_horizon(self, seen: Sequence[int] | None) -> None:
+        """Mark the first of the messages that the model still sees; None: it sees all."""
+
+    async def note(self, text: str) -> None:
+        """Add a remark of the program."""
+
+    async def explain(self, problem: FloeError | Failed) -> None:
+        """Add what went wrong, why, and what to do."""
+
+    async def queue(self, text: str, note: str, files: tuple[str, ...]) -> Waiting:
+        """Add a question that waits."""
+        ...
+
+    def feed(self, text: str) -> None:
+        """Show more of the answer."""
+
+    def show_progress(self, words: str) -> None:
+        """Show what happens before its first token."""
+
+    def finish(self, answer: Message) -> None:
+        """No more text comes."""
+
+
+class Field(Protocol):
+    """Where the person writes."""
+
+    @property
+    def text(self) -> str:
+        """What is written."""
+        ...
+
+    @property
+    def files(self) -> tuple[Attachment, ...]:
+        """What is attached."""
+        ...
+
+    def put(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Replace both."""
+
+    def take_back(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Put `text` before what was written meanwhile, and `files` beside the others."""
+
+    def remember(self, texts: Sequence[str]) -> None:
+        """These are the questions that Up brings back, the newest last."""
+
+    def title(self, name: str, remark: str = "") -> None:
+        """Name the chat on the frame, and what Enter will do if that is unusual."""
+
+    def measure_again(self) -> None:
+        """Another model counts tokens now."""
+
+    def take_focus(self) -> None:
+        """Let the person write here."""
+
+
+class Gauges(Protocol):
+    """The panel and the bottom row. `context_used`: the tokens of the window that are shown next time."""
+
+    context_used: int | None
+
+    def say(self, words: str, tone: str) -> None:
+        """Show the state: a few words, with a dot in the style `tone`."""
+
+    def remark(self, text: str) -> None:
+        """Say something to the person for a few seconds."""
+
+    def key(self, action: str) -> str:
+        """The key of an action as people write it."""
+        ...
+
+    def show_loaded(self, loaded: Loaded) -> None:
+        """Show the model that answers."""
+
+    def show_preset(self, preset: str) -> None:
+        """Show the quality in force."""
+
+    def show_stats(self, stats: Stats, *, running: bool) -> None:
+        """Show newer figures; those of an answer that is `running` not more often than they can be read."""
+
+    def show_context(self, used: int | None) -> None:
+        """Show at once how many tokens of the window are used."""
+
+    def stop(self) -> None:
+        """No answer runs any more, and no last figures come."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A screen as the chat's parts see it. pump: its loop, for what happens later."""
+
+    messages: Messages
+    field: Field
+    gauges: Gauges
+    pump: MessagePump
