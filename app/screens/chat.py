@@ -108,7 +108,7 @@ class ChatScreen(Screen[None]):
     def take_keys(self, keys: Mapping[str, str]) -> None:
         """These are the keys of the actions from now on."""
         self.dashboard.take_keys(keys)
-        self._writing.composer.newline_keys = frozenset(keys["newline"].split(",")) | {"shift+enter"}
+        self._writing.composer.take_keys(keys)
         for welcome in self.query(Welcome):
             welcome.refresh(layout=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from ..actions import Place, command, unknown
+from ..actions import OWN, Place, command, unknown
 from ..history import Attachment
 from .chips import Chips
 from .completion import Completion
@@ -70,13 +70,21 @@ class Composer(TextArea):
         self._recalled: int | None = None  # which of them is in the field
         self._pasted = 0
         self._erased = 0.0  # when Backspace was pressed last
-        self.newline_keys: frozenset[str] = frozenset({"ctrl+j", "shift+enter"})
+        self._newline_keys = frozenset[str]()
+        self._bound_keys = frozenset[str]()
+        self.take_keys({name: action.keys for name, action in OWN.items()})
 
     @property
     def before_cursor(self) -> str:
         """The line up to the cursor."""
         row, column = self.cursor_location
         return self.document.get_line(row)[:column]
+
+    def take_keys(self, keys: Mapping[str, str]) -> None:
+        """These are the keys of the actions from now on."""
+        own = {name: keys[name].split(",") for name, action in OWN.items() if action.place is Place.FIELD}
+        self._newline_keys = frozenset((*own.pop("newline"), "shift+enter"))
+        self._bound_keys = frozenset(key for its in own.values() for key in its)
 
     def take_back(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Put `text` before what was written meanwhile."""
@@ -171,8 +179,11 @@ class Composer(TextArea):
             self._complete(event.key)
         elif event.key == "enter":
             self.action_send()
-        elif event.key in self.newline_keys:
+        elif event.key in self._newline_keys:
             self.action_newline()
+        elif event.key in self._bound_keys:
+            event.prevent_default()  # Alt and a letter would be written
+            return
         elif event.key == "backspace":
             held = event.time - self._erased < _HELD_SECONDS
             self._erased = event.time
