@@ -118,7 +118,7 @@ async def test_help_is_searched_and_scrolled_by_keys() -> None:
         await pilot.press("end")
         await until(pilot, lambda: "not measured yet. kB, MB" in shown(pilot))
         await pilot.press("home", "pagedown")
-        await until(pilot, lambda: "Function keys" not in shown(pilot) and "Start another chat" in shown(pilot))
+        await until(pilot, lambda: "Function keys" not in shown(pilot) and "Write the question" in shown(pilot))
         await pilot.press("pageup")
         await until(pilot, lambda: "Function keys" in shown(pilot))
         await write(pilot, "recall")
