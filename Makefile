@@ -32,7 +32,7 @@ demo: $(STAMP)  ## train and pack the demo model again
 	$(BIN)/floe-chat tune assets/demo/packed --source assets/demo/checkpoint --text assets/demo/heldout.md
 
 # torch comes first, so that whatever needs it finds the pinned version there.
-$(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py $(CPP)
+$(STAMP): pyproject.toml constraints.txt setup.py kernels/cpu/build.py kernels/cpu/header.py $(CPP)
 	@echo "Setting up $(VENV) (once; it downloads torch and a few libraries)"
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "floe-chat needs Python 3.11, 3.12 or 3.13; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }

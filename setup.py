@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # By path: floe_chat cannot be imported before it is installed.
-_spec = importlib.util.spec_from_file_location("floe_build", Path(__file__).parent / "kernels" / "cpu" / "build.py")
-assert _spec is not None
-assert _spec.loader is not None
-build = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(build)
+build = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "kernels" / "cpu" / "build.py")))
 
 
 class BuildKernels(build_ext):
@@ -23,7 +20,8 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         kind = "msvc" if self.compiler.compiler_type == "msvc" else "unix"
         objects: list[str] = []
-        for source in ext.sources:
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        for source in (*ext.sources, str(build.write_layout(Path(self.build_temp)))):
             flags = build.flags_for(source, kind, platform.machine())
             objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
         target = Path(self.get_ext_fullpath(ext.name))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from ctypes import c_int32
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import operations as kernels
+from ..kernels.cpu.binding import Stop
 from ..kernels.rule import Rule
 from ..kernels.types import Work
 from ..models.packed import PackedLayer
@@ -35,19 +35,19 @@ class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
 
 
 class Flag(threading.Event):
-    """An event that compiled code can look at too. `seen_there`: not 0 once it is set."""
+    """An event that compiled code can look at too, by its `stop`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen_there = c_int32(0)
+        self.stop = Stop()
 
     def set(self) -> None:
-        self.seen_there.value = 1
+        self.stop.set(True)
         super().set()
 
     def clear(self) -> None:
         super().clear()
-        self.seen_there.value = 0
+        self.stop.set(False)
 
 
 class Control:

@@ -62,7 +62,7 @@ class TokenPass:
             Cancelled: the answer was stopped.
         """
         token, bits = self._in_force()
-        through = token(x, rope, kv, position, bits, self._control.cancelled.seen_there)
+        through = token(x, rope, kv, position, bits, self._control.cancelled.stop)
         if through is None:
             raise Cancelled
         self._count(through.chosen[None], through.counts[None])
@@ -81,7 +81,7 @@ class TokenPass:
         """
         native, bits = self._in_force()
         how = Draw(sampler.filters, sampler.uniforms(len(rope)), sampler.seen(self._ends.vocabulary), last)
-        stop = self._control.cancelled.seen_there
+        stop = self._control.cancelled.stop
         drawn = native.decode(self._ends, token, rope, kv, position, bits, stop, how, _SECONDS)
         if drawn is None:
             raise Cancelled

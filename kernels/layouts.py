@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -302,7 +303,7 @@ class LinearWeights:
 
     Attributes:
         vector: one row. q: (N, packed_bytes(K)) uint8. scale, zero: (N, groups) float16. Never 16 bit: such a layer
-            stays the library's. whole: whether all are contiguous.
+            stays the library's. whole: whether all are contiguous. native: what `cpu/weights.py` made of them.
 
     Raises:
         ValueError: tensors of another type or shape, or on several devices.
@@ -313,6 +314,7 @@ class LinearWeights:
     scale: Tensor
     zero: Tensor
     whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         if self.vector.bits == 16:
@@ -351,6 +353,7 @@ class UpWeights:
     scale: Tensor
     zero: Tensor
     whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         whole = _checked("up", ("E", "F"), self.layout.vector, self.q, self.scale, self.zero)
@@ -396,6 +399,7 @@ class ExpertRows:
     layout: RowLayout
     data: Tensor
     whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         _require_rows("rows.data", self.data, ("E", "F"), self.layout.nbytes)
@@ -437,6 +441,7 @@ class PoolRows:
     data: Tensor
     slots: Tensor
     whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         _require_rows("rows.data", self.data, ("S",), self.layout.nbytes)

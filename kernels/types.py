@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -42,12 +43,14 @@ class Limits:
 
     Attributes:
         signal: of |up · x|. product: of |silu(gate · x) up · x|; None where no down half is skipped. late: of |up · x|
-            for rows that are not on the device; None where every row is waited for.
+            for rows that are not on the device; None where every row is waited for. native: what `cpu/native.py` made
+            of them.
     """
 
     signal: Tensor
     product: Tensor | None = None
     late: Tensor | None = None
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
 
 @dataclass(frozen=True, slots=True)

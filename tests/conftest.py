@@ -46,18 +46,18 @@ def own_folders(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The compiled kernels' library is not there; what was chosen meanwhile is forgotten afterwards."""
     from floe_chat.kernels import backend
-    from floe_chat.kernels.cpu import native, native_pool
+    from floe_chat.kernels.cpu import binding
 
-    def missing() -> native.Isa:
-        raise native.NativeUnavailableError("it was not compiled")
+    def missing() -> Path:
+        raise binding.NativeUnavailableError("it was not compiled")
 
     def forget() -> None:
         backend.choose.cache_clear()
-        native_pool.functions.cache_clear()
+        binding.library.cache_clear()
 
     forget()
     monkeypatch.delenv("FLOE_CPU_ISA", raising=False)
-    monkeypatch.setattr(native, "isa", missing)
+    monkeypatch.setattr(binding, "library_path", missing)
     yield
     forget()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -45,6 +46,13 @@ def flags_for(source: str, compiler: str, machine: str) -> list[str]:
     return FLAGS[compiler] + (own[compiler] if own else [])
 
 
+def write_layout(folder: Path) -> Path:
+    """The source of `floe_layout` (header.py), which belongs to the library too."""
+    header, source = runpy.run_path(str(HERE / "header.py")), folder / "layout.cpp"
+    source.write_text(header["layout_source"](header["read"]()), encoding="utf-8")
+    return source
+
+
 def build(output: Path, extra: list[str] | None = None) -> None:
     """Compile with $CXX, c++, g++ or clang++ into the shared library `output`.
 
@@ -57,13 +65,14 @@ def build(output: Path, extra: list[str] | None = None) -> None:
         raise FileNotFoundError("no C++ compiler: install g++ or clang++, or set CXX")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
 
-        def compiled(source: str) -> str:
-            target = str(Path(folder) / f"{source.replace('/', '_')}.o")
-            flags = flags_for(source, "unix", platform.machine()) + (extra or [])
-            _run([*compiler, *flags, "-c", str(HERE / source), "-o", target])
+        def compiled(source: Path) -> str:
+            target = str(Path(folder) / f"{source.parent.name}_{source.name}.o")
+            flags = flags_for(str(source), "unix", platform.machine()) + (extra or [])
+            _run([*compiler, *flags, "-c", str(source), "-o", target])
             return target
 
-        objects = list(pool.map(compiled, SOURCES))  # arch/ takes longest and comes first
+        sources = *(HERE / source for source in SOURCES), write_layout(Path(folder))
+        objects = list(pool.map(compiled, sources))  # arch/ takes longest and comes first
         _run([*compiler, "-shared", *objects, *(extra or []), "-pthread", "-o", str(output)])
 
 

@@ -10,8 +10,9 @@ FLOE_CPU_LIBRARY names another build of the library.
 
 from __future__ import annotations
 
-from ctypes import byref, c_int64, c_uint64
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,21 +21,20 @@ from ..checks import BYTES, CPU, INDICES, described, indices, require
 from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
-from .native_library import (
+from .binding import (
     ISAS,
-    OK,
     Isa,
     NativeUnavailableError,
     check,
+    codes,
     isa,
     isa_is_forced,
     library,
     library_path,
-    row_vectors,
-    rule_struct,
+    records,
     select_isa,
-    vector,
 )
+from .weights import linear_record, rows_record, rule_record, up_record
 
 __all__ = [
     "ISAS",
@@ -67,18 +67,16 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
         ValueError: tensors that do not fit, or an expert out of range.
     """
     arguments.select(index, weights, limits, rule)
-    numbers, shares = _int64(index), _float32(weights)
+    numbers, shares = _whole(index), _float32(weights)
     count = index.numel() * rule.parts
     tokens, experts = torch.empty((2, count), dtype=torch.int64)
     own, thresholds, *others = torch.empty((2 + (limits.product is not None) + (limits.late is not None), count))
     products = None if limits.product is None else others.pop(0)
     late = None if limits.late is None else others.pop(0)
-    code = library().floe_select(
-        *(rule_struct(rule), *index.shape, numbers.data_ptr(), shares.data_ptr()),
-        *(limits.signal.numel(), limits.signal.data_ptr(), _address(limits.product), _address(limits.late)),
-        *(tokens.data_ptr(), experts.data_ptr(), own.data_ptr(), thresholds.data_ptr()),
-        *(_address(products), _address(late)),
+    calls = records.calls(
+        count=count, token=tokens, expert=experts, weight=own, threshold=thresholds, product=products, late=late
     )
+    code = library().select(*_ruled(limits, rule), *index.shape, numbers, shares, calls)
     if code < 0:
         indices("expert", index.flatten(), limits.signal.numel() // rule.parts)
         check(code)
@@ -92,22 +90,18 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
         ValueError: tensors or indices that do not fit.
     """
     arguments.up_gemv(x, up, calls, thresholds, x_bits)
-    loaded = library()
-    x32, tokens, experts = _float32(x), _int64(calls.tokens), _int64(calls.experts)
-    limits, offsets = _float32(thresholds), torch.empty(calls.experts.numel() + 1, dtype=torch.int64)
-    total = loaded.floe_up_gemv(
-        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
-        *(up.q.data_ptr(), up.scale.data_ptr(), up.zero.data_ptr(), *up.q.shape[:2]),
-        *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), limits.data_ptr()),
-        *(_digits(x, x_bits), torch.get_num_threads(), offsets.data_ptr()),
-    )
+    loaded, x32 = library(), _float32(x)
+    given = _calls(calls, thresholds, None)
+    offsets = torch.empty(given.count + 1, dtype=torch.int64)
+    threads = torch.get_num_threads()
+    total = loaded.up_gemv(x32, x32.shape[0], up_record(up), given, _digits(x, x_bits), threads, offsets)
     if total < 0:
         arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
         check(total)
     # They wait in the library, in this thread, until there are tensors of the right size for them.
     neurons = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
-    check(loaded.floe_up_take(total, neurons.data_ptr(), values.data_ptr()))
+    check(loaded.up_take(total, neurons, values))
     return Active(offsets, neurons, _as(values, x.dtype))
 
 
@@ -132,26 +126,14 @@ def sparse_swiglu(
         ValueError: tensors or indices that do not fit, or a neuron twice within one call.
     """
     arguments.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
-    loaded = library()
-    x32, tokens, experts, weights = (
-        _float32(x),
-        _int64(calls.tokens),
-        _int64(calls.experts),
-        _float32(calls.weights),
-    )
-    offsets, neurons, values = _int64(active.offsets), _int64(active.neurons), _float32(active.values)
+    x32, given = _float32(x), _calls(calls, None, down_thresholds)
+    offsets, neurons, values = _whole(active.offsets), _whole(active.neurons), _float32(active.values)
     if int(offsets[-1]) != neurons.numel():
         arguments.active_in_range(rows, calls, active)
-    limits = None if down_thresholds is None else _float32(down_thresholds)
-    gate, down = row_vectors(rows.layout)
-    y, kept = torch.empty(x32.shape), torch.empty(experts.numel(), dtype=torch.int64)
-    code = loaded.floe_sparse_swiglu(
-        *(x32.data_ptr(), x32.shape[0], gate, down, *_records(rows)),
-        *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr()),
-        *(offsets.data_ptr(), neurons.data_ptr(), values.data_ptr()),
-        *(None if limits is None else limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
-        *(y.data_ptr(), kept.data_ptr()),
-    )
+    found = records.active(offsets=offsets, neurons=neurons, values=values)
+    y, kept = torch.empty(x32.shape), torch.empty(given.count, dtype=torch.int64)
+    digits, threads = _digits(x, x_bits), torch.get_num_threads()
+    code = library().sparse_swiglu(x32, x32.shape[0], rows_record(rows), given, found, digits, threads, y, kept)
     if code < 0:
         arguments.calls_in_range(x.shape[0], calls, rows.experts)
         arguments.active_in_range(rows, calls, active)
@@ -176,18 +158,10 @@ def moe_step(
         ValueError: tensors or indices that do not fit, or an active neuron that a pool does not hold.
     """
     arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
-    x32, tokens, experts = _float32(x), _int64(calls.tokens), _int64(calls.experts)
-    weights, limits = _float32(calls.weights), _float32(thresholds)
-    down_limits = None if down_thresholds is None else _float32(down_thresholds)
-    gate, down = row_vectors(rows.layout)
-    y, counts = torch.empty(x32.shape), torch.empty((experts.numel(), 2), dtype=torch.int64)
-    code = library().floe_moe_step(
-        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16)),
-        *(up.q.data_ptr(), up.scale.data_ptr(), up.zero.data_ptr(), gate, down, *_records(rows)),
-        *(experts.numel(), tokens.data_ptr(), experts.data_ptr(), weights.data_ptr(), limits.data_ptr()),
-        *(None if down_limits is None else down_limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
-        *(y.data_ptr(), counts.data_ptr()),
-    )
+    x32, given = _float32(x), _calls(calls, thresholds, down_thresholds)
+    y, counts = torch.empty(x32.shape), torch.empty((given.count, 2), dtype=torch.int64)
+    digits, threads = _digits(x, x_bits), torch.get_num_threads()
+    code = library().moe_step(x32, x32.shape[0], up_record(up), rows_record(rows), given, digits, threads, y, counts)
     if code < 0:
         arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
         check(code)
@@ -211,20 +185,13 @@ def expert_swiglu(
         ValueError: tensors that do not fit, or no such expert.
     """
     arguments.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
-    x32, gate_down = _float32(x), row_vectors(rows.layout)
-    parts = up.q[expert], up.scale[expert], up.zero[expert], rows.data[expert]
-    limits = _float32(thresholds)
+    x32, limits = _float32(x), _float32(thresholds)
     down_limits = None if down_thresholds is None else _float32(down_thresholds)
-    y, kept = torch.empty(x32.shape), c_int64()
-    q, scale, zero, data = (part.data_ptr() for part in parts)
-    active = library().floe_expert_swiglu(
-        *(x32.data_ptr(), x32.shape[0], vector(up.layout.vector, up.layout.float16), q, scale, zero),
-        *(*gate_down, data, *parts[3].shape, limits.data_ptr()),
-        *(None if down_limits is None else down_limits.data_ptr(), _digits(x, x_bits), torch.get_num_threads()),
-        *(y.data_ptr(), byref(kept)),
-    )
-    check(active)
-    return _as(y, x.dtype), active, kept.value
+    y, counts = torch.empty(x32.shape), torch.empty(2, dtype=torch.int64)
+    weights, digits, threads = (up_record(up), rows_record(rows)), _digits(x, x_bits), torch.get_num_threads()
+    check(library().expert_swiglu(x32, x32.shape[0], *weights, expert, limits, down_limits, digits, threads, y, counts))
+    active, kept = counts.tolist()
+    return _as(y, x.dtype), active, kept
 
 
 def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
@@ -234,15 +201,10 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
         ValueError: tensors that do not fit.
     """
     arguments.linear(x, weights, x_bits)
-    x32, q = _float32(x), weights.q
-    y = torch.empty(x32.shape[0], q.shape[0])
-    check(
-        library().floe_linear(
-            *(x32.data_ptr(), x32.shape[0], vector(weights.vector, torch.float16)),
-            *(q.data_ptr(), weights.scale.data_ptr(), weights.zero.data_ptr(), q.shape[0]),
-            *(_digits(x, x_bits), torch.get_num_threads(), y.data_ptr()),
-        )
-    )
+    x32 = _float32(x)
+    y = torch.empty(x32.shape[0], weights.q.shape[0])
+    digits, threads = _digits(x, x_bits), torch.get_num_threads()
+    check(library().linear(x32, x32.shape[0], linear_record(weights), digits, threads, y))
     return _as(y, x.dtype)
 
 
@@ -253,11 +215,8 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
         ValueError: an index out of range, or a buffer that does not fit.
     """
     arguments.gather_rows(rows, expert, neurons, out, CPU)
-    source, index = rows.data[expert], _int64(neurons)
-    code = library().floe_gather_rows(
-        *(source.data_ptr(), *source.shape, index.data_ptr(), index.numel()),
-        *(torch.get_num_threads(), out.data_ptr()),
-    )
+    source, index = rows.data[expert], _whole(neurons)
+    code = library().gather_rows(source, *source.shape, index, index.numel(), torch.get_num_threads(), out)
     if code < 0:
         indices("neuron", neurons, rows.neurons)
         check(code)
@@ -270,11 +229,8 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
         ValueError: a slot out of range or named twice, or records that do not fit the pool.
     """
     arguments.pool_scatter(pool, slots, records, CPU)
-    index = _int64(slots)
-    code = library().floe_pool_scatter(
-        *(pool.data_ptr(), *pool.shape, index.data_ptr(), index.numel()),
-        *(torch.get_num_threads(), records.data_ptr()),
-    )
+    index = _whole(slots)
+    code = library().pool_scatter(pool, *pool.shape, index, index.numel(), torch.get_num_threads(), records)
     if code < 0:
         arguments.slots_in_range(slots, pool.shape[0])
         check(code)
@@ -287,7 +243,7 @@ def advise_hugepages(tensor: Tensor) -> bool:
         ValueError: it is not contiguous, or not on the CPU.
     """
     require("tensor", tensor, (tensor.dtype,), tuple(tensor.shape))
-    return library().floe_advise_hugepages(tensor.data_ptr(), tensor.nbytes) == OK
+    return library().advise_hugepages(tensor, tensor.nbytes) == codes.OK
 
 
 def read(tensor: Tensor) -> int:
@@ -297,9 +253,9 @@ def read(tensor: Tensor) -> int:
         ValueError: it is not contiguous, or not on the CPU.
     """
     require("tensor", tensor, (tensor.dtype,), tuple(tensor.shape))
-    checksum = c_uint64()
-    check(library().floe_read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads(), byref(checksum)))
-    return checksum.value
+    checksum = np.zeros(1, np.uint64)
+    check(library().read(tensor, tensor.nbytes, torch.get_num_threads(), checksum))
+    return int(checksum[0])
 
 
 def read_rows(rows: Tensor, index: Tensor) -> int:
@@ -312,21 +268,32 @@ def read_rows(rows: Tensor, index: Tensor) -> int:
         raise ValueError(f"rows must be uint8 of shape (N, nbytes), not {described(rows)}")
     require("rows", rows, BYTES, tuple(rows.shape))
     require("index", index, INDICES, (index.numel(),))
-    checksum = c_uint64()
-    check(
-        library().floe_read_rows(
-            *(rows.data_ptr(), *rows.shape, index.data_ptr(), index.numel()),
-            *(torch.get_num_threads(), byref(checksum)),
-        )
+    checksum = np.zeros(1, np.uint64)
+    check(library().read_rows(rows, *rows.shape, index, index.numel(), torch.get_num_threads(), checksum))
+    return int(checksum[0])
+
+
+def _ruled(limits: Limits, rule: Rule) -> tuple[Any, Any]:
+    """`floe_rule` and `floe_limits`, kept with the limits; checked already."""
+    if (native := limits.native) is None or native[0] is not rule:
+        signal, product, late = limits.signal, limits.product, limits.late
+        made = records.limits(experts=signal.numel(), signal=signal, product=product, late=late)
+        native = rule, rule_record(rule), made
+        object.__setattr__(limits, "native", native)
+    return native[1:]
+
+
+def _calls(calls: Calls, thresholds: Tensor | None, products: Tensor | None) -> Any:
+    """`floe_calls`; checked already."""
+    return records.calls(
+        count=calls.experts.numel(),
+        token=_whole(calls.tokens),
+        expert=_whole(calls.experts),
+        weight=_float32(calls.weights),
+        threshold=None if thresholds is None else _float32(thresholds),
+        product=None if products is None else _float32(products),
+        late=None,
     )
-    return checksum.value
-
-
-def _records(rows: ExpertRows | PoolRows) -> tuple[int | None, ...]:
-    """Address of the records, experts, neurons, bytes of a record, address of the slots and how many there are."""
-    if isinstance(rows, ExpertRows):
-        return rows.data.data_ptr(), *rows.data.shape, None, 0
-    return rows.data.data_ptr(), *rows.slots.shape, rows.layout.nbytes, rows.slots.data_ptr(), rows.data.shape[0]
 
 
 def _digits(x: Tensor, x_bits: int) -> int:
@@ -342,11 +309,7 @@ def _float32(tensor: Tensor) -> Tensor:
     return _as(tensor, torch.float32).contiguous()
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _int64(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,33 +10,24 @@ from torch import Tensor
 from ..checks import BYTES, described
 from ..sampling import Filters, check_draw
 from ..step import Ends
-from .native_library import address, check, isa, library_path
-from .native_step import Matrix, digits, matrix
+from .binding import check, library, records
+from .weights import digits, optional, projection_record, required
 
 
-class EndsStruct(Structure):
-    """`floe_ends`."""
+def sampling_record(filters: Filters) -> Any:
+    """`floe_sampling`.
 
-    _fields_ = (
-        *(("hidden", c_int64), ("vocabulary", c_int64), ("eps", c_float)),
-        *(("embedding", c_void_p), ("norm", c_void_p), ("head", Matrix)),
+    Raises:
+        ValueError: a value outside its range.
+    """
+    filters.check()
+    return records.sampling(
+        temperature=filters.temperature,
+        top_p=filters.top_p,
+        min_p=filters.min_p,
+        penalty=filters.penalty,
+        top_k=filters.top_k,
     )
-
-
-class Sampling(Structure):
-    """`floe_sampling`."""
-
-    _fields_ = (*((name, c_double) for name in ("temperature", "top_p", "min_p", "penalty")), ("top_k", c_int64))
-
-    @classmethod
-    def of(cls, filters: Filters) -> Sampling:
-        """As the library reads them.
-
-        Raises:
-            ValueError: a value outside its range.
-        """
-        filters.check()
-        return cls(filters.temperature, filters.top_p, filters.min_p, filters.penalty, filters.top_k)
 
 
 class NativeEnds:
@@ -51,16 +39,17 @@ class NativeEnds:
     """
 
     def __init__(self, ends: Ends) -> None:
-        self._function = _function("floe_head", c_int, POINTER(EndsStruct), c_void_p, c_int, c_int, c_void_p)
-        self._weights = ends  # they must outlive the addresses
+        self._head = library().head
         if ends.embedding.ndim != 2 or not ends.embedding.numel():
             raise ValueError(f"embedding must be float32 of shape (V, H), not {described(ends.embedding)}")
         self.vocabulary, self.hidden = ends.embedding.shape
-        self.struct = EndsStruct(
-            *(self.hidden, self.vocabulary, ends.eps),
-            address("embedding", ends.embedding, (self.vocabulary, self.hidden)),
-            address("norm", ends.norm, (self.hidden,)),
-            matrix("head", ends.head, self.vocabulary, self.hidden),
+        self.record: Any = records.ends(
+            hidden=self.hidden,
+            vocabulary=self.vocabulary,
+            eps=ends.eps,
+            embedding=required("embedding", ends.embedding, (self.vocabulary, self.hidden)),
+            norm=required("norm", ends.norm, (self.hidden,)),
+            head=projection_record("head", ends.head, self.vocabulary, self.hidden),
         )
 
     def logits(self, x: Tensor, x_bits: int = 22) -> Tensor:
@@ -70,8 +59,8 @@ class NativeEnds:
             ValueError: x of another shape, not float32, not contiguous or not on the CPU.
         """
         out = torch.empty(1, self.vocabulary)
-        given = address("x", x, (1, self.hidden))
-        check(self._function(byref(self.struct), given, digits(x_bits), torch.get_num_threads(), out.data_ptr()))
+        required("x", x, (1, self.hidden))
+        check(self._head(self.record, x, digits(x_bits), torch.get_num_threads(), out))
         return out
 
 
@@ -82,17 +71,9 @@ def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None =
         NativeUnavailableError: the compiled kernels cannot be used here. ValueError: as `sampling.draw`.
     """
     check_draw(logits, uniform, seen)
-    function = _function("floe_draw", c_int64, POINTER(Sampling), c_void_p, c_int64, c_void_p, c_double)
     count = logits.numel()
-    place = None if seen is None else address("seen", seen, (count,), BYTES)
-    token = function(byref(Sampling.of(filters)), address("logits", logits, (count,)), count, place, uniform)
+    required("logits", logits, (count,))
+    optional("seen", seen, (count,), BYTES)
+    token = library().draw(sampling_record(filters), logits, count, seen, uniform)
     check(token)
     return token
-
-
-@cache
-def _function(name: str, result: Any, *arguments: Any) -> Any:
-    isa()  # the library is there, of this version, and runs the instruction set that was asked for
-    function = ctypes.CDLL(str(library_path()))[name]
-    function.restype, function.argtypes = result, list(arguments)
-    return function

@@ -6,9 +6,8 @@ program does, such as drawing a screen, goes on beside it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_double, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int64
 from typing import Any, NamedTuple
 
 import torch
@@ -17,28 +16,10 @@ from torch import Tensor
 from ..checks import BYTES, CPU, Shape, index, require
 from ..sampling import Filters
 from ..step import ExpertLayer
-from .native_ends import EndsStruct, NativeEnds, Sampling
-from .native_library import RuleStruct, Vector, address, check, isa, library_path, row_vectors, rule_struct, vector
-from .native_step import Layer, NativeStep, digits
-
-_STOPPED = -6
-
-
-class _Experts(Structure):
-    _fields_ = (
-        *((name, Vector) for name in ("up", "gate", "down")),
-        *((name, c_void_p) for name in ("q", "scale", "zero", "rows")),
-        *((name, c_int64) for name in ("experts", "neurons", "row_bytes")),
-        *((name, c_void_p) for name in ("thresholds", "down_thresholds")),
-        ("rule", RuleStruct),
-    )
-
-
-class _Model(Structure):
-    _fields_ = (
-        *(("layers", c_int64), ("dense", POINTER(POINTER(Layer))), ("experts", POINTER(_Experts))),
-        ("ends", EndsStruct),
-    )
+from .binding import Stop, addresses_of, array_of, check, codes, library, records
+from .native_ends import NativeEnds, sampling_record
+from .native_step import NativeStep
+from .weights import digits, optional, required, rows_record, rule_record, up_record
 
 
 class Through(NamedTuple):
@@ -93,12 +74,15 @@ class NativeToken:
     """
 
     def __init__(self, dense: Sequence[NativeStep], experts: Sequence[ExpertLayer]) -> None:
-        self._function, self._decode = _functions()
+        functions = library()
+        self._step, self._decode = functions.token_step, functions.decode
         if not dense or len(dense) != len(experts):
             raise ValueError(f"{len(dense)} dense layers, but experts of {len(experts)}")
-        self._kept = dense, experts  # they must outlive the addresses
-        self._dense = (POINTER(Layer) * len(dense))(*(ctypes.pointer(step.layer) for step in dense))
-        self._experts = (_Experts * len(experts))(*map(_experts, experts))
+        made = [_expert_record(layer) for layer in experts]
+        self._held = dense, made  # the arrays have only their bytes and addresses
+        self._dense, self._experts = addresses_of([step.layer for step in dense]), array_of(made)
+        self._layers = records.layers(count=len(made), dense=self._dense, experts=self._experts)
+        self._paced: tuple[Any, Any] = None, None  # what a pace was made of, and that
         one = dense[0].layer
         self._hidden, self._top_k = one.hidden, one.top_k
         self._rope, self._stored, self._form = (2, one.dim), (2 * one.kv_heads, one.dim), dense[0].kept  # of a token
@@ -106,9 +90,9 @@ class NativeToken:
             raise ValueError("layers store keys and values in different shapes or types")
 
     def __call__(
-        self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int, bits: tuple[int, int], stop: c_int32
+        self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int, bits: tuple[int, int], stop: Stop
     ) -> Through | None:
-        """One token; None where `stop`, looked at in each layer, was not 0.
+        """One token; None where `stop`, looked at in each layer, was raised.
 
         Args:
             x: (1, H) float32 its embedding. rope, kv, position: as `step.dense_step` takes them; kv of each of the
@@ -122,13 +106,10 @@ class NativeToken:
         require("x", x, (torch.float32,), (1, self._hidden), whole=False)
         stream = x.clone(memory_format=torch.contiguous_format)
         chosen, weights, counts = self._room(layers)
-        code = self._function(
-            *(layers, self._dense, self._experts, stream.data_ptr()),
-            *self._where(rope, self._rope, kv, position),
-            *self._how(bits, stop),
-            *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
-        )
-        if code == _STOPPED:
+        where = self._where(rope, self._rope, kv, position)
+        trace = records.trace(index=chosen, weights=weights, counts=counts)
+        code = self._step(self._first(layers), stream, *where, self._pace(bits, stop), trace)
+        if code == codes.STOPPED:
             return None
         check(code)
         return Through(stream, chosen, weights, counts)
@@ -141,14 +122,14 @@ class NativeToken:
         kv: Sequence[Tensor],
         position: int,
         bits: tuple[int, int],
-        stop: c_int32,
+        stop: Stop,
         how: Draw,
         seconds: float,
     ) -> Drawn | None:
         """As many tokens behind `token`, at `position`, as there are numbers to draw them by, but at least one.
 
         Fewer if `seconds` have passed before, if one of `how.last` was drawn or if `stop`, looked at in each layer, is
-        not 0. None if that was before the first.
+        raised. None if that was before the first.
 
         Args:
             rope: (N, 2, D) from that position on. kv: as in the call of one token. bits: the head has the experts'.
@@ -166,64 +147,66 @@ class NativeToken:
             raise ValueError("tokens are drawn by numbers from 0 up to 1")
         chosen, weights, counts = self._room(most, layers)
         tokens, at = (c_int64 * most)(), (c_double * most)()
-        found = self._decode(
-            *(byref(_Model(layers, self._dense, self._experts, ends.struct)), byref(Sampling.of(how.filters))),
-            *(*self._where(rope, (most, *self._rope), kv, position), *self._how(bits, stop)),
-            *(token, most, seconds, (c_int64 * len(how.last))(*how.last), len(how.last)),
-            None if how.seen is None else address("seen", how.seen, (ends.vocabulary,), BYTES),
-            *((c_double * most)(*how.uniforms), tokens, at),
-            *(chosen.data_ptr(), weights.data_ptr(), counts.data_ptr()),
+        draws = records.draws(
+            token=token,
+            most=most,
+            last_count=len(how.last),
+            seconds=seconds,
+            last=(c_int64 * len(how.last))(*how.last),
+            seen=optional("seen", how.seen, (ends.vocabulary,), BYTES),
+            uniforms=(c_double * most)(*how.uniforms),
+            tokens=tokens,
+            at=at,
         )
-        if found == _STOPPED:
+        trace = records.trace(index=chosen, weights=weights, counts=counts)
+        where = self._where(rope, (most, *self._rope), kv, position)
+        sampling = sampling_record(how.filters)
+        found = self._decode(self._first(layers), ends.record, sampling, *where, self._pace(bits, stop), draws, trace)
+        if found == codes.STOPPED:
             return None
         check(found)
         return Drawn(tokens[:found], at[:found], chosen[:found], counts[:found])
+
+    def _first(self, count: int) -> Any:
+        """`floe_layers`."""
+        if count != self._layers.count:
+            self._layers = records.layers(count=count, dense=self._dense, experts=self._experts)
+        return self._layers
+
+    def _pace(self, bits: tuple[int, int], stop: Stop) -> Any:
+        """`floe_pace`."""
+        key = *bits, torch.get_num_threads(), stop
+        if key != self._paced[0]:
+            dense, experts = map(digits, bits)
+            made = records.pace(dense_digits=dense, expert_digits=experts, threads=key[2], stop=stop.record)
+            self._paced = key, made
+        return self._paced[1]
 
     def _room(self, *sizes: int) -> tuple[Tensor, Tensor, Tensor]:
         """What is filled for each layer: its experts, their weights, and counts."""
         shape = *sizes, self._top_k
         return torch.empty(shape, dtype=torch.int64), torch.empty(shape), torch.empty(*shape, 2, 2, dtype=torch.int64)
 
-    def _where(self, rope: Tensor, shape: Shape, kv: Sequence[Tensor], position: int) -> tuple[Any, ...]:
+    def _where(self, rope: Tensor, shape: Shape, kv: Sequence[Tensor], position: int) -> tuple[Any, Any]:
+        """Addresses of the keys and values of each layer, and `floe_place`."""
         if not 0 < len(kv) <= len(self._dense):
             raise ValueError(f"keys and values of {len(kv)} layers; there are {len(self._dense)}")
         capacity = kv[0].shape[0] if kv[0].ndim else 0
         index("position", position, capacity)
-        stores = [address("kv", part, (capacity, *self._stored), (self._form,)) for part in kv]
-        return address("rope", rope, shape), (c_void_p * len(kv))(*stores), capacity, position
-
-    def _how(self, bits: tuple[int, int], stop: c_int32) -> tuple[Any, ...]:
-        return *(digits(each) for each in bits), torch.get_num_threads(), byref(stop)
+        stores = addresses_of([required("kv", part, (capacity, *self._stored), (self._form,)) for part in kv])
+        return stores, records.place(rope=required("rope", rope, shape), capacity=capacity, position=position)
 
 
-_WHERE = c_void_p, POINTER(c_void_p), c_int64, c_int64  # rope, kv, capacity, position
-_HOW = c_int, c_int, c_int, POINTER(c_int32)
-
-
-def _functions() -> tuple[Any, Any]:
-    isa()  # the library is there, of this version, and runs the instruction set that was asked for
-    library = ctypes.CDLL(str(library_path()))
-    step, decode = library.floe_token_step, library.floe_decode
-    step.restype, decode.restype = c_int, c_int64
-    filled = c_void_p, c_void_p, c_void_p
-    step.argtypes = [c_int64, POINTER(POINTER(Layer)), POINTER(_Experts), c_void_p, *_WHERE, *_HOW, *filled]
-    decode.argtypes = [
-        *(POINTER(_Model), POINTER(Sampling), *_WHERE, *_HOW, c_int64, c_int64, c_double, POINTER(c_int64), c_int64),
-        *(c_void_p, POINTER(c_double), POINTER(c_int64), POINTER(c_double), *filled),
-    ]
-    return step, decode
-
-
-def _experts(layer: ExpertLayer) -> _Experts:
+def _expert_record(layer: ExpertLayer) -> Any:
     up, rows, limits = layer.up, layer.rows, layer.limits
     up.check(CPU)
     rows.check(CPU)
     if (*up.q.shape[:2], up.layout.vector.n) != (rows.experts, rows.neurons, rows.layout.gate.n):
         raise ValueError(f"up of {tuple(up.q.shape[:2])} experts and neurons, but rows of {tuple(rows.data.shape[:2])}")
-    return _Experts(
-        *(vector(up.layout.vector, up.layout.float16), *row_vectors(rows.layout)),
-        *(part.data_ptr() for part in (up.q, up.scale, up.zero, rows.data)),
-        *(*rows.data.shape, address("signal", limits.signal, (rows.experts,))),
-        None if limits.product is None else address("product", limits.product, (rows.experts,)),
-        rule_struct(layer.rule),
+    given = records.limits(
+        experts=rows.experts,
+        signal=required("signal", limits.signal, (rows.experts,)),
+        product=optional("product", limits.product, (rows.experts,)),
+        late=None,
     )
+    return records.expert_layer(up=up_record(up), rows=rows_record(rows), limits=given, rule=rule_record(layer.rule))

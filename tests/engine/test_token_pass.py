@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from ctypes import c_int32
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from floe_chat.engine.quality import Preset
 from floe_chat.engine.step import LeanDecoder
 from floe_chat.engine.token_pass import TokenPass
 from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_token import NativeToken
 from floe_chat.kernels.types import Limits
 from floe_chat.models.pack import PackSpec
@@ -170,11 +170,11 @@ def test_a_stop_is_seen_in_the_layer_and_leaves_whole_tokens(tiny_pack: Path) ->
 
 def test_a_flag_is_seen_on_both_sides() -> None:
     flag = Flag()
-    assert (flag.is_set(), flag.seen_there.value) == (False, 0)
+    assert (flag.is_set(), flag.stop.record.raised) == (False, 0)
     flag.set()
-    assert (flag.is_set(), flag.seen_there.value) == (True, 1)
+    assert (flag.is_set(), flag.stop.record.raised) == (True, 1)
     flag.clear()
-    assert (flag.is_set(), flag.seen_there.value) == (False, 0)
+    assert (flag.is_set(), flag.stop.record.raised) == (False, 0)
 
 
 def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
@@ -186,8 +186,10 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     heads = decoder.steps[0].layer
     x, rope = torch.zeros(1, heads.hidden), torch.zeros(2, heads.dim)
     kv = [torch.zeros(3, 2 * heads.kv_heads, heads.dim).half() for _ in layers]
-    assert token(x, rope, kv, 2, (22, 22), c_int32(0)) is not None
-    assert token(x, rope, kv, 2, (22, 22), c_int32(1)) is None
+    raised = Stop()
+    raised.set(True)
+    assert token(x, rope, kv, 2, (22, 22), Stop()) is not None
+    assert token(x, rope, kv, 2, (22, 22), raised) is None
     for wrong in (
         (x[:, 1:], rope, kv, 2),
         (x.double(), rope, kv, 2),
@@ -201,7 +203,7 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
         (x, rope, [part.float() for part in kv], 2),
     ):
         with pytest.raises(ValueError):
-            token(*wrong, (22, 22), c_int32(0))
+            token(*wrong, (22, 22), Stop())
     one = layers[0].ruled.as_one()
     for broken in (
         dataclasses.replace(one, limits=Limits(one.limits.signal.double())),
@@ -210,4 +212,4 @@ def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
         dataclasses.replace(one, limits=Limits(one.limits.signal, one.limits.signal[1:])),
     ):
         with pytest.raises(ValueError):
-            NativeToken(decoder.steps, [broken, one])(x, rope, kv, 2, (22, 22), c_int32(0))
+            NativeToken(decoder.steps, [broken, one])(x, rope, kv, 2, (22, 22), Stop())

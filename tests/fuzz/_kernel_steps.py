@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int32
 from random import Random
 from typing import Any
 
 import torch
 from floe_chat.kernels import sampling
 from floe_chat.kernels.cpu import native, native_ends
+from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
@@ -158,7 +158,7 @@ def token(rng: Random) -> Case:
     def run(_m: Any, g: dict[str, Any]) -> Any:
         kept = ExpertLayer(g["up"], g["rows"], Limits(g["thresholds"], g.get("products")), rule)
         whole = NativeToken(stack * layers, [kept] * layers)
-        stores, bits, stop = [g["kv"]] * layers, (22, g["bits"]), c_int32(0)
+        stores, bits, stop = [g["kv"]] * layers, (22, g["bits"]), Stop()
         if not several:
             found = whole(g["x"], g["rope"], stores, g["position"], bits, stop)
             assert found is not None

@@ -5,13 +5,13 @@ And tokens drawn in one call against one call after the other.
 
 from __future__ import annotations
 
-from ctypes import c_int32
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from floe_chat.kernels import reference
 from floe_chat.kernels.cpu import native
+from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
@@ -76,7 +76,7 @@ def test_it_is_layer_after_layer(
         x, _, rope, store = make_input(sizes, position)
         kv = [store.nan_to_num(0.1 * i) for i in range(layers)]
         wanted, index, counts = expected(dense, chosen, x, rope, [part.clone() for part in kv], position)
-        found = NativeToken(dense, chosen)(x, rope, kv, position, (22, 22), c_int32(0))
+        found = NativeToken(dense, chosen)(x, rope, kv, position, (22, 22), Stop())
         assert found is not None and torch.equal(found.stream, wanted) and found.chosen.tolist() == index
         computed = [pair for pair in found.counts.view(-1, 2).tolist() if pair[0] >= 0]
         assert computed == counts and (rule.drop < 99 or not counts)
@@ -89,7 +89,7 @@ def test_what_is_not_a_number_reaches_the_result() -> None:
     layer = ExpertLayer(one.stored_up, one.rows, Limits(torch.ones(5), torch.ones(5)), Rule(drop=0.3, weighed=True))
     x, _, rope, kv = make_input(sizes, 2)
     x[0, 3] = NAN
-    found = NativeToken(dense, [layer])(x, rope, [kv.nan_to_num(0.1)], 2, (22, 22), c_int32(0))
+    found = NativeToken(dense, [layer])(x, rope, [kv.nan_to_num(0.1)], 2, (22, 22), Stop())
     assert found is not None and found.stream.isnan().all()
     assert found.counts[0, :, 0].tolist() == [[7, 7], [7, 7]]
 
@@ -125,7 +125,8 @@ class Model:
         self, most: int, filters: Filters, seen: Tensor | None = None, last: tuple[int, ...] = (), **how: float
     ):
         uniforms = torch.rand(most, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).tolist()
-        stop = c_int32(int(how.get("stop", 0)))
+        stop = Stop()
+        stop.set(bool(how.get("stop", 0)))
         return self.token.decode(
             *(self.ends, 7, self.rope[:most], self.kv, POSITION, (22, 15), stop),
             *(Draw(filters, uniforms, seen, last), how.get("seconds", 1e9)),
@@ -183,7 +184,7 @@ def test_tokens_of_one_call_are_those_of_several(filters: Filters) -> None:
     token = 7
     for i, uniform in enumerate(uniforms):
         place = POSITION + i
-        through = other.token(other.embedding[token, None], other.rope[i], other.kv, place, (22, 15), c_int32(0))
+        through = other.token(other.embedding[token, None], other.rope[i], other.kv, place, (22, 15), Stop())
         assert through is not None
         assert torch.equal(found.chosen[i], through.chosen) and torch.equal(found.counts[i], through.counts)
         token = draw(other.ends.logits(through.stream, 15)[0], filters, uniform, seen)
@@ -216,7 +217,7 @@ def test_several_tokens_that_do_not_fit_are_refused() -> None:
 
     def decode(token: int = 7, rope: Tensor = model.rope[:3], place: int = POSITION, how: Draw = how, **with_: object):
         kv, ends = with_.get("kv", model.kv), with_.get("ends", model.ends)
-        return model.token.decode(ends, token, rope, kv, place, (22, 22), c_int32(0), how, 1.0)  # pyright: ignore[reportArgumentType]
+        return model.token.decode(ends, token, rope, kv, place, (22, 22), Stop(), how, 1.0)  # pyright: ignore[reportArgumentType]
 
     assert len(tokens_of(decode())) == len(tokens_of(decode(kv=model.kv[:1]))) == 3
     capacity = len(model.kv[0])

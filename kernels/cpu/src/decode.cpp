@@ -99,35 +99,36 @@ int64_t floe_draw(const floe_sampling *sampling, const float *logits, int64_t co
     return last;
 }
 
-int64_t floe_decode(const floe_model *model, const floe_sampling *sampling, const float *rope, void *const *kv,
-                    int64_t capacity, int64_t position, int dense_digits, int expert_digits, int threads,
-                    const int32_t *stop, int64_t token, int64_t most, double seconds, const int64_t *last,
-                    int64_t last_count, uint8_t *seen, const double *uniforms, int64_t *tokens, double *at,
-                    int64_t *index, float *weights, int64_t *counts) {
+int64_t floe_decode(const floe_layers *layers, const floe_ends *ends, const floe_sampling *sampling, void *const *kv,
+                    const floe_place *place, const floe_pace *pace, const floe_draws *draws, const floe_trace *trace) {
     thread_local Buffer buffer;
-    const floe_ends &ends = model->ends;
-    if (model->layers < 1 || ends.hidden != model->dense[0]->hidden || most < 1) return FLOE_BAD_SHAPE;
-    uint8_t *memory = buffer.take(aligned(4 * ends.hidden) + aligned(4 * ends.vocabulary));
+    const floe_draws &d = *draws;
+    const int64_t hidden = ends->hidden, vocabulary = ends->vocabulary;
+    if (layers->count < 1 || hidden != layers->dense[0]->hidden || d.most < 1) return FLOE_BAD_SHAPE;
+    uint8_t *memory = buffer.take(aligned(4 * hidden) + aligned(4 * vocabulary));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    float *x = carve<float>(memory, ends.hidden), *logits = carve<float>(memory, ends.vocabulary);
-    const int64_t chosen = model->layers * model->dense[0]->top_k, turn = 2 * model->dense[0]->dim;
+    float *x = carve<float>(memory, hidden), *logits = carve<float>(memory, vocabulary);
+    const int64_t chosen = layers->count * layers->dense[0]->top_k, turn = 2 * layers->dense[0]->dim;
     const auto began = std::chrono::steady_clock::now();
-    for (int64_t n = 0; n < most;) {
-        if (token < 0 || token >= ends.vocabulary) return FLOE_BAD_INDEX;
-        memcpy(x, ends.embedding + token * ends.hidden, (size_t)(4 * ends.hidden));
-        int code = floe_token_step(model->layers, model->dense, model->experts, x, rope + n * turn, kv, capacity,
-                                   position + n, dense_digits, expert_digits, threads, stop, index + n * chosen,
-                                   weights + n * chosen, counts + 4 * n * chosen);
+    int64_t token = d.token;
+    for (int64_t n = 0; n < d.most;) {
+        if (token < 0 || token >= vocabulary) return FLOE_BAD_INDEX;
+        memcpy(x, ends->embedding + token * hidden, (size_t)(4 * hidden));
+        const floe_place here = {place->rope + n * turn, place->capacity, place->position + n};
+        const floe_trace filled = {trace->index + n * chosen, trace->weights + n * chosen,
+                                   trace->counts + 4 * n * chosen};
+        int code = floe_token_step(layers, x, kv, &here, pace, &filled);
         if (code == FLOE_STOPPED && n > 0) return n;
-        if (code == FLOE_OK) code = floe_head(&ends, x, expert_digits, threads, logits);
+        if (code == FLOE_OK) code = floe_head(ends, x, pace->expert_digits, pace->threads, logits);
         if (code != FLOE_OK) return code;
-        token = floe_draw(sampling, logits, ends.vocabulary, seen, uniforms[n]);
+        token = floe_draw(sampling, logits, vocabulary, d.seen, d.uniforms[n]);
         if (token < 0) return token;
         const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began;
-        tokens[n] = token;
-        at[n++] = since.count();
-        if (seen != nullptr) seen[token] = 1;
-        if (since.count() >= seconds || std::find(last, last + last_count, token) != last + last_count) return n;
+        d.tokens[n] = token;
+        d.at[n++] = since.count();
+        if (d.seen != nullptr) d.seen[token] = 1;
+        const int64_t *const end = d.last + d.last_count;
+        if (since.count() >= d.seconds || std::find(d.last, end, token) != end) return n;
     }
-    return most;
+    return d.most;
 }

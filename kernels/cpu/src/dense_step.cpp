@@ -59,13 +59,10 @@ void multiply_floats(const float *w, const float *x, int64_t rows, int64_t n, in
 int multiply(const floe_matrix &m, const float *x, int digits, int threads, float *y) {
     if (m.row.bits == 32) {
         multiply_floats((const float *)m.q, x, m.rows, m.row.n, threads, y);
-    } else {
-        if (m.rows * row_bytes(m) < kSmall) threads = 1;
-        const int code = floe_linear(x, 1, &m.row, m.q, m.scale, m.zero, m.rows, digits, threads, y);
-        if (code != FLOE_OK) return code;
+        for (int64_t i = 0; m.bias != nullptr && i < m.rows; i++) y[i] += m.bias[i];
+        return FLOE_OK;
     }
-    for (int64_t i = 0; m.bias != nullptr && i < m.rows; i++) y[i] += m.bias[i];
-    return FLOE_OK;
+    return floe_linear(x, 1, &m, digits, m.rows * row_bytes(m) < kSmall ? 1 : threads, y);
 }
 
 // y = x / rms(x) · weight; y may be x.
@@ -163,13 +160,17 @@ void route(const floe_dense_layer &l, float *logits, int64_t *index, float *weig
 
 using namespace floe;
 
-int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, const float *rope, void *kv,
-                    int64_t capacity, int64_t position, int digits, int threads, float *stream, float *hidden,
-                    int64_t *index, float *weights) {
+int floe_dense_check(const floe_dense_layer *layer) { return fits(*layer) ? FLOE_OK : FLOE_BAD_SHAPE; }
+
+int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *added, void *kv,
+                    const floe_place *place, int digits, int threads, const floe_routed *routed) {
     thread_local Buffer buffer;
     const floe_dense_layer &l = *layer;
-    if (!fits(l)) return FLOE_BAD_SHAPE;
-    if (position < 0 || position >= capacity) return FLOE_BAD_INDEX;
+    const int64_t position = place->position;
+    float *const stream = routed->stream, *const hidden = routed->hidden;
+    if (!fits(l) || (l.router != nullptr && (routed->index == nullptr || routed->weights == nullptr)))
+        return FLOE_BAD_SHAPE;
+    if (position < 0 || position >= place->capacity) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
     Attention a = {{l.heads, l.kv_heads, l.dim, l.half != 0}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
@@ -193,7 +194,7 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     int code = multiply(l.qkv, hidden, digits, threads, qkv);
     if (code != FLOE_OK) return code;
     prepare_heads(l, qkv);
-    for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, rope, l.dim);
+    for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, place->rope, l.dim);
     for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
     dense_ops().keep(a.h, qkv + queries, (uint8_t *)kv + position * a.h.bytes());
 
@@ -205,7 +206,7 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     normalize(stream, l.after, l.hidden, l.eps, hidden);
     if (l.router == nullptr) return FLOE_OK;
     multiply_floats(l.router, hidden, l.experts, l.hidden, threads, probabilities);
-    route(l, probabilities, index, weights);
+    route(l, probabilities, routed->index, routed->weights);
     return FLOE_OK;
 }
 

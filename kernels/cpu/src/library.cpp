@@ -138,8 +138,6 @@ void matrix_rows(const floe_vector &v, const uint8_t *q, const uint8_t *scale, c
 
 using namespace floe;
 
-int floe_version(void) { return 9; }
-
 const char *floe_isa(void) { return chosen().ops->name; }
 
 const char *floe_isa_reason(void) { return chosen().reason; }

@@ -24,10 +24,9 @@ constexpr int64_t kNeuronsAhead = 8;       // whose parts are on their way while
 int clamped(int threads) { return threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads; }
 
 struct Linear {
-    const floe_vector *row;
-    const uint8_t *q, *scale, *zero;
+    const floe_matrix *weights;
     const Token *tokens;
-    int64_t count, width;
+    int64_t count;
     uint8_t *scratch;
     int64_t scratch_bytes;
     float *y;
@@ -36,7 +35,8 @@ struct Linear {
 // A few tokens at a time meet all rows of the item, so that the tokens' digits stay in the second cache.
 void compute_linear(void *opaque, int64_t item, int worker) {
     const Linear &c = *(const Linear *)opaque;
-    const int64_t end = (item + 1) * kItemRows < c.width ? (item + 1) * kItemRows : c.width;
+    const floe_matrix &m = *c.weights;
+    const int64_t end = (item + 1) * kItemRows < m.rows ? (item + 1) * kItemRows : m.rows;
     for (int64_t first = 0; first < c.count; first += kBatch) {
         const int tokens = (int)(c.count - first < kBatch ? c.count - first : kBatch);
         const Token *group[kBatch];
@@ -46,19 +46,21 @@ void compute_linear(void *opaque, int64_t item, int worker) {
             Stored w[kBatch];
             Ahead ahead[kBatch];
             float out[kBatch][kBatch];
-            matrix_rows(*c.row, c.q, c.scale, c.zero, n, rows, w, ahead);
+            matrix_rows(m.row, m.q, m.scale, m.zero, n, rows, w, ahead);
             for (int r = 0; r < rows && first != 0; r++) ahead[r].lines = 0; // the first tokens have asked for them
-            row_ops().dot(*c.row, w, rows, group, tokens, nullptr, out, c.scratch + worker * c.scratch_bytes, ahead);
+            row_ops().dot(m.row, w, rows, group, tokens, nullptr, out, c.scratch + worker * c.scratch_bytes, ahead);
             for (int r = 0; r < rows; r++)
-                for (int t = 0; t < tokens; t++) c.y[(first + t) * c.width + n + r] = out[r][t];
+                for (int t = 0; t < tokens; t++)
+                    c.y[(first + t) * m.rows + n + r] = m.bias == nullptr ? out[r][t] : out[r][t] + m.bias[n + r];
         }
     }
 }
 
 struct Expert {
-    const floe_vector *up, *gate, *down;
-    const uint8_t *q, *scale, *zero, *rows;
-    int64_t neurons, row_bytes, gate_bytes, count, columns;
+    const floe_up *up;
+    const floe_rows *rows;
+    int64_t first_row; // of the expert
+    int64_t gate_bytes, count, columns;
     const float *thresholds, *down_thresholds;
     const Token *for_up, *for_gate;
     uint8_t *scratch;
@@ -68,6 +70,8 @@ struct Expert {
     bool *sparse;            // (tiles)
     float *y;
     std::atomic<int64_t> active{0}, kept{0};
+
+    const uint8_t *row(int64_t neuron) const { return rows->data + (first_row + neuron) * rows->row_bytes; }
 };
 
 float down_threshold(const Expert &c, int64_t t) { return c.down_thresholds == nullptr ? 0.0f : c.down_thresholds[t]; }
@@ -85,9 +89,9 @@ int64_t compute_values(const Expert &c, int64_t start, int64_t end, int64_t firs
         Stored w[kBatch];
         Ahead ahead[kBatch];
         float v[kBatch][kBatch];
-        matrix_rows(*c.up, c.q, c.scale, c.zero, n, rows, w, ahead);
+        matrix_rows(c.up->row, c.up->q, c.up->scale, c.up->zero, c.first_row + n, rows, w, ahead);
         for (int r = 0; r < rows && first != 0; r++) ahead[r].lines = 0; // the first tokens have asked for them
-        row_ops().dot(*c.up, w, rows, group, tokens, nullptr, v, scratch, ahead);
+        row_ops().dot(c.up->row, w, rows, group, tokens, nullptr, v, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
                 const bool reached = !(std::fabs(v[r][t]) < c.thresholds[first + t]); // NaN goes on to the result
@@ -113,12 +117,12 @@ int64_t compute_gates(const Expert &c, int64_t start, int64_t end, int64_t first
         uint8_t wanted[kBatch] = {};
         float g[kBatch][kBatch];
         for (int r = 0; r < rows; r++) {
-            const uint8_t *at = c.rows + (n + r) * c.row_bytes;
-            w[r] = stored(*c.gate, at);
-            if (first == 0) ahead[r] = {at + kBatch * c.row_bytes, (c.gate_bytes + 63) / 64};
+            const uint8_t *at = c.row(n + r);
+            w[r] = stored(c.rows->gate, at);
+            if (first == 0) ahead[r] = {at + kBatch * c.rows->row_bytes, (c.gate_bytes + 63) / 64};
             for (int t = 0; t < tokens; t++) wanted[r] |= (uint8_t)((h[(first + t) * kTile + n - start + r] != 0) << t);
         }
-        row_ops().dot(*c.gate, w, rows, group, tokens, wanted, g, scratch, ahead);
+        row_ops().dot(c.rows->gate, w, rows, group, tokens, wanted, g, scratch, ahead);
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < tokens; t++) {
                 if ((wanted[r] >> t & 1) == 0) continue;
@@ -135,7 +139,7 @@ int64_t compute_gates(const Expert &c, int64_t start, int64_t end, int64_t first
 void compute_hidden(void *opaque, int64_t item, int worker) {
     Expert &c = *(Expert *)opaque;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
-    const int64_t start = item * kTile, end = start + kTile < c.neurons ? start + kTile : c.neurons;
+    const int64_t start = item * kTile, end = start + kTile < c.rows->neurons ? start + kTile : c.rows->neurons;
     float *h = c.h + start * c.count;
     int64_t active = 0, kept = 0;
     for (int64_t first = 0; first < c.count; first += kBatch) {
@@ -168,7 +172,8 @@ void prefetch(const uint8_t *from, int64_t bytes) {
 // All tokens' columns item * c.columns ... of y.
 void compute_down(void *opaque, int64_t item, int worker) {
     const Expert &c = *(const Expert *)opaque;
-    const floe_vector &v = *c.down;
+    const floe_vector &v = c.rows->down;
+    const int64_t neurons = c.rows->neurons;
     const int64_t from = item * c.columns, to = from + c.columns < v.n ? from + c.columns : v.n;
     const int64_t first_group = v.bits == 16 ? 0 : from / v.group;
     const int64_t group_bytes = v.bits == 16 ? 0 : 2 * ((to - 1) / v.group + 1 - first_group);
@@ -177,11 +182,11 @@ void compute_down(void *opaque, int64_t item, int worker) {
     float *y = tile + kTile * kColumns; // of its own: in c.y the tokens lie so far apart that they push each other out
     uint8_t *codes = (uint8_t *)(y + c.count * kStride);
     memset(y, 0, (size_t)(c.count * kStride) * sizeof(float));
-    for (int64_t start = 0; start < c.neurons; start += kTile) {
-        const int64_t here = c.neurons - start < kTile ? c.neurons - start : kTile;
+    for (int64_t start = 0; start < neurons; start += kTile) {
+        const int64_t here = neurons - start < kTile ? neurons - start : kTile;
         for (int64_t n = 0; n < here; n++) {
-            const uint8_t *at = c.rows + (start + n) * c.row_bytes + c.gate_bytes;
-            const Stored ahead = stored(v, at + kNeuronsAhead * c.row_bytes);
+            const uint8_t *at = c.row(start + n) + c.gate_bytes;
+            const Stored ahead = stored(v, at + kNeuronsAhead * c.rows->row_bytes);
             prefetch(ahead.scale + 2 * first_group, group_bytes);
             prefetch(ahead.zero + 2 * first_group, group_bytes);
             prefetch(ahead.codes + from * v.bits / 8, (to - from) * v.bits / 8);
@@ -203,54 +208,50 @@ void compute_down(void *opaque, int64_t item, int worker) {
 
 using namespace floe;
 
-int floe_linear(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
-                const uint8_t *zero, int64_t width, int digits, int threads, float *y) {
+int floe_linear(const float *x, int64_t tokens, const floe_matrix *weights, int digits, int threads, float *y) {
     thread_local Buffer buffer;
-    if (code_bytes(*row) < 0 || tokens < 0 || width < 0 || digits < 1 || digits > 3) return FLOE_BAD_SHAPE;
+    const floe_vector &row = weights->row;
+    if (code_bytes(row) < 0 || tokens < 0 || weights->rows < 0 || digits < 1 || digits > 3) return FLOE_BAD_SHAPE;
     threads = clamped(threads);
-    const int64_t scratch_bytes = aligned(row->n + kChunk);
-    uint8_t *memory = buffer.take(tokens_bytes(*row, tokens) + threads * scratch_bytes);
+    const int64_t scratch_bytes = aligned(row.n + kChunk);
+    uint8_t *memory = buffer.take(tokens_bytes(row, tokens) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    const Token *prepared = prepare_tokens(*row, x, tokens, digits, threads, memory);
-    Linear c = {row, q, scale, zero, prepared, tokens, width, memory, scratch_bytes, y};
-    parallel_for(threads, (width + kItemRows - 1) / kItemRows, compute_linear, &c);
+    const Token *prepared = prepare_tokens(row, x, tokens, digits, threads, memory);
+    Linear c = {weights, prepared, tokens, memory, scratch_bytes, y};
+    parallel_for(threads, (weights->rows + kItemRows - 1) / kItemRows, compute_linear, &c);
     return FLOE_OK;
 }
 
-int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up, const uint8_t *q,
-                           const uint8_t *scale, const uint8_t *zero, const floe_vector *gate, const floe_vector *down,
-                           const uint8_t *rows, int64_t neurons, int64_t row_bytes, const float *thresholds,
-                           const float *down_thresholds, int digits, int threads, float *y, int64_t *kept) {
+int floe_expert_swiglu(const float *x, int64_t tokens, const floe_up *up, const floe_rows *rows, int64_t expert,
+                       const float *thresholds, const float *down_thresholds, int digits, int threads, float *y,
+                       int64_t *counts) {
     thread_local Buffer buffer;
-    const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
-    if (code_bytes(*up) < 0 || gate_codes < 0 || down_codes < 0 || up->n != gate->n || gate->n != down->n ||
-        tokens < 0 || neurons < 0 || digits < 1 || digits > 3)
+    const floe_vector &gate = rows->gate, &down = rows->down;
+    const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down), neurons = rows->neurons;
+    if (code_bytes(up->row) < 0 || gate_codes < 0 || down_codes < 0 || up->row.n != gate.n || gate.n != down.n ||
+        tokens < 0 || neurons < 0 || up->neurons != neurons || rows->slots != nullptr || digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
-    const int64_t gate_bytes = 4 * groups_of(*gate) + gate_codes;
-    if (row_bytes < gate_bytes + 4 * groups_of(*down) + down_codes) return FLOE_BAD_SHAPE;
+    const int64_t gate_bytes = 4 * groups_of(gate) + gate_codes;
+    if (rows->row_bytes < gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    if (expert < 0 || expert >= up->experts || expert >= rows->experts) return FLOE_BAD_INDEX;
     threads = clamped(threads);
     const int64_t tiles = (neurons + kTile - 1) / kTile;
     const int64_t floats = kTile * kColumns + tokens * kStride;
-    const int64_t scratch_bytes = aligned(floats * (int64_t)sizeof(float) + up->n + kChunk);
-    uint8_t *memory = buffer.take(tokens_bytes(*up, tokens) + tokens_bytes(*gate, tokens) + 5 * tiles * kTile * tokens +
-                                  aligned(tiles * tokens) + aligned(tiles) + threads * scratch_bytes);
+    const int64_t scratch_bytes = aligned(floats * (int64_t)sizeof(float) + gate.n + kChunk);
+    uint8_t *memory =
+        buffer.take(tokens_bytes(up->row, tokens) + tokens_bytes(gate, tokens) + 5 * tiles * kTile * tokens +
+                    aligned(tiles * tokens) + aligned(tiles) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
     Expert c = {};
     c.up = up;
-    c.gate = gate;
-    c.down = down;
-    c.q = q;
-    c.scale = scale;
-    c.zero = zero;
     c.rows = rows;
-    c.neurons = neurons;
-    c.row_bytes = row_bytes;
+    c.first_row = expert * neurons;
     c.gate_bytes = gate_bytes;
     c.count = tokens;
     c.thresholds = thresholds;
     c.down_thresholds = down_thresholds;
-    c.for_up = prepare_tokens(*up, x, tokens, digits, threads, memory);
-    c.for_gate = prepare_tokens(*gate, x, tokens, digits, threads, memory);
+    c.for_up = prepare_tokens(up->row, x, tokens, digits, threads, memory);
+    c.for_gate = prepare_tokens(gate, x, tokens, digits, threads, memory);
     c.h = carve<float>(memory, tiles * kTile * tokens);
     c.which = carve<uint8_t>(memory, tiles * kTile * tokens);
     c.counts = carve<uint8_t>(memory, tiles * tokens);
@@ -258,10 +259,11 @@ int64_t floe_expert_swiglu(const float *x, int64_t tokens, const floe_vector *up
     c.scratch = memory;
     c.scratch_bytes = scratch_bytes;
     c.y = y;
-    parallel_for(threads, (neurons + kItemRows - 1) / kItemRows, compute_hidden, &c);
+    parallel_for(threads, tiles, compute_hidden, &c);
     // Each output is summed over the neurons alike, so the width of the tiles is free: every thread shall have one.
-    c.columns = down->n >= kColumns * threads ? kColumns : kColumns / 2;
-    parallel_for(threads, (down->n + c.columns - 1) / c.columns, compute_down, &c);
-    *kept = c.kept;
-    return c.active;
+    c.columns = down.n >= kColumns * threads ? kColumns : kColumns / 2;
+    parallel_for(threads, (down.n + c.columns - 1) / c.columns, compute_down, &c);
+    counts[0] = c.active;
+    counts[1] = c.kept;
+    return FLOE_OK;
 }

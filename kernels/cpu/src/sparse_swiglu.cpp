@@ -26,12 +26,10 @@ struct Slice {
 };
 
 struct Context {
-    const floe_vector *gate, *down;
-    const uint8_t *rows;
-    const int32_t *slots;
-    int64_t neurons, row_bytes, gate_bytes;
-    const int64_t *call_token, *call_expert, *active;
-    const float *weights, *values, *down_thresholds;
+    const floe_rows *rows;
+    const floe_calls *calls;
+    const floe_active *active;
+    int64_t gate_bytes;
     const Token *tokens;
     Slice *slices;
     int64_t slice_count, token_count;
@@ -84,19 +82,21 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     const Context &c = *(const Context *)opaque;
     const RowOps &ops = row_ops();
     const Slice &slice = c.slices[item];
-    const Token *token = c.tokens + c.call_token[slice.call];
-    const int64_t first_row = c.call_expert[slice.call] * c.neurons;
-    const float weight = c.weights[slice.call];
-    const float threshold = c.down_thresholds == nullptr ? 0.0f : c.down_thresholds[slice.call];
+    const floe_rows &stored_rows = *c.rows;
+    const floe_vector &down = stored_rows.down;
+    const Token *token = c.tokens + c.calls->token[slice.call];
+    const int64_t first_row = c.calls->expert[slice.call] * stored_rows.neurons, row_bytes = stored_rows.row_bytes;
+    const float weight = c.calls->weight[slice.call];
+    const float threshold = c.calls->product == nullptr ? 0.0f : c.calls->product[slice.call];
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
-    float *sum = c.sums + item * c.down->n, *bias = c.bias + item * c.bias_stride;
-    memset(sum, 0, (size_t)c.down->n * sizeof(float));
+    float *sum = c.sums + item * down.n, *bias = c.bias + item * c.bias_stride;
+    memset(sum, 0, (size_t)down.n * sizeof(float));
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
-    const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (c.row_bytes - c.gate_bytes + 63) / 64;
+    const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (row_bytes - c.gate_bytes + 63) / 64;
     const auto row = [&](int64_t i) {
-        const int64_t at = first_row + c.active[i];
-        return c.rows + (c.slots == nullptr ? at : c.slots[at]) * c.row_bytes;
+        const int64_t at = first_row + c.active->neurons[i];
+        return stored_rows.data + (stored_rows.slots == nullptr ? at : stored_rows.slots[at]) * row_bytes;
     };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
@@ -111,36 +111,36 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         Ahead ahead[kBatch] = {};
         float g[kBatch][kBatch];
         for (int r = 0; r < rows; r++) {
-            gate[r] = stored(*c.gate, row(start + r));
+            gate[r] = stored(stored_rows.gate, row(start + r));
             if (start + kBatch + r < slice.end) ahead[r] = {row(start + kBatch + r), gate_lines};
         }
-        ops.dot(*c.gate, gate, rows, &token, 1, nullptr, g, scratch, ahead);
+        ops.dot(stored_rows.gate, gate, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
-            const float product = silu(g[r][0]) * c.values[start + r];
+            const float product = silu(g[r][0]) * c.active->values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
-            kept.push(stored(*c.down, row(start + r) + c.gate_bytes), weight * product);
+            kept.push(stored(down, row(start + r) + c.gate_bytes), weight * product);
             kept_count++;
         }
         while (kept.count >= 2 * kBatch || (kept.count > 0 && start + kBatch >= slice.end)) {
             Ahead next[kBatch] = {};
             const int batch = kept.fetch(next);
-            ops.axpy(*c.down, kept.down, kept.a, batch, c.digits, sum, bias, scratch, next);
+            ops.axpy(down, kept.down, kept.a, batch, c.digits, sum, bias, scratch, next);
             kept.pop(batch);
         }
     }
-    ops.finish(*c.down, sum, bias);
+    ops.finish(down, sum, bias);
     c.slices[item].kept = kept_count; // once: neighbouring slices share a cache line
 }
 
 // One token's columns item * kColumns ..., summed over the slices of its calls.
 void add_slices(void *opaque, int64_t item, int) {
     const Context &c = *(const Context *)opaque;
-    const int64_t width = c.down->n, per_token = (width + kColumns - 1) / kColumns;
+    const int64_t width = c.rows->down.n, per_token = (width + kColumns - 1) / kColumns;
     const int64_t token = item / per_token, start = item % per_token * kColumns;
     const int64_t count = start + kColumns < width ? kColumns : width - start;
     float total[kColumns] = {};
     for (int64_t s = 0; s < c.slice_count; s++) {
-        if (c.call_token[c.slices[s].call] != token) continue;
+        if (c.calls->token[c.slices[s].call] != token) continue;
         const float *part = c.sums + s * width + start;
         for (int64_t i = 0; i < count; i++) total[i] += part[i];
     }
@@ -173,59 +173,49 @@ int check_active(int64_t calls, const int64_t *offsets, const int64_t *active, i
 
 using namespace floe;
 
-int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, const floe_vector *down,
-                       const uint8_t *rows, int64_t experts, int64_t neurons, int64_t row_bytes, const int32_t *slots,
-                       int64_t slot_count, int64_t calls, const int64_t *call_token, const int64_t *call_expert,
-                       const float *weights, const int64_t *offsets, const int64_t *active, const float *values,
-                       const float *down_thresholds, int digits, int threads, float *y, int64_t *kept) {
+int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows *rows, const floe_calls *calls,
+                       const floe_active *active, int digits, int threads, float *y, int64_t *kept) {
     thread_local Buffer buffer;
-    const int64_t gate_codes = code_bytes(*gate), down_codes = code_bytes(*down);
-    if (gate_codes < 0 || down_codes < 0 || gate->n != down->n || tokens < 0 || experts < 0 || neurons < 0 ||
-        calls < 0 || digits < 1 || digits > 3)
+    const floe_vector &gate = rows->gate, &down = rows->down;
+    const int64_t *const offsets = active->offsets, count = calls->count, neurons = rows->neurons;
+    const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down);
+    if (gate_codes < 0 || down_codes < 0 || gate.n != down.n || tokens < 0 || rows->experts < 0 || neurons < 0 ||
+        count < 0 || digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     Context c = {};
-    c.gate_bytes = 4 * groups_of(*gate) + gate_codes;
-    if (row_bytes < c.gate_bytes + 4 * groups_of(*down) + down_codes) return FLOE_BAD_SHAPE;
-    if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
-    if (const int error = check_active(calls, offsets, active, neurons, buffer)) return error;
-    for (int64_t p = 0; slots != nullptr && p < calls; p++)
+    c.gate_bytes = 4 * groups_of(gate) + gate_codes;
+    if (rows->row_bytes < c.gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    if (!in_range(calls->token, count, tokens) || !in_range(calls->expert, count, rows->experts)) return FLOE_BAD_INDEX;
+    if (const int error = check_active(count, offsets, active->neurons, neurons, buffer)) return error;
+    for (int64_t p = 0; rows->slots != nullptr && p < count; p++)
         for (int64_t i = offsets[p]; i < offsets[p + 1]; i++) {
-            const int64_t slot = slots[call_expert[p] * neurons + active[i]];
-            if (slot < 0 || slot >= slot_count) return FLOE_BAD_INDEX;
+            const int64_t slot = rows->slots[calls->expert[p] * neurons + active->neurons[i]];
+            if (slot < 0 || slot >= rows->slot_count) return FLOE_BAD_INDEX;
         }
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
-    const int64_t total = offsets[calls];
+    const int64_t total = offsets[count];
     int64_t rows_each = (total + kSlices - 1) / kSlices;
     if (rows_each < kMinRows) rows_each = kMinRows;
     int64_t slice_count = 0;
-    for (int64_t p = 0; p < calls; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
+    for (int64_t p = 0; p < count; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
 
-    const int64_t width = down->n;
-    c.bias_stride = aligned(4 * (groups_of(*down) + width / kChunk + 16)) / 4;
+    const int64_t width = down.n;
+    c.bias_stride = aligned(4 * (groups_of(down) + width / kChunk + 16)) / 4;
     c.scratch_bytes = aligned(width + kChunk);
-    uint8_t *memory = buffer.take(tokens_bytes(*gate, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
+    uint8_t *memory = buffer.take(tokens_bytes(gate, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
                                   aligned(4 * slice_count * width) + aligned(4 * slice_count * c.bias_stride) +
                                   threads * c.scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    c.tokens = prepare_tokens(*gate, x, tokens, digits, threads, memory);
+    c.tokens = prepare_tokens(gate, x, tokens, digits, threads, memory);
     Slice *slices = carve<Slice>(memory, slice_count);
     int64_t filled = 0;
-    for (int64_t p = 0; p < calls; p++)
+    for (int64_t p = 0; p < count; p++)
         for (int64_t start = offsets[p]; start < offsets[p + 1]; start += rows_each)
             slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1], 0};
-    c.gate = gate;
-    c.down = down;
     c.rows = rows;
-    c.slots = slots;
-    c.neurons = neurons;
-    c.row_bytes = row_bytes;
-    c.call_token = call_token;
-    c.call_expert = call_expert;
+    c.calls = calls;
     c.active = active;
-    c.weights = weights;
-    c.values = values;
-    c.down_thresholds = down_thresholds;
     c.slices = slices;
     c.slice_count = slice_count;
     c.token_count = tokens;
@@ -236,7 +226,7 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_vector *gate, 
     c.y = y;
     parallel_for(threads, slice_count, compute_slice, &c);
     parallel_for(threads, tokens * ((width + kColumns - 1) / kColumns), add_slices, &c);
-    for (int64_t p = 0; p < calls; p++) kept[p] = 0;
+    for (int64_t p = 0; p < count; p++) kept[p] = 0;
     for (int64_t s = 0; s < slice_count; s++) kept[slices[s].call] += slices[s].kept;
     return FLOE_OK;
 }

@@ -2,6 +2,7 @@
 #include "buffers.h"
 #include "floe.h"
 
+#include <atomic>
 #include <cmath>
 
 using namespace floe;
@@ -13,52 +14,66 @@ constexpr int64_t kMostChosen = 256;
 // What is computed of a router's choice.
 struct Work {
     int64_t token[2 * kMostChosen], expert[2 * kMostChosen];
-    float weight[2 * kMostChosen], threshold[2 * kMostChosen], down_threshold[2 * kMostChosen];
+    float weight[2 * kMostChosen], threshold[2 * kMostChosen], product[2 * kMostChosen];
 };
+
+// Written by floe_stop_set in another thread.
+std::atomic<int32_t> &flag(const floe_stop &stop) {
+    static_assert(sizeof(std::atomic<int32_t>) == sizeof(int32_t) && std::atomic<int32_t>::is_always_lock_free,
+                  "an int32_t can be looked at as an atomic one");
+    return *(std::atomic<int32_t> *)&stop.raised;
+}
+
+bool fits(const floe_dense_layer &d, const floe_expert_layer &l, const floe_dense_layer &first) {
+    if (d.hidden != first.hidden || d.router == nullptr || d.top_k != first.top_k || d.top_k > kMostChosen)
+        return false;
+    const int64_t parts = l.rule.parts;
+    return (parts == 1 || parts == 2) && l.up.experts == parts * d.experts && l.limits.experts == l.up.experts &&
+           l.up.row.n == d.hidden;
+}
 
 } // namespace
 
-int floe_token_step(int64_t layers, const floe_dense_layer *const *dense, const floe_expert_layer *experts, float *x,
-                    const float *rope, void *const *kv, int64_t capacity, int64_t position, int dense_digits,
-                    int expert_digits, int threads, const int32_t *stop, int64_t *index, float *weights,
-                    int64_t *counts) {
+void floe_stop_set(floe_stop *stop, int raised) { flag(*stop).store(raised, std::memory_order_relaxed); }
+
+int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const floe_place *place,
+                    const floe_pace *pace, const floe_trace *trace) {
     thread_local Buffer buffer;
-    if (layers < 1) return FLOE_BAD_SHAPE;
-    const int64_t hidden = dense[0]->hidden, top_k = dense[0]->top_k;
-    for (int64_t i = 0; i < layers; i++) {
-        const floe_dense_layer &d = *dense[i];
-        const floe_expert_layer &l = experts[i];
-        if (d.hidden != hidden || d.router == nullptr || d.top_k != top_k || top_k > kMostChosen) return FLOE_BAD_SHAPE;
-        const int64_t parts = l.rule.parts;
-        if (parts < 1 || parts > 2 || l.experts != parts * d.experts || l.up.n != hidden) return FLOE_BAD_SHAPE;
-    }
+    if (layers->count < 1) return FLOE_BAD_SHAPE;
+    const int64_t hidden = layers->dense[0]->hidden, top_k = layers->dense[0]->top_k;
+    for (int64_t i = 0; i < layers->count; i++)
+        if (!fits(*layers->dense[i], layers->experts[i], *layers->dense[0])) return FLOE_BAD_SHAPE;
     uint8_t *memory = buffer.take(2 * aligned(4 * hidden));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *inner = carve<float>(memory, hidden), *added = carve<float>(memory, hidden);
-    for (int64_t i = 0; i < layers; i++, index += top_k, weights += top_k, counts += 4 * top_k) {
-        const floe_expert_layer &l = experts[i];
-        int code = floe_dense_step(dense[i], x, i ? added : nullptr, rope, kv[i], capacity, position, dense_digits,
-                                   threads, x, inner, index, weights);
+    floe_routed routed = {x, inner, trace->index, trace->weights};
+    int64_t *counts = trace->counts;
+    for (int64_t i = 0; i < layers->count; i++) {
+        const floe_expert_layer &l = layers->experts[i];
+        int code = floe_dense_step(layers->dense[i], x, i ? added : nullptr, kv[i], place, pace->dense_digits,
+                                   pace->threads, &routed);
         if (code != FLOE_OK) return code;
-        if (*(const volatile int32_t *)stop != 0) return FLOE_STOPPED;
+        if (flag(*pace->stop).load(std::memory_order_relaxed) != 0) return FLOE_STOPPED;
         Work work;
-        float *down_thresholds = l.down_thresholds ? work.down_threshold : nullptr;
-        code = floe_select(&l.rule, 1, top_k, index, weights, l.experts, l.thresholds, l.down_thresholds, nullptr,
-                           work.token, work.expert, work.weight, work.threshold, down_thresholds, nullptr);
+        const int64_t parts = l.rule.parts;
+        const floe_calls calls = {parts * top_k, work.token,     work.expert,
+                                  work.weight,   work.threshold, l.limits.product ? work.product : nullptr,
+                                  nullptr};
+        code = floe_select(&l.rule, &l.limits, 1, top_k, routed.index, routed.weights, &calls);
         if (code != FLOE_OK) return code;
-        const int64_t parts = l.rule.parts, calls = parts * top_k;
         int64_t found[4 * kMostChosen];
-        code = floe_moe_step(inner, 1, &l.up, l.q, l.scale, l.zero, &l.gate, &l.down, l.rows, l.experts, l.neurons,
-                             l.row_bytes, nullptr, 0, calls, work.token, work.expert, work.weight, work.threshold,
-                             down_thresholds, expert_digits, threads, added, found);
+        code = floe_moe_step(inner, 1, &l.up, &l.rows, &calls, pace->expert_digits, pace->threads, added, found);
         if (code != FLOE_OK) return code;
         for (int64_t c = 0; c < 4 * top_k; c++) counts[c] = -1;
-        for (int64_t call = 0; call < calls; call++) {
+        for (int64_t call = 0; call < calls.count; call++) {
             if (work.threshold[call] == INFINITY) continue;
             int64_t *to = counts + (parts == 2 ? 2 : 4) * call;
             to[0] = found[2 * call];
             to[1] = found[2 * call + 1];
         }
+        routed.index += top_k;
+        routed.weights += top_k;
+        counts += 4 * top_k;
     }
     for (int64_t i = 0; i < hidden; i++) x[i] += added[i];
     return FLOE_OK;

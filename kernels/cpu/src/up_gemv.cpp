@@ -30,12 +30,10 @@ Found &found() {
 }
 
 struct Context {
-    const floe_vector *row;
-    const uint8_t *q, *scale, *zero;
-    int64_t neurons, blocks;
+    const floe_up *up;
+    const floe_calls *calls;
+    int64_t blocks;
     const int64_t *first_call, *order; // calls of unique expert u: order[first_call[u] .. first_call[u + 1]]
-    const int64_t *call_token, *call_expert;
-    const float *thresholds;
     const Token *tokens;
     uint8_t *scratch;
     int64_t scratch_bytes;
@@ -46,24 +44,26 @@ struct Context {
 void compute_block(void *opaque, int64_t item, int worker) {
     const Context &c = *(const Context *)opaque;
     const RowOps &ops = row_ops();
+    const floe_up &up = *c.up;
     const int64_t unique = item / c.blocks, block = item % c.blocks;
     const int64_t first = c.first_call[unique], last = c.first_call[unique + 1];
-    const int64_t expert = c.call_expert[c.order[first]];
+    const int64_t expert = c.calls->expert[c.order[first]];
     const int64_t start = block * kBlockRows;
-    const int64_t end = start + kBlockRows < c.neurons ? start + kBlockRows : c.neurons;
+    const int64_t end = start + kBlockRows < up.neurons ? start + kBlockRows : up.neurons;
+    const float *const thresholds = c.calls->threshold;
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     for (int64_t i = first; i < last; i++) c.counts[c.order[i] * c.blocks + block] = 0;
     for (int64_t n = start; n < end; n += kBatch) {
         const int rows = (int)(end - n < kBatch ? end - n : kBatch);
         Stored stored[kBatch];
         Ahead ahead[kBatch];
-        matrix_rows(*c.row, c.q, c.scale, c.zero, expert * c.neurons + n, rows, stored, ahead);
+        matrix_rows(up.row, up.q, up.scale, up.zero, expert * up.neurons + n, rows, stored, ahead);
         for (int64_t i = first; i < last; i += kBatch) {
             const Token *tokens[kBatch];
             float v[kBatch][kBatch];
             const int count = (int)(last - i < kBatch ? last - i : kBatch);
-            for (int t = 0; t < count; t++) tokens[t] = c.tokens + c.call_token[c.order[i + t]];
-            ops.dot(*c.row, stored, rows, tokens, count, nullptr, v, scratch, ahead);
+            for (int t = 0; t < count; t++) tokens[t] = c.tokens + c.calls->token[c.order[i + t]];
+            ops.dot(up.row, stored, rows, tokens, count, nullptr, v, scratch, ahead);
             for (int r = 0; r < rows; r++) ahead[r].lines = 0; // the first tokens have asked for them
             for (int t = 0; t < count; t++) {
                 const int64_t call = c.order[i + t], place = call * c.blocks + block;
@@ -72,7 +72,7 @@ void compute_block(void *opaque, int64_t item, int worker) {
                     // Written in any case and kept by counting: a branch would often be guessed wrongly.
                     c.found_neurons[place * kBlockRows + found] = (int32_t)(n + r);
                     c.found_values[place * kBlockRows + found] = v[r][t];
-                    found += !(std::fabs(v[r][t]) < c.thresholds[call]); // NaN goes on to the result
+                    found += !(std::fabs(v[r][t]) < thresholds[call]); // NaN goes on to the result
                 }
             }
         }
@@ -84,58 +84,52 @@ void compute_block(void *opaque, int64_t item, int worker) {
 
 using namespace floe;
 
-int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, const uint8_t *q, const uint8_t *scale,
-                     const uint8_t *zero, int64_t experts, int64_t neurons, int64_t calls, const int64_t *call_token,
-                     const int64_t *call_expert, const float *thresholds, int digits, int threads, int64_t *offsets) {
-    if (code_bytes(*row) < 0 || tokens < 0 || experts < 0 || neurons < 0 || calls < 0 || neurons > INT32_MAX ||
-        digits < 1 || digits > 3)
+int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_up *up, const floe_calls *calls, int digits,
+                     int threads, int64_t *offsets) {
+    const int64_t neurons = up->neurons, count = calls->count;
+    const int64_t *const expert = calls->expert;
+    if (code_bytes(up->row) < 0 || tokens < 0 || up->experts < 0 || neurons < 0 || count < 0 || neurons > INT32_MAX ||
+        digits < 1 || digits > 3 || (count > 0 && calls->threshold == nullptr))
         return FLOE_BAD_SHAPE;
-    if (!in_range(call_token, calls, tokens) || !in_range(call_expert, calls, experts)) return FLOE_BAD_INDEX;
+    if (!in_range(calls->token, count, tokens) || !in_range(expert, count, up->experts)) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
-    const int64_t blocks = (neurons + kBlockRows - 1) / kBlockRows, places = calls * blocks;
+    const int64_t blocks = (neurons + kBlockRows - 1) / kBlockRows, places = count * blocks;
     Found &result = found();
     result.total = -1; // until all is done
-    const int64_t scratch_bytes = aligned(row->n + kChunk);
+    const int64_t scratch_bytes = aligned(up->row.n + kChunk);
     uint8_t *memory =
-        result.memory.take(2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (calls + 1)) +
-                           tokens_bytes(*row, tokens) + threads * scratch_bytes);
+        result.memory.take(2 * aligned(4 * places * kBlockRows) + aligned(4 * places) + 2 * aligned(8 * (count + 1)) +
+                           tokens_bytes(up->row, tokens) + threads * scratch_bytes);
     if (memory == nullptr) return FLOE_NO_MEMORY;
 
     Context c = {};
-    c.row = row;
-    c.q = q;
-    c.scale = scale;
-    c.zero = zero;
-    c.neurons = neurons;
+    c.up = up;
+    c.calls = calls;
     c.blocks = blocks;
-    c.call_token = call_token;
-    c.call_expert = call_expert;
-    c.thresholds = thresholds;
     c.found_neurons = carve<int32_t>(memory, places * kBlockRows);
     c.found_values = carve<float>(memory, places * kBlockRows);
     c.counts = carve<int32_t>(memory, places);
-    int64_t *order = carve<int64_t>(memory, calls + 1), *first_call = carve<int64_t>(memory, calls + 1);
-    c.tokens = prepare_tokens(*row, x, tokens, digits, threads, memory);
+    int64_t *order = carve<int64_t>(memory, count + 1), *first_call = carve<int64_t>(memory, count + 1);
+    c.tokens = prepare_tokens(up->row, x, tokens, digits, threads, memory);
     c.scratch = memory;
     c.scratch_bytes = scratch_bytes;
 
     // Calls of the same expert stand together; few calls, so looking through all of them is quick. Those that are left
     // out are in no place, and have found nothing.
     int64_t placed = 0, unique = 0;
-    const auto left_out = [&](int64_t p) { return thresholds[p] == INFINITY; };
-    for (int64_t p = 0; p < calls; p++) {
+    const auto left_out = [&](int64_t p) { return calls->threshold[p] == INFINITY; };
+    for (int64_t p = 0; p < count; p++) {
         if (left_out(p)) {
             for (int64_t b = 0; b < blocks; b++) c.counts[p * blocks + b] = 0;
             continue;
         }
         bool known = false;
-        for (int64_t earlier = 0; earlier < p; earlier++)
-            known |= call_expert[earlier] == call_expert[p] && !left_out(earlier);
+        for (int64_t earlier = 0; earlier < p; earlier++) known |= expert[earlier] == expert[p] && !left_out(earlier);
         if (known) continue;
         first_call[unique++] = placed;
-        for (int64_t later = p; later < calls; later++)
-            if (call_expert[later] == call_expert[p] && !left_out(later)) order[placed++] = later;
+        for (int64_t later = p; later < count; later++)
+            if (expert[later] == expert[p] && !left_out(later)) order[placed++] = later;
     }
     first_call[unique] = placed;
     c.order = order;
@@ -143,11 +137,11 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_vector *row, con
     parallel_for(threads, unique * blocks, compute_block, &c);
 
     int64_t total = 0;
-    for (int64_t p = 0; p < calls; p++) {
+    for (int64_t p = 0; p < count; p++) {
         offsets[p] = total;
         for (int64_t b = 0; b < blocks; b++) total += c.counts[p * blocks + b];
     }
-    offsets[calls] = total;
+    offsets[count] = total;
     result.neurons = c.found_neurons;
     result.values = c.found_values;
     result.counts = c.counts;

@@ -1,0 +1,112 @@
+"""Weights as the compiled kernels read them: a record of each, made once and kept with the tensors."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import CPU, Dtypes, Shape, require
+from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights, VectorLayout
+from ..rule import Rule
+from ..step import Projection
+from ..types import X_BITS
+from .binding import records
+
+FLOAT32 = (torch.float32,)
+
+
+@cache
+def vector(layout: VectorLayout, float16: torch.dtype) -> Any:
+    """`floe_vector`."""
+    bfloat16 = int(float16 == torch.bfloat16)
+    return records.vector(n=layout.n, group=layout.group, bits=layout.bits, bfloat16=bfloat16)
+
+
+def up_record(up: UpWeights) -> Any:
+    """`floe_up`; the tensors are checked already."""
+    if up.native is None:
+        experts, neurons = up.q.shape[:2]
+        row = vector(up.layout.vector, up.layout.float16)
+        made = records.up(row=row, q=up.q, scale=up.scale, zero=up.zero, experts=experts, neurons=neurons)
+        object.__setattr__(up, "native", made)
+    return up.native
+
+
+def rows_record(rows: ExpertRows | PoolRows) -> Any:
+    """`floe_rows`; the tensors are checked already."""
+    if rows.native is None:
+        layout, pool = rows.layout, rows if isinstance(rows, PoolRows) else None
+        made = records.rows(
+            gate=vector(layout.gate, layout.float16),
+            down=vector(layout.down, layout.float16),
+            data=rows.data,
+            experts=rows.experts,
+            neurons=rows.neurons,
+            row_bytes=layout.nbytes,
+            slots=None if pool is None else pool.slots,
+            slot_count=0 if pool is None else pool.data.shape[0],
+        )
+        object.__setattr__(rows, "native", made)
+    return rows.native
+
+
+def linear_record(weights: LinearWeights, bias: Tensor | None = None) -> Any:
+    """`floe_matrix` of codes; the tensors are checked already. Kept where there is no bias."""
+    if bias is None and weights.native is not None:
+        return weights.native
+    q, row = weights.q, vector(weights.vector, torch.float16)
+    made = records.matrix(row=row, rows=q.shape[0], q=q, scale=weights.scale, zero=weights.zero, bias=bias)
+    if bias is None:
+        object.__setattr__(weights, "native", made)
+    return made
+
+
+def projection_record(name: str, projection: Projection, rows: int, columns: int) -> Any:
+    """`floe_matrix` of this size.
+
+    Raises:
+        ValueError: another size or type, not contiguous, or not on the CPU.
+    """
+    weight, bias = projection.weight, optional(f"{name}.bias", projection.bias, (rows,))
+    if isinstance(weight, LinearWeights):
+        weight.check(CPU)
+        if (weight.q.shape[0], weight.vector.n) != (rows, columns):
+            raise ValueError(f"{name} must be of shape {(rows, columns)}, not {(weight.q.shape[0], weight.vector.n)}")
+        return linear_record(weight, bias)
+    row = records.vector(n=columns, group=columns, bits=32, bfloat16=0)
+    given = required(name, weight, (rows, columns))
+    return records.matrix(row=row, rows=rows, q=given, scale=None, zero=None, bias=bias)
+
+
+def rule_record(rule: Rule) -> Any:
+    """`floe_rule`."""
+    return records.rule(drop=rule.drop, major=rule.major, parts=rule.parts, weighed=rule.weighed)
+
+
+def required(name: str, tensor: Tensor, shape: Shape, dtypes: Dtypes = FLOAT32) -> Tensor:
+    """The tensor.
+
+    Raises:
+        ValueError: another shape or type, not contiguous, or not on the CPU.
+    """
+    require(name, tensor, dtypes, shape)
+    return tensor
+
+
+def optional(name: str, tensor: Tensor | None, shape: Shape, dtypes: Dtypes = FLOAT32) -> Tensor | None:
+    """As `required`, or None."""
+    return None if tensor is None else required(name, tensor, shape, dtypes)
+
+
+def digits(x_bits: int) -> int:
+    """8-bit digits that so many bits of float32 x take.
+
+    Raises:
+        ValueError: a precision that does not exist.
+    """
+    if x_bits not in X_BITS:
+        raise ValueError(f"x_bits must be one of {', '.join(map(str, X_BITS))}, not {x_bits}")
+    return -(-x_bits // 8)
