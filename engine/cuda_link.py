@@ -27,7 +27,7 @@ class _Lane:
     Attributes:
         head: bytes in front of the rows.
         numbers_here, numbers_there: (1, chunk) slots, or (2, chunk) slots and rows of the source.
-        rows_here, rows_there: (chunk, nbytes); none here when the device reads them where they lie.
+        rows_here, rows_there: (chunk, nbytes); none here when the device reads them in place.
         event: recorded behind the chunk's last kernel.
     """
 

@@ -1,7 +1,7 @@
 """What computes while rows come to it over a link: a GPU, or what stands in for one where there is none.
 
-The engine asks a device for the same few things whatever it is: the up projections, rows in its memory, rows where they
-lie beside it, and what time it is. The throttled device is a test device: the CPU computes and RAM is its memory, but
+The engine asks a device for the same few things whatever it is: the up projections, rows in its memory, rows in RAM
+beside it, and what time it is. The throttled device is a test device: the CPU computes and RAM is its memory, but
 threads, bytes and the link's slowness are real.
 """
 
@@ -33,7 +33,7 @@ class Device:
     """Device memory behind a link, a processor beside it, and the CPU that shares the work.
 
     Attributes:
-        name: for people. place: torch's name of where its tensors lie. link: the way into its memory.
+        name: for people. place: torch's name of where its tensors are. link: the way into its memory.
         rates: what the lanes reach. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
         real: whether `now` is real time. moves: how rows cross the link and why so, in words.
     """
@@ -140,7 +140,7 @@ class Device:
     def rows_beside(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Future[Partial]:
-        """Start what rows add to y on the CPU, where they lie; all tensors are the CPU's."""
+        """Start what rows in RAM add to y, on the CPU; all tensors are the CPU's."""
         count, nbytes = active.neurons.numel(), rows.layout.nbytes
         return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", count, nbytes)
 

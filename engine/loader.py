@@ -44,7 +44,7 @@ class LoadedModel:
     """A model in memory, what controls it, and what it counts.
 
     Attributes:
-        decoder: computes the next tokens. offload: what its layers share where rows lie in RAM; else None.
+        decoder: computes the next tokens. offload: what its layers share where rows are in RAM and a pool; else None.
     """
 
     model: Any
@@ -57,7 +57,7 @@ class LoadedModel:
     offload: Offload | None
 
     def close(self) -> None:
-        """End what runs beside the engine, and keep for the next start what was used how much."""
+        """End what runs beside the engine, and save what was used how much for the next start."""
         if self.offload is not None:
             self.offload.close()
             try:
@@ -232,7 +232,7 @@ class _Linear:
 
 
 class _Experts:
-    """Makes each layer's experts: where their rows lie, or offloaded.
+    """Makes each layer's experts: all on the device, or offloaded.
 
     Attributes:
         nbytes: device memory of the up projections.
@@ -268,7 +268,7 @@ class _Experts:
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
         self._control.make_room, self._control.chunk = shared.make_room, STREAMED_CHUNK
-        if isinstance(decoder, LeanDecoder):  # the library's own cache lies where it likes
+        if isinstance(decoder, LeanDecoder):  # the library's cache has memory of its own
             decoder.room = shared
             shared.share()
         following = [*self._made[1:], None]
