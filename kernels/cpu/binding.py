@@ -201,7 +201,7 @@ def library() -> Any:
         loaded = ctypes.CDLL(str(path))
         made = {_short(name): _function(loaded, name) for name in _INTERFACE.functions}
     except (OSError, AttributeError) as error:
-        raise NativeUnavailableError(f"the compiled CPU kernels do not load: {error}") from error
+        raise NativeUnavailableError(f"the compiled CPU kernels do not load ({error}): install again") from error
     expected = [_INTERFACE.mark]
     for name, fields in _INTERFACE.records.items():
         structure = _structures[name]
