@@ -20,6 +20,7 @@ from textual.notifications import SeverityLevel
 from textual.screen import Screen
 from textual.theme import Theme
 from textual.timer import Timer
+from textual.widgets import Input, TextArea
 
 from ..engine.events import Failed, Loaded, Notice, Sampling
 from ..models.catalog import find, reference
@@ -32,7 +33,6 @@ from .chat.controller import ModelNotLoaded
 from .chat_client import ChatClient
 from .emoji import PlainEmoji
 from .history import History, Setup, history_file
-from .painting import lighten
 from .screens.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
 from .settings import Settings
@@ -52,8 +52,6 @@ _SETUP_PERIOD = 1.0  # seconds between two looks at a running setup
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
 _CLEAR = "\x1b[2J"
 _PLAIN_EMOJI = PlainEmoji()
-
-lighten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +117,10 @@ class FloeChatApp(App[int]):
     def on_load(self) -> None:
         if self._terminal is not None:
             self._terminal.hand_over()
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        if isinstance(event.widget, Input | TextArea):
+            event.widget.cursor_blink = False  # each blink is painted: 1 % of a core while nothing else happens
 
     def on_mount(self) -> None:
         for theme in THEMES:

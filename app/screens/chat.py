@@ -28,18 +28,26 @@ from ..widgets.copying import Copying
 from ..widgets.dashboard import Dashboard
 from ..widgets.keys import bindings
 from ..widgets.plain import one_line, printable
+from ..widgets.steady import Ground
 from ..widgets.transcript import Transcript
 from ..widgets.turns import CODE, COPY, Turn
 from ..widgets.writing import Writing
 from .chat_pages import ChatPages
 
 if TYPE_CHECKING:
-    from textual.widgets import Markdown
-
+    from ..widgets.answer_block import AnswerBlock
     from ..widgets.code import CodeBlock
 
 
-class ChatScreen(Screen[None]):
+class _Beside(Ground, Horizontal):
+    """The chat and the panel."""
+
+
+class _Below(Ground, Vertical):
+    """The messages and where one writes."""
+
+
+class ChatScreen(Ground, Screen[None]):
     """One chat.
 
     Attributes:
@@ -90,8 +98,8 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield self.dashboard.strip
-        with Horizontal():
-            with Vertical(id="chat"):
+        with _Beside():
+            with _Below(id="chat"):
                 yield self._transcript
                 yield self._writing
             yield self.dashboard.panel
@@ -178,7 +186,7 @@ class ChatScreen(Screen[None]):
     def on_code_block_copied(self, event: CodeBlock.Copied) -> None:
         self._copying.copy(event.code, "the code")
 
-    def on_markdown_link_clicked(self, event: Markdown.LinkClicked) -> None:
+    def on_answer_block_link_clicked(self, event: AnswerBlock.LinkClicked) -> None:
         href = printable(event.href)
         self._copying.copy(href, href)
 

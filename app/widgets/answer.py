@@ -24,15 +24,15 @@ _LARGEST_DUTY = 0.05
 class AnswerTurn(Turn):
     """Renders Markdown as it grows; a code block shows as plain text until its fence closes.
 
-    Each piece of a long list or table makes Textual build the whole of it again. The engine needs the interpreter
-    too, so that pieces are collected for as long as it takes to keep this work below a twentieth of a core.
+    Each piece of a long list or table draws the whole of it again. The engine needs the interpreter too, so pieces are
+    collected for as long as it takes to keep this work below a twentieth of a core.
     """
 
     ACTIONS = (COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE)
 
     def __init__(self, record: Record, *, live: bool = False) -> None:
         """`live`: more text will be fed, until `finish`."""
-        from .markdown import AnswerMarkdown
+        from .answer_markdown import AnswerMarkdown
 
         super().__init__(record)
         self._live = live

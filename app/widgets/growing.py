@@ -1,64 +1,57 @@
-"""Blocks of Markdown that grow where they are, as an answer does.
+"""Blocks of text that grow where they are, as an answer does.
 
-Textual lays the whole screen out again for each piece of a paragraph, and makes four widgets of each item of a list,
-all of them again for each piece of the last. That is more work than the piece is worth, and the engine needs the time.
+A layout of the screen is more work than a piece of text is worth, and the engine needs the time: there is none while
+the text has room in the lines that the block has. One widget draws all items of a list.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
 
-from textual.app import ComposeResult
 from textual.content import Content
 from textual.geometry import Size
 from textual.selection import Selection
-from textual.widget import Widget
-from textual.widgets._markdown import (  # most of them are not exported
-    Markdown,
-    MarkdownBlock,
-    MarkdownBulletList,
-    MarkdownFence,
-    MarkdownList,
-    MarkdownListItem,
-    MarkdownOrderedList,
-    MarkdownParagraph,
-)
 
+from .answer_block import AnswerBlock
 from .folded import FOLD
-from .steady import rounded, show
+from .inline import words
+from .markdown import Block
 
 ROOM = 3  # lines at a time for the block that is being written: fewer layouts, and it still moves up in small steps
-_BULLET = "$text-primary"
+LISTS = frozenset({"bullet_list_open", "ordered_list_open"})
+_SYMBOL = "$text-primary"
+_BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")  # by depth
 
 
-if TYPE_CHECKING:
-    _Block, _List = MarkdownBlock, MarkdownList
-else:
-    _Block = _List = object  # Textual gives a widget the styles of its first base that is one
-
-
-class Growing(_Block):
-    """A block of words. `room`: its lines come in so many at a time."""
+class Growing(AnswerBlock):
+    """A block that draws its own lines. `room`: they come in so many at a time."""
 
     room = 1
 
-    def set_content(self, content: Content) -> None:
-        self._content = content
-        show(self, content, self.room)
+    def __init__(self, block: Block) -> None:
+        super().__init__(block)
+        self.read(block)
 
-    def says_same(self, other: MarkdownBlock) -> bool:
-        """Whether `other`, a block of the same kind, has the same words."""
-        return self._content.is_same(other._content)
+    @abstractmethod
+    def read(self, block: Block) -> None:
+        """Make ready to draw `block`."""
 
-    async def _update_from_block(self, block: MarkdownBlock) -> None:
-        if type(block) is type(self):
-            self.set_content(block._content)
-            self._copy_context(block)
-        else:
-            await super()._update_from_block(block)
+    @abstractmethod
+    def height_at(self, width: int) -> int:
+        """The lines that it needs."""
+
+    async def take(self, block: Block) -> None:
+        self.block = block
+        self.read(block)
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw it again; the screen is laid out again if it needs more or fewer lines than it has."""
+        width, height = self.content_size
+        self.refresh(layout=not width or self._rounded(width) != height)
 
     def give(self, room: int) -> None:
         """Have so much room from now on."""
@@ -67,23 +60,71 @@ class Growing(_Block):
             self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return rounded(super().get_content_height(container, viewport, width), self.room)
+        return self._rounded(width)
+
+    def _rounded(self, width: int) -> int:
+        """Its lines, and as many blank ones as fill the last `room`."""
+        return -(-self.height_at(width) // self.room) * self.room
 
 
-HEADINGS = {
-    name: type(f"Heading{level}", (Growing, Markdown.BLOCKS[name]), {})
-    for level in range(1, 7)
-    if (name := f"h{level}")
-}
+class Words(Growing):
+    """A block that has words of its own."""
+
+    def read(self, block: Block) -> None:
+        self._words = words(block.inline)
+
+    def say(self, content: Content) -> None:
+        """Show these words instead of the block's."""
+        self._words = content
+        self.redraw()
+
+    def height_at(self, width: int) -> int:
+        return self._words.get_height(self.styles.get_rules(), width)
+
+    def render(self) -> Content:
+        return self._words
 
 
-class Paragraph(Growing, MarkdownParagraph):
-    """One that takes more words."""
+class Paragraph(Words):
+    """Plain text."""
 
-    @property
-    def words(self) -> Content:
-        """What it says."""
-        return self._content
+    DEFAULT_CSS = """
+    AnswerMarkdown > Paragraph {
+        margin-bottom: 1;
+    }
+    """
+    SCOPED_CSS = False
+
+
+_LEVEL = """
+    Heading.h{0} {{
+        color: $markdown-h{0}-color;
+        background: $markdown-h{0}-background;
+        text-style: $markdown-h{0}-text-style;
+    }}
+"""
+
+
+class Heading(Words):
+    """Of any level."""
+
+    DEFAULT_CSS = """
+    Heading {
+        color: $text;
+        margin: 1 0;
+
+        &.h1, &.h2 {
+            content-align: left middle;  /* so that a line under the words spans the width */
+        }
+        &.h3 {
+            width: auto;
+        }
+    }
+    """ + "".join(map(_LEVEL.format, range(1, 7)))
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(block)
+        self.add_class(block.token.tag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +139,7 @@ class _Point:
 
     def lines(self, width: int, fold: str) -> Generator[Content]:
         lines = self.words.wrap(self._room(width)) or [Content()]
-        before = Content.styled(self.before, _BULLET)
+        before = Content.styled(self.before, _SYMBOL)
         for place, line in enumerate(lines, 1):
             yield Content.assemble(before, line, fold if place < len(lines) else "")
             before = Content(" " * len(self.before))
@@ -107,47 +148,25 @@ class _Point:
         return max(1, width - len(self.before))
 
 
-class _GrowingList(Growing, _List):
-    """What both kinds of list have in common: one widget draws all items, unless there is more in them than text."""
+class TextList(Growing):
+    """A list of text only, with the lists in it."""
 
-    _points: Sequence[_Point] | None = None
+    DEFAULT_CSS = """
+    TextList {
+        margin-bottom: 1;
+    }
+    """
 
-    def compose(self) -> ComposeResult:
-        self._points = self.points()
-        if self._points is None:
-            yield from super().compose()
-        self._blocks.clear()
+    def __init__(self, block: Block, depth: int = 0) -> None:
+        """`depth`: the bullet lists that it is in."""
+        self._depth = depth
+        super().__init__(block)
 
-    def points(self) -> Sequence[_Point] | None:
-        """The paragraphs of its items and of the lists in them; None if there is something else."""
-        if not self._blocks:
-            return self._points
-        items = [block for block in self._blocks if isinstance(block, MarkdownListItem)]
-        found = [_points_of(item, symbol) for item, symbol in zip(items, self._symbols(items), strict=True)]
-        simple = [points for points in found if points is not None]
-        return list(chain.from_iterable(simple)) if len(simple) == len(found) else None
+    def read(self, block: Block) -> None:
+        self._points = list(_points(block, self._depth))
 
-    def _symbols(self, items: Sequence[MarkdownListItem]) -> list[str]:
-        return [item.bullet for item in items]
-
-    def says_same(self, other: MarkdownBlock) -> bool:
-        points, others = self.points(), other.points() if isinstance(other, _GrowingList) else None
-        return points is not None and others is not None and _are_same(points, others)
-
-    async def _update_from_block(self, block: MarkdownBlock) -> None:
-        points = block.points() if isinstance(block, type(self)) else None
-        if points is None or self._points is None:
-            await super()._update_from_block(block)
-            return
-        self._points = points
-        self._copy_context(block)
-        width, height = self.content_size
-        self.refresh(layout=rounded(_height(points, width), self.room) != height)
-
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        if self._points is None:
-            return super().get_content_height(container, viewport, width)
-        return rounded(_height(self._points, width), self.room)
+    def height_at(self, width: int) -> int:
+        return sum(point.height(width) for point in self._points)
 
     def render(self) -> Content:
         return Content("\n").join(self._lines())
@@ -159,57 +178,44 @@ class _GrowingList(Growing, _List):
 
     def _lines(self, fold: str = "") -> Iterable[Content]:
         width = self.content_size.width
-        return chain.from_iterable(point.lines(width, fold) for point in self._points or ())
+        return chain.from_iterable(point.lines(width, fold) for point in self._points)
 
 
-class BulletList(_GrowingList, MarkdownBulletList):
-    """With bullets."""
+def symbols(block: Block, depth: int) -> Sequence[str]:
+    """What stands before the items of a list: a bullet, or numbers with their dots below each other."""
+    if block.token.type == "bullet_list_open":
+        return [_BULLETS[depth % len(_BULLETS)]] * len(block.inner)
+    first = block.inner[0].token.info if block.inner else ""
+    start = int(first) if first.isdecimal() else 1
+    numbers = [f"{number}. " for number in range(start, start + len(block.inner))]
+    return [number.rjust(max(map(len, numbers)) + 1) for number in numbers]
 
 
-class OrderedList(_GrowingList, MarkdownOrderedList):
-    """With numbers, their dots below each other."""
-
-    def _symbols(self, items: Sequence[MarkdownListItem]) -> list[str]:
-        first = int(items[0].bullet) if items and items[0].bullet.isdecimal() else 1
-        numbers = [f"{number}. " for number in range(first, first + len(items))]
-        return [number.rjust(max(map(len, numbers)) + 1) for number in numbers]
+def deeper(block: Block, depth: int) -> int:
+    """The depth of the lists in a list."""
+    return depth + (block.token.type == "bullet_list_open")
 
 
-def _points_of(item: MarkdownListItem, symbol: str) -> list[_Point] | None:
-    points = list[_Point]()
-    for block in item._blocks:  # pyright: ignore[reportPrivateUsage]
-        before = " " * len(symbol) if points else symbol
-        if isinstance(block, Paragraph):
-            points.append(_Point(before, block.words))
-        elif isinstance(block, _GrowingList) and points and (inner := block.points()) is not None:
-            points += [_Point(before + point.before, point.words) for point in inner]
-        else:
-            return None
-    return points or [_Point(symbol, Content())]
+def is_text(block: Block) -> bool:
+    """Whether a list has only text and lists of text in its items."""
+    return all(map(_is_text_item, block.inner))
 
 
-def _height(points: Iterable[_Point], width: int) -> int:
-    return sum(point.height(width) for point in points)
+def _is_text_item(item: Block) -> bool:
+    return all(
+        inner.token.type == "paragraph_open" or (place > 0 and inner.token.type in LISTS and is_text(inner))
+        for place, inner in enumerate(item.inner)
+    )
 
 
-def same(shown: Sequence[Widget], wanted: Sequence[Widget]) -> bool:
-    """Whether the blocks that are mounted are what those to come would be."""
-    return len(shown) == len(wanted) and all(map(_is_same, shown, wanted))
-
-
-def _is_same(old: Widget, new: Widget) -> bool:
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, Growing) and isinstance(new, Growing):
-        return old.says_same(new)
-    if isinstance(old, MarkdownFence) and isinstance(new, MarkdownFence):
-        return (old.code, old.lexer) == (new.code, new.lexer)
-    if isinstance(old, MarkdownBlock) and isinstance(new, MarkdownBlock):
-        said = old._content.is_same(new._content)  # pyright: ignore[reportPrivateUsage]
-        return said and same(old.children, new._blocks)  # pyright: ignore[reportPrivateUsage]
-    return False
-
-
-def _are_same(one: Sequence[_Point], other: Sequence[_Point]) -> bool:
-    pairs = zip(one, other, strict=False)
-    return len(one) == len(other) and all(a.before == b.before and a.words.is_same(b.words) for a, b in pairs)
+def _points(block: Block, depth: int) -> Generator[_Point]:
+    """The paragraphs of its items and of the lists in them."""
+    for symbol, item in zip(symbols(block, depth), block.inner, strict=True):
+        before = symbol
+        for inner in item.inner or [Block(item.token)]:
+            if inner.token.type in LISTS:
+                for point in _points(inner, deeper(block, depth)):
+                    yield _Point(before + point.before, point.words)
+            else:
+                yield _Point(before, words(inner.inline))
+            before = " " * len(symbol)

@@ -1,9 +1,10 @@
-"""Markdown of a model: what may be shown of it, and how. Its library takes a quarter of a second to import."""
+"""Markdown of a model as blocks: what may be shown of it. Its library takes a quarter of a second to import."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -11,17 +12,8 @@ from markdown_it import MarkdownIt
 from markdown_it.parser_block import ParserBlock
 from markdown_it.rules_block import StateBlock
 from markdown_it.token import Token
-from textual.app import ComposeResult
-from textual.await_complete import AwaitComplete
-from textual.content import Content
-from textual.widgets import Markdown
-from textual.widgets.markdown import MarkdownBlock
 
-from .code import CodeBlock
-from .growing import HEADINGS, ROOM, BulletList, Growing, OrderedList, Paragraph, same
 from .plain import printable
-from .table import Table
-from .themes import MUTED
 
 
 class _Blocks(ParserBlock):
@@ -75,65 +67,35 @@ def the_parser() -> AnswerParser:
     return AnswerParser()
 
 
-_BLOCKS: dict[str, type[MarkdownBlock]] = {
-    **HEADINGS,
-    "paragraph_open": Paragraph,
-    "bullet_list_open": BulletList,
-    "ordered_list_open": OrderedList,
-    "table_open": Table,
-    "fence": CodeBlock,
-    "code_block": CodeBlock,
-}
+@dataclass(slots=True)
+class Block:
+    """A block of Markdown and the blocks in it. Equal ones look the same.
+
+    Attributes:
+        token: opens it. inline: its words, None where it has none itself. inner: the blocks in it.
+    """
+
+    token: Token
+    inline: Token | None = None
+    inner: list[Block] = field(default_factory=list)
 
 
-class AnswerMarkdown(Markdown):
-    """Markdown of a model: links are copied instead of opened, and so are code blocks."""
-
-    def __init__(self, text: str, *, waits: bool = False) -> None:
-        """`waits`: for a first text; until then a paragraph stands in its place, as high as its first lines will be."""
-        super().__init__(text, parser_factory=the_parser, open_links=False)
-        self._waiting = Paragraph(self, Token("paragraph_open", "p", 1)) if waits else None
-
-    def compose(self) -> ComposeResult:
-        if self._waiting is not None:
-            self._waiting.room = ROOM
-            self.wait("…")
-            yield self._waiting
-
-    def update(self, markdown: str) -> AwaitComplete:
-        """Show another text; nothing, as at the beginning, does not take away what waits for the first one."""
-        return super().update(markdown) if markdown or self._waiting is None else AwaitComplete()
-
-    def wait(self, words: str) -> None:
-        """Say what happens before the first text."""
-        if self._waiting is not None:
-            self._waiting.set_content(Content.styled(words, MUTED))
-
-    def get_block_class(self, block_name: str) -> type[MarkdownBlock]:
-        return _BLOCKS.get(block_name) or super().get_block_class(block_name)
-
-    async def grow(self, text: str, *, going_on: bool) -> None:
-        """Append; while words are `going_on` to come, the last block has room for more of them."""
-        with self.app.batch_update():
-            if text:
-                await self.append(text)
-            elif self._waiting is not None and not going_on:
-                await self._waiting.remove()
-            self._waiting = None
-            last = self.children[-1] if self.children else None
-            for block in self.children:
-                if isinstance(block, Growing):
-                    block.give(ROOM if going_on and block is last else 1)
-
-    async def complete(self, text: str) -> None:
-        """Show all of a text that has grown.
-
-        Read piece by piece it can have become something else: then it is shown again.
-        """
-        rest = text[len(self.source) :] if text.startswith(self.source) else ""
-        await self.grow(rest, going_on=False)
-        if not same(self.children, list(self._parse_markdown(the_parser().parse(text)))):
-            await self.update(text)
+def blocks_of(text: str) -> tuple[list[Block], int]:
+    """The blocks of a document, and the line where the last one begins: more text may change that one only."""
+    root = Block(Token("root", "", 1))
+    opened, last = [root], 0
+    for token in the_parser().parse(text):
+        if token.map is not None and len(opened) == 1:
+            last = token.map[0]
+        token.map = None  # where a block is does not change its look
+        if token.type == "inline":
+            opened[-1].inline = token
+        elif token.nesting < 0:
+            opened.pop()
+        else:
+            opened[-1].inner.append(block := Block(token))
+            opened += [block] if token.nesting else []
+    return root.inner, last
 
 
 @lru_cache(maxsize=1)  # asked for whenever the mouse moves in an answer

@@ -19,6 +19,7 @@ from .expert_map import ExpertMap
 from .figures import Figures
 from .keys import bindings
 from .meanings import MEANINGS
+from .steady import Ground
 
 _LEVELS = ("-full", "-mapless", "-close", "-dense")
 """What is left out for want of rows: nothing, the map of experts, the blank lines too, figures by layer too."""
@@ -27,7 +28,7 @@ _SPEED_ROWS = 4  # the heading and the big figure
 _PADDING = 1
 
 
-class PerformancePanel(VerticalScroll):
+class PerformancePanel(Ground, VerticalScroll):
     """Speed, rows and link, neurons, experts, memory and backend in a column.
 
     Tab leads to it: then Up and Down go from section to section, and each explains its words.

@@ -1,18 +1,16 @@
-"""A table of an answer, drawn by one widget: Textual's has one for each cell, and hides what does not fit."""
+"""A table of an answer, drawn by one widget, in which nothing is cut off."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from textual.app import ComposeResult
 from textual.content import Content
-from textual.geometry import Size
 from textual.selection import SELECT_ALL, Selection
-from textual.widgets.markdown import MarkdownBlock
 
 from .growing import Growing
-from .steady import rounded
+from .inline import words
+from .markdown import Block
 
 _LINES = "$foreground 20%"
 _HEADER = "bold $primary"
@@ -26,11 +24,8 @@ class _Cell:
     words: Content
     align: str
 
-    def same(self, other: _Cell) -> bool:
-        return self.align == other.align and self.words.is_same(other.words)
 
-
-class Table(Growing, MarkdownBlock):
+class Table(Growing):
     """Columns share the width by their needs and cells wrap. Where columns would be too narrow to be read, each row is
     a list of its cells, with the headers before them."""
 
@@ -40,40 +35,13 @@ class Table(Growing, MarkdownBlock):
     }
     """
 
-    _cells: Sequence[Sequence[_Cell]] = ()
-    _drawn: tuple[int, Sequence[Content]] | None = None  # for which width, and the lines
+    def read(self, block: Block) -> None:
+        rows = [row for part in block.inner for row in part.inner]
+        self._cells = [[_Cell(words(cell.inline), _align(cell)) for cell in row.inner] for row in rows]
+        self._drawn: tuple[int, Sequence[Content]] | None = None  # for which width, and the lines
 
-    def compose(self) -> ComposeResult:
-        self.cells()
-        yield from ()
-
-    def cells(self) -> Sequence[Sequence[_Cell]]:
-        """The header's cells, then those of each row; as many in each."""
-        if self._blocks:
-            rows = [row for part in self._blocks for row in part._blocks]
-            self._cells = [[_Cell(cell._content, _align(cell)) for cell in row._blocks] for row in rows]
-            self._blocks.clear()
-        return self._cells
-
-    def says_same(self, other: MarkdownBlock) -> bool:
-        if not isinstance(other, Table):
-            return False
-        pairs = zip(self.cells(), other.cells(), strict=False)
-        return len(self.cells()) == len(other.cells()) and all(
-            len(one) == len(two) and all(a.same(b) for a, b in zip(one, two, strict=True)) for one, two in pairs
-        )
-
-    async def _update_from_block(self, block: MarkdownBlock) -> None:
-        if not isinstance(block, Table):
-            await super()._update_from_block(block)
-            return
-        self._cells, self._drawn = block.cells(), None
-        self._copy_context(block)
-        width, height = self.content_size
-        self.refresh(layout=rounded(len(self._lines(width)), self.room) != height)
-
-    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return rounded(len(self._lines(width)), self.room)
+    def height_at(self, width: int) -> int:
+        return len(self._lines(width))
 
     def render(self) -> Content:
         return Content("\n").join(self._lines(self.content_size.width))
@@ -91,9 +59,8 @@ class Table(Growing, MarkdownBlock):
         return self._drawn[1]
 
 
-def _align(cell: MarkdownBlock) -> str:
-    style = str(cell._token.attrGet("style") or "")  # pyright: ignore[reportPrivateUsage]
-    return style.removeprefix("text-align:")
+def _align(cell: Block) -> str:
+    return str(cell.token.attrGet("style") or "").removeprefix("text-align:")
 
 
 def _widths(rows: Sequence[Sequence[_Cell]], width: int) -> list[int] | None:

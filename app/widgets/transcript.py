@@ -17,11 +17,12 @@ from ..history import Message as Record
 from .answer import AnswerTurn
 from .blocks import ErrorBlock, Note, Welcome
 from .keys import bindings
+from .steady import Ground
 from .transcript_window import Read, Window
 from .turns import Turn, UserTurn
 
 
-class Transcript(VerticalScroll):
+class Transcript(Ground, VerticalScroll):
     """Follows its end until the person scrolls away from it.
 
     Of a long branch only some pages are mounted; others come as one scrolls. While it has the focus, one message is

@@ -17,6 +17,7 @@ from ..actions import NAMED
 from ..history import Message as Record
 from .keys import key_of
 from .plain import one_line, printable
+from .steady import Ground
 from .themes import MUTED
 
 COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
@@ -64,7 +65,7 @@ class Tail(Static):
             self.parent.post_message(Turn.Act(self.parent, action))
 
 
-class Turn(Vertical):
+class Turn(Ground, Vertical):
     """One message of the chat; `record` is None before it is one, while a question is queued."""
 
     ACTIONS: ClassVar[tuple[str, ...]] = ()

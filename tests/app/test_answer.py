@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from floe_chat.app.history import AnswerStats, Message
 from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.folded import Folded
-from floe_chat.app.widgets.growing import BulletList
-from floe_chat.app.widgets.markdown import AnswerMarkdown
+from floe_chat.app.widgets.growing import TextList
 from floe_chat.app.widgets.table import Table
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
@@ -36,7 +36,7 @@ TEXTS = {
 
 
 class Shown(App[int]):
-    CSS = "AnswerTurn, Vertical { height: auto; } .open-fence { padding: 0 2; }"
+    CSS = "AnswerTurn { height: auto; } AnswerMarkdown, .open-fence { padding: 0 2; }"
 
     def __init__(self, record: Message, *, live: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ async def test_pieces_make_the_whole(name: str) -> None:
             live.turn.feed(piece)
             if drawn.random() < 0.4:  # sooner than the turn itself would
                 ready, live.turn._ready = live.turn._ready, ""  # pyright: ignore[reportPrivateUsage]
-                await shown.append(ready)
+                await shown.grow(ready, going_on=True)
         live.turn.finish(record(text))
         await live.workers.wait_for_complete()
         assert shown.source == text
@@ -92,7 +92,7 @@ async def test_lines_of_a_list_that_fold_are_copied_unfolded() -> None:
     app = Shown(record("\n".join(items)), live=False)
     async with app.run_test(size=(60, 40)) as pilot:
         await pilot.pause(0.1)
-        found = app.query_one(BulletList)
+        found = app.query_one(TextList)
         assert found.size.height > len(items)
         selected = found.get_selection(SELECT_ALL)
         assert selected is not None

@@ -1,47 +1,45 @@
-"""Repaints take the lines of what they touch, and paint what Textual's own would."""
+"""Repaints take few lines of what they do not touch, and paint what Textual would."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec, module_from_spec
-
 import pytest
 from floe_chat.app.chat_client import TextDelta
-from floe_chat.app.painting import _touched  # pyright: ignore[reportPrivateUsage]
+from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.composer import Composer
-from floe_chat.app.widgets.status_line import StatusLine
+from floe_chat.app.widgets.panel import PerformancePanel
+from floe_chat.app.widgets.steady import Ground
+from floe_chat.app.widgets.transcript import Transcript
 from rich.cells import cell_len
 from textual._compositor import Compositor, LayoutUpdate
 from textual.geometry import Region
 from textual.widget import Widget
+from textual.widgets import Input, TextArea
 
 from .scripted import ScriptedClient, ask, finish, ready, screen_text, until
 from .wizardry import lines
 
 
-async def test_what_is_painted_is_what_textual_would_paint() -> None:
-    spec = find_spec("textual._compositor")
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(unchanged := module_from_spec(spec))
-    assert Compositor._get_renders is _touched  # pyright: ignore[reportPrivateUsage]
+async def test_a_ground_draws_what_textual_would_draw() -> None:
     client = ScriptedClient()
     async with ready(client, size=(120, 24)) as pilot:
         for number in range(3):
             request = await ask(pilot, client, f"question {number}")
             client.say(TextDelta(request, "- a list\n- of two\n\n" * 4))
             await finish(pilot, client, request)
-        compositor = pilot.app.screen._compositor  # pyright: ignore[reportPrivateUsage]
-        whole = compositor.size.region
-        for crop in (None, whole, Region(0, 23, 120, 1), Region(2, 3, 40, 2), Region(90, 5, 3, 9), Region(5, 5, 0, 0)):
-            found = list(_touched(compositor, crop))
-            theirs = list(unchanged.Compositor._get_renders(compositor, crop))
-            where = whole if crop is None else crop
-            seen = [part[0].intersection(part[1]) for part in theirs]
-            assert found == [part for part, at in zip(theirs, seen, strict=True) if at and where.overlaps(at)]
-            assert len(found) < len(theirs) or where == whole or not where
+        await pilot.press("ctrl+up")  # a message is selected: there is a line beside it
+        await pilot.pause()
+        grounds = [node for node in (pilot.app.screen, *pilot.app.screen.query()) if isinstance(node, Ground)]
+        assert {type(one) for one in grounds} >= {ChatScreen, Transcript, AnswerTurn, AnswerMarkdown, PerformancePanel}
+        for one in grounds:
+            for crop in (one.size.region, Region(0, 3, 9, 4)):
+                wanted = Widget.render_lines(one, crop)
+                assert [line.simplify() for line in one.render_lines(crop)] == [line.simplify() for line in wanted]
 
 
 async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, rendered = ScriptedClient(), list[str]()
+    client, rendered = ScriptedClient(), dict[str, int]()
     async with ready(client) as pilot:
         request = await ask(pilot, client)
         client.say(TextDelta(request, "one"))
@@ -49,7 +47,7 @@ async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pyt
         render_lines = Widget.render_lines
 
         def noted(self: Widget, crop: Region) -> object:
-            rendered.append(type(self).__name__)
+            rendered[type(self).__name__] = crop.height
             return render_lines(self, crop)
 
         await pilot.pause(1.2)  # figures are painted once a second
@@ -57,7 +55,18 @@ async def test_text_of_an_answer_leaves_the_other_widgets_alone(monkeypatch: pyt
         client.say(TextDelta(request, " two"))
         await until(pilot, lambda: "Paragraph" in rendered)
         monkeypatch.undo()
-    assert StatusLine.__name__ not in rendered and "Composer" not in rendered, rendered
+    assert not {"Composer", "Drawing", "ExpertMap"} & rendered.keys(), rendered
+    assert {rendered[one.__name__] for one in (ChatScreen, Transcript, AnswerTurn, PerformancePanel)} == {1}
+
+
+async def test_no_text_field_blinks() -> None:
+    async with ready(ScriptedClient()) as pilot:
+        for key in ("", "ctrl+p"):
+            await pilot.press(*key.split())
+            await until(pilot, lambda: isinstance(pilot.app.focused, Input | TextArea))
+            field = pilot.app.focused
+            assert isinstance(field, Input | TextArea)
+            await until(pilot, lambda field=field: not field.cursor_blink)
 
 
 async def test_the_text_field_is_as_high_as_its_text() -> None:

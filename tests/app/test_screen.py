@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from floe_chat.app.chat_client import ChatClient, Message, Submitted
 from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.blocks import Welcome
 from floe_chat.app.widgets.composer import Composer
 from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
@@ -21,7 +22,6 @@ from floe_chat.engine.events import Sampling
 from floe_chat.models.chat_process import ChatProcess
 from floe_chat.models.pack import PackSpec
 from textual.pilot import Pilot
-from textual.widgets import Markdown
 
 from ..helpers import make_checkpoint, make_pack
 from .scripted import app_for, screen_text, text_of, until, write
@@ -125,7 +125,7 @@ async def test_answer_streams_and_is_summed_up(tiny_pack: Path) -> None:
             await until(pilot, lambda: state(pilot) == "ready")
         assert not pilot.app.query(Welcome)
         answer = answers(pilot)[0]
-        await until(pilot, lambda: answer.query_one(Markdown).source == answer.text)
+        await until(pilot, lambda: answer.query_one(AnswerMarkdown).source == answer.text)
         assert "tokens · " in screen_text(pilot)
         assert "tokens/s · first token" in text_of(answer.query(".footer").first())
         status = pilot.app.query_one(StatusLine)

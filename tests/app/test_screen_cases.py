@@ -6,7 +6,9 @@ import pytest
 from floe_chat.app.chat_client import Message, TextDelta
 from floe_chat.app.widgets import status_line
 from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.blocks import ErrorBlock, Horizon, Welcome
+from floe_chat.app.widgets.code import CodeBlock
 from floe_chat.app.widgets.folded import Folded
 from floe_chat.app.widgets.transcript import Transcript
 from floe_chat.app.widgets.turns import UserTurn
@@ -14,8 +16,6 @@ from floe_chat.engine.events import Failed, Finished, Loading
 from floe_chat.models.errors import FloeError
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import Markdown
-from textual.widgets.markdown import MarkdownFence
 
 from .scripted import (
     LOADED,
@@ -222,11 +222,11 @@ async def test_open_code_fence_is_plain_until_it_closes() -> None:
         client.say(TextDelta(request, "Look:\n\n```python\nx = 1\n"))
         plain = answer(pilot).query_one(".open-fence", Folded)
         await until(pilot, lambda: plain.display and text_of(plain) == "x = 1")
-        assert not answer(pilot).query(MarkdownFence)
+        assert not answer(pilot).query(CodeBlock)
         client.say(TextDelta(request, "```\nDone. <div>tag</div>\n"))
-        await until(pilot, lambda: bool(answer(pilot).query(MarkdownFence)) and not plain.display)
+        await until(pilot, lambda: bool(answer(pilot).query(CodeBlock)) and not plain.display)
         await finish(pilot, client, request)
-        await until(pilot, lambda: answer(pilot).query_one(Markdown).source == answer(pilot).text)
+        await until(pilot, lambda: answer(pilot).query_one(AnswerMarkdown).source == answer(pilot).text)
         await until(pilot, lambda: "<div>tag</div>" in screen_text(pilot))
 
 
