@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
+from textual.geometry import Size
+from textual.layout import DockArrangeResult
 from textual.message import Message
+from textual.reactive import Reactive
+from textual.widget import Widget
 
 from ...engine.events import Failed
 from ...models.errors import FloeError
@@ -36,6 +40,7 @@ class Transcript(Ground, VerticalScroll):
         super().__init__()
         self._window = Window(self, read, self._keeping_view)
         self._demo = False
+        self._held: tuple[Turn, float] | None = None  # a message, and its row of the view where it has to stay
 
     def on_mount(self) -> None:
         self.anchor()
@@ -201,22 +206,33 @@ class Transcript(Ground, VerticalScroll):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
+        if self._held is not None:  # somebody scrolls meanwhile
+            turn, place = self._held
+            self._held = turn, place + old_value - new_value
         self._window.fill()
 
     @contextmanager
     def _keeping_view(self, turn: Turn) -> Generator[None]:
         """Where `turn` is on the screen it stays, whatever happens above it: laid out before anything is painted.
 
-        Where the end is followed, the layout itself keeps it in view, and to scroll would end that.
+        Where the end is followed, the layout itself keeps it in view.
         """
+        self._held = turn, turn.virtual_region.y - self.scroll_y
         with self.app.batch_update():
             yield
-            place = turn.virtual_region.y - self.scroll_y  # now: somebody may have scrolled meanwhile
-            self.screen._refresh_layout()  # pyright: ignore[reportPrivateUsage]
-            if not self._follows:
-                self.scroll_to(y=turn.virtual_region.y - place, animate=False, force=True, immediate=True)
+        self.call_after_refresh(self._let_go, turn)
 
-    @property
-    def _follows(self) -> bool:
-        """Whether the end stays in view when something is added."""
-        return self._anchored and not self._anchor_released
+    def _let_go(self, turn: Turn) -> None:
+        if self._held is not None and self._held[0] is turn:
+            self._held = None
+
+    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
+        """Place the messages, and scroll so that the held one stays where it is, before anything is painted."""
+        arranged = super().arrange(size, optimal)
+        if self._held is not None:
+            turn, place = self._held
+            y = next((found.region.y - place for found in arranged.placements if found.widget is turn), self.scroll_y)
+            self.set_reactive(Widget.scroll_y, y)
+            self.set_reactive(cast("Reactive[float]", Widget.scroll_target_y), y)
+            self.vertical_scrollbar.position = y
+        return arranged
