@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import time
@@ -100,6 +101,7 @@ class FloeChatApp(App[int]):
         }
         self._chat = ChatScreen(client, history or History(None), setup, max_new_tokens, own.personas, pages)
         self._exit_code = 0
+        self._events: asyncio.AbstractEventLoop | None = None  # that of the screen, once it runs
         self._early: list[events.Event] | None = []  # keys that were pressed before the screen was there
         self._next_look: Timer | None = None
         self._interrupted = -_TWICE_SECONDS  # when Ctrl+C was pressed last
@@ -115,6 +117,7 @@ class FloeChatApp(App[int]):
         return self._settings.settings.keys
 
     def on_load(self) -> None:
+        self._events = asyncio.get_running_loop()
         if self._terminal is not None:
             self._terminal.hand_over()
 
@@ -201,11 +204,11 @@ class FloeChatApp(App[int]):
     def leave(self, code: int) -> None:
         """End with this exit code; signal handlers call it too, between any two steps of this thread."""
         if self._terminal is not None:
-            if self._loop is None:
+            if self._events is None:
                 self._terminal.end_now(code)
             self._terminal.expect_end(code)
-        assert self._loop is not None, "only the terminal ends a screen that does not run yet"
-        self._loop.call_soon_threadsafe(self._leave, code)
+        assert self._events is not None, "only the terminal ends a screen that does not run yet"
+        self._events.call_soon_threadsafe(self._leave, code)
 
     def _leave(self, code: int) -> None:
         self._chat.controller.questions.save()

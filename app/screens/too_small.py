@@ -18,14 +18,14 @@ class TooSmallScreen(Screen[None]):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self._size = size
+        self._first = size
         self._notice = Static()
 
     def compose(self) -> ComposeResult:
         yield self._notice
 
     def on_mount(self) -> None:
-        self.show_size(self._size)
+        self.show_size(self._first)
 
     def show_size(self, size: Size) -> None:
         """Name the terminal's new size."""

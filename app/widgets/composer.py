@@ -170,7 +170,7 @@ class Composer(TextArea):
             if at:
                 self.move_cursor((0, len(self.document.get_line(0))))
 
-    async def _on_key(self, event: events.Key) -> None:
+    def on_key(self, event: events.Key) -> None:
         # Not as bindings: those run only after the key went up to the screen, and the letters typed right
         # after it would overtake it.
         if event.key in _COMPLETION_KEYS:
@@ -204,7 +204,7 @@ class Composer(TextArea):
         elif self._take(key == "enter"):
             self.action_send()
 
-    async def _on_paste(self, event: events.Paste) -> None:
+    def on_paste(self, event: events.Paste) -> None:
         event.prevent_default()
         event.stop()
         text = printable(event.text)
