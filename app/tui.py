@@ -51,7 +51,6 @@ _SWITCH_INTERVAL = 0.0005
 _TOLD = 2  # problems of the settings file that are named at the start
 _SETUP_PERIOD = 1.0  # seconds between two looks at a running setup
 _TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
-_CLEAR = "\x1b[2J"
 _PLAIN_EMOJI = PlainEmoji()
 
 
@@ -229,8 +228,6 @@ class FloeChatApp(App[int]):
 
     def action_redraw(self) -> None:
         """Paint everything again, after another program wrote there."""
-        if self._driver is not None:
-            self._driver.write(_CLEAR)
         self.screen.refresh()
 
     def action_help(self) -> None:
