@@ -23,6 +23,9 @@ TEXTS = {
     "prose": "One sentence.\nAnother one, **strong** and `code`.\n\nA second paragraph with a [link](https://a.example).\n",
     "headings": "# First\n\ntext\n\n## Second `x`\ntext\n\nA line\n===\n\nAnother\n---\n\nend",
     "lists": "- one\n- two\n  - inner\n  - inner too\n\n- three, apart\n\nText.\n\n1. a\n2. b\n\n   more of b\n3. c\n",
+    "mixed lists": "- a\n- b\n\n  ```c\n  int x;\n  ```\n- c\n  1. in\n\n     > quote\n     > - deep\n\n"
+    "9. nine\n10. ten\n\n    more\n\n        code\n",
+    "levels": "- a\n  - b\n    - c\n\n      > - d\n\n# One\n### Three `x`\n###### Six\n> ## Quoted\n> words\n",
     "numbers": "1. one\n\n\n2. two\n\nText 3. no list\n\n7) seven\n8) eight",
     "stars": "* one\n* two\n\n**strong**\n\n*soft*\n\n***\n\n* again",
     "quotes": "> quoted\n> more\n\ntext\n\n> - a\n> - b\n\n> last",

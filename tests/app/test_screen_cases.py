@@ -10,6 +10,7 @@ from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.blocks import ErrorBlock, Horizon, Welcome
 from floe_chat.app.widgets.code import CodeBlock
 from floe_chat.app.widgets.folded import Folded
+from floe_chat.app.widgets.growing import Paragraph, TextList
 from floe_chat.app.widgets.transcript import Transcript
 from floe_chat.app.widgets.turns import UserTurn
 from floe_chat.engine.events import Failed, Finished, Loading
@@ -289,3 +290,14 @@ async def test_what_is_nested_deep_is_seen(text: str) -> None:
         client.say(TextDelta(request, text))
         await finish(pilot, client, request)
         await until(pilot, lambda: all(f"level{at}" in shown(pilot) for at in range(text.count("level"))))
+
+
+async def test_a_link_is_copied_instead_of_opened() -> None:
+    client = ScriptedClient()
+    async with ready(client) as pilot:
+        request = await ask(pilot, client)
+        client.say(TextDelta(request, "- see [here](https://a.example/%20x)\n\nor [there](https://b.example)"))
+        await finish(pilot, client, request)
+        for kind, column, address in ((TextList, 7, "https://a.example/ x"), (Paragraph, 5, "https://b.example")):
+            await pilot.click(answer(pilot).query_one(kind), offset=(column, 0))
+            await until(pilot, lambda address=address: pilot.app.clipboard == address)
