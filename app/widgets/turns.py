@@ -17,7 +17,7 @@ from ..actions import NAMED
 from ..history import Message as Record
 from .keys import key_of
 from .plain import one_line, printable
-from .steady import Ground
+from .steady import Ground, size_of_content
 from .themes import MUTED
 
 COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
@@ -32,6 +32,8 @@ class Tail(Static):
 
     On a narrow screen that can take more rows than one.
     """
+
+    virtual_size = size_of_content()
 
     def __init__(self) -> None:
         super().__init__(classes="tail")
