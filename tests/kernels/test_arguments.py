@@ -223,7 +223,15 @@ def test_weights_elsewhere_or_with_other_strides_are_refused(module: Any) -> Non
 
 
 @pytest.mark.usefixtures("on_backend")
-@pytest.mark.parametrize("module", [kernels, native], ids=["public", "binding"])
+@pytest.mark.parametrize(
+    ("on_backend", "module"),
+    [
+        pytest.param("reference", kernels, id="reference"),
+        pytest.param("native", kernels, id="public"),
+        pytest.param("native", native, id="binding"),
+    ],
+    indirect=["on_backend"],
+)
 def test_what_is_copied_onto_itself_is_refused(module: Any) -> None:
     data = torch.arange(6 * NBYTES).byte().view(1, 6, NBYTES)
     before = data.clone()
