@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from ..engine.events import Sampling
+from ..engine.ranges import SAMPLING
 from ..models.errors import UsageError
 from .history import Setup
-from .settings import KEYS, Persona
+from .settings import Persona
 
 NAMES = tuple(field.name for field in fields(Sampling))
 
@@ -24,15 +25,10 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
     if name == "seed" and value in ("", "none"):
         return replace(sampling, seed=None)
     try:
-        number = int(value) if name in ("top_k", "seed") else float(value)
+        return replace(sampling, **{name: SAMPLING[name].converted(value, typed=True)})
     except ValueError as error:
-        raise UsageError(
-            f"{name} cannot be {value!r}", "It must be a number.", "Example: /set temperature 0.3"
-        ) from error
-    key = next((key for key in KEYS if key.field == name), None)
-    if key is not None and (trouble := key.trouble(number)):
-        raise UsageError(f"{name} cannot be {value}", f"It {trouble}.")
-    return replace(sampling, **{name: number})
+        cause = f"It must be {SAMPLING[name]}."
+        raise UsageError(f"{name} cannot be {value!r}", cause, "Example: /set temperature 0.3") from error
 
 
 def with_persona(setup: Setup, personas: Mapping[str, Persona], name: str) -> Setup:

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..engine.ranges import MOST_TOKENS
+from ..engine.ranges import MAX_TOKENS
 from ..models.errors import FloeError, UsageError
 from ..models.privacy import stay_private
 from .arguments import need_folder, need_terminal
@@ -74,7 +74,7 @@ _SAMPLING = (
     click.option("--seed", type=int, help="The same seed gives the same answer.  [default: random]"),
     click.option(
         "--max-tokens",
-        type=click.IntRange(1, MOST_TOKENS),
+        type=click.IntRange(int(MAX_TOKENS.low), int(MAX_TOKENS.high)),
         default=512,
         show_default=True,
         help="The longest answer, in tokens.",

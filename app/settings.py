@@ -6,21 +6,47 @@ tokens and proxies are not settings: they come from the environment, as Hugging 
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from ..engine.events import Advanced
-from ..engine.ranges import MOST_TOKENS, MOST_TOP_K, PREDICTORS, TRANSFERS
+from ..engine.quality import PRESETS
+from ..engine.ranges import MAX_TOKENS, PREDICTORS, SAMPLING, TRANSFERS, Range
 from ..models.errors import UsageError
 from .actions import OWN
 from .arguments import memory_size
 
-_SHOWN = 60  # characters of a wrong value that an error repeats
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?|sim:\S+")
+_SHOWN = 60  # characters of a wrong value that an error repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A kind of text, in words, and whether a text is of that kind. `obvious`: nobody needs the words in advance."""
+
+    words: str
+    check: Callable[[str], object]
+    obvious: bool = False
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return memory_size(text) is not None
+    except UsageError:
+        return False
+
+
+_LINE = Text(
+    "text in quotes, not empty and without control characters", lambda text: text and text.isprintable(), obvious=True
+)
+_MAYBE_LINE = Text("text in quotes, without control characters", str.isprintable, obvious=True)
+_ANY_TEXT = Text('text in quotes, such as "this"', lambda _text: True, obvious=True)
+_A_DEVICE = Text("auto, cpu, cuda, or one card such as cuda:1", _DEVICE.fullmatch)
+_A_SIZE = Text("a size such as 10gb", _is_size)
+
+Values = Range | tuple[str, ...] | Text | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,43 +56,62 @@ class Key:
     Attributes:
         name: in the file, with its table, such as "sampling.top_p". field: in `Settings`.
         default: None where the model or the machine decides, as `unset` says. example: the value shown in that case.
-        description: one or two sentences.
-        low, high: the range of a number, both included, except for `above_low`. choices: every value of a text that
-            has few.
+        description: one or two sentences. among: the values that it may have; None: true or false.
     """
 
     name: str
     field: str
-    kind: type
     default: Any
     description: str
     unset: str
     example: Any
-    low: float
-    high: float
-    above_low: bool
-    choices: tuple[str, ...]
+    among: Values
 
     @property
     def values(self) -> str:
-        """The values that it accepts, in words; "" where any text will do."""
-        if self.choices:
-            return ", ".join(self.choices)
-        if self.kind in (bool, str):
-            return "true or false" if self.kind is bool else ""
-        if self.above_low:
-            return f"above {self.low:,g}, at most {self.high:,.0f}"
-        return f"{self.low:,g} to {self.high:,.0f}"
+        """The values that it accepts, in words."""
+        match self.among:
+            case None:
+                return "true or false"
+            case tuple():
+                return f"one of {', '.join(self.among)}"
+            case Text(words):
+                return words
+            case Range():
+                return str(self.among)
+
+    @property
+    def hint(self) -> str:
+        """A sentence on `values`, or "" where they are obvious."""
+        return "" if isinstance(self.among, Text) and self.among.obvious else f"Values: {self.values}."
+
+    def converted(self, value: Any, *, typed: bool = False) -> Any:
+        """`value`, from the file or as a person `typed` it, as the type of this setting.
+
+        Raises:
+            ValueError: it cannot be this setting.
+        """
+        import msgspec  # takes time, and without a settings file nothing needs it
+
+        match self.among:
+            case Range():
+                return self.among.converted(value, typed=typed)
+            case Text(_, check):
+                kind: Any = str
+            case None:
+                kind, check = bool, None
+            case choices:
+                kind, check = Literal[choices], None
+        value = msgspec.convert(value, kind, strict=not typed)
+        if check is not None and not check(value):
+            raise ValueError(value)
+        return value
 
     def trouble(self, value: Any) -> str:
-        """What is wrong with `value`, as the rest of a sentence: "must be 0 to 5"; or ""."""
-        if type(value) is not self.kind and not (self.kind is float and type(value) is int):
-            kinds = {str: 'text in quotes, such as "this"', int: "a whole number", float: "a number"}
-            return f"must be {kinds.get(self.kind, self.values)}"
-        if isinstance(value, str):
-            return self._trouble_of_text(value)
-        above = value > self.low if self.above_low else value >= self.low
-        if not isinstance(value, bool) and not (above and value <= self.high):
+        """What is wrong with `value`, as the rest of a sentence: "must be a number from 0 to 5"; or ""."""
+        try:
+            self.converted(value)
+        except ValueError:
             return f"must be {self.values}"
         return ""
 
@@ -79,35 +124,15 @@ class Key:
         text = text.strip()
         if not text:
             return None
-        value: Any = text
-        if self.kind is bool:
-            value = {"true": True, "false": False}.get(text.lower(), text)
-        elif self.kind is not str:
-            with suppress(ValueError):
-                value = self.kind(text)
-        same_kind = isinstance(value, self.kind)
-        if trouble := self.trouble(value) if same_kind else f"must be {self.values}":
-            raise refused(self.name, text, trouble)
-        return value
-
-    def _trouble_of_text(self, value: str) -> str:
-        if self.choices and value not in self.choices:
-            return f"must be one of {self.values}"
-        if self.field == "device" and not _DEVICE.fullmatch(value):
-            return "must be auto, cpu, cuda, or one card such as cuda:1"
-        if self.field == "vram":
-            try:
-                memory_size(value)
-            except UsageError:
-                return "must be a size such as 10gb"
-        if self.field != "system_prompt" and not value.isprintable():
-            return "contains control characters"
-        return "" if value or self.default == "" else "is empty"
+        try:
+            return self.converted(text, typed=True)
+        except ValueError as error:
+            raise refused(self.name, text, f"must be {self.values}") from error
 
 
 def refused(name: str, value: object, trouble: str) -> UsageError:
     """Why the setting `name` cannot be `value`; `trouble` is the rest of a sentence that begins with the name."""
-    if not trouble.startswith(("must be", "is empty", "contains")):
+    if not trouble.startswith("must be"):
         return UsageError(f"{name} {trouble}")
     shown = repr(value)
     shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
@@ -127,21 +152,10 @@ class Persona:
 
 
 def _key(
-    name: str,
-    default: Any,
-    description: str,
-    *,
-    unset: str = "",
-    example: Any = None,
-    low: float = -math.inf,
-    high: float = math.inf,
-    above_low: bool = False,
-    choices: tuple[str, ...] = (),
+    name: str, default: Any, description: str, among: Values = None, *, unset: str = "", example: Any = None
 ) -> Any:
-    kind = type(example if default is None else default)
     shown = default if example is None else example
-    key = Key(name, "", kind, default, description, unset, shown, low, high, above_low, choices)
-    return field(default=default, metadata={"key": key})
+    return field(default=default, metadata={"key": Key(name, "", default, description, unset, shown, among)})
 
 
 _MODELS_OWN = "the model's own value, or {}"
@@ -160,83 +174,78 @@ class Settings:
         "demo",
         "The model to start with: its name (`floe-chat models` lists them) or its folder. Choosing a model on the "
         "screen changes this.",
+        _LINE,
     )
     preset: str | None = _key(
         "chat.preset",
         None,
         "The quality preset of new chats, from the most exact to the fastest.",
+        tuple(preset.name for preset in PRESETS),
         unset="Balanced, or the model's own",
         example="Balanced",
-        choices=("Exact", "High", "Balanced", "Fast"),
     )
-    device: str = _key(
-        "chat.device", "auto", "Where the model runs: auto, cpu, cuda, or one card of several, such as cuda:1."
-    )
+    device: str = _key("chat.device", "auto", "Where the model runs.", _A_DEVICE)
     vram: str | None = _key(
         "chat.vram",
         None,
-        "The most GPU memory to use, such as 10gb.",
+        "The most GPU memory to use.",
+        _A_SIZE,
         unset="all that is free when the model loads",
         example="10gb",
     )
-    max_tokens: int = _key("chat.max_tokens", 512, "The longest answer, in tokens.", low=1, high=MOST_TOKENS)
-    system_prompt: str = _key("chat.system_prompt", "", "The system prompt of new chats.")
-    persona: str = _key("chat.persona", "", "The persona of new chats: the name of one of the personas below.")
+    max_tokens: int = _key("chat.max_tokens", 512, "The longest answer, in tokens.", MAX_TOKENS)
+    system_prompt: str = _key("chat.system_prompt", "", "The system prompt of new chats.", _ANY_TEXT)
+    persona: str = _key(
+        "chat.persona", "", "The persona of new chats: the name of one of the personas below.", _MAYBE_LINE
+    )
     temperature: float | None = _key(
         "sampling.temperature",
         None,
         "How much answers vary; 0 always takes the most likely token.",
+        SAMPLING["temperature"],
         unset=_MODELS_OWN.format(0.7),
         example=0.7,
-        low=0,
-        high=5,
     )
     top_k: int | None = _key(
         "sampling.top_k",
         None,
         "Sample from this many of the most likely tokens; 0 is off.",
+        SAMPLING["top_k"],
         unset=_MODELS_OWN.format(0),
         example=0,
-        low=0,
-        high=MOST_TOP_K,
     )
     top_p: float | None = _key(
         "sampling.top_p",
         None,
         "Sample from the most likely tokens whose probabilities add up to this; 1 is off.",
+        SAMPLING["top_p"],
         unset=_MODELS_OWN.format(1),
         example=1.0,
-        low=0,
-        high=1,
-        above_low=True,
     )
     min_p: float | None = _key(
         "sampling.min_p",
         None,
         "Leave out tokens with less than this share of the top token's probability; 0 is off.",
+        SAMPLING["min_p"],
         unset=_MODELS_OWN.format(0.05),
         example=0.05,
-        low=0,
-        high=1,
     )
     repetition_penalty: float | None = _key(
         "sampling.repetition_penalty",
         None,
         "Values above 1 make repeated words less likely; 1 is off.",
+        SAMPLING["repetition_penalty"],
         unset=_MODELS_OWN.format(1),
         example=1.0,
-        low=0.001,
-        high=10,
     )
-    theme: str = _key("screen.theme", "floe", "The colours; the settings page lists the themes.")
-    panel: str = _key(
-        "screen.panel", "full", "The live panel when floe-chat starts.", choices=("full", "compact", "hidden")
-    )
+    theme: str = _key("screen.theme", "floe", "The colours; the settings page lists the themes.", _LINE)
+    panel: str = _key("screen.panel", "full", "The live panel when floe-chat starts.", ("full", "compact", "hidden"))
     save_history: bool = _key("history.save", True, "Save chats on this machine.")
     models_folder: str | None = _key(
         "folders.models",
         None,
         "The folder of packed models.",
+        _LINE,
         unset="in floe-chat's data folder; `floe-chat paths` shows it",
         example="/data/models",
     )
@@ -245,19 +254,17 @@ class Settings:
         "auto",
         "How the weights that the next layer needs are predicted, to prefetch them: gate uses its router, learned a "
         "predictor that was trained while packing, partial the next layer's attention too; none prefetches nothing.",
-        choices=PREDICTORS,
+        PREDICTORS,
     )
     cpu_share: bool = _key(
-        "advanced.cpu_share",
-        True,
-        "Let the CPU compute a share of the weights that are not in GPU memory.",
+        "advanced.cpu_share", True, "Let the CPU compute a share of the weights that are not in GPU memory."
     )
     transfer: str = _key(
         "advanced.transfer",
         "auto",
         "How weights reach the GPU: staged copies them in chunks, in place lets the GPU read RAM, auto uses the faster "
         "of both as measured.",
-        choices=TRANSFERS,
+        TRANSFERS,
     )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])

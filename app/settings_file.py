@@ -6,7 +6,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ import platformdirs
 from ..models import catalog, private_file
 from ..models.errors import FloeError, TryAgainError, UsageError
 from .actions import OWN
-from .settings import KEYS, Key, Persona, Settings, refused
-from .settings_check import FIELD_KEYS, Problem, check, trouble_with, whole_file
-from .toml_outline import Outline
+from .settings import KEYS, Key, Range, Settings, refused
+from .settings_check import Path as _Path
+from .settings_check import Problem, check, explained, line_of, trouble_with, whole_file
 
 _LOCK_SECONDS = 5.0
 _WIDTH = 88  # columns of a comment in a new file
 _LARGEST = 1 << 20  # bytes of a settings file
-
-_Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def with_known_theme(found: Read, file: Path, themes: Collection[str]) -> Read:
 
 def _with_problem(settings: Settings, found: Read, file: Path, name: str, reason: str, instead: str) -> Read:
     try:
-        line = Outline.of(private_file.read(file, _LARGEST).decode("utf-8-sig")).line(name.split("."))
+        line = line_of(private_file.read(file, _LARGEST).decode("utf-8-sig"), tuple(name.split(".")))
     except (OSError, ValueError):
         line = None
     return Read(settings, (*found.problems, Problem(line, name, reason, f"{instead} is used")))
@@ -95,10 +93,10 @@ def change(file: Path, values: Mapping[str, Any]) -> None:
         UsageError: an impossible value, no such setting, or a mistake in the file, which then is not changed.
         TryAgainError: another program is writing it. FloeError: it cannot be written.
     """
-    for name, value in values.items():
-        if trouble := trouble_with(name, value):
-            raise refused(name, value, trouble)
-    paths = {tuple(name.split(".")): value for name, value in values.items()}
+    paths: dict[_Path, Any] = {tuple(name.split(".")): value for name, value in values.items()}
+    for path, value in paths.items():
+        if trouble := trouble_with(path, value):
+            raise refused(".".join(path), value, explained(path, trouble))
 
     def edit(text: str) -> str:
         changed = _with_values(text, paths)
@@ -108,18 +106,6 @@ def change(file: Path, values: Mapping[str, Any]) -> None:
         return changed
 
     _edit(file, edit)
-
-
-def change_persona(file: Path, name: str, persona: Persona | None) -> None:
-    """Set the persona `name`, or delete it (None). Raises as `change` does."""
-    if not name.strip() or not name.isprintable():
-        raise UsageError("A persona needs a name", "", "Give it a short name.")
-    values = {} if persona is None else asdict(persona)
-    for field, value in values.items():
-        if value is not None and (trouble := FIELD_KEYS[field].trouble(value)):
-            raise refused(field, value, trouble)
-    paths: dict[_Path, Any] = {("personas", name, field): value or None for field, value in values.items()}
-    _edit(file, lambda text: _with_values(text, paths or {("personas", name): None}))
 
 
 def documented() -> str:
@@ -148,11 +134,10 @@ def documented() -> str:
 
 
 def _explained(key: Key) -> list[str]:
-    facts = f"Values: {key.values}. " if key.values else ""
-    facts += f"If not set: {key.unset}." if key.unset else ""
+    facts = " ".join(part for part in (key.hint, f"If not set: {key.unset}." if key.unset else "") if part)
     said = [line for text in (key.description, facts) for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False)]
     shown = str(key.example).lower() if isinstance(key.example, bool) else key.example
-    literal = f'"{shown}"' if key.kind is str else shown
+    literal = shown if key.among is None or isinstance(key.among, Range) else f'"{shown}"'
     return [*(f"# {line}" for line in said), f"#{key.name.split('.')[1]} = {literal}", ""]
 
 
@@ -168,11 +153,11 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
         with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=_LOCK_SECONDS, mode=0o600):
             try:
                 text = private_file.read(real, _LARGEST).decode("utf-8-sig")
-                Outline.of(text)
-                tomllib.loads(text)
+                if (problems := check(text)[1]) and problems[0].whole:
+                    raise UsageError(f"{file} has a mistake and was not changed", f"{problems[0]}.", "Correct it.")
             except FileNotFoundError:
                 text = documented()
-            except (ValueError, RecursionError) as error:
+            except UnicodeDecodeError as error:
                 problem = read(real).problems[0]
                 raise UsageError(f"{file} has a mistake and was not changed", f"{problem}.", "Correct it.") from error
             try:
@@ -191,7 +176,7 @@ def _edit(file: Path, edit: Callable[[str], str]) -> None:
 
 def _unchangeable(file: Path, text: str, path: _Path) -> UsageError:
     name = ".".join(path)
-    line, (_settings, problems) = Outline.of(text).line(path), check(text)
+    line, (_settings, problems) = line_of(text, path), check(text)
     reason = next((str(problem) for problem in problems if f"{name}.".startswith(f"{problem.name}.")), "")
     where = f"line {line}" if line is not None else "the file"
     cause = f"{reason}." if reason else f"{where} has a form that floe-chat cannot change."
@@ -256,7 +241,7 @@ def _edited(text: str, path: _Path, value: Any) -> str | None:
         table: Any = document
         for name in path[:-1]:
             if name not in table and value is not None:
-                table[name] = tomlkit.table(is_super_table=len(path) == 3 and table is document)
+                table[name] = tomlkit.table()
             table = table.get(name, {})
         if value is None:
             table.pop(path[-1], None)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..kernels.rule import NOTHING, Rule
 from ..models.errors import UsageError
-from ..models.manifest import Manifest
+
+if TYPE_CHECKING:
+    from ..models.manifest import Manifest  # imports torch, which takes long
 
 X_BITS_EXACT, X_BITS_FINE, X_BITS_COARSE = 22, 15, 8  # `kernels.types.X_BITS`
 

@@ -2,56 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..models.errors import UsageError
-from .events import Sampling
 
-MOST_TOP_K = 1_000_000  # more than any vocabulary has
-MOST_TOKENS = 1_000_000  # of one answer
+if TYPE_CHECKING:
+    from .events import Sampling
+
 PREDICTORS = ("auto", "learned", "gate", "partial", "none")  # see predictor.py; "none" prefetches nothing
 TRANSFERS = ("auto", "staged", "in place")  # see tuned_link.py
 
-_VALID = {
-    "temperature": "0 (greedy) to 5",
-    "top_k": f"0 (off) to {MOST_TOP_K:,}",
-    "top_p": "above 0 up to 1 (off)",
-    "min_p": "0 (off) to 1",
-    "repetition_penalty": "0.001 to 10",
-    "seed": "0 to 2^63 - 1",
-}
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The numbers from `low` to `high`, both included except for `above_low`."""
+
+    low: float
+    high: float
+    whole: bool = False
+    above_low: bool = False
+
+    def converted(self, value: Any, *, typed: bool = False) -> Any:
+        """`value` as a number of this range; one that was `typed` is a text.
+
+        Raises:
+            ValueError: it is none.
+        """
+        from msgspec import Meta, convert  # takes time, and many commands draw no token
+
+        limits = Meta(gt=self.low, le=self.high) if self.above_low else Meta(ge=self.low, le=self.high)
+        kind = Annotated[int if self.whole else float, limits]
+        return convert(value.strip() if typed else value, kind, strict=not typed)
+
+    def __contains__(self, value: object) -> bool:
+        try:
+            self.converted(value)
+        except ValueError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        within = f"above {self.low:,}, at most" if self.above_low else f"from {self.low:,} to"
+        return f"{kind} {within} {self.high:,}"
+
+
+SAMPLING: Mapping[str, Range] = MappingProxyType(
+    {
+        "temperature": Range(0, 5),
+        "top_k": Range(0, 1_000_000, whole=True),  # more than any vocabulary has
+        "top_p": Range(0, 1, above_low=True),
+        "min_p": Range(0, 1),
+        "repetition_penalty": Range(0.001, 10),
+        "seed": Range(0, (1 << 63) - 1, whole=True),
+    }
+)
+"""The values that each field of `Sampling` may have; no seed, None, is possible too."""
+MAX_TOKENS = Range(1, 1_000_000, whole=True)  # of one answer
 
 
 def check(sampling: Sampling) -> None:
     """Raises UsageError: a value outside its range."""
-    for field in fields(sampling):
-        value = getattr(sampling, field.name)
-        if not may_be(field.name, value):
-            raise UsageError(f"{field.name} cannot be {value}", "", f"Give {_VALID[field.name]}.")
+    for name, values in SAMPLING.items():
+        value = getattr(sampling, name)
+        if not may_be(name, value):
+            raise UsageError(f"{name} cannot be {value}", f"It must be {values}.")
 
 
 def may_be(name: str, value: Any) -> bool:
     """Whether `Sampling`'s field `name` may have this value, of whatever type it is."""
-    if name == "seed" and value is None:
-        return True
-    if type(value) is not int and (type(value) is not float or name in ("top_k", "seed")):
-        return False
-    match name:
-        case "temperature":
-            return 0 <= value <= 5
-        case "top_k":
-            return 0 <= value <= MOST_TOP_K
-        case "top_p":
-            return 0 < value <= 1
-        case "min_p":
-            return is_share(value)
-        case "repetition_penalty":
-            return 0.001 <= value <= 10
-        case _:
-            return 0 <= value < 1 << 63
-
-
-def is_share(value: Any) -> bool:
-    """Whether it is a number from 0 to 1."""
-    return type(value) in (int, float) and 0 <= value <= 1
+    return value in SAMPLING[name] or (name == "seed" and value is None)

@@ -165,7 +165,7 @@ def _sampling(item: _Object, tell: Callable[[str], None]) -> Sampling:
     given: dict[str, Any] = {}
     for field in fields(Sampling):
         value = item.values.get(field.name)
-        whole = field.name in ("top_k", "seed")
+        whole = ranges.SAMPLING[field.name].whole
         if value is not None and type(value) not in ((int,) if whole else (int, float)):
             raise item.bad(field.name, "is not a whole number" if whole else "is not a number")
         if value is not None and not ranges.may_be(field.name, value):

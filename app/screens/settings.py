@@ -78,7 +78,7 @@ class SettingsScreen(ModalScreen[None]):
             yield self._meaning
 
     def _field(self, key: Key, value: Any) -> Field:
-        if key.kind is bool:
+        if key.among is None:
             return Toggle(key.name, key, value)
         if key.field == "system_prompt":
             return Prose(key.name, key, value)
@@ -100,7 +100,7 @@ class SettingsScreen(ModalScreen[None]):
             case "device":
                 return _DEVICES
             case _:
-                return key.choices or None
+                return key.among if isinstance(key.among, tuple) else None
 
     def on_mount(self) -> None:
         self.query_one(f"#{_id('chat.model')}").focus()
@@ -137,8 +137,7 @@ class SettingsScreen(ModalScreen[None]):
         if field.key is None:
             said = f"{OWN[field.setting.removeprefix('keys.')].does}. Several keys are separated by commas."
         else:
-            typed = isinstance(field, Written) and field.key.values
-            said = f"{field.key.description} {f'Values: {field.key.values}.' if typed else ''}".rstrip()
+            said = f"{field.key.description} {field.key.hint if isinstance(field, Written) else ''}".rstrip()
         if not field.setting.startswith(_AT_ONCE):
             said += " Takes effect at the next start."
         where = f"[{field.setting}] in {self._file}" if self._file else "Not saved: there is no settings file here"

@@ -105,7 +105,7 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
             *(f"chat.{name}" for name in ("model", "preset", "device", "persona")),
             *("screen.theme", "screen.panel"),
         }
-        assert all(isinstance(fields[key.name], Toggle) for key in KEYS if key.kind is bool)
+        assert all(isinstance(fields[key.name], Toggle) for key in KEYS if key.among is None)
         model = fields["chat.model"]
         assert isinstance(model, Choice) and pilot.app.focused is model
         await until(pilot, lambda: ("tiny", "tiny") in model._options)  # pyright: ignore[reportPrivateUsage]
@@ -152,8 +152,8 @@ async def test_a_prompt_of_several_lines_keeps_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "typed", "said"),
     [
-        ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be 0 to 5."),
-        ("chat.max_tokens", "1e3", "chat.max_tokens cannot be '1e3'. It must be 1 to 1,000,000."),
+        ("sampling.temperature", "hot", "sampling.temperature cannot be 'hot'. It must be a number from 0 to 5."),
+        ("chat.max_tokens", "1e3", "chat.max_tokens cannot be '1e3'. It must be a whole number from 1 to 1,000,000."),
         ("chat.vram", "lots", "chat.vram cannot be 'lots'. It must be a size such as 10gb."),
         ("folders.models", "/nowhere/at/all", "There is no folder /nowhere/at/all."),
         ("keys.quit", "f1", "keys.quit cannot be f1: help has that key already"),

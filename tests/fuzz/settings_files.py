@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from floe_chat.app.actions import OWN
-from floe_chat.app.settings import KEYS, Persona
-from floe_chat.app.settings_file import change, change_persona, documented, read, with_installed_model, with_known_theme
+from floe_chat.app.settings import KEYS
+from floe_chat.app.settings_file import change, documented, read, with_installed_model, with_known_theme
 from floe_chat.models.errors import FloeError
 
 _NAMES = (
@@ -159,11 +159,6 @@ def _type(dice: random.Random) -> None:
 
 def _change(dice: random.Random, file: Path) -> None:
     earlier, known = _values(file)
-    if dice.random() < 0.2:
-        name = dice.choice(("X", "My tutor. 2", "", "\x1b", "a.b", '"'))
-        persona = Persona("a\nb", top_p=dice.choice((None, 0.5, 7.0)))
-        change_persona(file, name, None if dice.random() < 0.3 else persona)
-        return
     if dice.random() < 0.3:
         name, value = dice.choice(_NAMES), dice.choice(_SET)
     else:
