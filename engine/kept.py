@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Self
 
+import msgspec
 import platformdirs
 
 from ..models import private_file
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _log = logging.getLogger("floe_chat.engine")
+_FORMAT = 1
+
+Rate = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+Latency = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 
 def rates_folder() -> Path:
@@ -20,19 +29,31 @@ def rates_folder() -> Path:
     return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "rates"
 
 
-def write(file: Path, fields: Mapping[str, Any]) -> None:
-    """Replace `file` at once; a cache that cannot be written only means measuring again, which the log says."""
-    try:
-        private_file.own_folder(file.parent)
-        private_file.replace(file, json.dumps(dict(fields)))
-    except OSError as error:
-        _log.warning("What was measured could not be saved in %s: %s", file, error)
+class Record:
+    """A dataclass that is saved. What its fields may be is said by their types alone."""
 
+    __slots__ = ()
 
-def read(file: Path) -> Any:
-    """What `write` saved, as JSON gives it.
+    def save(self: DataclassInstance, file: Path) -> None:
+        """Replace `file`; a cache that cannot be written only means measuring again, which the log says."""
+        try:
+            private_file.own_folder(file.parent)
+            private_file.replace(file, json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}))
+        except OSError as error:
+            _log.warning("What was measured could not be saved in %s: %s", file, error)
 
-    Raises:
-        OSError: it cannot be read. ValueError: it is not JSON.
-    """
-    return private_file.read_json(file)
+    @classmethod
+    def load(cls, file: Path) -> Self | None:
+        """What was saved, or None: there is nothing, or it is unusable, which the log explains."""
+        try:
+            fields = private_file.read_json(file)
+            if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+                raise ValueError("it is of another format")
+            if fields.keys() != {field.name for field in dataclasses.fields(cls)}:  # pyright: ignore[reportArgumentType]
+                raise ValueError("its fields are others")
+            return msgspec.convert(fields, cls, str_keys=True)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            _log.warning("The saved rates in %s are ignored: %s", file, error)
+            return None

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from . import kept
 
-_FORMAT = 1
 _STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
 _HOPE = 1 + 1 / 512  # per layer and token: a lane that is thought half as fast as it is gets tried after 11 tokens
 _FARTHEST = 2.0  # times the mean: what is farther out counts as this far, so that one hiccup moves a rate by 6 %
-
-_log = logging.getLogger("floe_chat.engine")
 
 Measured = Literal["link", "cpu", "cpu_batch", "gpu"]
 
 
 @dataclass(slots=True)
-class Rates:
+class Rates(kept.Record):
     """What this machine does per second, for a pack's rows (unpacking codes costs the CPU more than reading them).
 
     Attributes:
@@ -32,13 +27,13 @@ class Rates:
         gpu_bytes_s, launch_s: rows that the GPU computes, and launching its kernels.
     """
 
-    link_bytes_s: float
-    link_latency_s: float
-    cpu_bytes_s: float
-    cpu_batch_bytes_s: float
-    cpu_latency_s: float
-    gpu_bytes_s: float
-    launch_s: float
+    link_bytes_s: kept.Rate
+    link_latency_s: kept.Latency
+    cpu_bytes_s: kept.Rate
+    cpu_batch_bytes_s: kept.Rate
+    cpu_latency_s: kept.Latency
+    gpu_bytes_s: kept.Rate
+    launch_s: kept.Latency
 
     def observed(self, what: Measured, nbytes: float, seconds: float, cap: float = 1.0) -> None:
         """Correct a rate by what work of `nbytes` really took: a moving mean of seconds per byte.
@@ -67,35 +62,6 @@ class Rates:
         """
         name = f"{what}_bytes_s"
         setattr(self, name, getattr(self, name) * _HOPE)
-
-    def save(self, file: Path) -> None:
-        """Keep the rates for the next start; a cache that cannot be written only means measuring again."""
-        kept.write(file, {"format": _FORMAT, **dataclasses.asdict(self)})
-
-    @staticmethod
-    def load(file: Path) -> Rates | None:
-        """The rates that were kept, or None: there are none, or they are unusable, which the log explains."""
-        try:
-            found: Any = kept.read(file)
-            if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
-                raise ValueError("it is of another format")
-            names = {field.name for field in dataclasses.fields(Rates)}
-            if set(found) != names or not all(type(value) in (int, float) for value in found.values()):
-                raise ValueError("its fields are not those of rates")
-            rates = Rates(**{name: float(value) for name, value in found.items()})
-            rates.check()
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, OverflowError, RecursionError) as error:
-            _log.warning("The saved rates in %s are ignored: %s", file, error)
-            return None
-        return rates
-
-    def check(self) -> None:
-        """Raises ValueError where a rate is not a positive number or a latency not a number from 0."""
-        for name, value in dataclasses.asdict(self).items():
-            if not math.isfinite(value) or value < 0 or (value == 0 and name.endswith("_bytes_s")):
-                raise ValueError(f"{name} cannot be {value}")
 
 
 def rates_file(machine: str, device: str, row_bytes: int) -> Path:

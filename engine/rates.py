@@ -7,14 +7,12 @@ is a reason instead. Everything takes a few seconds at the most.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,22 +37,19 @@ READ, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
 GPU_REACHED = 0.7  # of a copy within the GPU, what kernels on codes reach (see cards.REACHED)
 UP_WIDTHS, ROW_WIDTHS, DENSE_WIDTHS = (2, 3, 4), (2, 3, 4), (4, 8)
 
-_FORMAT = 1
 _TURNS = 5
 _LEAST, _MOST = 64 << 20, 256 << 20  # bytes that the CPU's kernels take turns in: twice the last cache, within these
 _BATCH_TOKENS, _BATCH_NEURONS = 32, 1024
 _COPIED = 256 << 20
 _SQUARE = 4096  # of the matrices whose product tells the GPU's arithmetic
 
-_log = logging.getLogger("floe_chat.engine")
-
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(kept.Record):
     """Rates by name, reasons of those that could not be measured, when (ISO 8601), and how many cores other programs
     kept busy meanwhile."""
 
-    rates: Mapping[str, float]
+    rates: Mapping[str, kept.Rate]
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     date: str = ""
     busy: float = 0.0
@@ -63,31 +58,6 @@ class Measured:
     def disturbed(self) -> bool:
         """Whether other programs make these rates too low."""
         return self.busy > load.BUSY
-
-    def save(self, file: Path) -> None:
-        """Keep them; a cache that cannot be written only means measuring again."""
-        kept.write(file, {"format": _FORMAT, **dataclasses.asdict(self)})
-
-    @staticmethod
-    def load(file: Path) -> Measured | None:
-        """What was kept, or None: there is nothing, or it is unusable, which the log explains."""
-        try:
-            found: Any = kept.read(file)
-            if not isinstance(found, dict) or found.get("format") != _FORMAT:
-                raise ValueError("it is of another format")
-            rates, reasons = dict(found["rates"]), dict(found["reasons"])
-            if not all(type(rate) in (int, float) and 0 < rate < math.inf for rate in rates.values()):
-                raise ValueError("a rate is not a positive number")
-            if not all(isinstance(text, str) for text in (*reasons.values(), found["date"])):
-                raise ValueError("a reason is not text")
-            if type(found["busy"]) not in (int, float):
-                raise ValueError("it does not say how busy the machine was")
-            return Measured({name: float(rate) for name, rate in rates.items()}, reasons, found["date"], found["busy"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            _log.warning("The saved rates in %s are ignored: %s", file, error)
-            return None
 
 
 def kept_file() -> Path:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from ..models.errors import UsageError
@@ -29,17 +30,16 @@ SAMPLE = 128 << 20  # bytes of rows that these are drawn from, more than caches 
 # Times as fast as staged. Pinning takes seconds of the start, and RAM that nobody else gets: a little gain is too dear.
 IN_PLACE_FROM = 1.1
 
-_FORMAT = 1
 _ROUNDS = 5
 _ALIKE = 1.03  # a larger chunk must be faster than this to be worth that urgent rows wait longer
 _ENDING = "-transfer.json"
 
 _log = logging.getLogger("floe_chat.engine")
-Found = Mapping[int, float]
+Found = Mapping[Annotated[int, Meta(gt=0)], kept.Rate]
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class Tuned(kept.Record):
     """What was measured of a link: bytes per second by rows in a chunk.
 
     Attributes:
@@ -50,7 +50,7 @@ class Tuned:
 
     device: str
     row_bytes: int
-    staged: Found = field(default_factory=dict[int, float])
+    staged: Annotated[Found, Meta(min_length=1)] = field(default_factory=dict[int, float])
     in_place: Found = field(default_factory=dict[int, float])
     why_not: str = ""
 
@@ -84,33 +84,6 @@ class Tuned:
             return f"not read in place, because {self.why_not}"
         other: Kind = "in place" if kind == "staged" else "staged"
         return self.describe(other) if self.of(other) else ""
-
-    def save(self, file: Path) -> None:
-        """Keep it; a cache that cannot be written only means measuring again."""
-        kept.write(file, {"format": _FORMAT, **asdict(self)})
-
-    @staticmethod
-    def load(file: Path) -> Tuned | None:
-        """What was kept, or None: there is nothing, or it is unusable, which the log explains.
-
-        A record without a word about `in_place` is one of rows that were always staged.
-        """
-        try:
-            found: Any = kept.read(file)
-            if not isinstance(found, dict) or found.get("format") != _FORMAT:
-                raise ValueError("it is of another format")
-            device, row_bytes, why_not = found["device"], found["row_bytes"], found.get("why_not", "")
-            if not isinstance(device, str) or not isinstance(why_not, str) or type(row_bytes) is not int:
-                raise ValueError("it does not say which link it is of")
-            staged, in_place = _rates(found["staged"]), _rates(found.get("in_place", {}))
-            if not staged:
-                raise ValueError("it holds no rate")
-            return Tuned(device, row_bytes, staged, in_place, why_not)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            _log.warning("The saved rates in %s are ignored: %s", file, error)
-            return None
 
 
 def file_of(device: str, row_bytes: int) -> Path:
@@ -271,10 +244,3 @@ def measure(
             link.close()
     nbytes = count * source.shape[1]
     return {kind: {size: nbytes / best[kind, size] for size in sizes} for kind in kinds}
-
-
-def _rates(found: Any) -> dict[int, float]:
-    rates = {int(size): rate for size, rate in found.items()}
-    if not all(size > 0 and type(rate) in (int, float) and 0 < rate < math.inf for size, rate in rates.items()):
-        raise ValueError("a rate is not a positive number")
-    return {size: float(rate) for size, rate in rates.items()}

@@ -8,14 +8,16 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
+import msgspec
 import torch
 
 from ..kernels.layouts import WIDTHS, RowLayout, UpLayout, VectorLayout
 from ..kernels.rule import Rule
 from . import limits, private_file
 from .errors import NoPackError, PackError
+from .families import FAMILIES
 from .tensorfile import Plan
 from .visible import as_name
 from .widths import Widths
@@ -205,7 +207,7 @@ class Manifest:
             raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
         try:
             return dataclasses.replace(_parse(fields), sealed=seal is not None)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
 
 
@@ -248,21 +250,18 @@ def _garbled(folder: Path, cause: str) -> PackError:
 
 
 def _parse(fields: dict[str, Any]) -> Manifest:
-    if type(fields["tuned"]) is not list:
-        raise TypeError("tuned")
-    manifest = Manifest(
-        name=as_name(str(fields["name"])),
-        source=_source(fields["source"]),
-        architecture=_typed(Architecture, fields["architecture"]),
-        widths=_typed(Widths, fields["widths"]),
-        calibration=_typed(Calibration, fields["calibration"]),
-        files={name: _typed(FileEntry, entry) for name, entry in dict(fields["files"]).items()},
-        tuned=tuple(_tuned(entry) for entry in fields["tuned"]),
-        beside={name: _typed(FileEntry, entry) for name, entry in dict(fields.get("beside", {})).items()},
-    )
+    if type(tuned := fields["tuned"]) is list:
+        fields["tuned"] = [_with_rule(preset) for preset in tuned]
+    manifest = msgspec.convert(fields, Manifest)
+    source = manifest.source
+    commit = None if source.commit is None else as_name(source.commit)
+    source = dataclasses.replace(source, name=as_name(source.name), commit=commit)
+    manifest = dataclasses.replace(manifest, name=as_name(manifest.name), source=source)
     a, w = manifest.architecture, manifest.widths
     if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or limits.problem(_named(a)):
         raise ValueError("its sizes")
+    if a.model_type not in FAMILIES:
+        raise ValueError(f"the model type {as_name(a.model_type)!r}")
     known = w.dense in DENSE_WIDTHS and {w.up, w.gate, w.down} <= {*WIDTHS} and w.float16 in _FLOAT16
     if not known or a.hidden % w.group:
         raise ValueError("its bit widths")
@@ -294,44 +293,9 @@ def _named(a: Architecture) -> dict[str, int]:
     }
 
 
-def _source(fields: dict[str, Any]) -> Source:
-    source = _typed(Source, fields)
-    commit = None if source.commit is None else as_name(source.commit)
-    return dataclasses.replace(source, name=as_name(source.name), commit=commit)
-
-
-def _tuned(fields: dict[str, Any]) -> Tuned:
+def _with_rule(preset: dict[str, Any]) -> dict[str, Any]:
     """A preset of a pack; earlier ones have the rule's fields beside the others."""
-    if type(fields) is not dict:
-        raise TypeError("tuned")
-    names = [field.name for field in dataclasses.fields(Rule)]
-    rule = fields.get("rule") or {name: fields[name] for name in names if name in fields}
-    others = {name: value for name, value in fields.items() if name not in ("rule", *names)}
-    if "layers" in rule:
-        rule = {**rule, "layers": tuple(rule["layers"])}
-    return _typed(Tuned, {**others, "rule": _typed(Rule, rule)})
-
-
-_Part = TypeVar("_Part", Source, Architecture, Widths, Calibration, FileEntry, Tuned, Rule)
-_TYPES = {
-    "int": (int,),
-    "float": (float, int),
-    "str": (str,),
-    "bool": (bool,),
-    "str | None": (str, type(None)),
-    "Rule": (Rule,),
-    "tuple[float, ...]": (tuple,),
-}
-
-
-def _typed(kind: type[_Part], fields: dict[str, Any]) -> _Part:
-    """A part of the manifest, each of its fields of the very type that it is declared with."""
-    for field in dataclasses.fields(kind):
-        if field.name not in fields and field.default is not dataclasses.MISSING:
-            continue
-        if type(fields[field.name]) not in _TYPES[str(field.type)]:
-            raise TypeError(f"{field.name}")
-    return kind(**fields)
+    return {**preset, "rule": preset.get("rule") or preset}
 
 
 def layer_file(layer: int) -> str:

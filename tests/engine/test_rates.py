@@ -6,16 +6,18 @@ import json
 import logging
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from floe_chat.engine import disk, rates
 from floe_chat.engine.bench import weights
 from floe_chat.engine.bench.weights import Shapes
 from floe_chat.engine.device_choice import GUESS
+from floe_chat.engine.lane_rates import Rates
 from floe_chat.engine.rates import Measured
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 
@@ -119,7 +121,7 @@ def test_every_probe_of_this_machine_yields_its_rate(monkeypatch: pytest.MonkeyP
 def test_rates_to_begin_with_are_those_of_the_layout(gate: int, down: int) -> None:
     layout = RowLayout(VectorLayout(256, gate, 64), VectorLayout(256, down, 64), torch.bfloat16)
     found = rates.measured_rates(layout, 96, GUESS)
-    found.check()
+    assert msgspec.convert(asdict(found), Rates) == found
     changed = replace(GUESS, cpu_bytes_s=found.cpu_bytes_s, cpu_batch_bytes_s=found.cpu_batch_bytes_s)
     assert found == changed and found.cpu_bytes_s != GUESS.cpu_bytes_s
 

@@ -131,16 +131,6 @@ def test_it_is_kept_for_the_next_start(tmp_path: Path, own_folders: Path) -> Non
     assert list(tuned_link.all_kept()) == []
 
 
-def test_a_record_of_staged_rows_alone_is_understood(tmp_path: Path) -> None:
-    file = tmp_path / "old.json"
-    file.write_text(json.dumps({"format": 1, "device": "cuda:0", "row_bytes": 64, "staged": {"50": 1e9, "400": 2e9}}))
-    tuned = Tuned.load(file)
-    assert tuned is not None and tuned == Tuned("cuda:0", 64, SLOW)
-    assert tuned.faster() == "staged" and tuned.beside("staged") == ""
-    measuring = Measuring(SLOW, QUICK)
-    assert choose("auto", tuned, "", measuring)[0] == "in place" and measuring.asked == [BOTH]
-
-
 @pytest.mark.parametrize(
     "change",
     [
