@@ -1,14 +1,12 @@
 """Everything that crosses the engine thread's border: commands in, events out.
 
-All are small frozen dataclasses of plain values, so that `encode` and `decode` could carry them to another
-process without touching a screen (DESIGN section 7). The engine never waits for whoever reads the events.
+All are small frozen dataclasses of plain values, which msgspec can write and read without a word about them here. The
+engine never waits for whoever reads the events.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, get_args
 
 from ..kernels.rule import LATE as LATE
 from ..kernels.rule import Rule as Rule
@@ -306,35 +304,3 @@ class Failed:
 
 
 Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | Notice | Finished | Unloaded | Failed
-
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (*get_args(Command), *get_args(Event), Sampling, Advanced, Rows, Rule)
-}
-
-
-def encode(message: Command | Event | Sampling | Advanced | Rows | Rule) -> dict[str, Any]:
-    """A JSON-ready dict of a command or event; `decode` gives an equal object back."""
-    fields: dict[str, Any] = {"kind": type(message).__name__}
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        fields[field.name] = encode(value) if isinstance(value, Sampling | Advanced | Stats | Rows | Rule) else value
-    return fields
-
-
-def decode(fields: dict[str, Any]) -> Any:
-    """The command or event that `encode` wrote, also after a trip through JSON.
-
-    Raises:
-        ValueError: `kind` names no command or event.
-    """
-    name = fields.get("kind")
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ValueError(f"no such command or event: {fields.get('kind')!r}")
-    return kind(**{name: _plain(value) for name, value in fields.items() if name != "kind"})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return decode(value)
-    return tuple(_plain(item) for item in value) if isinstance(value, list) else value

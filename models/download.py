@@ -140,11 +140,6 @@ class Download:
             assert item.path is not None
             return item.path
 
-    def wait_all(self) -> None:
-        """Wait until every file is ready. Raises: FloeError as `wait`."""
-        with self._changed:
-            self._wait_until(self._fetcher.is_idle)
-
     def release(self, file: str) -> None:
         """This file is not read again: delete what was fetched of it, now or in an earlier run."""
         with self._changed:

@@ -19,7 +19,6 @@ FORMAT = "floe-chat history"
 FORMAT_VERSION = 1
 
 _LONGEST_NAME = 60
-_RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 # JSON escapes only part of what a terminal would obey or turn around.
 _UNSAFE = re.compile(f"[{CONTROLS}\u200e\u200f\u2028\u2029]")
 _REASONS = {

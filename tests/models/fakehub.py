@@ -27,6 +27,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
+from floe_chat.models.download import Download
 
 ALWAYS = 1 << 30
 PORTAL = b"<!DOCTYPE html><html><title>Welcome aboard</title>Please accept our terms to use this network.</html>"
@@ -373,3 +374,9 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.reset_after is not None:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.connection.close()
+
+
+def wait_all(download: Download) -> None:
+    """Wait until every file of a download is here. Raises: FloeError as `Download.wait`."""
+    for file in download.progress().files:
+        download.wait(file.name)

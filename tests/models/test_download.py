@@ -15,7 +15,7 @@ from floe_chat.models.fetch_part import PartFile, Ranges
 from floe_chat.models.hub import Repo, resolve
 
 from .conftest import REPO, SHARDS
-from .fakehub import ALWAYS, FakeHub, Fault
+from .fakehub import ALWAYS, FakeHub, Fault, wait_all
 
 FAST = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
 
@@ -52,7 +52,7 @@ def test_ranges_are_a_set_of_positions() -> None:
 
 def test_files_arrive_whole_in_pieces_over_several_connections(hub: FakeHub, published: Path, tmp_path: Path) -> None:
     with Download(resolve(REPO), SHARDS, tmp_path / "new" / "folder", tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
         progress = download.progress()
         assert same(download.folder, published) and leftovers(download.folder) == []
     assert (progress.state, progress.done, progress.total) == ("done", progress.total, progress.total)
@@ -69,7 +69,7 @@ def test_what_lies_verified_in_the_folder_is_not_fetched_again(hub: FakeHub, pub
     damaged[1000] ^= 1
     (tmp_path / SHARDS[1]).write_bytes(damaged)
     with Download(resolve(REPO), SHARDS[:2], tmp_path, tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
         assert any("damaged" in notice for notice in download.progress().notices)
     assert hub.sent(SHARDS[0]) == 0 < hub.sent(SHARDS[1])
     assert same(tmp_path, published, SHARDS[:2])
@@ -114,7 +114,7 @@ def test_it_goes_through_the_proxy(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")  # where the storage is
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid")
     with Download(resolve(REPO), SHARDS, tmp_path, tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
     assert same(tmp_path, published)
 
 
@@ -166,7 +166,7 @@ def test_a_pause_closes_the_connections_and_loses_nothing(hub: FakeHub, publishe
         assert (paused.state, paused.rate, paused.left) == ("paused", 0.0, None)
         assert paused.done == 800_000
         download.resume()
-        download.wait_all()
+        wait_all(download)
     assert same(tmp_path, published)
     assert hub.sent("/storage/") == download.progress().total
 
@@ -189,7 +189,7 @@ def test_a_cancelled_download_can_be_started_again(hub: FakeHub, published: Path
     with Download(resolve(REPO), SHARDS, tmp_path, tuning=FAST).start() as download:
         until(download, 800_000)
         download.cancel()
-        download.start().wait_all()
+        wait_all(download.start())
     assert same(tmp_path, published)
 
 
@@ -200,7 +200,7 @@ def test_a_second_run_goes_on_where_the_first_was_cancelled(hub: FakeHub, publis
         until(download, 600_000)
     with Download(repo, SHARDS, tmp_path, tuning=FAST) as download:
         assert download.progress().done == 600_000
-        download.start().wait_all()
+        wait_all(download.start())
         assert download.progress().notices == ()
     assert same(tmp_path, published)
     assert hub.sent("/storage/") == download.progress().total
@@ -228,7 +228,7 @@ def test_a_part_that_cannot_be_gone_on_with_is_fetched_anew_with_the_reason(
     else:
         data.write_bytes(bytes(file.size + 1))
     with Download(repo, SHARDS[:1], tmp_path, tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
         notices = download.progress().notices
     assert same(tmp_path, published, SHARDS[:1]) and leftovers(tmp_path) == []
     assert any("again" in notice for notice in notices) == (case != "no journal")
@@ -262,7 +262,7 @@ def test_what_a_journal_does_not_claim_is_fetched_again(hub: FakeHub, published:
     part.sync()
     part.write(20_000, b"lost in a power cut")
     with Download(repo, SHARDS[:1], tmp_path, tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
     assert same(tmp_path, published, SHARDS[:1])
     assert hub.sent("/storage/") == len(content) - 4000
 
@@ -275,7 +275,7 @@ def test_small_and_empty_files_are_verified_by_gits_hash(tmp_path: Path, monkeyp
     with FakeHub({REPO: source}) as hub:
         hub.used_by(monkeypatch, tmp_path / "home")
         with Download(resolve(REPO), ["empty.json", "a.json"], tmp_path / "to", tuning=FAST).start() as download:
-            download.wait_all()
+            wait_all(download)
         assert same(tmp_path / "to", source, ["empty.json", "a.json"])
 
 

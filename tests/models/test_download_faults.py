@@ -15,7 +15,7 @@ from floe_chat.models.fetch_loop import Tuning
 from floe_chat.models.hub import resolve
 
 from .conftest import REPO, SHARDS
-from .fakehub import ALWAYS, FakeHub, Fault
+from .fakehub import ALWAYS, FakeHub, Fault, wait_all
 
 FAST = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
 HASTY = replace(FAST, give_up=1.0)
@@ -23,14 +23,14 @@ HASTY = replace(FAST, give_up=1.0)
 
 def fetched(folder: Path, tuning: Tuning = FAST) -> Download:
     with Download(resolve(REPO), SHARDS, folder, tuning=tuning).start() as download:
-        download.wait_all()
+        wait_all(download)
     return download
 
 
 def failure(folder: Path, tuning: Tuning = HASTY) -> FloeError:
     with Download(resolve(REPO), SHARDS, folder, tuning=tuning).start() as download:
         with pytest.raises(FloeError) as caught:
-            download.wait_all()
+            wait_all(download)
         assert download.progress().state == "failed"
     return caught.value
 
@@ -176,7 +176,7 @@ def test_it_gives_up_when_nothing_arrives_for_a_while_and_keeps_what_is_here(
     assert (tmp_path / SHARDS[0]).read_bytes() == (published / SHARDS[0]).read_bytes()
     hub.faults.clear()
     with Download(resolve(REPO), SHARDS, tmp_path, tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
     assert whole(tmp_path, published)
     assert hub.sent(SHARDS[0]) == (published / SHARDS[0]).stat().st_size
 
@@ -185,10 +185,10 @@ def test_a_download_that_failed_can_be_resumed(hub: FakeHub, published: Path, tm
     hub.faults.append(Fault("GET /floe/.*-00002-", status=503, times=ALWAYS))
     with Download(resolve(REPO), SHARDS, tmp_path, tuning=HASTY).start() as download:
         with pytest.raises(TryAgainError):
-            download.wait_all()
+            wait_all(download)
         hub.faults.clear()
         download.resume()
-        download.wait_all()
+        wait_all(download)
     assert whole(tmp_path, published)
 
 
@@ -197,7 +197,7 @@ def test_a_hub_that_goes_away_is_told(published: Path, tmp_path: Path, monkeypat
         hub.used_by(monkeypatch, tmp_path / "home")
         repo = resolve(REPO)
     with Download(repo, SHARDS, tmp_path, tuning=HASTY).start() as download, pytest.raises(TryAgainError) as caught:
-        download.wait_all()
+        wait_all(download)
     assert "cannot be reached" in caught.value.cause
 
 
@@ -227,7 +227,7 @@ def test_a_full_disk_is_told_and_everything_on_it_kept(
     hub: FakeHub, published: Path, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Download(resolve(REPO), SHARDS[:1], small_disk, tuning=FAST).start() as download:
-        download.wait_all()
+        wait_all(download)
     error = failure(small_disk)
     gc.collect()
     assert caplog.text == "", "connections that failed beside the first one are heard of"
@@ -238,7 +238,7 @@ def test_a_full_disk_is_told_and_everything_on_it_kept(
         before = hub.sent(SHARDS[1])
         here = download.progress().done
         assert here > 0
-        download.start().wait_all()
+        wait_all(download.start())
     assert hub.sent(SHARDS[1]) - before == (published / SHARDS[1]).stat().st_size - here
 
 

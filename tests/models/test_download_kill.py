@@ -40,7 +40,9 @@ for line in sys.stdin:
         repo = resolve("floe/tiny")
         names = [file.name for file in repo.shards()]
         with Download(repo, names, Path(folder), tuning=tuning) as download:
-            download.start().wait_all()
+            download.start()
+            for name in names:
+                download.wait(name)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

@@ -25,7 +25,7 @@ from floe_chat.models.hub_files import cached, is_wanted
 from floe_chat.models.shelf import INDEX
 
 from .conftest import REPO, SHARDS
-from .fakehub import ALWAYS, FakeHub, Fault
+from .fakehub import ALWAYS, FakeHub, Fault, wait_all
 
 HASTY = Tuning(first_wait=0.01, longest_wait=0.05, give_up=1.0)
 Serve = Callable[..., FakeHub]
@@ -347,7 +347,7 @@ def test_numbers_in_a_shards_headers_are_read_with_care(hub: FakeHub, tmp_path: 
     hub.faults.append(Fault("GET /storage", status=206, headers=headers, body=b"abc", times=ALWAYS))
     download = Download(resolve(REPO), SHARDS[:1], tmp_path / "here", tuning=HASTY).start()
     with download, pytest.raises(HubError):
-        download.wait_all()
+        wait_all(download)
 
 
 @pytest.mark.parametrize(
