@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+
+import filelock
 
 from . import journal, private_file
 from .errors import FloeError, TryAgainError, UsageError
@@ -17,7 +17,6 @@ from .journal import Journal, Settings
 from .manifest import COPIED, FILE_NAME, UNFINISHED
 
 FETCHING = "download.lock"  # in a folder into which a model is downloaded
-_LOCKED = 1 << 30  # byte of the marker that is locked where locks are of bytes: behind what others may read
 
 
 @contextmanager
@@ -65,41 +64,19 @@ def locked(marker: Path, title: str) -> Generator[None]:
     Raises:
         TryAgainError: another process holds it. FloeError: the disk knows no locks.
     """
-    while True:
-        file = marker.open("a+b")
-        try:
-            if not _lock(file):
-                raise TryAgainError(title, _holder(marker), "Wait until it has finished, or choose another folder.")
-            if marker.exists() and os.path.samestat(marker.stat(), os.fstat(file.fileno())):
-                file.truncate(0)
-                file.write(json.dumps({"pid": os.getpid()}).encode())
-                file.flush()
-                yield
-                return
-        finally:
-            file.close()
-
-
-def _lock(file: BinaryIO) -> bool:
-    """Whether the file is ours now."""
+    lock = filelock.FileLock(marker, blocking=False)
     try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            file.seek(_LOCKED)
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-            file.seek(0)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError as error:
-        raise FloeError(
-            f"{file.name} cannot be locked", f"{error.strerror or error}.", "Choose a folder on another disk."
-        ) from error
-    return True
+        lock.acquire()
+    except filelock.Timeout:
+        raise TryAgainError(title, _holder(marker), "Wait until it has finished, or choose another folder.") from None
+    except (OSError, NotImplementedError) as error:
+        cause = f"{getattr(error, 'strerror', None) or error}."
+        raise FloeError(f"{marker} cannot be locked", cause, "Choose a folder on another disk.") from error
+    try:
+        marker.write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
+        yield
+    finally:
+        lock.release()
 
 
 def _holder(marker: Path) -> str:
