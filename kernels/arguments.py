@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, apart, described, index, indices, require
-from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
+from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Limits
 
@@ -40,7 +40,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
 
 def sparse_swiglu(
     x: Tensor,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None,
@@ -60,7 +60,7 @@ def sparse_swiglu(
 def moe_step(
     x: Tensor,
     up: UpWeights,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None,
@@ -131,8 +131,8 @@ def calls_in_range(tokens: int, calls: Calls, experts: int) -> None:
     indices("expert", calls.experts, experts)
 
 
-def active_in_range(rows: ExpertRows | PoolRows, calls: Calls, active: Active) -> None:
-    """Offsets rise from 0 to the number of neurons; each neuron exists, is named once in a call, and is in the pool.
+def active_in_range(rows: ExpertRows, active: Active) -> None:
+    """Offsets rise from 0 to the number of neurons; each neuron exists and is named once in a call.
 
     Raises:
         ValueError: which of these is not so.
@@ -145,10 +145,6 @@ def active_in_range(rows: ExpertRows | PoolRows, calls: Calls, active: Active) -
     owner = torch.repeat_interleave(active.offsets.diff().to(active.neurons.device))
     if (owner * neurons + active.neurons).unique().numel() != count:
         raise ValueError("a neuron is listed twice in one call")
-    if isinstance(rows, PoolRows):
-        slots = rows.slots.to(owner.device)[calls.experts.to(owner.device)[owner], active.neurons]
-        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= rows.data.shape[0]):
-            raise ValueError(f"a neuron is not in the pool, or its slot is out of range 0..{rows.data.shape[0] - 1}")
 
 
 def slots_in_range(slots: Tensor, capacity: int) -> None:
@@ -182,7 +178,7 @@ def _limits(name: str, limits: Tensor | None, experts: Tensor, x: Tensor) -> Non
         require(name, limits, FLOATS, tuple(experts.shape), x.device, whole=False)
 
 
-def _same_experts(up: UpWeights, rows: ExpertRows | PoolRows) -> None:
+def _same_experts(up: UpWeights, rows: ExpertRows) -> None:
     mine, theirs = (*up.q.shape[:2], up.layout.vector.n), (rows.experts, rows.neurons, rows.layout.gate.n)
     if mine != theirs:
         raise ValueError(f"up has (experts, neurons, hidden) {tuple(mine)}, but rows have {theirs}")

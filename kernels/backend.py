@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import reference
 from .cpu import native
-from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
+from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import Active, Calls, Limits, Work
 
@@ -36,10 +36,8 @@ class Backend:
     checks: bool
     select: Callable[[Tensor, Tensor, Limits, Rule], Work]
     up_gemv: Callable[[Tensor, UpWeights, Calls, Tensor, int], Active]
-    sparse_swiglu: Callable[[Tensor, ExpertRows | PoolRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
-    moe_step: Callable[
-        [Tensor, UpWeights, ExpertRows | PoolRows, Calls, Tensor, Tensor | None, int], tuple[Tensor, Tensor]
-    ]
+    sparse_swiglu: Callable[[Tensor, ExpertRows, Calls, Active, Tensor | None, int], tuple[Tensor, Tensor]]
+    moe_step: Callable[[Tensor, UpWeights, ExpertRows, Calls, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
     expert_swiglu: Callable[[Tensor, UpWeights, ExpertRows, int, Tensor, Tensor | None, int], tuple[Tensor, int, int]]
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]

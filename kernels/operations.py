@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import arguments, checks
 from .backend import Backend, choose
-from .layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
+from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Limits, Work
 
@@ -81,7 +81,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, x_bit
 
 def sparse_swiglu(
     x: Tensor,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None = None,
@@ -91,7 +91,7 @@ def sparse_swiglu(
     """The MoE output from the active neurons alone: y[token] += weight · sum_n silu(gate_n · x) v_n down_n.
 
     Args:
-        x: (B, H). rows: the layer's neuron records, as packed or in a pool. active: what `up_gemv` found for the same
+        x: (B, H). rows: the layer's neuron records. active: what `up_gemv` found for the same
             calls. down_thresholds: (P,) leaves out neurons with |silu(gate_n · x) v_n| below the call's; their down
             halves are not read.
 
@@ -100,21 +100,20 @@ def sparse_swiglu(
         second threshold (all, if there is none).
 
     Raises:
-        ValueError: shapes that do not fit, an index out of range, a neuron twice within one call, or one that the
-            pool does not hold.
+        ValueError: shapes that do not fit, an index out of range, or a neuron twice within one call.
     """
     backend = choose(x.device)
     if not backend.checks:
         arguments.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
         arguments.calls_in_range(x.shape[0], calls, rows.experts)
-        arguments.active_in_range(rows, calls, active)
+        arguments.active_in_range(rows, active)
     return backend.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
 
 
 def moe_step(
     x: Tensor,
     up: UpWeights,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layouts import CHUNK, ExpertRows, LinearWeights, PoolRows, UpWeights
+from .layouts import CHUNK, ExpertRows, LinearWeights, UpWeights
 from .rule import MOST_EASE, Rule
 from .types import Active, Calls, Limits, Work
 
@@ -88,7 +88,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
 
 def sparse_swiglu(
     x: Tensor,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None = None,
@@ -107,14 +107,7 @@ def sparse_swiglu(
         neurons = active.neurons[chosen]
         if not neurons.numel():
             continue  # adds nothing, whatever its weight
-        if isinstance(rows, PoolRows):
-            slots = rows.slots[expert][neurons]
-            if int(slots.min()) < 0 or int(slots.max()) >= len(rows.data):
-                raise ValueError("a neuron is not in the pool, or its slot is out of range")
-            records = rows.data.index_select(0, slots)
-        else:
-            records = rows.data[expert].index_select(0, neurons)
-        gate, down = rows.layout.read(records, x.dtype)
+        gate, down = rows.layout.read(rows.data[expert].index_select(0, neurons), x.dtype)
         h = F.silu(F.linear(x[token], gate)) * active.values[chosen]
         if down_thresholds is not None:
             small = h.abs() < down_thresholds[call]  # NaN is not, and so reaches the result
@@ -127,7 +120,7 @@ def sparse_swiglu(
 def moe_step(
     x: Tensor,
     up: UpWeights,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,

@@ -60,14 +60,11 @@ typedef struct {
     int64_t experts, neurons;
 } floe_up;
 
-// A layer's rows. Neuron n of expert e is row e · neurons + n, or in a pool of slot_count rows, row
-// slots[e · neurons + n]: layouts.ExpertRows and PoolRows.
+// A layer's rows. Neuron n of expert e is row e · neurons + n: layouts.ExpertRows.
 typedef struct {
     floe_vector gate, down;
     const uint8_t *data;
     int64_t experts, neurons, row_bytes;
-    FLOE_OPTIONAL const int32_t *slots;
-    int64_t slot_count;
 } floe_rows;
 
 // What a token may skip by the router's weights (kernels/rule.py: Rule). parts: 2 where experts are taken as halves.

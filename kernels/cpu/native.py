@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import arguments
 from ..checks import BYTES, CPU, INDICES, described, indices, require
-from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights
+from ..layouts import ExpertRows, LinearWeights, UpWeights
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
 from .binding import (
@@ -107,7 +107,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
 
 def sparse_swiglu(
     x: Tensor,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None = None,
@@ -129,14 +129,14 @@ def sparse_swiglu(
     x32, given = _float32(x), _calls(calls, None, down_thresholds)
     offsets, neurons, values = _whole(active.offsets), _whole(active.neurons), _float32(active.values)
     if int(offsets[-1]) != neurons.numel():
-        arguments.active_in_range(rows, calls, active)
+        arguments.active_in_range(rows, active)
     found = records.active(offsets=offsets, neurons=neurons, values=values)
     y, kept = torch.empty(x32.shape), torch.empty(given.count, dtype=torch.int64)
     digits, threads = _digits(x, x_bits), torch.get_num_threads()
     code = library().sparse_swiglu(x32, x32.shape[0], rows_record(rows), given, found, digits, threads, y, kept)
     if code < 0:
         arguments.calls_in_range(x.shape[0], calls, rows.experts)
-        arguments.active_in_range(rows, calls, active)
+        arguments.active_in_range(rows, active)
         check(code)
     return _as(y, x.dtype), kept
 
@@ -144,7 +144,7 @@ def sparse_swiglu(
 def moe_step(
     x: Tensor,
     up: UpWeights,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
@@ -155,7 +155,7 @@ def moe_step(
     counts: how many neurons of every call were active, and how many of those reached the second threshold.
 
     Raises:
-        ValueError: tensors or indices that do not fit, or an active neuron that a pool does not hold.
+        ValueError: tensors or indices that do not fit.
     """
     arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
     x32, given = _float32(x), _calls(calls, thresholds, down_thresholds)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import CPU, Dtypes, Shape, require
-from ..layouts import ExpertRows, LinearWeights, PoolRows, UpWeights, VectorLayout
+from ..layouts import ExpertRows, LinearWeights, UpWeights, VectorLayout
 from ..rule import Rule
 from ..step import Projection
 from ..types import X_BITS
@@ -35,10 +35,10 @@ def up_record(up: UpWeights) -> Any:
     return up.native
 
 
-def rows_record(rows: ExpertRows | PoolRows) -> Any:
+def rows_record(rows: ExpertRows) -> Any:
     """`floe_rows`; the tensors are checked already."""
     if rows.native is None:
-        layout, pool = rows.layout, rows if isinstance(rows, PoolRows) else None
+        layout = rows.layout
         made = records.rows(
             gate=vector(layout.gate, layout.float16),
             down=vector(layout.down, layout.float16),
@@ -46,8 +46,6 @@ def rows_record(rows: ExpertRows | PoolRows) -> Any:
             experts=rows.experts,
             neurons=rows.neurons,
             row_bytes=layout.nbytes,
-            slots=None if pool is None else pool.slots,
-            slot_count=0 if pool is None else pool.data.shape[0],
         )
         object.__setattr__(rows, "native", made)
     return rows.native

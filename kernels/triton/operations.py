@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..layouts import ExpertRows, PoolRows, UpWeights
+from ..layouts import ExpertRows, UpWeights
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
 from . import launch
@@ -95,7 +95,7 @@ def up_list(
 
 def sparse_swiglu(
     x: Tensor,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     active: Active,
     down_thresholds: Tensor | None = None,
@@ -103,11 +103,11 @@ def sparse_swiglu(
 ) -> tuple[Tensor, Tensor]:
     """y[token] += weight · sum_n silu(gate_n · x) v_n down_n over the active neurons n of every call, y (B, H).
 
-    Neurons that are absent from a pool add nothing. With `down_thresholds` (P,) neurons with |silu(gate_n · x) v_n|
+    With `down_thresholds` (P,) neurons with |silu(gate_n · x) v_n|
     below the call's are left out and their down columns are not read. Repeats bit for bit.
 
     Returns:
-        y, and how many neurons of every call reached the second threshold (P,) int64 (absent from a pool, they do not).
+        y, and how many neurons of every call reached the second threshold (P,) int64.
 
     Raises:
         ValueError: rows that the device of x cannot read.
@@ -121,7 +121,7 @@ def sparse_swiglu(
 def moe_step(
     x: Tensor,
     up: UpWeights,
-    rows: ExpertRows | PoolRows,
+    rows: ExpertRows,
     calls: Calls,
     thresholds: Tensor,
     down_thresholds: Tensor | None = None,
@@ -133,7 +133,7 @@ def moe_step(
 
     Returns:
         y (B, H) and counts (P, 2) int64 on the device: how many neurons of each call were active, and how many of those
-        reached the second threshold (absent from a pool, they do not).
+        reached the second threshold.
 
     Raises:
         ValueError: weights that the device of x cannot read.
@@ -223,9 +223,7 @@ def _find(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed:
     return _List(spans, found, values, neurons)
 
 
-def _swiglu(
-    x: Tensor, rows: ExpertRows | PoolRows, calls: Calls, active: _List, limits: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: _List, limits: Tensor | None) -> tuple[Tensor, Tensor]:
     """y (B, H), and how many neurons of each call reach its limit (P,) int64: all, if there are no limits."""
     device, count, hidden = x.device, calls.experts.numel(), x.shape[1]
     launch.check_device(device)
@@ -233,9 +231,6 @@ def _swiglu(
     everybody = active.spans[1] - active.spans[0]
     if not count or not active.most:
         return torch.zeros_like(x), everybody
-    pool = isinstance(rows, PoolRows)
-    slots = rows.slots.to(device).contiguous() if isinstance(rows, PoolRows) else active.found
-    neurons = slots.shape[1] if pool else rows.data.shape[1]
     gate, down = record_vectors(rows.layout, rows.data)
     width = launch.block_of(down.words)
     columns = triton.cdiv(down.words, width)
@@ -253,15 +248,14 @@ def _swiglu(
             *(
                 calls.weights if limits is None else limits.to(device),
                 rows.data,
-                slots,
                 h,
                 place,
                 reached,
-                neurons,
+                rows.data.shape[1],
                 count,
                 launch.magic(device),
             ),
-            *(gate, pool, limits is not None, launch.GATE_ROWS, launch.block_of(gate.words)),
+            *(gate, limits is not None, launch.GATE_ROWS, launch.block_of(gate.words)),
         )
         down_kernel[(columns, slices, count)](
             h, place, active.spans, rows.data, partial, count, launch.magic(device), down, launch.DOWN_ROWS, width

@@ -23,13 +23,13 @@ from .jit import device_code
 
 @device_code("neurons", "calls")
 def gate_kernel(
-    x, tokens, experts, weights, spans, found, values, limits, data, slots, h, place, reached, neurons, calls, magic,
-    V: tl.constexpr, POOL: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, tokens, experts, weights, spans, found, values, limits, data, h, place, reached, neurons, calls, magic,
+    V: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · silu(gate_n · x) v_n of every active neuron, and the number of its record into place.
 
-    h is zero for what is below its limit or absent from the pool. With LIMIT also reached (P, programs): how many of
-    each program's neurons are neither.
+    h is zero for what is below its limit. With LIMIT also reached (P, programs): how many of each program's neurons are
+    not.
     """
     call = tl.program_id(0)
     begin = tl.load(spans + call)
@@ -42,14 +42,11 @@ def gate_kernel(
         at = start + tl.arange(0, ROWS)
         live = at < end
         row = expert * neurons.to(tl.int64) + tl.load(found + at, mask=live, other=0).to(tl.int64)
-        there = live
-        if POOL:
-            row = tl.load(slots + row, mask=live, other=-1).to(tl.int64)
-            there = live & (row >= 0)
-        g = dot_rows(data, data, data, row, there, x, token, tl.load(magic), V, BLOCK)
+        g = dot_rows(data, data, data, row, live, x, token, tl.load(magic), V, BLOCK)
         product = g / (1.0 + tl.exp(-g)) * tl.load(values + at, mask=live, other=0.0).to(tl.float32)
+        there = live
         if LIMIT:
-            there = there & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
+            there = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
             count += there.to(tl.int32)
         tl.store(h + at, tl.where(there, product * weight, 0.0), mask=live)
         tl.store(place + at, row, mask=live)

@@ -77,7 +77,7 @@ def sparse_swiglu(rng: Random) -> Case:
     found = made.active(rng, calls, neurons, x.dtype)
     given = {
         "x": x,
-        "rows": made.pooled(rng, rows) if rng.random() < 0.5 else rows,
+        "rows": rows,
         **_called(calls),
         "offsets": found.offsets,
         "neurons": found.neurons,
@@ -100,7 +100,7 @@ def moe_step(rng: Random) -> Case:
     given = {
         "x": x,
         "up": made.up_weights(rng, experts, neurons, hidden),
-        "rows": made.pooled(rng, rows) if rng.random() < 0.3 else rows,
+        "rows": rows,
         **_called(calls),
         "thresholds": made.limits(rng, calls.experts.numel()),
         "x_bits": x_bits,

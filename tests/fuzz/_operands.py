@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import ExpertRows, LinearWeights, RowLayout, UpLayout, UpWeights, VectorLayout
 from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
@@ -100,17 +100,6 @@ def _records(rng: Random, layout: RowLayout, count: int) -> Tensor:
 def expert_rows(rng: Random, experts: int, neurons: int, hidden: int) -> ExpertRows:
     layout = RowLayout(vector(rng, hidden), vector(rng, hidden), rng.choice((torch.float16, torch.bfloat16)))
     return ExpertRows(layout, _records(rng, layout, experts * neurons).view(experts, neurons, layout.nbytes))
-
-
-def pooled(rng: Random, rows: ExpertRows) -> PoolRows:
-    """The same records in a pool, in random order."""
-    total = rows.experts * rows.neurons
-    slots = torch.randperm(total + 3, generator=generator(rng))[:total].int()
-    data = codes(rng, total + 3, rows.layout.nbytes)
-    data[slots.long()] = rows.data.view(total, rows.layout.nbytes)
-    if total and rng.random() < 0.2:
-        slots[rng.randrange(total)] = rng.choice((-1, total + 3, -(1 << 31), (1 << 31) - 1))
-    return PoolRows(rows.layout, data, slots.view(rows.experts, rows.neurons))
 
 
 def linear_weights(rng: Random, rows: int, columns: int) -> LinearWeights:

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels import reference
 from floe_chat.kernels.cpu import native, native_pool
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import ExpertRows, LinearWeights, RowLayout, UpWeights, VectorLayout
 from floe_chat.kernels.pool import Means, Part, RowTable, Rule
 from floe_chat.kernels.pool import cut as plain_cut
 from floe_chat.kernels.pool import landing as plain_landing
@@ -158,8 +157,6 @@ def test_records_wider_than_their_layout_or_of_other_dimensions_are_refused() ->
         with pytest.raises(ValueError, match=rf"^rows\.data must be uint8 of shape \(E, F, {NBYTES}\)"):
             ExpertRows(ROWS.layout, wrong.byte())
     with pytest.raises(ValueError, match=r"^rows\.data"):
-        PoolRows(ROWS.layout, torch.zeros(5, NBYTES + 64).byte(), torch.zeros(3, 7, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"^rows\.data"):
         ExpertRows(ROWS.layout, torch.zeros(3, 7, NBYTES))
 
 
@@ -180,11 +177,8 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 def elsewhere(weights: Any) -> Any:
-    parts = {name: getattr(weights, name) for name in ("q", "scale", "zero", "data", "slots") if hasattr(weights, name)}
+    parts = {name: getattr(weights, name) for name in ("q", "scale", "zero", "data") if hasattr(weights, name)}
     return replace(weights, **{name: part.to("meta") for name, part in parts.items()})
-
-
-POOL = PoolRows(ROWS.layout, ROWS.data.flatten(0, 1), torch.arange(21, dtype=torch.int32).view(3, 7))
 
 
 @pytest.mark.usefixtures("on_backend")
@@ -194,11 +188,6 @@ def test_weights_elsewhere_or_with_other_strides_are_refused(module: Any) -> Non
     x, which, found, limits = given["x"], calls(given), active(given), given["thresholds"]
     bad_up = [elsewhere(UP), replace(UP, q=strided(UP.q)), replace(UP, scale=strided(UP.scale))]
     bad_rows = [elsewhere(ROWS), replace(ROWS, data=strided(ROWS.data))]
-    bad_pools = [
-        elsewhere(POOL),
-        replace(POOL, data=strided(POOL.data)),
-        replace(POOL, slots=POOL.slots.T.contiguous().T),
-    ]
     for up in bad_up:
         for operation, rest in (
             (module.up_gemv, (which, limits)),
@@ -207,7 +196,7 @@ def test_weights_elsewhere_or_with_other_strides_are_refused(module: Any) -> Non
         ):
             with pytest.raises(ValueError, match=r"^up\.(q|scale|zero) must be contiguous"):
                 operation(x, up, *rest)
-    for rows in (*bad_rows, *bad_pools):
+    for rows in bad_rows:
         with pytest.raises(ValueError, match=r"^rows\.(data|slots) must be contiguous"):
             module.sparse_swiglu(x, rows, which, found)
         with pytest.raises(ValueError, match=r"^rows\.(data|slots) must be contiguous"):
@@ -264,12 +253,6 @@ def test_a_refusal_names_what_it_expected_and_what_it_got() -> None:
         "thresholds must be float32 or bfloat16 or float16 or float64 of shape (2,) on cpu, not float16 of shape (1,) "
         "on cpu"
     )
-
-
-def test_the_reference_refuses_neurons_that_a_pool_does_not_hold() -> None:
-    given, absent = operands(), replace(POOL, slots=torch.full((3, 7), -1, dtype=torch.int32))
-    with pytest.raises(ValueError, match="not in the pool"):
-        reference.moe_step(given["x"], UP, absent, calls(given), given["thresholds"])
 
 
 RULE = Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.layouts import LinearWeights, PoolRows, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import LinearWeights, UpLayout, UpWeights, VectorLayout
 from torch import Tensor
 
 from ..covering import covering
@@ -77,23 +77,6 @@ def some_active(size: Size) -> tuple[list[Tensor], list[Tensor]]:
     counts = (size[1], 1, (size[1] + 1) // 2, min(2, size[1]))
     chosen = [torch.randperm(size[1], generator=generator)[:count] for count in counts]
     return chosen, [torch.randn(len(neurons), generator=generator).double() for neurons in chosen]
-
-
-@covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS})
-def test_rows_in_a_pool_give_the_same(size: Size, widths: Widths) -> None:
-    layer, x, calls = make_layer(size, widths), make_x(TOKENS, size[2], torch.float32), some_calls(size[0])
-    active = as_active(*some_active(size), torch.float32)
-    # Only what is needed lies in the pool, in a random order, between rows of garbage.
-    owners = torch.repeat_interleave(calls.experts, active.offsets.diff())
-    needed = (owners * size[1] + active.neurons).unique()
-    places = torch.randperm(needed.numel() + 3, generator=torch.Generator().manual_seed(3))[: needed.numel()]
-    pool = torch.full((needed.numel() + 3, layer.rows.layout.nbytes), 255, dtype=torch.uint8)
-    pool[places] = layer.rows.data.view(-1, layer.rows.layout.nbytes)[needed]
-    slots = torch.full((size[0] * size[1],), -1, dtype=torch.int32)
-    slots[needed] = places.int()
-    pooled = PoolRows(layer.rows.layout, pool, slots.view(size[0], size[1]))
-    y, _ = kernels.sparse_swiglu(x, pooled, calls, active)
-    assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active)[0])
 
 
 @covering({"widths": WIDTHS, "size": SIZES}, {"on_backend": BACKENDS})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.backend import choose
-from floe_chat.kernels.layouts import LinearWeights, PoolRows
+from floe_chat.kernels.layouts import LinearWeights
 from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
@@ -142,24 +142,6 @@ def test_expert_swiglu_refuses_x(x: Tensor) -> None:
 def test_expert_swiglu_refuses_up_and_rows_of_different_neuron_counts() -> None:
     with pytest.raises(ValueError):
         kernels.expert_swiglu(X, OTHER.stored_up, LAYER.rows, 0, each(X, 0.0))
-
-
-@pytest.mark.parametrize(
-    "slots",
-    [
-        pytest.param([[0, 1, 2, 3, 4, 5, -1]] * 3, id="absent"),
-        pytest.param([[0, 1, 2, 3, 4, 5, 6]] * 3, id="beyond-the-pool"),
-    ],
-)
-def test_sparse_swiglu_refuses_neurons_that_the_pool_does_not_hold(slots: list[list[int]]) -> None:
-    pool = PoolRows(LAYER.rows.layout, LAYER.rows.data[0, :6].contiguous(), torch.tensor(slots, dtype=torch.int32))
-    with pytest.raises(ValueError):
-        kernels.sparse_swiglu(X, pool, CALLS, ACTIVE)
-
-
-def test_sparse_swiglu_refuses_slots_of_another_type() -> None:
-    with pytest.raises(ValueError, match=r"^rows\.slots must be int32"):
-        PoolRows(LAYER.rows.layout, LAYER.rows.data[0], torch.zeros(3, 7, dtype=torch.int64))
 
 
 def test_sparse_swiglu_refuses_down_thresholds() -> None:

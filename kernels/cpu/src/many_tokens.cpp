@@ -229,7 +229,7 @@ int floe_expert_swiglu(const float *x, int64_t tokens, const floe_up *up, const 
     const floe_vector &gate = rows->gate, &down = rows->down;
     const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down), neurons = rows->neurons;
     if (code_bytes(up->row) < 0 || gate_codes < 0 || down_codes < 0 || up->row.n != gate.n || gate.n != down.n ||
-        tokens < 0 || neurons < 0 || up->neurons != neurons || rows->slots != nullptr || digits < 1 || digits > 3)
+        tokens < 0 || neurons < 0 || up->neurons != neurons || digits < 1 || digits > 3)
         return FLOE_BAD_SHAPE;
     const int64_t gate_bytes = 4 * groups_of(gate) + gate_codes;
     if (rows->row_bytes < gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;

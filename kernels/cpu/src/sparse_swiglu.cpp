@@ -95,8 +95,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
 
     const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (row_bytes - c.gate_bytes + 63) / 64;
     const auto row = [&](int64_t i) {
-        const int64_t at = first_row + c.active->neurons[i];
-        return stored_rows.data + (stored_rows.slots == nullptr ? at : stored_rows.slots[at]) * row_bytes;
+        return stored_rows.data + (first_row + c.active->neurons[i]) * row_bytes;
     };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
@@ -187,11 +186,6 @@ int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows *rows, co
     if (rows->row_bytes < c.gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
     if (!in_range(calls->token, count, tokens) || !in_range(calls->expert, count, rows->experts)) return FLOE_BAD_INDEX;
     if (const int error = check_active(count, offsets, active->neurons, neurons, buffer)) return error;
-    for (int64_t p = 0; rows->slots != nullptr && p < count; p++)
-        for (int64_t i = offsets[p]; i < offsets[p + 1]; i++) {
-            const int64_t slot = rows->slots[calls->expert[p] * neurons + active->neurons[i]];
-            if (slot < 0 || slot >= rows->slot_count) return FLOE_BAD_INDEX;
-        }
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
     const int64_t total = offsets[count];

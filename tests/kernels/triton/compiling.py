@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import triton
 from floe_chat.kernels import triton as kernels
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, PoolRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import ExpertRows, LinearWeights, RowLayout, UpLayout, UpWeights, VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.vectors import record_vectors
@@ -108,10 +108,9 @@ def call_operations(case: str) -> None:
     chosen, scores = torch.zeros(1, 2, dtype=torch.int64), torch.empty(1, 2, dtype=dtype)
     kernels.select(chosen, scores, tables, Rule(drop=0.4, major=0.8, weighed=True))
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
-    pool = PoolRows(layout, rows.data[0], torch.empty(EXPERTS, F, dtype=torch.int32))
-    kernels.sparse_swiglu(x, pool, calls, active, limits)
+    kernels.sparse_swiglu(x, rows, calls, active, limits)
     kernels.gather_rows(rows, 0, index, untouched(10, layout.nbytes))
-    kernels.pool_scatter(pool.data, index, untouched(10, layout.nbytes))
+    kernels.pool_scatter(rows.data[0], index, untouched(10, layout.nbytes))
     scratch = torch.empty(64, hidden, dtype=dtype)
     for vector in record_vectors(layout, rows.data):
         dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from floe_chat.kernels.layouts import ExpertRows, PoolRows, RowLayout, UpLayout, UpWeights
+from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights
 from floe_chat.kernels.types import Active, Calls
 from torch import Tensor
 
@@ -53,19 +53,6 @@ def float16_layer(device: torch.device, size: Size) -> Layer:
     stored = replace(stored, zero=stored.zero.to(device))
     rows = ExpertRows(layout, records.view(*size[:2], -1).to(device))
     return Layer(stored, rows, up.double(), gate.double(), down.double())
-
-
-def pool_of(rows: ExpertRows, *, absent: float = 0.0, seed: int = 0) -> PoolRows:
-    """The same records in a pool, in random order, a share of them absent; unused slots hold NaN."""
-    experts, neurons, nbytes = rows.data.shape
-    generator = torch.Generator().manual_seed(seed)
-    total = experts * neurons
-    slots = torch.randperm(total + 5, generator=generator)[:total].to(torch.int32)
-    slots[torch.rand(total, generator=generator) < absent] = -1
-    data = torch.full((total + 5, nbytes), 0xFF, dtype=torch.uint8, device=rows.data.device)
-    here = (slots >= 0).nonzero().squeeze(1)
-    data[slots[here].long().to(data.device)] = rows.data.view(total, nbytes)[here.to(data.device)]
-    return PoolRows(rows.layout, data, slots.view(experts, neurons).to(data.device))
 
 
 def calls_on(device: torch.device, calls: Calls) -> Calls:

@@ -23,7 +23,6 @@ from .layers import (
     calls_on,
     float16_layer,
     layer_on,
-    pool_of,
     relative_rms,
     size_id,
 )
@@ -136,22 +135,7 @@ def test_moe_step_is_both_in_one(size: Size, tokens: int, device: torch.device) 
         y, counts = kernels.moe_step(x, layer.stored_up, layer.rows, calls, limits, second)
         assert counts.device.type == device.type and counts[:, 0].tolist() == active.offsets.diff().tolist()
         assert torch.equal(y, kernels.sparse_swiglu(x, layer.rows, calls, active, second)[0])
-        again, same = kernels.moe_step(x, layer.stored_up, pool_of(layer.rows), calls, limits, second)
-        assert torch.equal(y, again) and torch.equal(counts, same)
         assert bool(counts[0, 1] < counts[0, 0]) == (second is not None) and counts[1:, 0].equal(counts[1:, 1])
-
-
-@pytest.mark.parametrize("size", [(2, 21, 40, 20), (2, 21, 64, 64)], ids=size_id)
-def test_a_pool_leaves_out_what_is_absent(size: Size, device: torch.device) -> None:
-    layer, x = layer_on(device, size, (2, 4, 3)), make_x(2, size[2], torch.float32)
-    calls, pool = make_calls([0, 1], [1, 0]), pool_of(layer.rows, absent=0.4)
-    v = up_values(layer, x.double(), calls)
-    everybody = [torch.arange(size[1])] * 2
-    here = [(pool.slots[expert] >= 0).nonzero().squeeze(1).cpu() for expert in calls.experts.tolist()]
-    active = active_on(device, as_active(everybody, v, torch.float32))
-    y, _ = kernels.sparse_swiglu(x.to(device), pool, calls_on(device, calls), active)
-    truth = swiglu(layer, x.double(), calls, here, [call[mine] for call, mine in zip(v, here, strict=True)])
-    assert relative_rms(y, truth) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("size", [(2, 21, 40, 20), (2, 21, 64, 64)], ids=size_id)
