@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -65,7 +64,7 @@ def memory_size(text: str | None) -> int | None:
 def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, str | None]:
     """The command line's sampling options: how to draw, the longest answer, the system prompt.
 
-    What was not given comes from the model's own generation_config.json, then from our defaults.
+    What was not given comes from the model's own generation_config.json, where it is legal, then from our defaults.
 
     Raises:
         UsageError: a value out of its range, or a system prompt that is no text.
@@ -85,13 +84,9 @@ def _published(pack: Path) -> dict[str, Any]:
         return {}  # most models publish no sampling values
     if not isinstance(fields, dict) or not fields.get("do_sample"):
         return {}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: fields[name] for name in names if _is_figure(fields.get(name))}
-    return given | ({"top_k": int(given["top_k"])} if "top_k" in given else {})
-
-
-def _is_figure(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and math.isfinite(value))
+    return {
+        name: fields[name] for name, values in ranges.SAMPLING.items() if name != "seed" and fields.get(name) in values
+    }
 
 
 def need_text(what: str, text: str) -> None:
