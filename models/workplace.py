@@ -9,8 +9,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-import filelock
-
 from . import journal, private_file
 from .errors import FloeError, TryAgainError, UsageError
 from .journal import Journal, Settings
@@ -64,6 +62,8 @@ def locked(marker: Path, title: str) -> Generator[None]:
     Raises:
         TryAgainError: another process holds it. FloeError: the disk knows no locks.
     """
+    import filelock  # takes time, and only who packs or downloads needs it
+
     lock = filelock.FileLock(marker, blocking=False)
     try:
         lock.acquire()
