@@ -94,7 +94,7 @@ class CudaLink(ThreadedLink):
 
     def _accept(self, transfer: Transfer) -> Job:
         job, target = super()._accept(transfer), transfer.target
-        if self.zero_copy and not job.rows.data.is_pinned():
+        if self.zero_copy and not transfer.source.is_pinned():
             raise ValueError("source lies in pageable memory, which the device cannot read in place: pin it")
         if self._target is None or self._target() is not target:
             # A new pool: what its own stream still does to that memory comes first, and once freed it is not given
@@ -112,13 +112,13 @@ class CudaLink(ThreadedLink):
         if self.zero_copy:
             place.numbers_here[1, :count] = job.index[first:last]
         else:
-            self._cpu.gather_rows(job.rows, 0, job.index[first:last], place.rows_here[:count])
+            self._cpu.gather_rows(job.rows(), 0, job.index[first:last], place.rows_here[:count])
         used = place.head + (0 if self.zero_copy else count) * self.nbytes
         numbers, rows = place.numbers_there[:, :count], place.rows_there[:count]
         with torch.cuda.stream(place.stream):
             place.there[:used].copy_(place.here[:used], non_blocking=True)
             if self.zero_copy:
-                self._gpu.gather_rows(job.rows, 0, numbers[1], rows)
+                self._gpu.gather_rows(job.rows(), 0, numbers[1], rows)
             self._gpu.pool_scatter(job.transfer.target, numbers[0], rows)
             place.event.record(place.stream)
 

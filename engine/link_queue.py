@@ -27,12 +27,11 @@ class Job:
     """A transfer in the queue.
 
     Attributes:
-        rows: the source as one expert. index, places: (N,) int64, rows of the source and slots of the target.
+        index, places: (N,) int64, rows of the source and slots of the target.
         asked_at: by the link's clock. begun: rows whose chunks have begun. sent: those on their way or landed.
     """
 
     transfer: Transfer
-    rows: ExpertRows
     index: Tensor
     places: Tensor
     asked_at: float = 0.0
@@ -41,8 +40,13 @@ class Job:
 
     @property
     def total(self) -> int:
-        """Rows."""
+        """How many rows."""
         return self.index.numel()
+
+    def rows(self) -> ExpertRows:
+        """The source as one expert, for whoever moves its bytes: any layout of as many bytes will do."""
+        source = self.transfer.source
+        return ExpertRows(_plain(source.shape[1]), source[None])
 
 
 @dataclass(slots=True)
@@ -122,8 +126,7 @@ class LinkQueue:
         if math.isnan(transfer.score):
             raise ValueError("a score must be a number")
         places = landing(index, slots, len(source), len(target))
-        rows = ExpertRows(_plain(self.nbytes), source[None])
-        return Job(transfer, rows, torch.from_numpy(index.copy()), torch.from_numpy(places))
+        return Job(transfer, torch.from_numpy(index.copy()), torch.from_numpy(places))
 
     def put(self, job: Job, now: float) -> None:
         """Queue an accepted transfer; one without rows is done at once.
@@ -218,6 +221,5 @@ class LinkQueue:
 
 @cache
 def _plain(nbytes: int) -> RowLayout:
-    """To move bytes, any layout of as many will do."""
     half = VectorLayout(nbytes // 4, 16, nbytes // 4)
     return RowLayout(half, half, torch.float16)

@@ -36,7 +36,7 @@ class ThrottledLink(ThreadedLink):
 
     def _send(self, lane: int, job: Job, first: int, last: int) -> None:
         packed = self._staging[lane][: last - first]
-        self._cpu.gather_rows(job.rows, 0, job.index[first:last], packed)
+        self._cpu.gather_rows(job.rows(), 0, job.index[first:last], packed)
         seconds = self.latency + packed.nbytes / self.rate
         self._free_at = self._due[lane] = max(self._free_at, time.perf_counter()) + seconds
 

@@ -86,10 +86,10 @@ class VirtualLink:
         self._closed = True
 
     def _move(self, job: Job) -> None:
-        cpu, size = kernels.choose("cpu"), self._queue.chunk
+        cpu, size, rows = kernels.choose("cpu"), self._queue.chunk, job.rows()
         for wanted, slots in zip(job.index.split(size), job.places.split(size), strict=True):
             packed = self._staging[: len(wanted)]
-            cpu.gather_rows(job.rows, 0, wanted, packed)
+            cpu.gather_rows(rows, 0, wanted, packed)
             cpu.pool_scatter(job.transfer.target, slots, packed)
 
     def _catch_up(self) -> None:
