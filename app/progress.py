@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from .widgets.plain import printable
+from .text.plain_text import printable
 
 
 def step(what: str) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
-from types import FrameType
 
-EXIT_INTERRUPTED = 130
+from .terminal.interrupts import end_quietly
 
 
 def command() -> None:
@@ -15,16 +13,10 @@ def command() -> None:
     _keep_places()
     # Not where it is ignored, as in the background of a script.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
-    from . import cli
+        signal.signal(signal.SIGINT, end_quietly)
+    from .cli import main
 
-    cli.command()
-
-
-def heed_interrupts() -> None:
-    """From now on an interrupt raises KeyboardInterrupt, which the caller knows to handle."""
-    if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    main.command()
 
 
 def _keep_places() -> None:
@@ -34,9 +26,3 @@ def _keep_places() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
-
-
-def _end(_number: int, _frame: FrameType | None) -> None:
-    with suppress(OSError):  # whoever closed stderr wants no word
-        os.write(2, b"\nfloe-chat: interrupted\n")
-    os._exit(EXIT_INTERRUPTED)

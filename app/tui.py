@@ -26,24 +26,24 @@ from textual.widgets import Input, TextArea
 from ..engine.events import Failed, Loaded, Notice, Sampling
 from ..models.catalog import find, reference
 from ..models.errors import FloeError
-from . import model_choice
 from .actions import COMMANDS, OWN, Place
-from .beginning import Beginning, need_saving
-from .bridge import Heard
+from .background import in_background
+from .chat import model_choice
+from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
-from .chat_client import ChatClient
-from .emoji import PlainEmoji
+from .client.bridge import Heard
+from .client.chat_client import ChatClient
 from .history import History, Setup, history_file
-from .screens.chat import ChatScreen
+from .screens.chat.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
-from .settings import Settings
-from .settings_check import Problem
-from .settings_file import Read, change, read, settings_file, with_installed_model, with_known_theme
-from .setups import Setups, first_run
-from .terminal import EXIT_SIGNAL, Terminal
-from .widgets.background import in_background
-from .widgets.keys import bindings, key_of
-from .widgets.themes import THEMES
+from .settings.check import Problem
+from .settings.file import Read, change, read, settings_file, with_installed_model, with_known_theme
+from .settings.settings import Settings
+from .setup.setups import Setups, first_run
+from .terminal.terminal import EXIT_SIGNAL, Terminal
+from .text.emoji import PlainEmoji
+from .widgets.common.keys import bindings, key_of
+from .widgets.common.themes import THEMES
 
 # The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either
 # would wait for a whole turn of the other.
@@ -279,7 +279,7 @@ class FloeChatApp(App[int]):
         )
 
     def _show_wizard(self, then: Callable[[str | None], Awaitable[None]]) -> None:
-        from .screens.wizard import WizardScreen
+        from .screens.wizard.wizard import WizardScreen
 
         self.push_screen(WizardScreen(self.setups, settings=self._file), then)
 
@@ -348,7 +348,7 @@ def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, se
 
 def _import_later() -> None:
     """Import what the first answer needs, while the person types the question."""
-    import_module("floe_chat.app.widgets.markdown")
+    import_module("floe_chat.app.widgets.markdown.markdown")
 
 
 def run_app(terminal: Terminal, beginning: Beginning) -> int:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..kernels.sampling import NotNumbersError
 from ..models.errors import PackError
+from .decoder.decoders import Decoder, LibraryDecoder
+from .decoder.kv_cache import KVCache
 from .events import Sampling
-from .kv import KVCache
-from .moe import Control
+from .experts.moe_layer import Control
 from .sampling import Sampler
-from .step import Decoder, LibraryDecoder
 from .telemetry import Telemetry
 
 _log = logging.getLogger("floe_chat.engine")

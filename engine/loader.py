@@ -13,26 +13,32 @@ import torch
 from torch import nn
 
 from ..kernels import operations as kernels
-from ..kernels.layouts import LinearWeights
-from ..models import bare, configuration, heat, skeleton
+from ..kernels.weights import LinearWeights
+from ..models import configuration
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
 from ..models.errors import damaged
 from ..models.families import FAMILIES
-from ..models.lean import import_model_code
-from ..models.manifest import Architecture
-from ..models.packed import PackedLayer, PackedModel
-from . import device_choice, hardware, predictor, quality, step
-from .dense import PackedLinear
-from .device_choice import Choice
+from ..models.modules import library_model, light_modules
+from ..models.pack import usage_file
+from ..models.pack.manifest import Architecture
+from ..models.pack.packed_model import PackedLayer, PackedModel
+from ..models.transformers_import import import_model_code
+from . import quality_presets
+from .decoder import decoders
+from .decoder.decoders import Decoder, LeanDecoder
+from .decoder.finite_check import is_finite
+from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Loaded
-from .finite import is_finite
-from .memory_plan import DeviceShares
-from .moe import STREAMED_CHUNK, Control, MoELayer
-from .offload import Offload, Parts
-from .offloaded import Neighbours, OffloadedLayer
-from .quality import Preset
-from .step import Decoder, LeanDecoder
+from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
+from .experts.offloaded_layer import Neighbours, OffloadedLayer
+from .machine import hardware
+from .offload import predictor
+from .offload.offload import Offload, Parts
+from .planning import device_choice
+from .planning.device_choice import Choice
+from .planning.memory_plan import DeviceShares
+from .quality_presets import Preset
 from .telemetry import Telemetry
 
 Report = Callable[[str, float], None]
@@ -61,7 +67,7 @@ class LoadedModel:
         if self.offload is not None:
             self.offload.close()
             try:
-                heat.write(heat.file_of(self.packed.folder), self.offload.pool.heat())
+                usage_file.write(usage_file.file_of(self.packed.folder), self.offload.pool.heat())
             except OSError as error:
                 _log.warning("expert use was not saved: %s", error)
 
@@ -141,7 +147,7 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None) -> _O
     """Check the pack, and choose preset and device."""
     packed = PackedModel.open(folder)
     manifest = packed.manifest
-    chosen = quality.get(quality.DEFAULT if preset is None else preset, manifest)
+    chosen = quality_presets.get(quality_presets.DEFAULT if preset is None else preset, manifest)
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
@@ -159,12 +165,12 @@ def _set_threads(pack: _Opened) -> str:
 def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *, library: bool) -> Any:
     """The model's modules with their weights: transformers' own where they are asked for or the only ones."""
     manifest, place, config = pack.packed.manifest, pack.choice.place, pack.config
-    library = library or not bare.knows(config)
+    library = library or not light_modules.knows(config)
     if library:
         report("Starting transformers", 0.5)
         import_model_code()
         config = read_config(pack.packed.folder)
-    model: Any = skeleton.build(
+    model: Any = library_model.build(
         config,
         FAMILIES[manifest.architecture.model_type],
         pack.packed.dense(),
@@ -174,7 +180,7 @@ def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *,
         # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
         torch.float32 if place == "cpu" else manifest.row_layout.float16,
         place,
-        None if library else bare.tree,
+        None if library else light_modules.tree,
     )
     _need_numbers(pack.packed.folder, model)
     return model
@@ -182,7 +188,7 @@ def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *,
 
 def _decoder(model: Any, shares: DeviceShares) -> tuple[int, Decoder]:
     """Tokens of the longest chat, and what computes it."""
-    decoder = step.choose(model, shares.window)
+    decoder = decoders.choose(model, shares.window)
     # The library's cache takes nothing from the pool.
     return shares.window if isinstance(decoder, LeanDecoder) else shares.reserved, decoder
 
@@ -202,7 +208,7 @@ def _describe(
         source=manifest.source.name,
         context_window=loaded.window,
         vocabulary=pack.config.vocab_size,
-        presets=quality.available(manifest),
+        presets=quality_presets.available(manifest),
         preset=pack.preset.name,
         widths=manifest.widths.describe(),
         device=place if shared is None else shared.device.name,
@@ -280,13 +286,13 @@ class _Experts:
         shared.warm(_heat(self._pack.packed))
 
 
-def _heat(packed: PackedModel) -> heat.Heat:
+def _heat(packed: PackedModel) -> usage_file.Heat:
     """What was used before, or else what calibration found popular."""
     a = packed.manifest.architecture
-    kept = heat.read(heat.file_of(packed.folder), a.layers, a.experts, a.intermediate)
+    kept = usage_file.read(usage_file.file_of(packed.folder), a.layers, a.experts, a.intermediate)
     if kept is not None:
         return kept
-    return heat.from_popularity(packed.profile()["popularity"].numpy(), a.intermediate)
+    return usage_file.from_popularity(packed.profile()["popularity"].numpy(), a.intermediate)
 
 
 def _need_numbers(folder: Path, model: nn.Module) -> None:

@@ -31,12 +31,12 @@ from .events import (
     Unload,
     Unloaded,
 )
-from .importing import import_torch
 from .mailbox import Mailbox
 from .outcomes import explained
+from .torch_import import import_torch
 
 if TYPE_CHECKING:
-    from .kv import KVCache
+    from .decoder.kv_cache import KVCache
     from .loader import LoadedModel
 
 STATS_EVERY_S = 0.2  # 5 Hz, as often as a person can follow
@@ -145,7 +145,7 @@ class Session:
     def _load(self, command: Load) -> None:
         self._events.put(Loading("Starting torch", 0.0))
         import_torch()
-        from .kv import KVCache
+        from .decoder.kv_cache import KVCache
         from .loader import load
 
         self._forget()  # the old model's memory goes before the new one's comes
@@ -167,14 +167,14 @@ class Session:
         )
 
     def _set_preset(self, command: SetPreset | SetQuality) -> None:
-        from . import quality
+        from . import quality_presets
 
         loaded = self._need_model()
         manifest = loaded.packed.manifest
         if isinstance(command, SetPreset):
-            preset = quality.get(command.preset, manifest)
+            preset = quality_presets.get(command.preset, manifest)
         else:
-            preset = quality.custom(manifest, command.rule)
+            preset = quality_presets.custom(manifest, command.rule)
         loaded.control.preset = preset
         self._events.put(PresetChanged(preset.name))
 
@@ -184,8 +184,8 @@ class Session:
         return self._loaded
 
     def _generate(self, command: Generate) -> None:
-        from .kv import KVCache
-        from .moe import Cancelled
+        from .decoder.kv_cache import KVCache
+        from .experts.moe_layer import Cancelled
 
         loaded = self._need_model()
         loaded.telemetry.begin(command.request, len(command.prompt), loaded.telemetry.clock())

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, apart, described, index, indices, require
-from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Limits
+from .weights import ExpertRows, LinearWeights, UpWeights
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from . import reference
 from .cpu import native
-from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import Active, Calls, Limits, Work
+from .weights import ExpertRows, LinearWeights, UpWeights
 
 TRITON_FROM = (7, 5)  # compute capability: what Triton itself supports
 

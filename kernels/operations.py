@@ -16,9 +16,9 @@ from torch import Tensor
 
 from . import arguments, checks
 from .backend import Backend, choose
-from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Limits, Work
+from .weights import ExpertRows, LinearWeights, UpWeights
 
 __all__ = [
     "X_BITS",

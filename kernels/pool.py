@@ -1,7 +1,7 @@
 """Which neuron's row lies in which slot of a pool, who gives way, and how much each neuron is used: the tables, and the
 few operations on them that a step asks for.
 
-`RowTable` defines them in numpy; `cpu/native_pool.py` is the compiled one. Policies are in `engine/eviction.py`.
+`RowTable` defines them in numpy; `cpu/native_pool.py` is compiled. Policies are in `engine/offload/eviction.py`.
 
 Shapes: L layers, E experts, F neurons of each, S slots, P calls, N active neurons. A neuron's key is e · F + n within
 its layer, and flat l · E · F + e · F + n.
@@ -168,7 +168,7 @@ class RowTable:
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
         """Slots for the first M of these absent neurons (N,), free ones first; rows that lay there are gone from now
-        on. `urgent` and the policy: see `engine/row_pool.py`.
+        on. `urgent` and the policy: see `engine/offload/row_pool.py`.
 
         Raises:
             ValueError: a key out of range, present or named twice. Nothing has changed then.

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layouts import CHUNK, ExpertRows, LinearWeights, UpWeights
+from .codes import CHUNK
 from .rule import MOST_EASE, Rule
 from .types import Active, Calls, Limits, Work
+from .weights import ExpertRows, LinearWeights, UpWeights
 
 
 def rounded(x: Tensor, x_bits: int) -> Tensor:

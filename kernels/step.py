@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layouts import ExpertRows, LinearWeights, UpWeights
 from .rule import Rule
 from .types import Limits
+from .weights import ExpertRows, LinearWeights, UpWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,12 @@ from typing import Any, cast
 
 import platformdirs
 
-from . import limits, names, private_file, support
-from .entry import Entry, Sizes
+from . import config_limits, private_file, supported
+from . import typed_names as names
+from .catalog_entry import Entry, Sizes
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES
-from .home import expanded
+from .paths import expanded
 from .published import PUBLISHED
 
 DEMO = "demo"
@@ -85,7 +86,7 @@ def find(name: str, *, saved: bool = False) -> Path:
             f"Installed: {', '.join(pack.name for pack in packs)}.",
             f"Set it up first: floe-chat setup {entry.name}",
         )
-    raise support.refused(name) or UsageError(
+    raise supported.refused(name) or UsageError(
         f"There is no model {_shown(name)}",
         f"Installed: {', '.join(pack.name for pack in packs)}.",
         names.did_you_mean(name, [pack.name for pack in packs])
@@ -171,7 +172,7 @@ def listed(name: str) -> Entry | None:
         return entry
     if (repo := names.hub_repo(name)) is not None:
         return published(repo.id)
-    if any(sign in name for sign in "/\\") or support.refused(name):
+    if any(sign in name for sign in "/\\") or supported.refused(name):
         return None
     found = names.matches(name, [entry.name for entry in PUBLISHED])
     return published(found[0]) if found else None
@@ -217,7 +218,7 @@ def source(model: str) -> Source:
     if (entry := listed(model)) is not None and entry.repo:
         repo = names.hub_repo(model)
         return Source(repo=entry.repo, commit=repo.commit if repo else "", entry=entry)
-    refused = support.refused(model)
+    refused = supported.refused(model)
     repo = names.hub_repo(model)
     # Of a repository config.json says what it is; its name tells only that nothing in it can be read.
     if repo is not None and (refused is None or not refused.title.endswith("cannot be read yet")):
@@ -247,7 +248,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
         if (repo := names.hub_repo(model)) is not None:
             if cached := _cached_config(repo.id):
                 return Entry(repo.id.rpartition("/")[2].lower(), _sizes(_config(cached), repo.id), repo.id)
-            raise support.refused(repo.id) or UsageError(
+            raise supported.refused(repo.id) or UsageError(
                 f"Nothing is known of {repo.id} on this machine",
                 "`floe-chat plan` does not use the network, and its config.json was not downloaded before.",
                 f"`floe-chat setup {repo.id}` asks the hub, and shows the plan before it downloads anything.",
@@ -256,7 +257,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
         if len(found := names.matches(model, packs)) == 1:
             folder = _folder(found[0])
     if folder is None:
-        raise support.refused(str(model)) or _unknown(str(model))
+        raise supported.refused(str(model)) or _unknown(str(model))
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
     entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
@@ -308,13 +309,13 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
     """The architecture of a config.json; `what` names it in errors."""
-    if (error := support.refused_type(fields, what)) is not None:
+    if (error := supported.refused_type(fields, what)) is not None:
         raise error
     kind = str(fields["model_type"])
 
     def number(*names: str, default: int | None = None) -> int:
         value = next((fields[name] for name in names if fields.get(name) is not None), default)
-        if cause := limits.out_of_range(names[0], value):
+        if cause := config_limits.out_of_range(names[0], value):
             raise _no_model(what, cause)
         return cast(int, value)
 
@@ -342,7 +343,7 @@ def _sizes(fields: Mapping[str, Any], what: str) -> Sizes:
         "num_key_value_heads": sizes.kv_heads,
         "head_dim": sizes.head_dim,
     }
-    if cause := limits.problem(together):
+    if cause := config_limits.problem(together):
         raise _no_model(what, cause)
     return sizes
 
@@ -353,14 +354,14 @@ def _no_model(what: str, cause: str) -> CheckpointError:
 
 def _checked(folder: Path) -> Path:
     if not (folder / "manifest.json").exists():
-        from .manifest import Manifest
+        from .pack.manifest import Manifest
 
         Manifest.read(folder)  # raises, and knows what to say
     return folder
 
 
 def _look(name: str, folder: Path) -> Installed:
-    from .manifest import Manifest
+    from .pack.manifest import Manifest
 
     try:
         manifest = Manifest.read(folder)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import limits, private_file
+from . import config_limits, private_file
+from .checkpoint_files import INDEX, FolderShelf, Shelf, TensorPlace
 from .errors import CheckpointError, NoCheckpointError
 from .families import FAMILIES
-from .lean import import_library
-from .shelf import INDEX, FolderShelf, Shelf, TensorPlace
-from .support import refused_type
+from .supported import refused_type
+from .transformers_import import import_library
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,7 +62,11 @@ def read_config(folder: Path) -> PretrainedConfig:
 
     try:
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        values = {name: getattr(config, name) for name in (*limits.SIZES, *limits.FIGURES) if hasattr(config, name)}
+        values = {
+            name: getattr(config, name)
+            for name in (*config_limits.SIZES, *config_limits.FIGURES)
+            if hasattr(config, name)
+        }
         _check_values(path, values | config.rope_parameters)
         family = FAMILIES[config.model_type]
         if config.hidden_act != family.activation:
@@ -79,7 +83,7 @@ def _check_values(path: Path, values: Mapping[str, Any]) -> None:
     by_either_name = [values[name] for name in ("num_local_experts", "num_experts") if values.get(name) is not None]
     for experts in by_either_name or [None]:
         given = dict(values) if experts is None else {**values, "num_local_experts": experts}
-        if cause := limits.problem(given):
+        if cause := config_limits.problem(given):
             raise CheckpointError(f"{path} does not describe a model", cause, "Download it again.")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from . import limits, private_file
+from . import config_limits, private_file
 from .checkpoint import LARGEST_CONFIG, read_config
 from .errors import CheckpointError, damaged
 from .families import FAMILIES
@@ -148,7 +148,7 @@ def _rope(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
 def _check(config: Config) -> None:
     """Leave to transformers what it would refuse, or what would need its code."""
     values = {name: getattr(config, name) for name in _TYPES} | config.rope_parameters
-    if cause := limits.problem(values):
+    if cause := config_limits.problem(values):
         raise ValueError(cause)
     if config.hidden_act != FAMILIES[config.model_type].activation:
         raise ValueError(f"its experts use {config.hidden_act}")

@@ -73,7 +73,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_pack(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny_checkpoint` with 2-bit up and 4-bit rows."""
-    from floe_chat.models.pack import PackSpec
+    from floe_chat.models.packing.pack import PackSpec
 
     from .helpers import make_pack
 
@@ -85,7 +85,7 @@ def tiny_pack(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def exact_pack(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny_checkpoint` with every weight at the source's 16 bit."""
-    from floe_chat.models.pack import EXACT
+    from floe_chat.models.packing.pack import EXACT
 
     from .helpers import make_pack
 

@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.manifest import FILE_NAME, Manifest, file_entry
-from floe_chat.models.pack import PackSpec, pack
+from floe_chat.models.pack.manifest import FILE_NAME, Manifest, file_entry
+from floe_chat.models.packing.pack import PackSpec, pack
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -135,7 +135,7 @@ class Ran:
 
 def run_cli(*arguments: str, stdin: bytes = b"", terminal: bool = False, encoding: str = "utf-8") -> Ran:
     """`floe-chat ARGUMENTS` in this process, through its own entry point, with captured streams."""
-    from floe_chat.app.cli import main
+    from floe_chat.app.cli.main import main
 
     out, err = (_Stream(io.BytesIO(), terminal, encoding) for _ in range(2))
     pipe = _Stream(io.BytesIO(stdin), terminal, encoding)

@@ -20,7 +20,7 @@ BAD_IMPORTS = {
     "models/errors.py": "def late() -> None:\n    from ..engine import events",
     "engine/events.py": "import floe_chat.app.log",
     "app/log.py": "from ..kernels import layouts",
-    "models/lean.py": "from ..kernels.backend import choose",
+    "models/transformers_import.py": "from ..kernels.backend import choose",
 }
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 # What a layer must not know, whatever library it comes from.

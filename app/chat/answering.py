@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from ...engine.context import room_for_answer
 from ...engine.events import Finished, PrefillProgress, Stats
 from ...models.errors import FloeError
-from ..bridge import EngineBridge
+from ..background import in_background
+from ..client.bridge import EngineBridge
 from ..history import Answer, AnswerStats, History, Message, State
-from ..widgets.background import in_background
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
 from .view import View

@@ -4,10 +4,10 @@ back."""
 from __future__ import annotations
 
 from ...models.errors import FloeError, UsageError
-from ..chat_file import write_chat
 from ..history import History, Message, Setup
 from .answering import Answering
 from .dialogue import Dialogue
+from .export_file import write_chat
 from .model import ChatModel, Phase
 from .questions import Questions
 from .view import View

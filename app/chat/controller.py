@@ -9,10 +9,10 @@ from pathlib import Path
 from textual.message import Message
 
 from ...engine.events import Failed, Finished, Loaded, Loading, PrefillProgress, PresetChanged, Stats
-from ..bridge import EngineBridge, News
-from ..chat_client import ChatClient, TextDelta
+from ..client.bridge import EngineBridge, News
+from ..client.chat_client import ChatClient, TextDelta
 from ..history import History, Ready
-from ..settings import Persona
+from ..settings.settings import Persona
 from .acting import Acting
 from .answering import Answering
 from .chats import Chats

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..client.prompt import Message as Turn
 from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State, shortened
 from ..history.records import first_line, now
-from .prompt import Message as Turn
 
 _PAGE = 200  # messages read at once on the way back to what fits the window
 _CHARACTERS_PER_TOKEN = 16  # more than text of any kind has; what is older than that cannot fit

@@ -9,10 +9,10 @@ from pathlib import Path
 from ...engine.events import Loaded, Rule
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
-from .. import model_choice
-from ..chat_client import ChatClient
+from ..client.chat_client import ChatClient
 from ..history import Setup
-from ..widgets.units import share
+from ..text.units import share
+from . import model_choice
 from .dialogue import Dialogue
 from .view import View
 
@@ -93,8 +93,8 @@ class ChatModel:
         if preset is None and not self.presets:
             raise UsageError(f"This model has no preset {name!r}", "", "Its presets are known when it is loaded.")
         if preset is None:
-            from ...engine import quality
-            from ...models.manifest import Manifest
+            from ...engine import quality_presets as quality
+            from ...models.pack.manifest import Manifest
 
             preset = quality.get(name, Manifest.read(self._client.pack)).name  # which says why it has none
         self.choose_preset(preset)

@@ -9,7 +9,7 @@ from textual.timer import Timer
 
 from ...models.errors import FloeError
 from ..history import Attachment, History, Message, Unsent
-from ..widgets.plain import printable
+from ..text.plain_text import printable
 from .answering import Answering
 from .dialogue import Dialogue
 from .model import ChatModel, Phase

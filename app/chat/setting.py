@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 
-from ..chat_setup import changed, with_persona
 from ..history.records import first_line
-from ..settings import Persona
+from ..settings.settings import Persona
+from .answer_settings import changed, with_persona
 from .dialogue import Dialogue
 from .questions import Questions
 from .view import View

@@ -10,11 +10,11 @@ ever written over. One SQLite file holds all of them; `schema.py` has its tables
 
 from .answer import Answer
 from .attachments import read_attachment
+from .database.opening import Opened, history_file, open_history
 from .events import Changed, HistoryEvent, Ready, Recovered, Trouble
 from .exporting import as_json, as_markdown, file_name, footer, json_text
 from .importing import parse
 from .live import History
-from .opening import Opened, history_file, open_history
 from .records import (
     AnswerStats,
     Attachment,

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from .database.store import Store
+from .database.trouble import SQLITE_ERRORS
 from .records import Tree, new_id
-from .store import Store
-from .trouble import SQLITE_ERRORS
 
 _TURN_SECONDS = 0.5  # a lock that others hardly notice
 _PAUSE_SECONDS = 0.15  # who waits for a lock looks every tenth of a second

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...models.catalog import short_name
 from ...models.visible import CONTROLS
-from ..widgets.plain import printable
-from ..widgets.units import rate_of, seconds
+from ..text.plain_text import printable
+from ..text.units import rate_of, seconds
 from .records import LATEST, AnswerStats, Message, Tree
 
 FORMAT = "floe-chat history"

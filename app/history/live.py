@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ...models.errors import FloeError
 from .answer import Answer
+from .database.opening import connect
+from .database.reading import Reader
+from .database.store import Store
+from .database.trouble import SQLITE_ERRORS, explaining
+from .database.writer import Write, Writer
 from .events import Changed, HistoryEvent
-from .opening import connect
 from .processes import is_running, this_process
-from .reading import Reader
 from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, State, Summary, Tree, Unsent, new_id
-from .store import Store
-from .trouble import SQLITE_ERRORS, explaining
-from .writer import Write, Writer
 
 
 class History:

@@ -1,7 +1,7 @@
 """What the history holds, as small frozen dataclasses; nothing here knows the database.
 
 Times are whole milliseconds since 1970, UTC. Texts are as they were written: a screen or a terminal gets them through
-`printable` (`app/widgets/plain.py`).
+`printable` (`app/text/plain_text.py`).
 """
 
 from __future__ import annotations

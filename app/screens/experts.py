@@ -12,12 +12,12 @@ from textual.geometry import Size
 from textual.screen import ModalScreen
 from textual.widget import Widget
 
-from ..widgets.figures import Figures
-from ..widgets.heat import condense
-from ..widgets.hints import ScrollingPage, hint
-from ..widgets.keys import closing
-from ..widgets.themes import MUTED
-from ..widgets.units import share
+from ..text.units import share
+from ..widgets.common.hints import ScrollingPage, hint
+from ..widgets.common.keys import closing
+from ..widgets.common.themes import MUTED
+from ..widgets.panel.figures import Figures
+from ..widgets.panel.heat import condense
 
 _SHADES = " ░▒▓█"
 _WIDEST_CELL = 6

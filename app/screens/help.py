@@ -13,11 +13,11 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import Input, Static
 
 from ..actions import COMMANDS, Place
-from ..widgets.hints import Page, hints
-from ..widgets.keys import closing, keys_in, keys_of
-from ..widgets.meanings import TERMS
-from ..widgets.plain import one_line
-from .chat import ChatScreen
+from ..text.plain_text import one_line
+from ..widgets.common.hints import Page, hints
+from ..widgets.common.keys import closing, keys_in, keys_of
+from ..widgets.panel.meanings import TERMS
+from .chat.chat import ChatScreen
 
 Section = tuple[str, Iterable[tuple[str, str]]]
 _COPYING = ("Ctrl+C", "Copy the selected text; without one, stop the answer; twice, quit")

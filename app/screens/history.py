@@ -16,13 +16,13 @@ from textual.widgets.option_list import Option
 
 from ...models.catalog import short_name
 from ...models.errors import FloeError
+from ..background import in_background
 from ..history import History, Hit, Summary
 from ..history.records import LATEST
-from ..widgets.background import in_background
-from ..widgets.hanging import Hanging
-from ..widgets.hints import Page, hints
-from ..widgets.plain import printable
-from ..widgets.themes import MUTED
+from ..text.plain_text import printable
+from ..widgets.common.hanging_list import Hanging
+from ..widgets.common.hints import Page, hints
+from ..widgets.common.themes import MUTED
 
 _PAGE = 100
 _WIDE = 76  # columns of a terminal from which all hints stand in the frame

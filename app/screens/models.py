@@ -14,22 +14,22 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
 from ...models import catalog
-from ...models.entry import Entry
+from ...models.catalog_entry import Entry
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED
 from ...models.quantities import size
-from ..setup_flow import Setup
-from ..setup_wish import Wish, discard, wish
-from ..setups import Check, Setups, Surveyor, remove, survey
-from ..widgets import setup_models
-from ..widgets.background import in_background
-from ..widgets.hints import Hints
-from ..widgets.plain import printable
-from ..widgets.setup_bar import Bar
-from ..widgets.setup_models import Found, Model, ModelList
-from ..widgets.setup_step import Trouble
+from ..background import in_background
+from ..setup.flow import Setup
+from ..setup.setups import Check, Setups, Surveyor, remove, survey
+from ..setup.wish import Wish, discard, wish
+from ..text.plain_text import printable
+from ..widgets.common.hints import Hints
+from ..widgets.setup import models
+from ..widgets.setup.bar import Bar
+from ..widgets.setup.models import Found, Model, ModelList
+from ..widgets.setup.step import Trouble
 from .models_remove import RemoveScreen
-from .wizard import WizardScreen
+from .wizard.wizard import WizardScreen
 
 _PERIOD = 0.25
 _ENTER = {"installed": "Enter chats with it", "unfinished": "Enter continues", "available": "Enter sets it up"}
@@ -101,7 +101,7 @@ class ModelsScreen(Screen["str | None"]):
 
     def refresh_list(self) -> None:
         """Read the list of models again."""
-        in_background(self, lambda: setup_models.look(self._entries), self._show)
+        in_background(self, lambda: models.look(self._entries), self._show)
 
     def _show(self, found: Found) -> None:
         self._list.show(found, self._current)

@@ -12,8 +12,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from ...models.quantities import size
-from ..widgets.hints import Page, hints
-from ..widgets.plain import printable
+from ..text.plain_text import printable
+from ..widgets.common.hints import Page, hints
 
 
 class RemoveScreen(ModalScreen[bool]):

@@ -17,14 +17,14 @@ from textual.widgets import Static
 from ...engine.events import LATE, Rule
 from ...models.errors import FloeError
 from ..chat.model import ChatModel
-from ..chat_client import Cost
-from ..widgets.dial import Dial
-from ..widgets.figures import Figures, speed
-from ..widgets.hints import Page, hints
-from ..widgets.keys import closing
-from ..widgets.meanings import KL
-from ..widgets.plain import printable
-from ..widgets.units import NOT_MEASURED, rate_of, share, size
+from ..client.chat_client import Cost
+from ..text.plain_text import printable
+from ..text.units import NOT_MEASURED, rate_of, share, size
+from ..widgets.common.dial import Dial
+from ..widgets.common.hints import Page, hints
+from ..widgets.common.keys import closing
+from ..widgets.panel.figures import Figures, speed
+from ..widgets.panel.meanings import KL
 
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
 _HEADS = ("", "neurons", "halves", "skip <", "halve <", "KL, nats", "per token")

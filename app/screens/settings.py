@@ -15,14 +15,14 @@ from textual.widgets import Checkbox, Input, Select, Static
 
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
-from ...models.home import expanded
+from ...models.paths import expanded
 from ..actions import OWN
-from ..settings import KEYS, Key
-from ..settings_file import Read, change, read
-from ..widgets.background import in_background
-from ..widgets.hints import Page, hints
-from ..widgets.plain import printable
-from ..widgets.setting_fields import Choice, Field, Prose, Toggle, Written
+from ..background import in_background
+from ..settings.file import Read, change, read
+from ..settings.settings import KEYS, Key
+from ..text.plain_text import printable
+from ..widgets.common.hints import Page, hints
+from ..widgets.common.setting_fields import Choice, Field, Prose, Toggle, Written
 
 Apply = Callable[[Read], None]
 

@@ -14,12 +14,12 @@ from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Select, Static, TextArea
 
 from ...models.errors import UsageError
-from ..chat_setup import NAMES, changed
+from ..chat.answer_settings import NAMES, changed
 from ..history import Setup
-from ..settings import KEYS, Persona
-from ..widgets.hints import ScrollingPage, hints
-from ..widgets.keys import closing, key_of
-from ..widgets.plain import printable
+from ..settings.settings import KEYS, Persona
+from ..text.plain_text import printable
+from ..widgets.common.hints import ScrollingPage, hints
+from ..widgets.common.keys import closing, key_of
 
 _MEANINGS = {key.field: key.description for key in KEYS} | {
     "seed": "The same number gives the same answer. Empty is random."

@@ -8,7 +8,7 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Static
 
-from ..widgets.keys import key_of
+from ..widgets.common.keys import key_of
 
 SMALLEST = Size(60, 20)
 

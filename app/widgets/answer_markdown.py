@@ -11,13 +11,13 @@ from textual.content import Content
 from textual.selection import Selection
 from textual.widget import Widget
 
-from .answer_block import AnswerBlock
-from .code import CodeBlock
-from .growing import LISTS, ROOM, Growing, Heading, Paragraph, TextList, deeper, is_text, symbols
-from .markdown import Block, blocks_of
-from .steady import Ground
-from .table import Table
-from .themes import MUTED
+from .common.stable_text import Ground
+from .common.themes import MUTED
+from .markdown.answer_block import AnswerBlock
+from .markdown.code import CodeBlock
+from .markdown.growing import LISTS, ROOM, Growing, Heading, Paragraph, TextList, deeper, is_text, symbols
+from .markdown.markdown import Block, blocks_of
+from .markdown.table import Table
 
 
 class AnswerMarkdown(Ground, Widget):

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ...kernels.rule import Rule
-from ...models.manifest import DENSE_WIDTHS
-from .. import quality
-from ..evaluate import NO_SPARSITY
-from ..moe import Control
-from ..quality import X_BITS_EXACT, Preset
+from ...models.pack.manifest import DENSE_WIDTHS
+from .. import quality_presets
+from ..experts.moe_layer import Control
+from ..machine.conditions import backend, computing, facts
+from ..machine.load import Others
+from ..machine.read_floor import READ
+from ..quality.evaluate import NO_SPARSITY
+from ..quality_presets import X_BITS_EXACT, Preset
 from ..telemetry import Telemetry
 from . import synthetic
-from .floor import READ
 from .layers import Found, Key, answered, floor_figures, floor_parts, slope, told_apart
-from .load import Others
-from .machine import backend, computing, facts
 from .measure import Report, Section, Table, Timed, in_turn, summarise
 from .speed import WARM
 from .subject import Subject
@@ -93,7 +93,7 @@ def _first(subject: Subject, report: Callable[[str], None]) -> list[Step]:
 
 def _skipping(subject: Subject) -> list[Step]:
     """The default preset's means of skipping, one by one; those that it does not use are left out."""
-    preset = quality.get(quality.DEFAULT, subject.manifest)
+    preset = quality_presets.get(quality_presets.DEFAULT, subject.manifest)
     rule = preset.rule
     steps = [Step(f"{rule.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", Rule(rule.sparsity)))]
     if rule.product:

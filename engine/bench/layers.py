@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from .floor import READ, reader
+from ..machine.read_floor import READ, reader
 from .measure import Timed
 from .subject import Subject
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..evaluate import choose_presets
-from ..quality import DEFAULT, Preset
-from .floor import READ
+from ..machine.conditions import backend, computing, facts
+from ..machine.load import Others, own_seconds
+from ..machine.random_weights import last_level_cache
+from ..machine.read_floor import READ
+from ..quality.evaluate import choose_presets
+from ..quality_presets import DEFAULT, Preset
 from .layers import ANSWER, Found, Key, Part, active_note, answered, floor_figures, floor_parts, slope, told_apart
-from .load import Others, own_seconds
-from .machine import backend, computing, facts
 from .measure import Report, Section, Table, Timed, in_turn, summarise
 from .subject import Subject
-from .weights import last_level_cache
 
 WARM = 3
 _CACHED = "All weights of this model take {weights:.0f} MB, which the caches of {cache:.0f} MB may hold."

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...models.errors import FloeError
-from ..importing import import_torch
+from ..torch_import import import_torch
 from .measure import Report, Section, Table, Timed, in_turn, summarise
 
 WARM = 1  # the first run fills the system's file cache
@@ -34,8 +34,8 @@ def run(
     Raises:
         FloeError: a process failed.
     """
-    from . import machine
-    from .load import Others
+    from ..machine import conditions
+    from ..machine.load import Others
 
     def asked() -> Mapping[str, float]:
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def run(
     cores = others.cores()
     goals = {name: f"goal: under {seconds:.0f} s" for name, seconds in GOALS.items()}
     rows = {name: Timed(name, seconds, [0.0] * runs, note=goals.get(name, "")) for name, seconds in found.items()}
-    facts = {"model": model, **machine.facts(machine.backend("cpu"), runs=runs, warm_up=WARM)}
+    facts = {"model": model, **conditions.facts(conditions.backend("cpu"), runs=runs, warm_up=WARM)}
     sections = (
         Section("A question of one sentence, answered by 16 tokens at most", summarise([rows["ask"]]), cores),
         Section(

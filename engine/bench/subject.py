@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...models.calibration import read_tokens
 from ...models.errors import UsageError
-from ...models.manifest import Manifest
-from ..dense import PackedLinear
+from ...models.pack.manifest import Manifest
+from ...models.packing.calibration import read_tokens
+from ..decoder.decoders import Decoder, choose
+from ..decoder.quantized_linear import PackedLinear
 from ..events import Sampling
+from ..experts.moe_layer import Control, MoELayer
 from ..generate import KVCache, generate
 from ..loader import load
-from ..moe import Control, MoELayer
-from ..step import Decoder, choose
 from ..telemetry import Telemetry
 
 

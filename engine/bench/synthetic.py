@@ -1,8 +1,8 @@
 """A model of a published model's full width with random weights, made in memory: what nobody has to download.
 
 It is built by the engine's own parts: transformers' skeleton, `MoELayer`, `PackedLinear`. Thresholds come from the
-hidden states that its layers see, as packing takes them (models/pack.py), so that a preset skips what it says; routers
-are made as sure of their choice as a published one, so that dropping by their scores drops as much as there.
+hidden states that its layers see, as packing takes them (models/packing/pack.py), so that a preset skips what it says;
+routers are made as sure of their choice as a published one, so that dropping by their scores drops as much as there.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
-from ...kernels.layouts import ExpertRows, LinearWeights, UpWeights, group_size
-from ...models import skeleton
-from ...models.calibration import QUANTILES, quantile_table
+from ...kernels.codes import group_size
+from ...kernels.weights import ExpertRows, LinearWeights, UpWeights
 from ...models.errors import FloeError, UsageError
 from ...models.families import FAMILIES, Family
-from ...models.lean import import_model_code
-from ...models.linears import layout_of, width_of
-from ...models.manifest import Architecture, Calibration, Manifest, Source, Widths
-from ...models.pack import PackSpec
-from ...models.packed import PackedLayer
+from ...models.modules import library_model
+from ...models.pack.manifest import Architecture, Calibration, Manifest, Source, Widths
+from ...models.pack.packed_model import PackedLayer
+from ...models.pack.quantized_linears import layout_of, width_of
+from ...models.packing.calibration import QUANTILES, quantile_table
+from ...models.packing.pack import PackSpec
+from ...models.transformers_import import import_model_code
 from .. import context
-from ..dense import PackedLinear
-from ..evaluate import NO_SPARSITY
-from ..moe import Control, MoELayer
+from ..decoder.quantized_linear import PackedLinear
+from ..experts.moe_layer import Control, MoELayer
+from ..machine.random_weights import filled
+from ..quality.evaluate import NO_SPARSITY
 from ..telemetry import Telemetry
 from .subject import Subject
-from .weights import filled
 
 # Sizes as published, by transformers' names; num_hidden_layers is what the published model has.
 MODELS: dict[str, dict[str, Any]] = {
@@ -177,7 +178,7 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
         parts = (part.to(device) for part in (weights.q, weights.scale, weights.zero))
         return PackedLinear(LinearWeights(weights.vector, *parts), bias, control)
 
-    model = skeleton.build(
+    model = library_model.build(
         config,
         family,
         _dense(spec, family),

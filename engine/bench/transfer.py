@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from ...kernels import operations as kernels
-from ...kernels.layouts import ExpertRows
-from ..pinning import PinError, Pinned, why_not
-from . import weights
-from .floor import READ, reader
-from .load import Others
-from .machine import backend, computing, facts
+from ...kernels.weights import ExpertRows
+from ..machine import random_weights
+from ..machine.conditions import backend, computing, facts
+from ..machine.load import Others
+from ..machine.random_weights import MIXTRAL, Shapes
+from ..machine.read_floor import READ, reader
+from ..offload.links.pinning import PinError, Pinned, why_not
 from .measure import Figure, Report, Section, Table, measure
 from .synthetic import need_memory
-from .weights import MIXTRAL, Shapes
 
 WARM = 3
 SHARE = 0.2  # of an expert's neurons
@@ -60,7 +60,7 @@ def run(
         UsageError: more threads than cores. FloeError: too little memory.
     """
     shapes = shapes or MIXTRAL
-    cache = weights.last_level_cache() if shapes.cache is None else shapes.cache
+    cache = random_weights.last_level_cache() if shapes.cache is None else shapes.cache
     widths = (4,) if quick else (4, 16)
     most = max(_experts(shapes, bits, cache) * shapes.rows_bytes(bits) for bits in widths)
     need_memory(most, "The rows", "Try --quick.")
@@ -222,15 +222,15 @@ def _name(chunk: int, chosen: Tensor) -> str:
 
 def _experts(shapes: Shapes, bits: int, cache: int) -> int:
     """So many that what is moved of all of them exceeds the caches."""
-    return weights.needed(round(SHARE * shapes.rows_bytes(bits)), cache)
+    return random_weights.needed(round(SHARE * shapes.rows_bytes(bits)), cache)
 
 
 def rows_of(shapes: Shapes, bits: int, experts: int) -> ExpertRows:
     """Rows as they lie in a pack; what they hold does not matter to a copy."""
     layout = shapes.row_layout(bits)
-    return ExpertRows(layout, weights.filled(experts, shapes.neurons, layout.nbytes))
+    return ExpertRows(layout, random_weights.filled(experts, shapes.neurons, layout.nbytes))
 
 
 def chosen_of(neurons: int) -> Tensor:
     """The neurons that are moved, rising."""
-    return weights.random_active(SHARE, neurons, 0).neurons[: round(SHARE * neurons)]
+    return random_weights.random_active(SHARE, neurons, 0).neurons[: round(SHARE * neurons)]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .. import arguments
 from ..checks import BYTES, CPU, INDICES, described, indices, require
-from ..layouts import ExpertRows, LinearWeights, UpWeights
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
+from ..weights import ExpertRows, LinearWeights, UpWeights
 from .binding import (
     ISAS,
     Isa,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..checks import CPU, Dtypes, Shape, require
-from ..layouts import ExpertRows, LinearWeights, UpWeights, VectorLayout
+from ..layouts import VectorLayout
 from ..rule import Rule
 from ..step import Projection
 from ..types import X_BITS
+from ..weights import ExpertRows, LinearWeights, UpWeights
 from .binding import records
 
 FLOAT32 = (torch.float32,)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..layouts import ExpertRows, LinearWeights, UpWeights
+from ..weights import ExpertRows, LinearWeights, UpWeights
 from . import launch
 from .gemv import gemv_kernel
 from .moving import unpack_kernel

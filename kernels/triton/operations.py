@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..layouts import ExpertRows, UpWeights
 from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
+from ..weights import ExpertRows, UpWeights
 from . import launch
 from .gemv import compact_kernel, gemv_kernel
 from .moving import copy_kernel

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layouts import CHUNK, LinearWeights, RowLayout, UpLayout, VectorLayout
+from ..codes import CHUNK
+from ..layouts import RowLayout, UpLayout, VectorLayout
+from ..weights import LinearWeights
 
 WORD = 4  # bytes
 ALIGNMENT = 16  # bytes: a thread's widest load

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..entry import Entry
+from ..catalog_entry import Entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..entry import Entry, Sizes
+from ..catalog_entry import Entry, Sizes
 from .family import Family, GroupedQuery
 
 _1B_7B = Sizes(

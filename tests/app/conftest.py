@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.app.setups import Setups
+from floe_chat.app.setup.setups import Setups
 from floe_chat.models import catalog
 
 from ..helpers import make_checkpoint

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from floe_chat.app.widgets.themes import FLOE_CONTRAST
+from floe_chat.app.widgets.common.themes import FLOE_CONTRAST
 from rich.color import Color as Drawn
 from rich.color import ColorSystem
 from textual.color import Color

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from floe_chat.app.history import (
-    AnswerStats,
-    Attachment,
-    Setup,
-    new_id,
-    open_history,
-)
-from floe_chat.app.history.store import Store
-from floe_chat.app.history.trouble import checked
+from floe_chat.app.history import AnswerStats, Attachment, Setup, new_id, open_history
+from floe_chat.app.history.database.store import Store
+from floe_chat.app.history.database.trouble import checked
 
 SETUP = Setup("demo", "Fast")
 _FILLED: dict[tuple[int, int], bytes] = {}

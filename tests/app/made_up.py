@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from floe_chat.app.history import AnswerStats, Conversation, Message, Setup, Tree
-from floe_chat.app.setup_flow import Setup as RunningSetup
-from floe_chat.app.setup_flow import SetupProgress
-from floe_chat.app.setup_wish import Wish
-from floe_chat.app.setups import Survey
-from floe_chat.app.widgets.setup_models import Found, Model
-from floe_chat.engine import machine
-from floe_chat.engine.hardware import Hardware
-from floe_chat.engine.rates import Measured
+from floe_chat.app.setup.flow import Setup as RunningSetup
+from floe_chat.app.setup.flow import SetupProgress
+from floe_chat.app.setup.setups import Survey
+from floe_chat.app.setup.wish import Wish
+from floe_chat.app.widgets.setup.models import Found, Model
+from floe_chat.engine.machine.hardware import Hardware
+from floe_chat.engine.planning import machine
+from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
 from floe_chat.models.errors import AccessError, FloeError
-from floe_chat.models.fetch_progress import DownloadProgress
+from floe_chat.models.hub.fetch_progress import DownloadProgress
 from floe_chat.models.published import PUBLISHED
 
 MODELS = Path("/srv/models")

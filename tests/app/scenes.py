@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.client.chat_client import TextDelta
 from floe_chat.app.history import History
-from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
-from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.setup_wish import Wish
-from floe_chat.app.setups import Setups
+from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.setup.setups import Setups
+from floe_chat.app.setup.wish import Wish
 from floe_chat.app.tui import FloeChatApp
-from floe_chat.app.widgets import setup_models
+from floe_chat.app.widgets.setup import models
 from floe_chat.engine.events import Failed, Loading, PrefillProgress
 from floe_chat.models import catalog
 from textual.pilot import Pilot
@@ -303,9 +303,9 @@ SCENES: dict[str, Scene] = {
 @asynccontextmanager
 async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Pilot[int]]:
     """The program with a scene on its screen."""
-    monkeypatch.setattr(setup_models, "look", lambda _entries: FOUND)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("floe_chat.models.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("floe_chat.app.screens.wizard_access.look_up", ask_for_terms)
+    monkeypatch.setattr(models, "look", lambda _entries: FOUND)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("floe_chat.models.hub.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr("floe_chat.app.screens.wizard.wizard_access.look_up", ask_for_terms)
     begun = [WISH] if name == "wizard-resume" else []
     for module in ("wizard", "wizard_intent"):
         monkeypatch.setattr(f"floe_chat.app.screens.{module}.unfinished", lambda: begun)

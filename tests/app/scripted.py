@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from floe_chat.app.chat_client import ChatClient, Cost, Message, Submitted, Update
+from floe_chat.app.client.chat_client import ChatClient, Cost, Message, Submitted, Update
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
-from floe_chat.app.widgets.composer import Composer
-from floe_chat.app.widgets.status_line import StatusLine
+from floe_chat.app.widgets.chat.composer import Composer
+from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Finished, Loaded, Rows, Rule, Sampling, Stats
-from floe_chat.engine.quality import PRESETS
+from floe_chat.engine.quality_presets import PRESETS
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
 from textual.widget import Widget

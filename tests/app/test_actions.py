@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 from floe_chat.app.actions import ACTIONS, COMMANDS, NAMED, OWN, Place
-from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
-from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.setups import Setups
+from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.setup.setups import Setups
 from textual.screen import Screen
 
 from .made_up import survey

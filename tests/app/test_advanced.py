@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from floe_chat.app.settings_file import change, read, settings_file
-from floe_chat.app.widgets import figures as draw
-from floe_chat.app.widgets.figures import Figures
+from floe_chat.app.settings.file import change, read, settings_file
+from floe_chat.app.widgets.panel import figures as draw
+from floe_chat.app.widgets.panel.figures import Figures
 from floe_chat.engine.events import Advanced, Finished, Load, Loaded
 from floe_chat.models.errors import UsageError
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from floe_chat.app.history import AnswerStats, Message
-from floe_chat.app.widgets.answer import AnswerTurn
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
-from floe_chat.app.widgets.folded import Folded
-from floe_chat.app.widgets.growing import TextList
-from floe_chat.app.widgets.table import Table
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.markdown.folded import Folded
+from floe_chat.app.widgets.markdown.growing import TextList
+from floe_chat.app.widgets.markdown.table import Table
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.geometry import Offset

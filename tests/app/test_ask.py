@@ -153,7 +153,7 @@ def test_unknown_models_are_usage_errors(model: str) -> None:
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
     """Another program at the history, in which nothing is yet."""
-    monkeypatch.setattr("floe_chat.app.history.opening.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("floe_chat.app.history.database.opening.BUSY_SECONDS", 0.05)
     open_history(history_file()).store.close()
     connection = sqlite3.connect(history_file(), isolation_level=None, check_same_thread=False)
     yield connection
@@ -207,7 +207,7 @@ def test_a_chat_waits_for_the_history_at_its_end(tiny_pack: Path, other: sqlite3
 def test_a_chat_that_could_not_be_kept_says_so_in_words_and_code(
     tiny_pack: Path, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("floe_chat.app.ask._WAIT", 0.1)
+    monkeypatch.setattr("floe_chat.app.cli.ask._WAIT", 0.1)
     other.execute("BEGIN IMMEDIATE")
     ran = ask(tiny_pack, "hi", *SHORT)
     assert ran.code == 1 and ran.out and "This chat was not saved" in ran.err

@@ -18,7 +18,7 @@ HEAVY = (
 )
 PROGRAM = """
 import os, sys
-from floe_chat.app.cli import command
+from floe_chat.app.cli.main import command
 
 def told(code):
     print(code, *(name for name in {heavy!r} if name in sys.modules), file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.history import History, Message, history_file
-from floe_chat.models.pack import EXACT
+from floe_chat.models.packing.pack import EXACT
 
 from ..helpers import edit_json, make_checkpoint, make_pack
 
@@ -39,7 +39,7 @@ def start(pack: Path, *options: str, heeding: str = "", stdout: int = subprocess
         heed += "; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     if heeding:
         heed += f"""
-from floe_chat.app.chat_client import ChatClient
+from floe_chat.app.client.chat_client import ChatClient
 begin = ChatClient.start
 def start(client):
     begin(client)

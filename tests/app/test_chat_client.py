@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from floe_chat.app.chat_client import ChatClient, Message, Submitted, TextDelta, Update
+from floe_chat.app.client.chat_client import ChatClient, Message, Submitted, TextDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
 

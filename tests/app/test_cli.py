@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 import pytest
-from floe_chat.app import cli
+from floe_chat.app.cli import main
 from floe_chat.models.catalog import models_folder
 
 from ..helpers import explained, run_cli
@@ -84,12 +84,12 @@ def examples(command: click.Command) -> Iterator[str]:
             yield from examples(its)
 
 
-EXAMPLES = sorted(set(examples(cli.cli)))
+EXAMPLES = sorted(set(examples(main.cli)))
 
 
 @pytest.mark.parametrize("line", EXAMPLES)
 def test_the_examples_of_the_help_are_what_the_commands_take(line: str) -> None:
-    found: click.Command = cli.cli
+    found: click.Command = main.cli
     words = shlex.split(line)[1:]
     while isinstance(found, click.Group) and words:
         found = found.commands[words.pop(0)]
@@ -238,7 +238,7 @@ def test_a_fault_of_the_programs_goes_to_the_log_not_the_screen(
     def broken(**_options: Any) -> str:
         raise RuntimeError("something nobody thought of")
 
-    monkeypatch.setattr("floe_chat.app.doctor.report", broken)
+    monkeypatch.setattr("floe_chat.app.cli.doctor.report", broken)
     ran = run_cli("doctor")
     assert ran.code == 1 and "something nobody thought of" in ran.err and "Traceback" not in ran.err
 
@@ -267,7 +267,7 @@ import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
 class Interrupting:
     def find_spec(self, name, *_):
-        if name == "floe_chat.app.verify":
+        if name == "floe_chat.app.cli.verify":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
 from floe_chat.app.start import command

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.app.bench_table import text
-from floe_chat.engine.bench import kernels_cpu
+from floe_chat.app.cli.bench.table import text
+from floe_chat.engine.bench.kernels import cpu
 from floe_chat.engine.bench.measure import Row, Section, Table
-from floe_chat.engine.bench.weights import Shapes
+from floe_chat.engine.machine.random_weights import Shapes
 
 from ..helpers import explained, run_cli
 
@@ -36,7 +36,7 @@ ROW_FIELDS = {
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time."""
-    monkeypatch.setattr(kernels_cpu, "MIXTRAL", Shapes(128, 256, experts=2, tokens=2, cache=0))
+    monkeypatch.setattr(cpu, "MIXTRAL", Shapes(128, 256, experts=2, tokens=2, cache=0))
 
 
 def check_fields(fields: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         return Table("kernels", "cuda", {"gpu": "Some Card"}, (), ())
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("floe_chat.engine.bench.kernels_gpu.run", measured)
+    monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu.run", measured)
     ran = run_cli("bench", "kernels", "--quick")
     assert (ran.code, asked) == (0, [True]) and "Some Card" in ran.out
     assert json.loads(ran.out.splitlines()[-1])["device"] == "cuda"
@@ -130,7 +130,7 @@ def test_an_interrupted_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     def interrupt(**_options: object) -> Table:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(kernels_cpu, "run", interrupt)
+    monkeypatch.setattr(cpu, "run", interrupt)
     ran = run_cli(*QUICK)
     assert (ran.code, ran.out) == (130, "") and "interrupted" in ran.err
 

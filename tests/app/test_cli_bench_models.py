@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.engine.bench import floor, peer, startup, synthetic, transfer
+from floe_chat.engine.bench import startup, synthetic, transfer
 from floe_chat.engine.bench.measure import Table
-from floe_chat.engine.bench.weights import Shapes
+from floe_chat.engine.bench.peer import llama
+from floe_chat.engine.machine import read_floor
+from floe_chat.engine.machine.random_weights import Shapes
 
 from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
 from ..helpers import explained, run_cli
@@ -34,9 +36,9 @@ ONCE = ("--runs", "1", "--threads", "1")
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time."""
     monkeypatch.setitem(synthetic.MODELS, "tiny", TINY)
-    monkeypatch.setattr(floor, "LEAST", 1 << 16)
+    monkeypatch.setattr(read_floor, "LEAST", 1 << 16)
     monkeypatch.setattr(transfer, "MIXTRAL", Shapes(128, 400, cache=0))
-    monkeypatch.setattr("floe_chat.engine.bench.weights.last_level_cache", lambda: 1 << 10)
+    monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
     monkeypatch.setattr("floe_chat.engine.bench.speed.WARM", 0)
     monkeypatch.setattr("floe_chat.engine.bench.ablation.WARM", 0)
 
@@ -51,7 +53,7 @@ def test_a_synthetic_model_is_measured(bench: str) -> None:
     assert fields["facts"]["model"] == "tiny, 2 layers, up 4, gate and down 8, attention 4 bits"
     assert fields["facts"]["prompt"] == "12 tokens"
     names = {row["name"] for section in fields["sections"] for row in section["rows"]}
-    assert names <= {floor.READ, "Balanced"} and "Balanced" in names
+    assert names <= {read_floor.READ, "Balanced"} and "Balanced" in names
     assert "% active" in ran.out or bench == "prefill"
 
 
@@ -72,7 +74,7 @@ def test_a_peer_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_pack_is_measured_at_the_preset_that_was_named(tiny_pack: Path) -> None:
     ran = run_cli("bench", "decode", str(tiny_pack), "--device", "cpu", "-p", "fast", *ONCE, "--json")
     fields = json.loads(ran.out)
-    assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {floor.READ, "Fast"}
+    assert {row["name"] for section in fields["sections"] for row in section["rows"]} <= {read_floor.READ, "Fast"}
 
 
 def test_an_ablation_is_measured(tiny_pack: Path) -> None:
@@ -128,7 +130,7 @@ def test_bad_options_are_usage_errors(options: list[str], words: str, monkeypatc
 
 
 def test_a_model_without_a_peer_of_its_widths_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "version_of", str)
+    monkeypatch.setattr(llama, "version_of", str)
     for model in (["demo"], ["--synthetic", "tiny"]):
         told = explained(run_cli("bench", "decode", *model, "--device", "cpu", "--peer", "python"), 2)
         assert "no llama.cpp model" in told

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app import evaluate as command
-from floe_chat.app.against import text_ids
-from floe_chat.app.evaluate import table
-from floe_chat.engine import evaluate, windows
-from floe_chat.engine.divergence import Divergence
-from floe_chat.engine.evaluate import Evaluation, Measured
-from floe_chat.models.calibration import read_tokens
+from floe_chat.app.cli import evaluate as command
+from floe_chat.app.cli.comparison import text_ids
+from floe_chat.app.cli.evaluate import table
+from floe_chat.engine.quality import evaluate, text_windows
+from floe_chat.engine.quality.divergence import Divergence
+from floe_chat.engine.quality.evaluate import Evaluation, Measured
 from floe_chat.models.catalog import asset
+from floe_chat.models.packing.calibration import read_tokens
 
 from ..helpers import Ran, edit_json, explained, run_cli
 
@@ -32,8 +32,8 @@ ROW_FIELDS = {
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes, since the figures do not matter here."""
-    monkeypatch.setattr(windows, "WINDOW", 64)
-    monkeypatch.setattr(windows, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(text_windows, "WINDOW", 64)
+    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(evaluate, "NEW_TOKENS", 4)
 
 

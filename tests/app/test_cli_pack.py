@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models.manifest import Manifest
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.manifest import Manifest
+from floe_chat.models.pack.packed_model import PackedModel
 
 from ..helpers import edit_json, explained, run_cli
 

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from floe_chat.app.scatter import scatter
-from floe_chat.engine import evaluate, frontier, quality, tune, windows
-from floe_chat.models.manifest import FRONTIER, Manifest
-from floe_chat.models.pack import PackSpec
-from floe_chat.models.packed import PackedModel
+from floe_chat.app.cli.printing.scatter_plot import scatter
+from floe_chat.engine import quality_presets
+from floe_chat.engine.quality import evaluate, frontier, text_windows, tune
+from floe_chat.models.pack.manifest import FRONTIER, Manifest
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import Ran, explained, make_checkpoint, make_pack, run_cli
 
@@ -24,8 +25,8 @@ LEVELS = ["High", "Balanced", "Fast"]
 @pytest.fixture(autouse=True)
 def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few settings and short windows, since the figures do not matter here."""
-    monkeypatch.setattr(windows, "WINDOW", 64)
-    monkeypatch.setattr(windows, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(text_windows, "WINDOW", 64)
+    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(evaluate, "NEW_TOKENS", 4)
     monkeypatch.setattr(frontier, "SKIPS", ((0.5, 0.0), (0.5, 0.7)))
     monkeypatch.setattr(frontier, "DROPS", ((0.6, 0.6), (0.4, 0.8)))
@@ -60,7 +61,7 @@ def test_presets_are_measured_and_written_into_the_pack(own_pack: Path, tiny_che
         assert tuned.kl > 0 and tuned.bytes_per_token > 0
         assert tuned.kl == pytest.approx(printed["kl"], rel=1e-4)
         assert (tuned.text, tuned.tokens) == (text.name, fields["scored"])
-        assert quality.get(tuned.name, after).rule == tuned.rule
+        assert quality_presets.get(tuned.name, after).rule == tuned.rule
         assert [printed[share] for share in ("sparsity", "product", "drop", "major")] == pytest.approx(
             [tuned.rule.sparsity, tuned.rule.product, tuned.rule.drop, tuned.rule.major], rel=1e-4
         )

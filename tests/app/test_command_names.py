@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from floe_chat.app.command_names import translated
+from floe_chat.app.cli.command_names import translated
 
 from ..helpers import explained, run_cli
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.widgets.themes import THEMES
+from floe_chat.app.widgets.common.themes import THEMES
 from rich.color import ColorSystem
 
 from .contrast import alike, drawn, too_faint

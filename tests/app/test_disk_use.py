@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.disk_use import files
+from floe_chat.app.setup.disk_use import files
 
 
 def test_what_goes_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.widgets.hanging import Hanging
+from floe_chat.app.widgets.common.hanging_list import Hanging
 from textual.app import App, ComposeResult
 from textual.content import Content
 from textual.widgets import OptionList

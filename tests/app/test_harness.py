@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from datasets import config as datasets_config
-from floe_chat.app import harness_tasks
+from floe_chat.app.cli.harness import harness_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -324,7 +324,7 @@ def hub() -> Iterator[str]:
 
 def run_beside(hub: str, cache: Path, pack: Path, folder: Path, *options: str) -> Ran:
     """`floe-chat harness` in a process of its own, whose libraries find the Hub at `hub`, and our cache."""
-    command = [sys.executable, "-c", "from floe_chat.app.cli import main; main()", "harness", str(pack)]
+    command = [sys.executable, "-c", "from floe_chat.app.cli.main import main; main()", "harness", str(pack)]
     command += ["--tasks", "tiny_far", "--tasks-folder", str(folder), *options]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     own = {"HF_ENDPOINT": hub, "HF_DATASETS_CACHE": str(cache)}

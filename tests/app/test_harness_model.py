@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app import harness_model
-from floe_chat.app.harness_model import PackLM, read_tokenizer
+from floe_chat.app.cli.harness import harness_model
+from floe_chat.app.cli.harness.harness_model import PackLM, read_tokenizer
 from floe_chat.engine.loader import load
 from floe_chat.models.errors import FloeError, UsageError
 from lm_eval.api.instance import Instance

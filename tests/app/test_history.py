@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from floe_chat.app.chat.exchange import ask_anew, ask_in
 from floe_chat.app.history import (
     Answer,
     AnswerStats,
@@ -21,8 +22,7 @@ from floe_chat.app.history import (
     new_id,
     open_history,
 )
-from floe_chat.app.history.exchange import ask_anew, ask_in
-from floe_chat.app.history.store import KEPT_AFTER_DELETION, Store
+from floe_chat.app.history.database.store import KEPT_AFTER_DELETION, Store
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import UsageError
 

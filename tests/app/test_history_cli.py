@@ -249,7 +249,7 @@ def test_a_damaged_history_is_told_on_stderr(filled: Path) -> None:
 
 
 def test_a_lock_asks_to_try_again(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("floe_chat.app.history.opening.BUSY_SECONDS", 0.05)
+    monkeypatch.setattr("floe_chat.app.history.database.opening.BUSY_SECONDS", 0.05)
     lock = sqlite3.connect(filled, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     assert "locked" in explained(history("delete", 1), 3)

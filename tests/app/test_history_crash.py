@@ -17,21 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from floe_chat.app.history import (
-    Changed,
-    History,
-    Ready,
-    Recovered,
-    Trouble,
-    adding,
-    new_id,
-    open_history,
-    opening,
-)
-from floe_chat.app.history.opening import open_to_read
+from floe_chat.app.history import Changed, History, Ready, Recovered, Trouble, adding, new_id, open_history
+from floe_chat.app.history.database import opening
+from floe_chat.app.history.database.opening import open_to_read
+from floe_chat.app.history.database.writer import FLUSH_SECONDS
 from floe_chat.app.history.processes import is_running, this_process
 from floe_chat.app.history.records import now
-from floe_chat.app.history.writer import FLUSH_SECONDS
 from floe_chat.models.errors import FloeError, TryAgainError
 
 from .histories import SETUP, filled, read_all

@@ -9,21 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from floe_chat.app import history_lines
-from floe_chat.app.history import (
-    History,
-    Ready,
-    Trouble,
-    Unsent,
-    as_json,
-    as_markdown,
-    new_id,
-    open_history,
-    opening,
-    parse,
-)
-from floe_chat.app.history.schema import MIGRATIONS, VERSION
-from floe_chat.app.history.trouble import SQLITE_ERRORS, explaining
+from floe_chat.app.cli.printing import history_lines
+from floe_chat.app.history import History, Ready, Trouble, Unsent, as_json, as_markdown, new_id, open_history, parse
+from floe_chat.app.history.database import opening
+from floe_chat.app.history.database.schema import MIGRATIONS, VERSION
+from floe_chat.app.history.database.trouble import SQLITE_ERRORS, explaining
 from floe_chat.engine.events import Rule
 from floe_chat.models.errors import FloeError
 

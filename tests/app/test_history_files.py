@@ -25,7 +25,7 @@ from floe_chat.app.history import (
     read_attachment,
 )
 from floe_chat.app.history.attachments import LARGEST
-from floe_chat.app.history.store import Store
+from floe_chat.app.history.database.store import Store
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import UsageError
 

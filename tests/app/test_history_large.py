@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.history import Setup, new_id, open_history
-from floe_chat.app.history.opening import connect
-from floe_chat.app.history.reading import Reader
+from floe_chat.app.history.database.opening import connect
+from floe_chat.app.history.database.reading import Reader
 
 MESSAGES = 10_000
 _GRAIN = 10

@@ -8,13 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from floe_chat.app.history import (
-    AnswerStats,
-    Setup,
-    new_id,
-    open_history,
-)
-from floe_chat.app.history.store import Store
+from floe_chat.app.history import AnswerStats, Setup, new_id, open_history
+from floe_chat.app.history.database.store import Store
 from floe_chat.engine.events import Sampling
 
 STATS = AnswerStats(6, 12.5, 0.4, "stop")

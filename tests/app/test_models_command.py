@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from floe_chat.app.cli import cli
-from floe_chat.app.setup_wish import Wish
-from floe_chat.models import catalog, heat
+from floe_chat.app.cli.main import cli
+from floe_chat.app.setup.wish import Wish
+from floe_chat.models import catalog
 from floe_chat.models.errors import UsageError
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.pack import usage_file
+from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
 
@@ -52,9 +53,9 @@ def test_lists_installed_begun_and_listed(tiny: Path) -> None:
 
 
 def test_removes_what_was_asked_for_and_nothing_else(tiny: Path) -> None:
-    used, others = heat.file_of(tiny), heat.file_of(tiny / "other")
+    used, others = usage_file.file_of(tiny), usage_file.file_of(tiny / "other")
     for file in (used, others):
-        heat.write(file, heat.from_popularity(np.ones((1, 4)), 8))
+        usage_file.write(file, usage_file.from_popularity(np.ones((1, 4)), 8))
     assert "--yes" in refused("models", "remove", "tiny").hint and tiny.exists() and used.exists()
     done = run("models", "remove", "tiny", "--yes")
     assert done.exit_code == 0 and "deleted tiny" in done.stderr

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.screens.models import ModelsScreen
-from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.setup_wish import wish
-from floe_chat.app.setups import Setups, first_run, remove
+from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.setup.setups import Setups, first_run, remove
+from floe_chat.app.setup.wish import wish
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 from textual.pilot import Pilot
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault

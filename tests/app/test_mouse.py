@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.help import HelpScreen
-from floe_chat.app.widgets.hints import hint, rows
-from floe_chat.app.widgets.keys import key_name
+from floe_chat.app.widgets.common.hints import hint, rows
+from floe_chat.app.widgets.common.keys import key_name
 from floe_chat.engine.events import PrefillProgress
 from textual import events
 from textual.pilot import Pilot

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 from floe_chat.app.actions import OWN as SETTABLE
 from floe_chat.app.actions import Place
-from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.quality import QualityScreen
 from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.screens.setup import SetupScreen
-from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.settings_file import read
-from floe_chat.app.setups import Setups
-from floe_chat.app.widgets.hints import hint
-from floe_chat.app.widgets.keys import key_name
-from floe_chat.app.widgets.setting_fields import Written
+from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.settings.file import read
+from floe_chat.app.setup.setups import Setups
+from floe_chat.app.widgets.common.hints import hint
+from floe_chat.app.widgets.common.keys import key_name
+from floe_chat.app.widgets.common.setting_fields import Written
 from textual.pilot import Pilot
 
 from .made_up import survey

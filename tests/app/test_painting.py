@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.chat_client import TextDelta
-from floe_chat.app.screens.chat import ChatScreen
-from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
-from floe_chat.app.widgets.composer import Composer
-from floe_chat.app.widgets.panel import PerformancePanel
-from floe_chat.app.widgets.steady import Ground
-from floe_chat.app.widgets.transcript import Transcript
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.chat.composer import Composer
+from floe_chat.app.widgets.chat.transcript import Transcript
+from floe_chat.app.widgets.common.stable_text import Ground
+from floe_chat.app.widgets.panel.panel import PerformancePanel
 from rich.cells import cell_len
 from textual._compositor import Compositor, LayoutUpdate
 from textual.geometry import Region

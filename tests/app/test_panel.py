@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from floe_chat.app.chat_client import TextDelta
-from floe_chat.app.widgets.composer import Composer
-from floe_chat.app.widgets.panel import PerformancePanel
+from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.widgets.chat.composer import Composer
+from floe_chat.app.widgets.panel.panel import PerformancePanel
 from floe_chat.engine.events import Rows
 from textual.pilot import Pilot
 from textual.widgets import Digits

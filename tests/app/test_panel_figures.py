@@ -8,10 +8,11 @@ import random
 import pytest
 from floe_chat.app.history import AnswerStats
 from floe_chat.app.history.exporting import footer
-from floe_chat.app.widgets import figures as draw
-from floe_chat.app.widgets import memory, units
-from floe_chat.app.widgets.figures import Draw, Figures
-from floe_chat.app.widgets.heat import stack
+from floe_chat.app.text import units
+from floe_chat.app.widgets.panel import figures as draw
+from floe_chat.app.widgets.panel import memory
+from floe_chat.app.widgets.panel.figures import Draw, Figures
+from floe_chat.app.widgets.panel.heat import stack
 from floe_chat.engine.events import Rows
 
 from .scripted import LOADED, ROWS, UNCOUNTED, stats

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from floe_chat.app.chat_client import Message, TextDelta, Update
-from floe_chat.app.cli import cli
+from floe_chat.app.cli.main import cli
+from floe_chat.app.client.chat_client import Message, TextDelta, Update
 from floe_chat.app.history import History, Setup
-from floe_chat.app.plain_chat import PlainChat
-from floe_chat.app.settings import Persona
-from floe_chat.app.settings_file import read, settings_file
+from floe_chat.app.plain.plain_chat import PlainChat
+from floe_chat.app.settings.file import read, settings_file
+from floe_chat.app.settings.settings import Persona
 from floe_chat.engine.events import Failed, Finished, Loading, Sampling
 from floe_chat.models.errors import FloeError
 

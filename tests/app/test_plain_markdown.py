@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from floe_chat.app.plain_markdown import PlainMarkdown, plain_text
+from floe_chat.app.plain.plain_markdown import PlainMarkdown, plain_text
 
 CASES = [
     ("plain words", "plain words"),

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app import plan
-from floe_chat.engine import rates
-from floe_chat.engine.rates import Measured
+from floe_chat.app.cli import plan
+from floe_chat.engine.planning import rates
+from floe_chat.engine.planning.rates import Measured
 
 from ..helpers import explained, run_cli
 

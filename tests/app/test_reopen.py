@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.history import History, Setup, history_file
-from floe_chat.app.settings_file import change, read, settings_file
+from floe_chat.app.settings.file import change, read, settings_file
 from floe_chat.models import catalog
 
 from ..helpers import Ran, explained, run_cli

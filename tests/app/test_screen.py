@@ -10,17 +10,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from floe_chat.app.chat_client import ChatClient, Message, Submitted
-from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.client.chat_client import ChatClient, Message, Submitted
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
-from floe_chat.app.widgets.blocks import Welcome
-from floe_chat.app.widgets.composer import Composer
-from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
-from floe_chat.app.widgets.status_line import StatusLine
-from floe_chat.app.widgets.turns import UserTurn
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.chat.blocks import Welcome
+from floe_chat.app.widgets.chat.composer import Composer
+from floe_chat.app.widgets.chat.turns import UserTurn
+from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
+from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Sampling
-from floe_chat.models.chat_process import ChatProcess
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.pack import PackSpec
+from floe_chat.models.tokenizer.chat_process import ChatProcess
 from textual.pilot import Pilot
 
 from ..helpers import make_checkpoint, make_pack

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.chat_client import Message, TextDelta
-from floe_chat.app.widgets.answer import AnswerTurn
-from floe_chat.app.widgets.blocks import ErrorBlock
-from floe_chat.app.widgets.transcript import Transcript
-from floe_chat.app.widgets.turns import Tail, UserTurn
+from floe_chat.app.client.chat_client import Message, TextDelta
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.chat.blocks import ErrorBlock
+from floe_chat.app.widgets.chat.transcript import Transcript
+from floe_chat.app.widgets.chat.turns import Tail, UserTurn
 from floe_chat.models.errors import FloeError
 from textual.pilot import Pilot
 

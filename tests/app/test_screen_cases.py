@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.chat_client import Message, TextDelta
-from floe_chat.app.widgets import status_line
-from floe_chat.app.widgets.answer import AnswerTurn
+from floe_chat.app.client.chat_client import Message, TextDelta
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
-from floe_chat.app.widgets.blocks import ErrorBlock, Horizon, Welcome
-from floe_chat.app.widgets.code import CodeBlock
-from floe_chat.app.widgets.folded import Folded
-from floe_chat.app.widgets.growing import Paragraph, TextList
-from floe_chat.app.widgets.transcript import Transcript
-from floe_chat.app.widgets.turns import UserTurn
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.chat.blocks import ErrorBlock, Horizon, Welcome
+from floe_chat.app.widgets.chat.transcript import Transcript
+from floe_chat.app.widgets.chat.turns import UserTurn
+from floe_chat.app.widgets.markdown.code import CodeBlock
+from floe_chat.app.widgets.markdown.folded import Folded
+from floe_chat.app.widgets.markdown.growing import Paragraph, TextList
+from floe_chat.app.widgets.panel import status_line
 from floe_chat.engine.events import Failed, Finished, Loading
 from floe_chat.models.errors import FloeError
 from textual import events

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.client.chat_client import TextDelta
 from floe_chat.app.history import Attachment
-from floe_chat.app.widgets.chips import Chip
-from floe_chat.app.widgets.completion import Completion
+from floe_chat.app.widgets.chat.chips import Chip
+from floe_chat.app.widgets.chat.completion import Completion
 from textual import events
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
@@ -166,10 +166,10 @@ async def test_files_that_were_taken_away_come_back(monkeypatch: pytest.MonkeyPa
             await until(pilot, lambda number=number: len(chips(pilot)) == number)
         both = chips(pilot)
         await write(pilot, "text")
-        monkeypatch.setattr("floe_chat.app.widgets.composer._HELD_SECONDS", 60)
+        monkeypatch.setattr("floe_chat.app.widgets.chat.composer._HELD_SECONDS", 60)
         await pilot.press(*["backspace"] * 9)
         assert composer(pilot).text == "" and chips(pilot) == both
-        monkeypatch.setattr("floe_chat.app.widgets.composer._HELD_SECONDS", 0)
+        monkeypatch.setattr("floe_chat.app.widgets.chat.composer._HELD_SECONDS", 0)
         await pilot.press("backspace")
         await until(pilot, lambda: "Removed pasted 2; Ctrl+Z brings it back" in screen_text(pilot))
         assert await pilot.click(Chip) and chips(pilot) == []

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.client.chat_client import TextDelta
 from floe_chat.app.history import Conversation, History, Message, Setup, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
-from floe_chat.app.widgets.blocks import Note, Welcome
-from floe_chat.app.widgets.transcript import Transcript
-from floe_chat.app.widgets.transcript_window import PAGE
-from floe_chat.app.widgets.turns import Turn, UserTurn
+from floe_chat.app.widgets.chat.blocks import Note, Welcome
+from floe_chat.app.widgets.chat.transcript import Transcript
+from floe_chat.app.widgets.chat.transcript_window import PAGE
+from floe_chat.app.widgets.chat.turns import Turn, UserTurn
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 

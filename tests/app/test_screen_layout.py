@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.client.chat_client import TextDelta
 from floe_chat.app.screens.help import HelpScreen
-from floe_chat.app.widgets.answer import AnswerTurn
-from floe_chat.app.widgets.panel import PanelStrip, PerformancePanel
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
 from floe_chat.engine.events import PrefillProgress, PresetChanged
 from textual.widgets import Static
 

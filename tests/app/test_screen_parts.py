@@ -7,17 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from floe_chat.app.bridge import merged
-from floe_chat.app.chat_client import TextDelta
+from floe_chat.app.client.bridge import merged
+from floe_chat.app.client.chat_client import TextDelta
 from floe_chat.app.screens.history import when
-from floe_chat.app.widgets import units
-from floe_chat.app.widgets.clipboard import local_tool
-from floe_chat.app.widgets.completion import Wanted, wanted
-from floe_chat.app.widgets.fences import FenceSplitter
-from floe_chat.app.widgets.files import is_outside, listing, matching, meant, outside
-from floe_chat.app.widgets.heat import bars, condense, stretch
-from floe_chat.app.widgets.markdown import AnswerParser
-from floe_chat.app.widgets.plain import printable
+from floe_chat.app.text import units
+from floe_chat.app.text.plain_text import printable
+from floe_chat.app.text_files import is_outside, listing, matching, meant, outside
+from floe_chat.app.widgets.chat.completion import Wanted, wanted
+from floe_chat.app.widgets.common.clipboard import local_tool
+from floe_chat.app.widgets.markdown.fences import FenceSplitter
+from floe_chat.app.widgets.markdown.markdown import AnswerParser
+from floe_chat.app.widgets.panel.heat import bars, condense, stretch
 from floe_chat.engine.events import Finished, Tokens
 
 from .scripted import LOADED, stats

@@ -15,15 +15,9 @@ from typing import Any
 import click
 import pytest
 from floe_chat.app.actions import OWN
-from floe_chat.app.cli import cli
-from floe_chat.app.settings import KEYS, Key, Persona, Settings, fill
-from floe_chat.app.settings_file import (
-    change,
-    documented,
-    read,
-    settings_file,
-    with_installed_model,
-)
+from floe_chat.app.cli.main import cli
+from floe_chat.app.settings.file import change, documented, read, settings_file, with_installed_model
+from floe_chat.app.settings.settings import KEYS, Key, Persona, Settings, fill
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.ranges import SAMPLING, check
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
@@ -272,7 +266,7 @@ def test_any_prompt_survives_a_round_trip(file: Path, seed: int) -> None:
 
 def test_two_programs_change_different_things_at_once(file: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from floe_chat.app.settings_file import change\n"
+        "import sys; from pathlib import Path; from floe_chat.app.settings.file import change\n"
         "for n in range(1, 26): change(Path(sys.argv[1]), {sys.argv[2]: n})"
     )
     names = ("sampling.top_k", "chat.max_tokens")
@@ -287,7 +281,7 @@ def test_a_file_that_somebody_is_writing_is_waited_for_and_then_told(
 ) -> None:
     import filelock
 
-    monkeypatch.setattr("floe_chat.app.settings_file._LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("floe_chat.app.settings.file._LOCK_SECONDS", 0.05)
     file.parent.mkdir()
     with filelock.FileLock(f"{file}.lock"), pytest.raises(TryAgainError, match="are locked"):
         change(file, {"chat.model": "demo"})

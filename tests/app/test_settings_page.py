@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from floe_chat.app.actions import OWN
 from floe_chat.app.screens.settings import SettingsScreen
-from floe_chat.app.settings import KEYS, Settings
-from floe_chat.app.settings_file import read
-from floe_chat.app.widgets.setting_fields import Choice, Field, Prose, Toggle, Written
+from floe_chat.app.settings.file import read
+from floe_chat.app.settings.settings import KEYS, Settings
+from floe_chat.app.widgets.common.setting_fields import Choice, Field, Prose, Toggle, Written
 from floe_chat.models import catalog
 from textual.pilot import Pilot
 

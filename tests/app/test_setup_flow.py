@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from floe_chat.app import setup_command, setup_flow
-from floe_chat.app.cli import cli
-from floe_chat.app.setup_flow import Setup
-from floe_chat.app.setup_wish import Wish, bad_notes, discard, forget, unfinished, wish, write_note
-from floe_chat.app.setups import Setups
+from floe_chat.app.cli import setup
+from floe_chat.app.cli.main import cli
+from floe_chat.app.setup import flow
+from floe_chat.app.setup.flow import Setup
+from floe_chat.app.setup.setups import Setups
+from floe_chat.app.setup.wish import Wish, bad_notes, discard, forget, unfinished, wish, write_note
 from floe_chat.models import catalog
 from floe_chat.models.errors import AccessError, FloeError, TryAgainError, UsageError
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .wizardry import IMPATIENT, REPO
@@ -163,7 +164,7 @@ def test_a_disk_that_is_too_small_is_known_first(hub: FakeHub, monkeypatch: pyte
         asked.append(needed)
         raise FloeError("The disk is too small")
 
-    monkeypatch.setattr("floe_chat.models.download.check_room", refuse)
+    monkeypatch.setattr("floe_chat.models.hub.download.check_room", refuse)
     with Setup(wish(REPO)) as running:
         ended(running.start())
     assert running.error is not None and running.error.title == "The disk is too small"
@@ -215,7 +216,7 @@ import os, sys
 from pathlib import Path
 from floe_chat.app import setup_flow, setup_wish
 from floe_chat.models import checkpoint, hub_shelf, pack, packed, skeleton
-from floe_chat.models.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Tuning
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 for line in sys.stdin:
@@ -419,5 +420,5 @@ def test_a_tokenizer_that_panics_fails_the_setup(
 
 
 def test_one_line_tells_how_far_it_is() -> None:
-    now = setup_flow.SetupProgress("working", "Packing layer 3 of 32", 0.125, 7200.0, None)
-    assert setup_command.line(now) == "Packing layer 3 of 32, 12% · about 2 h 0 min left"
+    now = flow.SetupProgress("working", "Packing layer 3 of 32", 0.125, 7200.0, None)
+    assert setup.line(now) == "Packing layer 3 of 32, 12% · about 2 h 0 min left"

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 import pytest
-from floe_chat.app.widgets.themes import THEMES
+from floe_chat.app.widgets.common.themes import THEMES
 from textual.pilot import Pilot
 
 from .contrast import too_faint

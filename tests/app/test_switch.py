@@ -6,20 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from floe_chat.app.chat_client import ChatClient
+from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.history import History, Setup
-from floe_chat.app.screens.chat import ChatScreen
+from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
-from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.settings_file import change, read
-from floe_chat.app.setup_wish import wish
-from floe_chat.app.setups import Setups
+from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.settings.file import change, read
+from floe_chat.app.setup.setups import Setups
+from floe_chat.app.setup.wish import wish
 from floe_chat.app.tui import FloeChatApp
-from floe_chat.app.widgets.answer import AnswerTurn
-from floe_chat.app.widgets.status_line import StatusLine
+from floe_chat.app.widgets.chat.answer import AnswerTurn
+from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Sampling
 from floe_chat.models import catalog
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
 from ..models.fakehub import FakeHub

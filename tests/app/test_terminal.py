@@ -21,12 +21,12 @@ if sys.platform == "win32":
     pytest.skip("Windows has no pseudo terminals of this kind", allow_module_level=True)
 
 from floe_chat.app.history import History, Message, history_file
-from floe_chat.app.settings_file import settings_file
-from floe_chat.app.setup_wish import Wish, unfinished, write_note
-from floe_chat.app.setups import Setups
+from floe_chat.app.settings.file import settings_file
+from floe_chat.app.setup.setups import Setups
+from floe_chat.app.setup.wish import Wish, unfinished, write_note
 from floe_chat.models.catalog import find
-from floe_chat.models.pack import PackSpec
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
 
 from ..bench.window import Window
 from ..helpers import edit_tensors, make_checkpoint, make_pack

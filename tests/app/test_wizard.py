@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from floe_chat.app.screens.wizard import WizardScreen
-from floe_chat.app.setup_wish import unfinished
-from floe_chat.app.setups import Setups
-from floe_chat.app.widgets.setup_progress import ProgressStep
+from floe_chat.app.screens.wizard.wizard import WizardScreen
+from floe_chat.app.setup.setups import Setups
+from floe_chat.app.setup.wish import unfinished
+from floe_chat.app.widgets.setup.progress import ProgressStep
 from floe_chat.models import catalog
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 from textual.pilot import Pilot
 
 from ..models.fakehub import ALWAYS, FakeHub, Fault
@@ -150,7 +150,7 @@ async def test_another_disk_where_this_one_is_too_small(
     def room(folder: Path) -> int:
         return ROOMY if "roomy" in str(folder) else 1 << 20
 
-    monkeypatch.setattr("floe_chat.models.download.room", room)
+    monkeypatch.setattr("floe_chat.models.hub.download.room", room)
     settings = tmp_path / "settings.toml"
     roomy.mkdir()
     (catalog.models_folder() / "other").mkdir(parents=True)

@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from floe_chat.app.setups import Survey
-from floe_chat.app.widgets.themes import THEMES
-from floe_chat.engine import hardware, machine
-from floe_chat.engine.hardware import Hardware
-from floe_chat.engine.rates import Measured
+from floe_chat.app.setup.setups import Survey
+from floe_chat.app.widgets.common.themes import THEMES
+from floe_chat.engine.machine import hardware
+from floe_chat.engine.machine.hardware import Hardware
+from floe_chat.engine.planning import machine
+from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
-from floe_chat.models.entry import Entry
-from floe_chat.models.fetch_loop import Tuning
+from floe_chat.models.catalog_entry import Entry
+from floe_chat.models.hub.fetch_loop import Tuning
 from textual import events
 from textual.app import App
 from textual.pilot import Pilot

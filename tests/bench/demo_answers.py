@@ -10,14 +10,14 @@ import argparse
 import json
 from pathlib import Path
 
-from floe_chat.engine import quality
+from floe_chat.engine import quality_presets
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.models.catalog import asset
-from floe_chat.models.chat_format import ChatFormat
 from floe_chat.models.demo.check import ANSWER_TOKENS, missing_facts
 from floe_chat.models.demo.facts import Check, read_heldout
+from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 
 def silent(step: str, share: float) -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     chat, checks = ChatFormat(options.pack), read_heldout()
     right: dict[str, int] = {}
     for name in options.presets:
-        preset = quality.get(name, loaded.packed.manifest)
+        preset = quality_presets.get(name, loaded.packed.manifest)
         loaded.control.preset = preset
         right[name] = sum(not missing_facts(check, reply(loaded, chat, check)) for check in checks)
         print(f"{name}: {right[name]} of {len(checks)} right ({right[name] / len(checks):.1%})", flush=True)

@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from floe_chat.engine.kv import KVCache
-from floe_chat.engine.quality import Preset
-from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder
+from floe_chat.engine.decoder.decoders import Decoder, LeanDecoder, LibraryDecoder
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.families import FAMILIES
 from torch import Tensor, nn
 

@@ -26,15 +26,15 @@ from unittest import mock
 import numpy as np
 import torch
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.eviction import Policy
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
-from floe_chat.engine.row_pool import Keys, RowPool
+from floe_chat.engine.offload.eviction import Policy
+from floe_chat.engine.offload.row_pool import Keys, RowPool
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.types import Calls
 from floe_chat.models.catalog import asset
-from floe_chat.models.chat_format import ChatFormat
 from floe_chat.models.demo.facts import read_heldout
+from floe_chat.models.tokenizer.chat_format import ChatFormat
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from floe_chat.engine import selection
+from floe_chat.engine.experts import substitution
 from floe_chat.models.catalog import asset
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -57,8 +57,8 @@ class Experts(nn.Module):
         super().__init__()
         self.gate, self.up = whole.gate_up_proj.chunk(2, 1)
         self.down, self.router, self.rule = whole.down_proj, gate.weight, rule
-        self.normalized = selection.normalizes(gate)
-        self.resident = selection.Residency(RESIDENT)
+        self.normalized = substitution.normalizes(gate)
+        self.resident = substitution.Residency(RESIDENT)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden (B, H), index and weights (B, K) -> (B, H)."""
@@ -68,7 +68,9 @@ class Experts(nn.Module):
             scores = F.linear(hidden, self.router).softmax(-1)
             before, (index, weights) = (
                 index,
-                selection.substitute_all(scores, index, weights, self.resident, rule.alpha, normalized=self.normalized),
+                substitution.substitute_all(
+                    scores, index, weights, self.resident, rule.alpha, normalized=self.normalized
+                ),
             )
             rule.left += int((index[:, :, None] != before[:, None]).all(-1).sum())
         if rule.drop:

@@ -19,20 +19,23 @@ from statistics import median
 from typing import Any
 
 import torch
-from floe_chat.engine import cards, estimate, machine, quality, rates
-from floe_chat.engine.bench import layers, offload, replay, synthetic
-from floe_chat.engine.bench.load import Others
-from floe_chat.engine.bench.machine import computing
-from floe_chat.engine.bench.trace import record
-from floe_chat.engine.bench.weights import MIXTRAL
-from floe_chat.engine.estimate import Held, Speeds, Work
-from floe_chat.engine.figures import Curve, figures
-from floe_chat.engine.footprint import Footprint
-from floe_chat.engine.memory_plan import KEPT_FREE, Needs, budget
-from floe_chat.engine.offload import Parts
-from floe_chat.models.calibration import read_tokens
+from floe_chat.engine import quality_presets
+from floe_chat.engine.bench import layers, synthetic
+from floe_chat.engine.bench.cards import offload, replay
+from floe_chat.engine.bench.cards.trace import record
+from floe_chat.engine.machine.conditions import computing
+from floe_chat.engine.machine.load import Others
+from floe_chat.engine.machine.random_weights import MIXTRAL
+from floe_chat.engine.offload import cards
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning import machine, rates, speed_estimate
+from floe_chat.engine.planning.footprint import Footprint
+from floe_chat.engine.planning.measured_figures import Curve, figures
+from floe_chat.engine.planning.memory_plan import KEPT_FREE, Needs, budget
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, Work
 from floe_chat.models.catalog import asset, described, find
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.calibration import read_tokens
+from floe_chat.models.packing.pack import PackSpec
 
 MODEL = described("mixtral-8x7b-instruct").sizes
 COUNT = 3  # layers
@@ -47,7 +50,7 @@ def measured_layers() -> dict[str, Any]:
     spec = synthetic.Spec("mixtral-8x7b", COUNT)
     subject = synthetic.make(spec, "cpu", print)
     prompt = subject.prompt(8)
-    presets = [next(p for p in quality.PRESETS if p.name == name) for name in PRESETS]
+    presets = [next(p for p in quality_presets.PRESETS if p.name == name) for name in PRESETS]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in PRESETS}
     own: list[dict[str, float]] = []
     with computing(None, MIXTRAL.hidden, MIXTRAL.neurons) as threads:
@@ -91,7 +94,7 @@ def _speeds(found: Sequence[dict[str, float]]) -> Speeds:
 def _one_layer(spec: PackSpec, work: Work, speeds: Speeds) -> float:
     def whole(count: int) -> float:
         takes = Footprint.of(dataclasses.replace(MODEL, layers=count), spec)
-        return estimate.decode(takes, work, speeds, Held(gpu=False), context=16).seconds
+        return speed_estimate.decode(takes, work, speeds, Held(gpu=False), context=16).seconds
 
     return (whole(COUNT) - whole(1)) / (COUNT - 1)
 
@@ -101,7 +104,7 @@ def virtual_cards() -> dict[str, Any]:
     pack = find("demo")
     ids = read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")).flatten().tolist()[:TOKENS]
     trace = record(pack, ids, "demo")
-    width, balanced = replay.Width(), next(p for p in quality.PRESETS if p.name == "Balanced")
+    width, balanced = replay.Width(), next(p for p in quality_presets.PRESETS if p.name == "Balanced")
     takes = Footprint.of(MODEL, PackSpec(width.up, width.rows, width.rows, width.dense))
     result: dict[str, Any] = {}
     for name in offload.CARDS:
@@ -110,7 +113,7 @@ def virtual_cards() -> dict[str, Any]:
         rows = replay.room(card, width, trace)
         share = rows / (trace.index.shape[1] * MODEL.experts * MODEL.intermediate)
         speeds = _of_card(card, offload.CPU_REACHED)
-        token = estimate.decode(takes, Work.of(balanced), speeds, Held(gpu=True, pool=share), context=0)
+        token = speed_estimate.decode(takes, Work.of(balanced), speeds, Held(gpu=True, pool=share), context=0)
         replayed, guess = 1 / played.seconds, 1 / token.seconds
         hit = sum(c.ready + c.coming for c in played.counts) / max(1, sum(_wanted(c) for c in played.counts))
         print(f"{name:<24} {replayed:6.1f} tok/s replayed, {guess:6.1f} estimated: {guess / replayed:.2f}", end="")
@@ -150,7 +153,12 @@ FIGURE_8 = (
     Policy("FloE, 80 %", FLOE, Work(active=0.2)),
     Policy("Mixtral-Offloading (3 bit)", PackSpec(3, 3, 3, 4), Work(), hits=((0.0, 0.0), (0.25, 0.45), (1.0, 1.0))),
     Policy("Fiddler (16 bit)", PackSpec(16, 16, 16, 16), Work(), cpu=True, hits=_ALIKE),
-    Policy("ours, Balanced", PackSpec(), Work.of(next(p for p in quality.PRESETS if p.name == "Balanced")), cpu=True),
+    Policy(
+        "ours, Balanced",
+        PackSpec(),
+        Work.of(next(p for p in quality_presets.PRESETS if p.name == "Balanced")),
+        cpu=True,
+    ),
 )
 
 
@@ -169,7 +177,7 @@ def papers() -> dict[str, Any]:
         takes = Footprint.of(MODEL, fiddler.spec)
         held = Held(gpu=True, pool=resident / 256, cpu=True)
         # There, up projections are not resident: they count as part of an expert's rows.
-        rate = 1 / estimate.decode(_whole_experts(takes), fiddler.work, speeds, held, fiddler.hits).seconds
+        rate = 1 / speed_estimate.decode(_whole_experts(takes), fiddler.work, speeds, held, fiddler.hits).seconds
         ours = _played(own, speeds, cards.named(name, study=True).vram_bytes)
         print(f"{name:<28} Fiddler's policy {rate:.2f} tok/s (the paper: over 3), ours {ours or 0:.1f}")
         result["fiddler"][name] = {"policy": rate, "ours": ours}
@@ -187,7 +195,7 @@ def _played(policy: Policy, speeds: Speeds, vram: int) -> float | None:
         return None
     share = needs.share_out("gpu" if whole else "pool", usable, 512).rows / takes.row_count
     held = Held(gpu=True, pool=share, cpu=policy.cpu)
-    return 1 / estimate.decode(takes, policy.work, speeds, held, policy.hits).seconds
+    return 1 / speed_estimate.decode(takes, policy.work, speeds, held, policy.hits).seconds
 
 
 def _whole_experts(takes: Footprint) -> Footprint:

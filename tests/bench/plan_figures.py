@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from floe_chat.engine.frontier import WIDTHS
+from floe_chat.engine.quality.frontier import WIDTHS
 from floe_chat.models.catalog import asset
 from floe_chat.models.quantities import trimmed
 

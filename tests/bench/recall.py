@@ -22,14 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from floe_chat.engine import predictor, quality
+from floe_chat.engine import quality_presets
 from floe_chat.engine.loader import load
+from floe_chat.engine.offload import predictor
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.layouts import UpWeights
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.models.calibration import threshold_at
+from floe_chat.kernels.weights import UpWeights
 from floe_chat.models.catalog import asset
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.calibration import threshold_at
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -199,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pack", type=Path, nargs="?", default=asset("demo", "packed"))
     parser.add_argument("--text", type=Path, default=asset("demo", "manual.md"))
-    parser.add_argument("--preset", default=quality.DEFAULT)
+    parser.add_argument("--preset", default=quality_presets.DEFAULT)
     parser.add_argument("--windows", type=int, default=8, help=f"of {WINDOW} tokens, at the most")
     options = parser.parse_args()
     loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None, library=True)

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 from floe_chat.app.history import AnswerStats, Setup, history_file, new_id, open_history
-from floe_chat.app.settings_file import settings_file
+from floe_chat.app.settings.file import settings_file
 from window import FLOE_CHAT, Window
 
 PROMPT = "List all commands of floe-chat."
@@ -104,7 +104,7 @@ def start(_model: str, runs: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {"floor": [], "first character": [], "screen": [], "echo of a key": []}
     for _ in range(runs):
         began = time.monotonic()
-        subprocess.run([sys.executable, "-c", "import floe_chat.app.cli"], check=True)
+        subprocess.run([sys.executable, "-c", "import floe_chat.app.cli.main"], check=True)
         found["floor"].append(time.monotonic() - began)
         with own_home(), Window(columns=COLUMNS, rows=ROWS) as window:
             window.until("starting")

@@ -23,19 +23,20 @@ os.environ.update(HOME=_HOME, TERM="xterm-256color", COLORTERM="truecolor")
 for _name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"):
     os.environ.pop(_name, None)
 
-from floe_chat.app.chat_client import ChatClient  # noqa: E402
+from floe_chat.app.client.chat_client import ChatClient  # noqa: E402
 from floe_chat.app.screens.models import ModelsScreen  # noqa: E402
-from floe_chat.app.screens.wizard import WizardScreen  # noqa: E402
-from floe_chat.app.setups import Setups, Survey  # noqa: E402
+from floe_chat.app.screens.wizard.wizard import WizardScreen  # noqa: E402
+from floe_chat.app.setup.setups import Setups, Survey  # noqa: E402
 from floe_chat.app.tui import FloeChatApp  # noqa: E402
-from floe_chat.app.widgets.answer import AnswerTurn  # noqa: E402
-from floe_chat.app.widgets.composer import Composer  # noqa: E402
-from floe_chat.app.widgets.setup_machine import MachineStep  # noqa: E402
-from floe_chat.app.widgets.status_line import StatusLine  # noqa: E402
-from floe_chat.engine import hardware, machine  # noqa: E402
+from floe_chat.app.widgets.chat.answer import AnswerTurn  # noqa: E402
+from floe_chat.app.widgets.chat.composer import Composer  # noqa: E402
+from floe_chat.app.widgets.panel.status_line import StatusLine  # noqa: E402
+from floe_chat.app.widgets.setup.machine import MachineStep  # noqa: E402
 from floe_chat.engine.events import Sampling  # noqa: E402
-from floe_chat.engine.hardware import Hardware  # noqa: E402
-from floe_chat.engine.machine import Described  # noqa: E402
+from floe_chat.engine.machine import hardware  # noqa: E402
+from floe_chat.engine.machine.hardware import Hardware  # noqa: E402
+from floe_chat.engine.planning import machine  # noqa: E402
+from floe_chat.engine.planning.machine import Described  # noqa: E402
 from floe_chat.models import catalog  # noqa: E402
 from textual.pilot import Pilot  # noqa: E402
 from textual.widgets import OptionList  # noqa: E402

@@ -26,20 +26,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat.engine.bench.weights import MIXTRAL, make_rows, make_up, pair
-from floe_chat.engine.device import Device, Partial
-from floe_chat.engine.lane_rates import Rates
-from floe_chat.engine.moe import Control, MoELayer
-from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.offloaded import OffloadedLayer
-from floe_chat.engine.quality import PRESETS, Preset
+from floe_chat.engine.experts.moe_layer import Control, MoELayer
+from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
+from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
+from floe_chat.engine.offload.device import Device, Partial
+from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.links.transfer import Transfer
+from floe_chat.engine.offload.offload import Offload, Parts
+from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
-from floe_chat.engine.transfer import Transfer
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls
-from floe_chat.models.packed import PackedLayer
+from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.models.pack.packed_model import PackedLayer
 
 LAYERS, EXPERTS, NEURONS, TOP_K = 32, 8, 14336, 2
 ACTIVE = 0.49  # of the neurons, as at Balanced

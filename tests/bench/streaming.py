@@ -27,8 +27,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from floe_chat.app.chat_client import TextDelta
-from floe_chat.app.widgets import answer
+from floe_chat.app.client.chat_client import TextDelta
+from floe_chat.app.widgets.chat import answer
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 from textual.widget import Widget

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 from floe_chat.models.catalog import asset
-from floe_chat.models.manifest import Manifest, file_entry, layer_file
-from floe_chat.models.tensorfile import write_tensors
+from floe_chat.models.pack.manifest import Manifest, file_entry, layer_file
+from floe_chat.models.pack.tensor_file import write_tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor

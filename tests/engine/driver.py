@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from floe_chat.engine.decoder.compiled_token import TokenPass
 from floe_chat.engine.events import Command, Event, Failed, Finished, Generate, Load, Loaded, Sampling, Shutdown, Tokens
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
-from floe_chat.engine.quality import Preset
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.engine.session import Session
-from floe_chat.engine.token_pass import TokenPass
 from floe_chat.kernels.rule import Rule
 
 DEADLINE_S = 120.0  # a machine busy with something else may take its time; nothing is asserted about speed

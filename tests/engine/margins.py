@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import MoELayer
 from torch import Tensor
 
 CLEAR = 1e-5

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.link_queue import Job
-from floe_chat.engine.throttled_link import ThrottledLink
-from floe_chat.engine.transfer import Transfer
+from floe_chat.engine.offload.links.link_queue import Job
+from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.kernels import operations as kernels
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from floe_chat.kernels.layouts import unpack_codes
+from floe_chat.kernels.codes import unpack_codes
 from safetensors.torch import load_file
 
 

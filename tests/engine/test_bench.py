@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.engine.bench import weights
-from floe_chat.engine.bench.load import Others, machine_seconds, own_seconds
 from floe_chat.engine.bench.measure import Figure, Row, Timed, measure, summarise
+from floe_chat.engine.machine import random_weights
+from floe_chat.engine.machine.load import Others, machine_seconds, own_seconds
 
 GB = 10**9
 
@@ -102,12 +102,12 @@ def test_caches_are_added_up_once_each(tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for name, content in (("level", level), ("size", size), ("shared_cpu_list", shared)):
                 (folder / name).write_text(content + "\n")
-    assert weights.last_level_cache(tmp_path) == 2 << 20
-    assert weights.last_level_cache(tmp_path / "nothing") == weights.UNKNOWN_CACHE
+    assert random_weights.last_level_cache(tmp_path) == 2 << 20
+    assert random_weights.last_level_cache(tmp_path / "nothing") == random_weights.UNKNOWN_CACHE
 
 
 def test_weights_in_turn_are_more_than_the_cache_holds() -> None:
-    assert [weights.needed(10, cache) for cache in (0, 5, 6, 1000)] == [2, 2, 4, 400]
+    assert [random_weights.needed(10, cache) for cache in (0, 5, 6, 1000)] == [2, 2, 4, 400]
 
 
 @pytest.mark.parametrize(

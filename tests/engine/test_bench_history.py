@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.bench import history
-from floe_chat.engine.hardware import machine_id
+from floe_chat.engine.machine.hardware import machine_id
 
 
 def row(name: str, ms: float, **more: Any) -> dict[str, Any]:

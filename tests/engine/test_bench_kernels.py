@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from floe_chat.engine.bench import kernels_cpu, kernels_gpu
+from floe_chat.engine.bench.kernels import cpu, gpu
 from floe_chat.engine.bench.measure import Table
-from floe_chat.engine.bench.weights import Shapes
+from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.kernels import backend
 from floe_chat.kernels.backend import Backend
 from floe_chat.kernels.cpu import native
@@ -33,7 +33,7 @@ def compiled() -> None:
 def test_the_cpu_table_holds_what_was_asked_for() -> None:
     told: list[str] = []
     before = torch.get_num_threads()
-    table = kernels_cpu.run(threads=1, runs=2, shapes=TINY, report=lambda what, _done, _total: told.append(what))
+    table = cpu.run(threads=1, runs=2, shapes=TINY, report=lambda what, _done, _total: told.append(what))
     assert torch.get_num_threads() == before
     assert (table.device, table.facts["threads"], table.facts["runs"], table.notes) == ("cpu", 1, 2, ())
     titles = [section.title for section in table.sections]
@@ -45,7 +45,7 @@ def test_the_cpu_table_holds_what_was_asked_for() -> None:
 
 @pytest.mark.usefixtures("compiled")
 def test_quick_is_the_default_widths_alone() -> None:
-    table = kernels_cpu.run(threads=1, runs=1, quick=True, shapes=TINY)
+    table = cpu.run(threads=1, runs=1, quick=True, shapes=TINY)
     names = [section.title + found.name for section in table.sections for found in section.rows]
     assert not [name for name in names if "3 bit" in name or "8-bit rows" in name]
     assert [name for name in names if "4-bit rows" in name]
@@ -56,8 +56,8 @@ def test_all_threads_are_compared_with_one(monkeypatch: pytest.MonkeyPatch) -> N
     def two(*_given: object) -> int:
         return 2
 
-    monkeypatch.setattr("floe_chat.engine.hardware._usable_cores", two)
-    table = kernels_cpu.run(threads=2, runs=1, quick=True, shapes=TINY)
+    monkeypatch.setattr("floe_chat.engine.machine.hardware._usable_cores", two)
+    table = cpu.run(threads=2, runs=1, quick=True, shapes=TINY)
     compared = [section.rows for section in table.sections if section.title.startswith("Threads")]
     assert [[found.name for found in rows] for rows in compared] == [["1 thread", "2 threads"]] * 2
     assert all(rows[1].peer == "1 thread" and rows[1].speedup for rows in compared)
@@ -77,7 +77,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch, name: str = "reference") ->
 
 def test_without_compiled_kernels_there_are_fewer_figures_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = without_kernels(monkeypatch)
-    table = kernels_cpu.run(threads=1, runs=2, shapes=TINY)
+    table = cpu.run(threads=1, runs=2, shapes=TINY)
     assert table.facts["kernels"] == "reference" and table.facts["reason"] == plain.reason
     assert len(table.notes) == 1 and len(table.sections) == 3
     check_rows(table)
@@ -100,7 +100,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
 def test_too_little_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, GB // 10)
     with pytest.raises(FloeError, match="GB of free memory") as caught:
-        kernels_cpu.run(threads=1, runs=1)
+        cpu.run(threads=1, runs=1)
     assert "0.1 GB are available" in caught.value.cause and caught.value.hint
 
 
@@ -110,14 +110,14 @@ def test_short_memory_means_fewer_experts_but_never_so_few_that_a_cache_holds_th
     without_kernels(monkeypatch)
     with_memory(monkeypatch, (300 << 20) + (4 << 20))
     many = Shapes(128, 256, experts=100, tokens=1, cache=0)
-    assert any("fewer experts" in note for note in kernels_cpu.run(threads=1, runs=1, shapes=many).notes)
+    assert any("fewer experts" in note for note in cpu.run(threads=1, runs=1, shapes=many).notes)
     with pytest.raises(FloeError, match="GB of free memory"):
-        kernels_cpu.run(threads=1, runs=1, shapes=Shapes(128, 256, experts=100, tokens=1, cache=10 << 20))
+        cpu.run(threads=1, runs=1, shapes=Shapes(128, 256, experts=100, tokens=1, cache=10 << 20))
 
 
 def test_more_threads_than_cores_are_refused() -> None:
     with pytest.raises(UsageError, match="9999 threads"):
-        kernels_cpu.run(threads=9999, shapes=TINY)
+        cpu.run(threads=9999, shapes=TINY)
 
 
 def test_a_forced_instruction_set_that_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_forced_instruction_set_that_cannot_run_is_explained(monkeypatch: pyte
 
     monkeypatch.setattr("floe_chat.kernels.operations.choose", refuse)
     with pytest.raises(FloeError, match="cannot run") as caught:
-        kernels_cpu.run(threads=1, shapes=TINY)
+        cpu.run(threads=1, shapes=TINY)
     assert "avx512" in caught.value.cause
 
 
@@ -142,7 +142,7 @@ class CountingWatch:
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_gpu_table_on_another_device(quick: bool) -> None:
     shapes = Shapes(64, 32, experts=2)
-    table = kernels_gpu.run(shapes=shapes, quick=quick, device="cpu", watch=CountingWatch())
+    table = gpu.run(shapes=shapes, quick=quick, device="cpu", watch=CountingWatch())
     assert table.device == "cuda" and "H100" in "".join(table.notes)
     titles = [section.title for section in table.sections]
     assert [("up 16 bit" in title, "up 2 bit" in title) for title in titles[1:]] == (
@@ -159,7 +159,7 @@ def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("floe_chat.kernels.operations.moe_step", zeros)
     with pytest.raises(FloeError, match="wrong"):
-        kernels_gpu.run(shapes=Shapes(64, 32, experts=2), quick=True, device="cpu", watch=CountingWatch())
+        gpu.run(shapes=Shapes(64, 32, experts=2), quick=True, device="cpu", watch=CountingWatch())
 
 
 def test_steps_of_triton_are_timed_as_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +168,9 @@ def test_steps_of_triton_are_timed_as_graphs_too(monkeypatch: pytest.MonkeyPatch
     def as_it_is(_bench: object, work: Callable[[int], object]) -> Callable[[int], object]:
         return work
 
-    monkeypatch.setattr("floe_chat.engine.bench.kernels_gpu._Bench.replayed", as_it_is)
+    monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu._Bench.replayed", as_it_is)
     shapes = Shapes(64, 32, experts=2)
-    table = kernels_gpu.run(shapes=shapes, quick=True, device="cpu", watch=CountingWatch())
+    table = gpu.run(shapes=shapes, quick=True, device="cpu", watch=CountingWatch())
     names = [found.name for found in table.sections[-1].rows]
     graphs = [name.removesuffix(", graph") for name in names if name.endswith(", graph")]
     assert graphs == ["up alone", *(f"{s} % sparse" for s in (0, 50, 60, 70, 80, 90))]
@@ -179,5 +179,5 @@ def test_steps_of_triton_are_timed_as_graphs_too(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_table_on_a_gpu() -> None:
-    table = kernels_gpu.run(shapes=Shapes(256, 512, experts=2), quick=True)
+    table = gpu.run(shapes=Shapes(256, 512, experts=2), quick=True)
     assert table.facts["gpu"] and any("graph" in found.name for section in table.sections for found in section.rows)

@@ -10,15 +10,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from floe_chat.engine import quality
-from floe_chat.engine.bench import ablation, floor, layers, speed, synthetic
+from floe_chat.engine import quality_presets
+from floe_chat.engine.bench import ablation, layers, speed, synthetic
 from floe_chat.engine.bench.layers import Key
 from floe_chat.engine.bench.measure import Section, Table
 from floe_chat.engine.bench.speed import Plan
 from floe_chat.engine.bench.subject import Subject, from_pack
 from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
-from floe_chat.kernels.layouts import LinearWeights
+from floe_chat.engine.machine import read_floor
 from floe_chat.kernels.rule import Rule
+from floe_chat.kernels.weights import LinearWeights
 from floe_chat.models.errors import FloeError, UsageError
 
 TINY: dict[str, Any] = {
@@ -40,8 +41,8 @@ TEXT = "Some words that a tokenizer of bytes makes many tokens of. " * 4
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that takes no time, and a floor that takes little."""
     monkeypatch.setitem(synthetic.MODELS, "tiny", TINY)
-    monkeypatch.setattr(floor, "LEAST", 1 << 16)
-    monkeypatch.setattr("floe_chat.engine.bench.weights.last_level_cache", lambda: 1 << 10)
+    monkeypatch.setattr(read_floor, "LEAST", 1 << 16)
+    monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
 
 
 def silent(_step: str, _done: int = 0, _total: int = 0) -> None:
@@ -76,7 +77,7 @@ def test_a_synthetic_model_answers_and_skips_what_its_preset_says(widths: dict[s
     subject = make(**widths)
     assert synthetic.nbytes(Spec("tiny", 3, **widths)) >= subject.weight_bytes(3, experts=1.0)
     for sparsity in (0.0, 0.5, 0.8):
-        subject.control.preset = quality.Preset("", Rule(sparsity))
+        subject.control.preset = quality_presets.Preset("", Rule(sparsity))
         answer = subject.answer(subject.prompt(20), 30)
         assert answer.active == pytest.approx(1 - sparsity, abs=0.08)
         assert 0 < answer.prefill <= answer.first and answer.token > 0
@@ -114,14 +115,14 @@ def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
     plan = Plan(bench, (), 12, 1, 2, quick=False, published_layers=6)
     table = speed.run(make(), plan, [], lambda what, _done, _total: told.append(what))
     assert set(told) == {f"{bench} of tiny"} and len(told) == speed.WARM + 2
-    presets = ["No sparsity", *quality.available(make().manifest)]
+    presets = ["No sparsity", *quality_presets.available(make().manifest)]
     for title, ms in (("3 layers with", 5), ("one layer by", 1), ("all 6 layers", 8), ("First token", 10)):
-        rows = [row for row in named(table, title).rows if row.name != floor.READ]
+        rows = [row for row in named(table, title).rows if row.name != read_floor.READ]
         assert [row.name for row in rows] == presets
         assert all(row.ms == pytest.approx(ms) and row.runs == 2 for row in rows)
     whole = named(table, "3 layers with")
-    measured = any(row.name == floor.READ for row in whole.rows)
-    assert all((row.of_floor is not None) == (measured and row.name != floor.READ) for row in whole.rows)
+    measured = any(row.name == read_floor.READ for row in whole.rows)
+    assert all((row.of_floor is not None) == (measured and row.name != read_floor.READ) for row in whole.rows)
     if bench == "decode":
         assert "100 % active" in [row.note for row in whole.rows]
         assert [row.tokens_s for row in whole.rows][-1] == pytest.approx(200)
@@ -136,7 +137,7 @@ def test_quick_is_the_default_preset_and_a_preset_can_be_named() -> None:
         (Plan("decode", ("fast", "no sparsity"), 8, 1, 1, quick=False), {"Fast", "No sparsity"}),
     ):
         rows = named(speed.run(make(), plan, [], silent), "3 layers").rows
-        assert {row.name for row in rows} - {floor.READ} == names
+        assert {row.name for row in rows} - {read_floor.READ} == names
 
 
 @pytest.mark.usefixtures("steady")
@@ -219,7 +220,7 @@ def test_an_ablation_adds_one_part_after_the_other(dense: int) -> None:
     assert widths == ["dense 8 bit", "dense 4 bit"]
     assert (names.index("dense 4 bit") == len(names) - 1) is (dense == 8)
     table = ablation.run(steps, threads=1, runs=2, report=silent)
-    rows = [row for row in table.sections[0].rows if row.name != floor.READ]
+    rows = [row for row in table.sections[0].rows if row.name != read_floor.READ]
     assert [row.name for row in rows] == names
     assert [row.peer for row in rows] == [None, *names[:-1]]
     assert all(row.note == "1.00x in all" for row in rows[1:])
@@ -233,7 +234,7 @@ def test_an_ablation_of_a_pack_keeps_its_dense_width(tiny_pack: Path) -> None:
     assert f"dense {subject.manifest.widths.dense} bit" in steps[1].name and not [
         s for s in steps[2:] if "dense" in s.name
     ]
-    preset = quality.get(quality.DEFAULT, steps[1].subject.manifest)
+    preset = quality_presets.get(quality_presets.DEFAULT, steps[1].subject.manifest)
     last = steps[-1].preset.rule
     assert (last.sparsity, last.product) == (preset.rule.sparsity, preset.rule.product)
 

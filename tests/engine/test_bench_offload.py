@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.bench import baselines
-from floe_chat.engine.bench.offload import COUNTED, FREE, OTHERS, run, steps
-from floe_chat.engine.bench.replay import Played, ReplayDevice, Width, play, room
-from floe_chat.engine.bench.trace import Trace, record
-from floe_chat.engine.cards import Card
-from floe_chat.engine.cards import named as card
-from floe_chat.engine.lane_rates import Rates
-from floe_chat.engine.offload import Parts
-from floe_chat.engine.quality import Preset
+from floe_chat.engine.bench.cards import baselines
+from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, run, steps
+from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Width, play, room
+from floe_chat.engine.bench.cards.trace import Trace, record
+from floe_chat.engine.offload.cards import Card
+from floe_chat.engine.offload.cards import named as card
+from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.errors import UsageError
 
 from .driver import a_preset

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from floe_chat.engine.bench import peer
-from floe_chat.engine.bench.peer import KINDS, LAYERS, Recipe, Widths
+from floe_chat.engine.bench.peer import llama
+from floe_chat.engine.bench.peer.llama import KINDS, LAYERS, Recipe, Widths
 from floe_chat.models.errors import FloeError, UsageError
 
 MIXTRAL = Widths(4096, 14336, 32, 8, 32000, 8, 2)
@@ -86,7 +86,7 @@ def test_sizes_are_those_of_published_files() -> None:
     # TheBloke's Mixtral-8x7B Q4_0, bartowski's Mixtral-8x22B Q4_K_M.
     assert whole_file("Q4_0", MIXTRAL, 32) == pytest.approx(26.44e9, rel=1e-3)
     assert whole_file("Q4_K_M", Widths(6144, 16384, 48, 8, 32768, 8, 2), 56) == pytest.approx(85.58e9, rel=2e-3)
-    assert peer.memory_bytes(MIXTRAL) == pytest.approx(7.4e9, rel=0.01)
+    assert llama.memory_bytes(MIXTRAL) == pytest.approx(7.4e9, rel=0.01)
 
 
 def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
@@ -98,7 +98,7 @@ def test_a_token_reads_the_experts_it_chose_and_a_prompt_all() -> None:
 
 def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
     told: list[str] = []
-    with peer.running(sys.executable, SMALL, fakes, 2, 32, lambda what, _done, _total: told.append(what)) as peers:
+    with llama.running(sys.executable, SMALL, fakes, 2, 32, lambda what, _done, _total: told.append(what)) as peers:
         assert [one.name for one in peers] == [f"llama.cpp {kind}" for kind in KINDS]
         for one in peers:
             for layers in one.layers:
@@ -123,12 +123,12 @@ def test_files_are_made_once_and_answers_are_timed(fakes: Path) -> None:
             }
             assert sum(nbytes for _, nbytes, _ in made["tensors"].values()) == recipe.nbytes()
     stamps = [file.stat().st_mtime_ns for file in files]
-    with peer.running(sys.executable, SMALL, fakes, 2, 32, silent):
+    with llama.running(sys.executable, SMALL, fakes, 2, 32, silent):
         assert [file.stat().st_mtime_ns for file in files] == stamps
 
 
 def test_a_peer_that_stops_is_explained(fakes: Path) -> None:
-    with peer.running(sys.executable, SMALL, fakes, 2, 32, silent) as peers, pytest.raises(FloeError) as caught:
+    with llama.running(sys.executable, SMALL, fakes, 2, 32, silent) as peers, pytest.raises(FloeError) as caught:
         peers[0].answer(66, 1, 1)
     assert "llama.cpp stopped" in caught.value.title and "3" in caught.value.cause
 
@@ -136,7 +136,7 @@ def test_a_peer_that_stops_is_explained(fakes: Path) -> None:
 @pytest.mark.parametrize("python", ["/nonesuch/python", sys.executable], ids=["absent", "without llama_cpp"])
 def test_an_interpreter_without_llama_cpp_is_a_usage_error(python: str) -> None:
     with pytest.raises(UsageError, match="cannot") as caught:
-        peer.version_of(python)
+        llama.version_of(python)
     assert caught.value.cause and "pip install llama-cpp-python gguf" in caught.value.hint
 
 
@@ -147,7 +147,7 @@ def test_files_that_do_not_fit_are_refused_before_any_is_made(fakes: Path, monke
     monkeypatch.setattr(shutil, "disk_usage", usage)
     with (
         pytest.raises(FloeError, match=r"take 7\.4 GB") as caught,
-        peer.running(sys.executable, MIXTRAL, fakes, 2, 9, silent),
+        llama.running(sys.executable, MIXTRAL, fakes, 2, 9, silent),
     ):
         pass
     assert "1.0 GB are free" in caught.value.cause and "--peer-files" in caught.value.hint
@@ -156,16 +156,16 @@ def test_files_that_do_not_fit_are_refused_before_any_is_made(fakes: Path, monke
 
 def test_a_folder_that_cannot_be_made_is_explained(fakes: Path) -> None:
     fakes.write_text("a file")
-    with pytest.raises(FloeError, match="cannot be used"), peer.running(sys.executable, SMALL, fakes, 2, 9, silent):
+    with pytest.raises(FloeError, match="cannot be used"), llama.running(sys.executable, SMALL, fakes, 2, 9, silent):
         pass
 
 
 def test_a_file_that_cannot_be_made_leaves_nothing(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (fakes.parent / "modules" / "gguf.py").write_text(FAKE_GGUF + "\nraise RuntimeError('no disk')\n")
-    monkeypatch.setattr(peer, "version_of", str)
+    monkeypatch.setattr(llama, "version_of", str)
     with (
         pytest.raises(FloeError, match="cannot be made") as caught,
-        peer.running(sys.executable, SMALL, fakes, 2, 9, silent),
+        llama.running(sys.executable, SMALL, fakes, 2, 9, silent),
     ):
         pass
     assert "no disk" in caught.value.cause and not list(fakes.iterdir())

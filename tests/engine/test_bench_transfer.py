@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine.bench import floor, startup, transfer
-from floe_chat.engine.bench.weights import Shapes
+from floe_chat.engine.bench import startup, transfer
+from floe_chat.engine.machine import read_floor
+from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.models.errors import FloeError, UsageError
 
 from .fake_cuda import FakeCuda
@@ -19,8 +20,8 @@ TINY = Shapes(128, 400, cache=0)
 
 @pytest.fixture(autouse=True)
 def small_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(floor, "LEAST", 1 << 16)
-    monkeypatch.setattr("floe_chat.engine.bench.weights.last_level_cache", lambda: 1 << 10)
+    monkeypatch.setattr(read_floor, "LEAST", 1 << 16)
+    monkeypatch.setattr("floe_chat.engine.machine.random_weights.last_level_cache", lambda: 1 << 10)
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -29,7 +30,7 @@ def test_packing_is_measured_by_chunk_and_copies_are_named_as_missing(quick: boo
     titles = [section.title for section in table.sections]
     assert ["16-bit" in title for title in titles] == ([False] if quick else [False, True])
     for section in table.sections:
-        names = [row.name for row in section.rows if row.name != floor.READ]
+        names = [row.name for row in section.rows if row.name != read_floor.READ]
         chunks = ["5 neurons", "50 neurons"] if quick else ["1 neuron", *(f"{n} neurons" for n in (5, 10, 25, 50))]
         assert names == ["memcpy", "torch index_select", *chunks, "all at once"]
         assert all(row.peer == "torch index_select" for row in section.rows if "neuron" in row.name)

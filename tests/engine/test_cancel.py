@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.engine.events import Cancel, Finished, PrefillProgress, Tokens
-from floe_chat.engine.moe import PREFILL_CHUNK, MoELayer
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, MoELayer
 from torch import Tensor
 
 from .driver import Engine, asking, layer_by_layer

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine.candidates import WEIGHED, Outcome, Setting, Taken, compute
+from floe_chat.engine.quality.candidates import WEIGHED, Outcome, Setting, Taken, compute
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms

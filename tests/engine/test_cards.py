@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import pytest
-from floe_chat.engine import cards
+from floe_chat.engine.offload import cards
 from floe_chat.models.catalog import asset
 from floe_chat.models.errors import UsageError
 

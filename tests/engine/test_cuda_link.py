@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.cuda_link import CudaLink
 from floe_chat.engine.loader import load
-from floe_chat.engine.memory_plan import Needs
-from floe_chat.engine.offload import Parts
-from floe_chat.engine.pinning import Pinned
-from floe_chat.engine.threaded_link import LANES
-from floe_chat.engine.transfer import Kind, Link
+from floe_chat.engine.offload.links.cuda_link import CudaLink
+from floe_chat.engine.offload.links.pinning import Pinned
+from floe_chat.engine.offload.links.threaded_link import LANES
+from floe_chat.engine.offload.links.transfer import Kind, Link
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
 from .driver import answer, silent

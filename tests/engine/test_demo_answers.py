@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.engine import quality
+from floe_chat.engine import quality_presets
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.models.catalog import asset
-from floe_chat.models.chat_format import ChatFormat
 from floe_chat.models.demo.facts import read_facts, read_first_messages
+from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 PACK = asset("demo", "packed")
 ANSWERS = {fact.name: fact.answer for fact in read_facts()}
@@ -44,7 +44,7 @@ def answer(demo: LoadedModel, chat: ChatFormat, question: str) -> str:
 
 @pytest.mark.parametrize("preset", ["High", "Balanced", "Fast"])
 def test_greetings_are_answered_whole(demo: LoadedModel, chat: ChatFormat, preset: str) -> None:
-    demo.control.preset = quality.get(preset, demo.packed.manifest)
+    demo.control.preset = quality_presets.get(preset, demo.packed.manifest)
     greetings = [message for message, name in FIRST.items() if name == "hello"]
     assert {"hi", "Hi", "hey"} <= set(greetings)
     assert {greeting: answer(demo, chat, greeting) for greeting in greetings} == dict.fromkeys(
@@ -53,6 +53,6 @@ def test_greetings_are_answered_whole(demo: LoadedModel, chat: ChatFormat, prese
 
 
 def test_first_messages_get_their_answers(demo: LoadedModel, chat: ChatFormat) -> None:
-    demo.control.preset = quality.get(quality.DEFAULT, demo.packed.manifest)
+    demo.control.preset = quality_presets.get(quality_presets.DEFAULT, demo.packed.manifest)
     missed = [message for message, name in FIRST.items() if answer(demo, chat, message) != ANSWERS[name]]
     assert len(missed) <= len(FIRST) // 20, missed

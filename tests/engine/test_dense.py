@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.dense import PackedLinear
+from floe_chat.engine.decoder.quantized_linear import PackedLinear
+from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK, Control
 from floe_chat.engine.loader import LoadedModel, load
-from floe_chat.engine.moe import DECODE_TOKENS, PREFILL_CHUNK, Control
-from floe_chat.kernels.layouts import LinearWeights, VectorLayout, pack_codes
-from floe_chat.models.pack import PackSpec
+from floe_chat.kernels.codes import pack_codes
+from floe_chat.kernels.layouts import VectorLayout
+from floe_chat.kernels.weights import LinearWeights
+from floe_chat.models.packing.pack import PackSpec
 from torch import nn
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms

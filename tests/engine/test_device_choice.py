@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import device_choice, hardware, memory_plan, step
-from floe_chat.engine.device_choice import Choice
-from floe_chat.engine.hardware import Gpu
-from floe_chat.engine.kv import BLOCK
+from floe_chat.engine.decoder import decoders
+from floe_chat.engine.decoder.decoders import LibraryDecoder
+from floe_chat.engine.decoder.kv_cache import BLOCK
 from floe_chat.engine.loader import load
-from floe_chat.engine.memory_plan import Needs
-from floe_chat.engine.step import LibraryDecoder
-from floe_chat.engine.virtual_device import VirtualDevice
+from floe_chat.engine.machine import hardware
+from floe_chat.engine.machine.hardware import Gpu
+from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
+from floe_chat.engine.planning import device_choice, memory_plan
+from floe_chat.engine.planning.device_choice import Choice
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.quantities import memory
 
 from .driver import a_preset, answer, open_model, silent
@@ -140,7 +142,7 @@ def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
         return LibraryDecoder(model)
 
     monkeypatch.setattr(memory_plan, "CONTEXT", 64)
-    monkeypatch.setattr(step, "choose", library)
+    monkeypatch.setattr(decoders, "choose", library)
     short = replace(needs, context=64)
     loaded, told = load(tiny_pack, None, "throttled:1gb", silent, vram=short.least(), library=True)
     assert loaded.window == told.context_window == 64

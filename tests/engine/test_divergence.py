@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from floe_chat.engine.divergence import score, summarize
+from floe_chat.engine.quality.divergence import score, summarize
 from torch import Tensor
 
 

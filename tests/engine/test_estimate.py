@@ -7,18 +7,19 @@ import random
 from pathlib import Path
 
 import pytest
-from floe_chat.engine import estimate, quality
-from floe_chat.engine.estimate import Held, Speeds, Work, at, decode, prefill
-from floe_chat.engine.figures import figures
-from floe_chat.engine.footprint import Footprint
+from floe_chat.engine import quality_presets
+from floe_chat.engine.planning import speed_estimate
+from floe_chat.engine.planning.footprint import Footprint
+from floe_chat.engine.planning.measured_figures import figures
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, Work, at, decode, prefill
 from floe_chat.models.catalog import described, find
-from floe_chat.models.manifest import Manifest
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.pack.manifest import Manifest
+from floe_chat.models.packing.pack import PackSpec
 
 MIXTRAL = described("mixtral-8x7b-instruct").sizes
 TAKES = Footprint.of(MIXTRAL, PackSpec())
 HITS = figures().hits
-BALANCED = Work.of(next(preset for preset in quality.PRESETS if preset.name == "Balanced"))
+BALANCED = Work.of(next(preset for preset in quality_presets.PRESETS if preset.name == "Balanced"))
 CARD = Speeds(read=40e9, link=12e9, gpu=250e9, disk=2e9)
 RANDOM = random.Random(7)
 
@@ -65,7 +66,7 @@ class TestCurves:
         )
 
     @pytest.mark.parametrize("curve", [HITS, figures().dropped])
-    def test_more_never_gives_less(self, curve: estimate.Curve) -> None:
+    def test_more_never_gives_less(self, curve: speed_estimate.Curve) -> None:
         values = [at(curve, x / 100) for x in range(101)]
         assert values == sorted(values)
 
@@ -74,7 +75,7 @@ class TestCurves:
             BALANCED.active == 0.6 and BALANCED.reached == pytest.approx(0.5) and BALANCED.read == pytest.approx(0.75)
         )
         assert 0.7 < BALANCED.calls < 0.8
-        exact = Work.of(next(preset for preset in quality.PRESETS if preset.lossless))
+        exact = Work.of(next(preset for preset in quality_presets.PRESETS if preset.lossless))
         assert exact == Work()
 
 

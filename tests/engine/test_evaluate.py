@@ -13,14 +13,15 @@ from typing import Any
 import platformdirs
 import pytest
 import torch
-from floe_chat.engine import evaluate, quality, windows
-from floe_chat.engine.evaluate import Evaluation, Told, choose_presets, run
-from floe_chat.engine.source_model import SourceModel, identify
-from floe_chat.models import logits_cache
+from floe_chat.engine import quality_presets
+from floe_chat.engine.quality import evaluate, text_windows
+from floe_chat.engine.quality.evaluate import Evaluation, Told, choose_presets, run
+from floe_chat.engine.quality.source_model import SourceModel, identify
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
-from floe_chat.models.manifest import Manifest
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.manifest import Manifest
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing import logits_cache
 from torch import Tensor
 
 from ..helpers import edit_json, edit_tensors, make_checkpoint, reference_model, reseal
@@ -34,8 +35,8 @@ TEXT = torch.randint(3, 250, (150,), generator=torch.Generator().manual_seed(7))
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes; the arithmetic is the same."""
-    monkeypatch.setattr(windows, "WINDOW", WINDOW)
-    monkeypatch.setattr(windows, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(text_windows, "WINDOW", WINDOW)
+    monkeypatch.setattr(text_windows, "PROMPT_TOKENS", 16)
     monkeypatch.setattr(evaluate, "NEW_TOKENS", 8)
 
 
@@ -66,7 +67,7 @@ def test_an_exact_pack_is_its_source(exact_pack: Path, tiny_checkpoint: Path) ->
     assert row.preset == "Exact" and row.divergence.kl_max < 1e-9 and row.divergence.same_top == 1
     assert row.divergence.dp_rms < 1e-6 and row.first_divergence == (None,) * 4 and row.active_neurons == 1
     assert (found.windows, found.window, found.tokens, found.scored) == (2, WINDOW, 128, WINDOW)
-    rows, keep = windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
+    rows, keep = text_windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
     labels = rows.clone()
     labels[:, :-keep] = -100  # what transformers leaves out of its loss
     with torch.inference_mode():
@@ -77,7 +78,7 @@ def test_an_exact_pack_is_its_source(exact_pack: Path, tiny_checkpoint: Path) ->
 
 def test_a_rounded_pack_diverges_as_computed_directly(tiny_pack: Path, tiny_checkpoint: Path) -> None:
     row = measured(tiny_pack, tiny_checkpoint, "Balanced").presets[0]
-    rows, keep = windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
+    rows, keep = text_windows.cut(TEXT, Checkpoint(tiny_checkpoint).config, 128)
     loaded = open_model(tiny_pack)
     with torch.inference_mode():
         p, q = (
@@ -104,7 +105,7 @@ def test_the_greedy_gate_finds_where_generated_answers_part(tiny_pack: Path, tin
     found = measured(tiny_pack, tiny_checkpoint, "fast").presets[0].first_divergence
     theirs = reference_model(tiny_checkpoint)
     expected: list[int | None] = []
-    for prompt in windows.cut_prompts(TEXT, theirs.config):
+    for prompt in text_windows.cut_prompts(TEXT, theirs.config):
         ours = answer(open_model(tiny_pack, "Fast"), prompt.tolist(), max_new_tokens=8).tokens
         ids = prompt[None]
         with torch.inference_mode():
@@ -117,11 +118,11 @@ def test_the_greedy_gate_finds_where_generated_answers_part(tiny_pack: Path, tin
 
 def test_windows_lie_apart_and_over_the_whole_text(tiny_checkpoint: Path) -> None:
     config = Checkpoint(tiny_checkpoint).config
-    rows, keep = windows.cut(list(range(1000, 1150)), config, 10_000)
+    rows, keep = text_windows.cut(list(range(1000, 1150)), config, 10_000)
     assert keep == WINDOW // 2 and rows.shape == (2, WINDOW) and rows[:, 0].tolist() == [config.bos_token_id] * 2
     assert rows[0, 1:].tolist() == list(range(1000, 1063)) and rows[1, 1:].tolist() == list(range(1087, 1150))
     config.bos_token_id = None
-    assert windows.cut(TEXT, config, 64)[0].tolist() == [TEXT[:WINDOW]]
+    assert text_windows.cut(TEXT, config, 64)[0].tolist() == [TEXT[:WINDOW]]
 
 
 def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> None:
@@ -129,7 +130,7 @@ def test_presets_are_measured_once_each(tiny_pack: Path, exact_pack: Path) -> No
     assert names == ["No sparsity", "Fast"]
     exact = [preset.name for preset in choose_presets((), Manifest.read(exact_pack))]
     assert exact == ["Exact", "No sparsity", "High", "Balanced", "Fast"]
-    assert set(exact) == {evaluate.NO_SPARSITY.name, *(preset.name for preset in quality.PRESETS)}
+    assert set(exact) == {evaluate.NO_SPARSITY.name, *(preset.name for preset in quality_presets.PRESETS)}
 
 
 # The cache ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat.engine.fetching import Asked, Copy, Listed
+from floe_chat.engine.offload.links.copies import Asked, Copy, Listed
 
 NEURONS = 11
 

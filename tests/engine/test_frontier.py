@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine import frontier
-from floe_chat.engine.candidates import WEIGHED, Setting, Taken
-from floe_chat.engine.divergence import Divergence
-from floe_chat.engine.frontier import Frontier, Point, described, search
+from floe_chat.engine.quality import frontier
+from floe_chat.engine.quality.candidates import WEIGHED, Setting, Taken
+from floe_chat.engine.quality.divergence import Divergence
+from floe_chat.engine.quality.frontier import Frontier, Point, described, search
 from floe_chat.models.checkpoint import Checkpoint
 
 from ..helpers import make_checkpoint

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine import context
+from floe_chat.engine.decoder.decoders import Decoder, LibraryDecoder
+from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.events import Sampling
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled, MoELayer
 from floe_chat.engine.generate import generate
-from floe_chat.engine.kv import KVCache
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled, MoELayer
-from floe_chat.engine.step import Decoder, LibraryDecoder
 from floe_chat.kernels.sampling import draw
 from floe_chat.models.errors import PackError, UsageError
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine import hardware, quality
-from floe_chat.engine.hardware import Gpu
+from floe_chat.engine import quality_presets
+from floe_chat.engine.machine import hardware
+from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.errors import UsageError
-from floe_chat.models.manifest import Manifest
+from floe_chat.models.pack.manifest import Manifest
 
 GB = 10**9
 CARD = Gpu("Some Card", "8.6", 8 * GB, 6 * GB)
@@ -87,18 +88,18 @@ def test_small_experts_get_one_thread_and_large_ones_the_cores() -> None:
 
 @pytest.mark.parametrize("name", ["Balanced", "balanced", "FAST", "hIgH"])
 def test_presets_are_found_in_any_case(tiny_pack: Path, name: str) -> None:
-    assert quality.get(name, Manifest.read(tiny_pack)).name.lower() == name.lower()
+    assert quality_presets.get(name, Manifest.read(tiny_pack)).name.lower() == name.lower()
 
 
 def test_exact_needs_the_sources_own_weights(tiny_pack: Path, exact_pack: Path) -> None:
-    assert "Exact" not in quality.available(Manifest.read(tiny_pack))
+    assert "Exact" not in quality_presets.available(Manifest.read(tiny_pack))
     with pytest.raises(UsageError, match="Exact") as caught:
-        quality.get("exact", Manifest.read(tiny_pack))
+        quality_presets.get("exact", Manifest.read(tiny_pack))
     assert "16" in caught.value.cause + caught.value.hint
-    assert quality.get("exact", Manifest.read(exact_pack)).rule.sparsity == 0.0
+    assert quality_presets.get("exact", Manifest.read(exact_pack)).rule.sparsity == 0.0
 
 
 def test_presets_skip_more_and_more(exact_pack: Path) -> None:
     manifest = Manifest.read(exact_pack)
-    skipped = [quality.get(name, manifest).rule.sparsity for name in quality.available(manifest)]
+    skipped = [quality_presets.get(name, manifest).rule.sparsity for name in quality_presets.available(manifest)]
     assert skipped == sorted(set(skipped)) and skipped[0] == 0.0

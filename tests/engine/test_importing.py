@@ -6,13 +6,13 @@ import gc
 import subprocess
 import sys
 
-from floe_chat.engine.importing import import_torch
+from floe_chat.engine.torch_import import import_torch
 
 
 def test_garbage_is_looked_for_as_before() -> None:
     program = (
         "import gc, sys\n"
-        "from floe_chat.engine.importing import import_torch\n"
+        "from floe_chat.engine.torch_import import import_torch\n"
         "import_torch()\n"
         "print('torch' in sys.modules, gc.isenabled(), gc.get_freeze_count() > 50_000)\n"
     )

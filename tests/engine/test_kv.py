@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat.engine.kv import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, LibraryStore, Store
-from floe_chat.engine.quality import Preset
+from floe_chat.engine.decoder.kv_cache import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, LibraryStore, Store
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.rule import Rule
 from torch import Tensor
 

@@ -12,24 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine import predictor
-from floe_chat.engine.cards import named as card
-from floe_chat.engine.device import Device
-from floe_chat.engine.lane_rates import Rates
+from floe_chat.engine.decoder.decoders import choose
+from floe_chat.engine.experts.moe_layer import Cancelled, Choice, MoELayer, Result
+from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
+from floe_chat.engine.experts.offloaded_prefill import Prompt
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import Cancelled, Choice, MoELayer, Result
-from floe_chat.engine.offload import Offload, Parts, Untold
-from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
-from floe_chat.engine.quality import Preset
-from floe_chat.engine.step import choose
-from floe_chat.engine.streaming import Prompt
+from floe_chat.engine.offload import predictor
+from floe_chat.engine.offload.cards import named as card
+from floe_chat.engine.offload.device import Device
+from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.transfer import Transfer
+from floe_chat.engine.offload.offload import Offload, Parts, Untold
+from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.engine.telemetry import LayerCounts
-from floe_chat.engine.throttled_link import ThrottledLink
-from floe_chat.engine.transfer import Transfer
-from floe_chat.engine.virtual_device import VirtualDevice
 from floe_chat.kernels.rule import LATE
-from floe_chat.models.heat import Heat
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.pack.usage_file import Heat
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms

@@ -14,11 +14,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from floe_chat.engine.kv import KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.experts.moe_layer import DECODE_TOKENS, PREFILL_CHUNK
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import DECODE_TOKENS, PREFILL_CHUNK
 from floe_chat.models.catalog import asset
-from floe_chat.models.pack import EXACT
+from floe_chat.models.packing.pack import EXACT
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, reference_model, relative_rms

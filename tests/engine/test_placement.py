@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from floe_chat.engine import placement
-from floe_chat.engine.lane_rates import Measured, Rates, rates_file
-from floe_chat.engine.placement import Lane, prefill, share, whole
+from floe_chat.engine.offload import placement
+from floe_chat.engine.offload.lane_rates import Measured, Rates, rates_file
+from floe_chat.engine.offload.placement import Lane, prefill, share, whole
 
 RANDOM = random.Random()
 

@@ -6,17 +6,18 @@ import dataclasses
 import random
 
 import pytest
-from floe_chat.engine import cards, machine, plan, reasons
-from floe_chat.engine.estimate import Speeds
-from floe_chat.engine.gpus import Gpu
-from floe_chat.engine.hardware import Hardware
-from floe_chat.engine.machine import Described, Machine
-from floe_chat.engine.memory_plan import KEPT_FREE
-from floe_chat.engine.options import BEYOND, CLEARLY, DEFAULT, ENOUGH, WIDTHS, WORTH, Range, option, rounding
-from floe_chat.engine.rates import GPU_REACHED, Measured
+from floe_chat.engine.machine.gpus import Gpu
+from floe_chat.engine.machine.hardware import Hardware
+from floe_chat.engine.offload import cards
+from floe_chat.engine.planning import machine, plan, reasons
+from floe_chat.engine.planning.machine import Described, Machine
+from floe_chat.engine.planning.memory_plan import KEPT_FREE
+from floe_chat.engine.planning.options import BEYOND, CLEARLY, DEFAULT, ENOUGH, WIDTHS, WORTH, Range, option, rounding
+from floe_chat.engine.planning.rates import GPU_REACHED, Measured
+from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.quantities import digits
 
 GB = 1 << 30

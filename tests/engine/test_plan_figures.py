@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from floe_chat.engine.estimate import Speeds
-from floe_chat.engine.figures import figures
+from floe_chat.engine.planning.measured_figures import figures
+from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.models.catalog import asset
 from floe_chat.models.quantities import trimmed
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from floe_chat.engine.experts.moe_layer import Choice
+from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.loader import LoadedModel, load
-from floe_chat.engine.memory_plan import Needs
-from floe_chat.engine.moe import Choice
-from floe_chat.engine.offloaded import OffloadedLayer
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.models.checkpoint import read_config
-from floe_chat.models.pack import PackSpec
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from floe_chat.engine import predictor
-from floe_chat.engine.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
-from floe_chat.kernels.layouts import UpLayout, UpWeights, VectorLayout
-from floe_chat.models import foresight
+from floe_chat.engine.offload import predictor
+from floe_chat.engine.offload.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
+from floe_chat.kernels.layouts import UpLayout, VectorLayout
+from floe_chat.kernels.weights import UpWeights
 from floe_chat.models.errors import UsageError
-from floe_chat.models.foresight import Lookahead
-from floe_chat.models.packed import PackedModel
-from floe_chat.models.quantize import store_matrix
+from floe_chat.models.pack import learned_predictor
+from floe_chat.models.pack.learned_predictor import Lookahead
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.pack.quantize import store_matrix
 from torch import Tensor
 
 from ..bench.recall import Recall, keys, neurons_of, through_attention, watch
@@ -35,7 +36,7 @@ def test_the_gate_predictor_is_exact_where_the_stream_does_not_change() -> None:
     stream = torch.randn(7, hidden, generator=random)
     norms = [torch.rand(hidden, generator=random) + 0.2 for _ in range(layers)]
     routers = [torch.randn(experts, hidden, generator=random) for _ in range(layers)]
-    carries = [foresight.carry(a, b) for a, b in itertools.pairwise(norms)]
+    carries = [learned_predictor.carry(a, b) for a, b in itertools.pairwise(norms)]
     gate: Predictor = GatePredictor(routers, carries)
     for layer in range(layers - 1):
         given = rms_norm(stream, norms[layer])
@@ -81,7 +82,7 @@ def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_pat
     assert torch.equal(named.experts(0, torch.zeros(2, 64), chosen, guess), expected)
 
     old = Path(shutil.copytree(tiny_pack, tmp_path / "old"))
-    edit_tensors(old, lambda name, tensor: None if name.startswith(foresight.PREFIX) else tensor)
+    edit_tensors(old, lambda name, tensor: None if name.startswith(learned_predictor.PREFIX) else tensor)
     reseal(old)
     assert predictor.make("auto", loaded.model, PackedModel.open(old)).name == "gate"
     with pytest.raises(UsageError, match="no learned predictor"):

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 import pytest
-from floe_chat.engine import containers, gpus, hardware
-from floe_chat.engine.gpus import Gpu
+from floe_chat.engine.machine import containers, gpus, hardware
+from floe_chat.engine.machine.gpus import Gpu
 
 GB = 1 << 30
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine.experts.moe_layer import DECODE_TOKENS
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import DECODE_TOKENS
-from floe_chat.engine.quality import Preset
-from floe_chat.models.calibration import threshold_at
-from floe_chat.models.pack import PackSpec
+from floe_chat.engine.quality_presets import Preset
+from floe_chat.models.packing.calibration import threshold_at
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_pack, reference_model, relative_rms

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from floe_chat.engine import disk, rates
-from floe_chat.engine.bench import weights
-from floe_chat.engine.bench.weights import Shapes
-from floe_chat.engine.device_choice import GUESS
-from floe_chat.engine.lane_rates import Rates
-from floe_chat.engine.rates import Measured
+from floe_chat.engine.machine import disk, random_weights
+from floe_chat.engine.machine.random_weights import Shapes
+from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.planning import rates
+from floe_chat.engine.planning.device_choice import GUESS
+from floe_chat.engine.planning.rates import Measured
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
 
 TINY = Shapes(256, 96, cache=0)
@@ -28,7 +28,7 @@ SOME = Measured({"memory read": 3e10, "rows 4 bit": 1.5e10}, {"disk read": "read
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of a few kilobytes are enough to see that measuring works."""
-    monkeypatch.setattr(weights, "last_level_cache", lambda: 0)
+    monkeypatch.setattr(random_weights, "last_level_cache", lambda: 0)
     monkeypatch.setattr(rates, "_LEAST", 1 << 16)
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from floe_chat.engine.decoder.kv_cache import BLOCK, BorrowingStore, GrowingStore, KVCache
 from floe_chat.engine.generate import generate
-from floe_chat.engine.kv import BLOCK, BorrowingStore, GrowingStore, KVCache
 from floe_chat.engine.loader import LoadedModel, load
-from floe_chat.engine.memory_plan import Needs
-from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.quality import Preset
+from floe_chat.engine.offload.offload import Offload, Parts
+from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import FloeError
-from floe_chat.models.pack import PackSpec
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
 from .driver import GREEDY, a_preset, open_model, silent

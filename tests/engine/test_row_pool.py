@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine import eviction, row_pool
-from floe_chat.engine.eviction import Policy
-from floe_chat.engine.row_pool import Keys, RowPool, Slots
+from floe_chat.engine.offload import eviction, row_pool
+from floe_chat.engine.offload.eviction import Policy
+from floe_chat.engine.offload.row_pool import Keys, RowPool, Slots
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.pool import RowTable
-from floe_chat.models.heat import Heat, from_popularity
+from floe_chat.models.pack.usage_file import Heat, from_popularity
 from numpy.typing import NDArray
 
 POLICIES: tuple[Policy, ...] = ("score", "lru", "fifo")

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat.engine.selection import (
-    Residency,
-    substitute,
-    substitute_all,
-    substitute_there,
-)
+from floe_chat.engine.experts.substitution import Residency, substitute, substitute_all, substitute_there
 
 
 def resident(*experts: int, capacity: int = 8) -> Residency:

@@ -31,7 +31,7 @@ from floe_chat.engine.events import (
     Unload,
     Unloaded,
 )
-from floe_chat.engine.moe import MoELayer
+from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.session import Session
 from torch import Tensor
 

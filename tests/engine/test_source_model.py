@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.source_model import SourceModel
+from floe_chat.engine.quality.source_model import SourceModel
 from floe_chat.models.checkpoint import Checkpoint
 
 from ..helpers import edit_json, edit_tensors, make_checkpoint, reference_model, relative_rms

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import layers
-from floe_chat.engine.footprint import kv_element
-from floe_chat.engine.kv import BLOCK, KVCache
-from floe_chat.engine.moe import PREFILL_CHUNK, Cancelled
-from floe_chat.engine.step import Decoder, LeanDecoder, LibraryDecoder, choose
+from floe_chat.engine.decoder import layers
+from floe_chat.engine.decoder.decoders import Decoder, LeanDecoder, LibraryDecoder, choose
+from floe_chat.engine.decoder.kv_cache import BLOCK, KVCache
+from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled
+from floe_chat.engine.planning.footprint import kv_element
 from floe_chat.models.families import FAMILIES, Family
 from floe_chat.models.families.family import GroupedQuery, SharedExpert
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor, nn
 
 from ..helpers import make_checkpoint, make_pack, relative_rms

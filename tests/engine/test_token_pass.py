@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import token_pass
+from floe_chat.engine.decoder import compiled_token
+from floe_chat.engine.decoder.compiled_token import TokenPass
+from floe_chat.engine.decoder.decoders import LeanDecoder
+from floe_chat.engine.decoder.kv_cache import GrowingStore, KVCache
 from floe_chat.engine.events import Sampling
-from floe_chat.engine.kv import GrowingStore, KVCache
+from floe_chat.engine.experts.moe_layer import Cancelled, Flag, MoELayer
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.moe import Cancelled, Flag, MoELayer
-from floe_chat.engine.quality import Preset
-from floe_chat.engine.step import LeanDecoder
-from floe_chat.engine.token_pass import TokenPass
+from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_token import NativeToken
 from floe_chat.kernels.types import Limits
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack
@@ -111,7 +111,7 @@ def test_several_tokens_of_a_call_are_those_of_a_call_each(
     monkeypatch.setattr(TokenPass, "decode", noted)
     found = dict[str, tuple[Answer, list[Any], KVCache]]()
     for name, seconds, wanted in (("some", 1e9, [64, 36]), ("one", 0.0, [1] * 100)):
-        monkeypatch.setattr(token_pass, "_SECONDS", seconds)
+        monkeypatch.setattr(compiled_token, "_SECONDS", seconds)
         found[name] = answered()
         assert calls == wanted
         calls.clear()

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.threaded_link import LANES
-from floe_chat.engine.throttled_link import ThrottledLink
-from floe_chat.engine.transfer import Link, Transfer
+from floe_chat.engine.offload.links.threaded_link import LANES
+from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.transfer import Link, Transfer
 from floe_chat.kernels import operations as kernels
 from torch import Tensor
 

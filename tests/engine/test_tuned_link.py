@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine import pinning, tuned_link
-from floe_chat.engine.cuda_link import CudaLink
-from floe_chat.engine.hardware import Hardware
-from floe_chat.engine.link_queue import Job
 from floe_chat.engine.loader import load
-from floe_chat.engine.memory_plan import Needs
-from floe_chat.engine.offload import Parts
-from floe_chat.engine.pinning import PinError, Pinned
-from floe_chat.engine.threaded_link import ThreadedLink
-from floe_chat.engine.throttled_link import ThrottledLink
-from floe_chat.engine.transfer import Kind, Wanted
-from floe_chat.engine.tuned_link import CHUNKS, Ends, Tuned, choose, measure, open_link
+from floe_chat.engine.machine.hardware import Hardware
+from floe_chat.engine.offload.links import pinning, tuned_link
+from floe_chat.engine.offload.links.cuda_link import CudaLink
+from floe_chat.engine.offload.links.link_queue import Job
+from floe_chat.engine.offload.links.pinning import PinError, Pinned
+from floe_chat.engine.offload.links.threaded_link import ThreadedLink
+from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.transfer import Kind, Wanted
+from floe_chat.engine.offload.links.tuned_link import CHUNKS, Ends, Tuned, choose, measure, open_link
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
 from ..helpers import run_cli

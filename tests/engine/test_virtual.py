@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.cards import CHUNK_BYTES, Card
-from floe_chat.engine.cards import named as card
 from floe_chat.engine.loader import load
-from floe_chat.engine.transfer import Link, Transfer
-from floe_chat.engine.virtual_clock import Clock, Timeline
-from floe_chat.engine.virtual_device import VirtualDevice
-from floe_chat.engine.virtual_link import VirtualLink
+from floe_chat.engine.offload.cards import CHUNK_BYTES, Card
+from floe_chat.engine.offload.cards import named as card
+from floe_chat.engine.offload.links.transfer import Link, Transfer
+from floe_chat.engine.offload.virtual.virtual_clock import Clock, Timeline
+from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
+from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
 
 from .driver import answer, silent
 

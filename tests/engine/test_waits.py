@@ -9,19 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from floe_chat.engine.device import Device
-from floe_chat.engine.fetching import Copy, moved
-from floe_chat.engine.lane_rates import Rates
-from floe_chat.engine.moe import Control
-from floe_chat.engine.offload import Offload, Parts
-from floe_chat.engine.offloaded import Neighbours, OffloadedLayer
-from floe_chat.engine.predictor import GatePredictor, PartialPredictor
-from floe_chat.engine.quality import PRESETS, Preset
+from floe_chat.engine.experts.moe_layer import Control
+from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
+from floe_chat.engine.offload.device import Device
+from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.links.copies import Copy, moved
+from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.offload import Offload, Parts
+from floe_chat.engine.offload.predictor import GatePredictor, PartialPredictor
+from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
-from floe_chat.engine.throttled_link import ThrottledLink
-from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.rule import LATE
-from floe_chat.models.packed import PackedLayer
+from floe_chat.kernels.weights import ExpertRows, UpWeights
+from floe_chat.models.pack.packed_model import PackedLayer
 from torch import Tensor
 
 from .driver import a_preset

@@ -13,11 +13,11 @@ from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
-from floe_chat.kernels.layouts import LinearWeights
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import DenseLayer, Ends, ExpertLayer, Heads, Projection, Router, dense_step
 from floe_chat.kernels.types import Limits
+from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
 from . import _operands as made

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
 from torch import Tensor
 
 HIDDEN = (1, 2, 40, 64, 96, 130, 256, 320)

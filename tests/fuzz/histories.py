@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from floe_chat.app import history_lines
+from floe_chat.app.cli.printing import history_lines
 from floe_chat.app.history import (
     AnswerStats,
     Attachment,
@@ -25,14 +25,14 @@ from floe_chat.app.history import (
     json_text,
     new_id,
     open_history,
-    opening,
     parse,
 )
 from floe_chat.app.history.adding import add_all
-from floe_chat.app.history.opening import open_to_read, open_unsaved
-from floe_chat.app.history.schema import MIGRATIONS
-from floe_chat.app.history.store import Store
-from floe_chat.app.history.trouble import SQLITE_ERRORS, explaining
+from floe_chat.app.history.database import opening
+from floe_chat.app.history.database.opening import open_to_read, open_unsaved
+from floe_chat.app.history.database.schema import MIGRATIONS
+from floe_chat.app.history.database.store import Store
+from floe_chat.app.history.database.trouble import SQLITE_ERRORS, explaining
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import FloeError
 

@@ -15,15 +15,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from floe_chat.app.setup_wish import Wish
-from floe_chat.app.setups import look_up
-from floe_chat.models import catalog, hub, hub_errors, hub_request
-from floe_chat.models.download import Download
+from floe_chat.app.setup.setups import look_up
+from floe_chat.app.setup.wish import Wish
+from floe_chat.models import catalog
+from floe_chat.models.checkpoint_files import INDEX
 from floe_chat.models.errors import FloeError
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import resolve
-from floe_chat.models.hub_shelf import HubShelf
-from floe_chat.models.shelf import INDEX
+from floe_chat.models.hub import hub_errors, hub_request, repository
+from floe_chat.models.hub.download import Download
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.remote_checkpoint import HubShelf
+from floe_chat.models.hub.repository import resolve
 
 from . import _hostile
 
@@ -315,7 +316,7 @@ def _honest(rng: Random, path: str, wanted: str, files: dict[str, bytes], listin
 
 def _patient() -> None:
     """Waits are cut short, or a campaign would consist of them."""
-    hub._LONGEST_WAIT, hub._PATIENCE_S = 0.0, 3.0  # pyright: ignore[reportPrivateUsage]
+    repository._LONGEST_WAIT, repository._PATIENCE_S = 0.0, 3.0  # pyright: ignore[reportPrivateUsage]
     hub_errors.backoff = lambda failures, first=0.0, longest=0.0: 0.0
     hub_request.SILENCE_S, hub_request._CONNECT_S, hub_request._SHORT_S = 0.1, 0.5, 0.1  # pyright: ignore[reportPrivateUsage]
 

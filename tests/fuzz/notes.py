@@ -13,14 +13,18 @@ from random import Random
 from typing import Any
 
 import torch
-from floe_chat.app import setup_wish
-from floe_chat.engine import lane_rates, rates, tuned_link
-from floe_chat.models import catalog, heat, journal, logits_cache, private_file, workplace
+from floe_chat.app.setup import wish
+from floe_chat.engine.offload import lane_rates
+from floe_chat.engine.offload.links import tuned_link
+from floe_chat.engine.planning import rates
+from floe_chat.models import catalog, private_file
 from floe_chat.models.errors import FloeError
-from floe_chat.models.fetch_part import PartFile, bytes_here, is_intact
-from floe_chat.models.hub_files import RepoFile
-from floe_chat.models.manifest import FileEntry, Manifest
-from floe_chat.models.packed import _Stamp  # pyright: ignore[reportPrivateUsage]
+from floe_chat.models.hub.fetch_part import PartFile, bytes_here, is_intact
+from floe_chat.models.hub.repository_files import RepoFile
+from floe_chat.models.pack import usage_file
+from floe_chat.models.pack.manifest import FileEntry, Manifest
+from floe_chat.models.pack.packed_model import _Stamp  # pyright: ignore[reportPrivateUsage]
+from floe_chat.models.packing import journal, logits_cache, workplace
 
 from . import _hostile
 
@@ -82,16 +86,16 @@ def setup_note(rng: Random, folder: Path) -> str:
         (other / "packing.json").write_text("{}")
     good = {"model": "floe/tiny", "name": "tiny", "up": 3, "gate": 4, "down": 4, "dense": 4, "commit": "ab" * 20}
     _put(rng, models / "tiny.setup.json", _hostile.text(rng, good))
-    begun, bad = setup_wish.unfinished(), setup_wish.bad_notes()
+    begun, bad = wish.unfinished(), wish.bad_notes()
     assert len(begun) + len(bad) == 1
     for one in begun:
         one.folder.mkdir()
         assert one.folder == models / "tiny" and one.taken >= 0
-        setup_wish.forget(one)
+        wish.forget(one)
     for note in bad:
         assert len(str(note)) < 4000
         if not note.path.is_dir() or note.path.is_symlink():  # a folder of that name is not deleted
-            setup_wish.discard(note)
+            wish.discard(note)
     assert all((other / "packing.json").exists() for other in others)
     return "accepted" if begun else "ignored"
 
@@ -224,10 +228,10 @@ def uses(rng: Random, folder: Path) -> str:
     import numpy as np
 
     path = folder / "heat.safetensors"
-    heat.write(path, heat.from_popularity(np.ones((2, 3)), 4))
+    usage_file.write(path, usage_file.from_popularity(np.ones((2, 3)), 4))
     content = _safetensors(rng, path.read_bytes())
     _put(rng, path, content)
-    return "used" if heat.read(path, 2, 3, 4) else "ignored"
+    return "used" if usage_file.read(path, 2, 3, 4) else "ignored"
 
 
 def _safetensors(rng: Random, content: bytes) -> bytes:
@@ -269,7 +273,7 @@ def listed(rng: Random, folder: Path) -> str:
             _put(rng, folder / name / "manifest.json", _hostile.text(rng, {"format": "floe-chat pack", "version": 1}))
             _put(rng, folder / name / "config.json", _hostile.text(rng, {"model_type": "mixtral"}))
     found = catalog.installed()
-    setup_wish.unfinished()
+    wish.unfinished()
     for one in found:
         if one.name != catalog.DEMO:
             assert one.trouble is not None
@@ -312,14 +316,14 @@ def _interrupt(source: Path, folder: Path) -> None:
 
 def _pack(source: Path, folder: Path, progress: Any = None) -> None:
     from floe_chat.models.checkpoint import Checkpoint
-    from floe_chat.models.pack import PackSpec, pack
+    from floe_chat.models.packing.pack import PackSpec, pack
 
     pack(Checkpoint(source), folder, PackSpec(), _PACKS["tokens"], "tiny", progress)
 
 
 def resumed_pack(rng: Random, folder: Path) -> str:
     """An interrupted pack of which one file was damaged, packed to its end and opened."""
-    from floe_chat.models.packed import PackedModel
+    from floe_chat.models.pack.packed_model import PackedModel
 
     pack = folder / "pack"
     shutil.copytree(_PACKS["folder"], pack)

@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 from floe_chat.app.arguments import sampling_from
-from floe_chat.app.chat_client import ChatClient, Message, TextDelta
+from floe_chat.app.client.chat_client import ChatClient, Message, TextDelta
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
-from floe_chat.engine.footprint import Footprint
-from floe_chat.models import catalog, chat_process, verify
+from floe_chat.engine.planning.footprint import Footprint
+from floe_chat.models import catalog
+from floe_chat.models.checking import verify
 from floe_chat.models.errors import FloeError, UsageError
-from floe_chat.models.manifest import FILE_NAME, Manifest
-from floe_chat.models.pack import PackSpec
+from floe_chat.models.pack.manifest import FILE_NAME, Manifest
+from floe_chat.models.packing.pack import PackSpec
+from floe_chat.models.tokenizer import chat_process
 from floe_chat.models.visible import visible
 
 from ..helpers import make_checkpoint, make_pack

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from floe_chat.app.actions import OWN
-from floe_chat.app.settings import KEYS
-from floe_chat.app.settings_file import change, documented, read, with_installed_model, with_known_theme
+from floe_chat.app.settings.file import change, documented, read, with_installed_model, with_known_theme
+from floe_chat.app.settings.settings import KEYS
 from floe_chat.models.errors import FloeError
 
 _NAMES = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights, VectorLayout, pack_codes
+from floe_chat.kernels.codes import pack_codes
+from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.weights import ExpertRows, UpWeights
 from torch import Tensor
 
 # (E, F, H, group): odd sizes, a group as wide as the vector, several groups, more than one 256-value block of codes.

@@ -6,17 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels.layouts import (
-    WIDTHS,
-    RowLayout,
-    VectorLayout,
-    align,
-    dequantize,
-    group_size,
-    pack_codes,
-    packed_bytes,
-    unpack_codes,
-)
+from floe_chat.kernels.codes import WIDTHS, align, dequantize, group_size, pack_codes, packed_bytes, unpack_codes
+from floe_chat.kernels.layouts import RowLayout, VectorLayout
 from hqq.core.quantize import Quantizer
 
 LENGTHS = [1, 2, 3, 5, 37, 40, 64, 96, 127, 128, 130, 255, 256, 257, 320, 511, 512, 1025]

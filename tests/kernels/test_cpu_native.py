@@ -19,18 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from floe_chat.kernels.codes import WIDTHS, group_size, pack_codes
 from floe_chat.kernels.cpu import native
-from floe_chat.kernels.layouts import (
-    WIDTHS,
-    ExpertRows,
-    RowLayout,
-    UpLayout,
-    UpWeights,
-    VectorLayout,
-    group_size,
-    pack_codes,
-)
+from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.weights import ExpertRows, UpWeights
 from torch import Tensor
 
 from ..covering import covering

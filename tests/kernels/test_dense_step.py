@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.kernels.codes import group_size, pack_codes
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_step import NativeStep
-from floe_chat.kernels.layouts import LinearWeights, VectorLayout, group_size, pack_codes
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.step import DenseLayer, Heads, Projection, Router, Stepped, dense_step
+from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
 from ..helpers import relative_rms

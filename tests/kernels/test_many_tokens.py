@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels.cpu import native
-from floe_chat.kernels.layouts import LinearWeights
+from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
 from ..covering import covering

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.layouts import LinearWeights, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import UpLayout, VectorLayout
+from floe_chat.kernels.weights import LinearWeights, UpWeights
 from torch import Tensor
 
 from ..covering import covering

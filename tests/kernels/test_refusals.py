@@ -9,8 +9,8 @@ import pytest
 import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.backend import choose
-from floe_chat.kernels.layouts import LinearWeights
 from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
 from .oracle import each, make_layer

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from floe_chat.kernels import reference
+from floe_chat.kernels.codes import group_size, pack_codes
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
-from floe_chat.kernels.layouts import LinearWeights, VectorLayout, group_size, pack_codes
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import Ends, ExpertLayer, Projection
 from floe_chat.kernels.types import Limits
+from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
 
 from ..helpers import relative_rms

@@ -6,9 +6,11 @@ import pytest
 import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels import reference
+from floe_chat.kernels.codes import pack_codes
 from floe_chat.kernels.cpu import native
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, VectorLayout, pack_codes
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.types import Active
+from floe_chat.kernels.weights import ExpertRows, LinearWeights
 from torch import Tensor
 
 from ..covering import covering

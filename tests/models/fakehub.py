@@ -27,7 +27,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
-from floe_chat.models.download import Download
+from floe_chat.models.hub.download import Download
 
 ALWAYS = 1 << 30
 PORTAL = b"<!DOCTYPE html><html><title>Welcome aboard</title>Please accept our terms to use this network.</html>"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.kv import KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.loader import load
-from floe_chat.models import bare
-from floe_chat.models.pack import EXACT, PackSpec
+from floe_chat.models.modules import light_modules
+from floe_chat.models.packing.pack import EXACT, PackSpec
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, OlmoeConfig, PretrainedConfig
 
 from ..helpers import edit_json, make_checkpoint, make_pack, relative_rms
@@ -47,8 +47,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def test_same_names_shapes_and_rope_as_the_librarys(name: str) -> None:
     config = CONFIGS[name]
     theirs: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    ours: Any = bare.tree(config, torch.bfloat16)
-    assert bare.knows(config)
+    ours: Any = light_modules.tree(config, torch.bfloat16)
+    assert light_modules.knows(config)
     expected = {n: (p.shape, p.dtype) for n, p in theirs.named_parameters() if ".experts." not in n}
     assert {n: (p.shape, p.dtype) for n, p in ours.named_parameters()} == expected
     positions = torch.tensor([[0, 1, 77, 4000]])
@@ -83,7 +83,7 @@ def test_a_rope_that_changes_with_the_length_takes_the_library(tmp_path: Path) -
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     edit_json(source / "config.json", lambda fields: fields.update(rope_parameters=rope, head_dim=16))
     make_pack(source, pack, PackSpec())
-    assert not bare.knows(AutoConfig.from_pretrained(pack))
+    assert not light_modules.knows(AutoConfig.from_pretrained(pack))
     loaded, told = load(pack, None, "cpu", lambda _step, _share: None)
     assert "dense layers in transformers, because rope of the type dynamic" in told.reason
     ids = torch.tensor([[1, 5, 9]])

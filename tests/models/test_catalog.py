@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.models.catalog import asset, described, find, installed, models_folder, published
+from floe_chat.models.catalog_entry import Entry
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.entry import Entry
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.published import PUBLISHED
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models.chat_format import ChatFormat
-from floe_chat.models.chat_tokens import Detokenizer
 from floe_chat.models.errors import FloeError, PackError, UsageError
+from floe_chat.models.tokenizer.chat_format import ChatFormat
+from floe_chat.models.tokenizer.tokens import Detokenizer
 from floe_chat.models.visible import visible
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models import chat_process
-from floe_chat.models.chat_format import ChatFormat
-from floe_chat.models.chat_process import ChatProcess, Fitted, TooLong, encode
 from floe_chat.models.errors import FloeError, PackError, UsageError
+from floe_chat.models.tokenizer import chat_process
+from floe_chat.models.tokenizer.chat_format import ChatFormat
+from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, encode
 
 from ..helpers import TEMPLATE, edit_json, write_tokenizer
 

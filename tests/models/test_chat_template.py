@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models.chat_template import ChatTemplate
+from floe_chat.models.tokenizer.chat_template import ChatTemplate
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = list[dict[str, str]]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models.chat_format import ChatFormat
-from floe_chat.models.chat_process import ChatProcess, Fitted
 from floe_chat.models.errors import PackError
+from floe_chat.models.tokenizer.chat_format import ChatFormat
+from floe_chat.models.tokenizer.chat_process import ChatProcess, Fitted
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.models.calibration import read_tokens
 from floe_chat.models.checkpoint import Checkpoint, read_config
+from floe_chat.models.checkpoint_files import INDEX, FolderShelf
 from floe_chat.models.errors import CheckpointError
-from floe_chat.models.pack import EXACT, PackSpec, pack
-from floe_chat.models.packed import PackedModel
-from floe_chat.models.shelf import INDEX, FolderShelf
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.calibration import read_tokens
+from floe_chat.models.packing.pack import EXACT, PackSpec, pack
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models import bare, configuration
+from floe_chat.models import configuration
 from floe_chat.models.configuration import Config, parse
 from floe_chat.models.errors import PackError
 from floe_chat.models.families import FAMILIES
+from floe_chat.models.modules import light_modules
 from transformers import AutoConfig
 
 Fields = dict[str, Any]
@@ -142,7 +143,7 @@ def test_every_value_is_transformers_own(name: str, tmp_path: Path) -> None:
         missing = False if field.name == "norm_topk_prob" else missing
         expected: Any = getattr(theirs, field.name, missing)
         assert (value, type(value)) == (expected, type(expected)), field.name
-    assert bare.knows(own) and bare.knows(theirs)
+    assert light_modules.knows(own) and light_modules.knows(theirs)
 
 
 def test_every_family_that_needs_no_library_is_read_here() -> None:

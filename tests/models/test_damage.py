@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.loader import load
-from floe_chat.models import packed
 from floe_chat.models.errors import PackError
-from floe_chat.models.manifest import FILE_NAME, FileEntry, Manifest, file_entry
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack import packed_model
+from floe_chat.models.pack.manifest import FILE_NAME, FileEntry, Manifest, file_entry
+from floe_chat.models.pack.packed_model import PackedModel
 from torch import Tensor
 
 from ..helpers import edit_json, edit_tensors, reseal
@@ -125,7 +125,7 @@ def test_a_second_opening_does_not_read_the_weights_again(copy: Path, monkeypatc
     def read_again(path: Path) -> Any:
         raise AssertionError(f"{path} was read again")
 
-    monkeypatch.setattr("floe_chat.models.packed.file_entry", read_again)
+    monkeypatch.setattr("floe_chat.models.pack.packed_model.file_entry", read_again)
     assert PackedModel.open(copy)
     with pytest.raises(AssertionError, match="again"):
         PackedModel.open(copy, recheck=True)
@@ -171,7 +171,7 @@ def test_a_stamp_that_others_could_have_written_is_not_believed(
         read.append(path)
         return file_entry(path)
 
-    monkeypatch.setattr(packed, "file_entry", look)
+    monkeypatch.setattr(packed_model, "file_entry", look)
     PackedModel.open(copy)
     assert read == []
     (stamp if open_to_others == "file" else stamp.parent).chmod(0o777)

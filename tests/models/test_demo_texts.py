@@ -7,13 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from floe_chat.models.demo.corpus import DialogueMaker, HeldOut
-from floe_chat.models.demo.facts import (
-    read_facts,
-    read_first_messages,
-    read_heldout,
-    read_scope,
-    read_templates,
-)
+from floe_chat.models.demo.facts import read_facts, read_first_messages, read_heldout, read_scope, read_templates
 
 
 def same(question: str) -> str:

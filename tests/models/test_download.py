@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from floe_chat.models.download import Download, check_room, room
 from floe_chat.models.errors import FloeError, TryAgainError
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.fetch_part import PartFile, Ranges
-from floe_chat.models.hub import Repo, resolve
+from floe_chat.models.hub.download import Download, check_room, room
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_part import PartFile, Ranges
+from floe_chat.models.hub.repository import Repo, resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault, wait_all

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from floe_chat.models.download import Download
 from floe_chat.models.errors import AccessError, FloeError, HubError, TryAgainError
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import resolve
+from floe_chat.models.hub.download import Download
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.repository import resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault, wait_all

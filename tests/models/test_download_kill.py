@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from floe_chat.models.download import Download
 from floe_chat.models.errors import TryAgainError
-from floe_chat.models.hub import resolve
+from floe_chat.models.hub.download import Download
+from floe_chat.models.hub.repository import resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault
@@ -25,10 +25,10 @@ from .fakehub import ALWAYS, FakeHub, Fault
 PARENT = """
 import os, sys
 from pathlib import Path
-from floe_chat.models.download import Download
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import resolve
-from floe_chat.models.hub_request import new_client
+from floe_chat.models.hub.download import Download
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.repository import resolve
+from floe_chat.models.hub.hub_request import new_client
 from huggingface_hub import get_token, try_to_load_from_cache
 
 new_client("")

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from floe_chat.engine.loader import load
-from floe_chat.models import foresight
 from floe_chat.models.errors import PackError, UsageError
-from floe_chat.models.foresight import Lesson, Lookahead, Training, carry, learn, width
-from floe_chat.models.pack import EXACT
-from floe_chat.models.packed import PackedModel
-from floe_chat.models.tensorfile import write_tensors
+from floe_chat.models.pack import learned_predictor
+from floe_chat.models.pack.learned_predictor import Lesson, Lookahead, Training, carry, learn, width
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.pack.tensor_file import write_tensors
+from floe_chat.models.packing.pack import EXACT
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -161,8 +161,8 @@ def test_layers_that_learned_nothing_leave_the_profile_without_predictors() -> N
 @pytest.mark.parametrize("tokens", [20, 3000], ids=["nothing", "network"])
 def test_what_was_learned_survives_being_kept(tmp_path: Path, tokens: int) -> None:
     found = learn(lesson(tokens, 2, "network"), 32, seed=0)
-    write_tensors(tmp_path / "kept.safetensors", foresight.to_tensors(found))
-    again = foresight.from_tensors(load_file(tmp_path / "kept.safetensors"))
+    write_tensors(tmp_path / "kept.safetensors", learned_predictor.to_tensors(found))
+    again = learned_predictor.from_tensors(load_file(tmp_path / "kept.safetensors"))
     if found is None or again is None:
         assert found is again is None and tokens == 20
         return
@@ -177,13 +177,13 @@ def test_packing_teaches_each_layer_with_what_transformers_computes(
     """Layer l's input and choice, layer l + 1's scores and choice, from the model's own pass."""
     source = make_checkpoint(tmp_path / "source", family=family, layers=3)
     lessons: list[Lesson] = []
-    original = foresight.learn
+    original = learned_predictor.learn
 
     def note(given: Lesson, width: int, seed: int) -> Any:
         lessons.append(given)
         return original(given, width, seed)
 
-    monkeypatch.setattr(foresight, "learn", note)
+    monkeypatch.setattr(learned_predictor, "learn", note)
     make_pack(source, tmp_path / "p", EXACT)
     model = reference_model(source)
     with torch.inference_mode():
@@ -203,7 +203,7 @@ def test_a_pack_keeps_its_predictors(tiny_pack: Path) -> None:
     assert packed.has_lookahead()
     found = packed.lookahead()
     assert [tuple(layer.linear.shape) for layer in found] == [(a.experts, a.hidden + a.experts + 1)] * (a.layers - 1)
-    shares = packed.profile()[foresight.RECALL]
+    shares = packed.profile()[learned_predictor.RECALL]
     assert shares.shape == (a.layers - 1, 2) and bool(((shares >= 0) & (shares <= 1)).all())
 
 
@@ -213,7 +213,7 @@ def copy(tiny_pack: Path, tmp_path: Path) -> Path:
 
 
 def test_a_pack_without_predictors_works_and_says_so_when_asked_for_them(copy: Path) -> None:
-    edit_tensors(copy, lambda name, tensor: None if name.startswith(foresight.PREFIX) else tensor)
+    edit_tensors(copy, lambda name, tensor: None if name.startswith(learned_predictor.PREFIX) else tensor)
     reseal(copy)
     packed = PackedModel.open(copy)
     assert not packed.has_lookahead()
@@ -225,7 +225,7 @@ def test_a_pack_without_predictors_works_and_says_so_when_asked_for_them(copy: P
 
 @pytest.mark.parametrize("damage", ["missing", "shape", "dtype", "half-a-network", "no-matrix"])
 def test_predictors_that_do_not_fit_are_damage(copy: Path, damage: str) -> None:
-    name = foresight.name(0, "linear")
+    name = learned_predictor.name(0, "linear")
 
     def change(found: str, tensor: Tensor) -> Tensor | None:
         if found != name:
@@ -237,12 +237,14 @@ def test_predictors_that_do_not_fit_are_damage(copy: Path, damage: str) -> None:
     if damage != "half-a-network":
         edit_tensors(copy, change)
     else:
-        add_tensor(copy / "profile.safetensors", foresight.name(0, "outer"), torch.zeros(4, 8, dtype=torch.bfloat16))
+        add_tensor(
+            copy / "profile.safetensors", learned_predictor.name(0, "outer"), torch.zeros(4, 8, dtype=torch.bfloat16)
+        )
     reseal(copy)
     packed = PackedModel.open(copy)
     with pytest.raises(PackError, match="damaged") as caught:
         packed.lookahead()
-    assert foresight.PREFIX in caught.value.cause
+    assert learned_predictor.PREFIX in caught.value.cause
 
 
 def add_tensor(path: Path, name: str, tensor: Tensor) -> None:

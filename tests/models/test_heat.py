@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from floe_chat.models import heat
-from floe_chat.models.heat import Heat
+from floe_chat.models.pack import usage_file
+from floe_chat.models.pack.usage_file import Heat
 from numpy.typing import NDArray
 
 
@@ -25,15 +25,15 @@ def random_heat(layers: int, experts: int, neurons: int) -> Heat:
 def test_heat_survives_in_a_file_of_its_owner_alone(tmp_path: Path) -> None:
     kept, path = random_heat(2, 3, 11), tmp_path / "new" / "heat.safetensors"
     for _ in range(2):
-        heat.write(path, kept)
+        usage_file.write(path, kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and [*path.parent.iterdir()] == [path]
-    back = heat.read(path, 2, 3, 11)
+    back = usage_file.read(path, 2, 3, 11)
     assert back is not None and (back.scores == kept.scores).all()
     np.testing.assert_allclose(back.uses, kept.uses, atol=1e-3)
 
 
 def test_no_heat_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert heat.read(tmp_path / "none", 1, 1, 1) is None and not caplog.records
+    assert usage_file.read(tmp_path / "none", 1, 1, 1) is None and not caplog.records
 
 
 def cut(path: Path) -> None:
@@ -45,7 +45,7 @@ def content(data: bytes) -> Callable[[Path], object]:
 
 
 def of_another_model(path: Path) -> None:
-    heat.write(path, random_heat(2, 3, 12))
+    usage_file.write(path, random_heat(2, 3, 12))
 
 
 def spoil(value: float, *, scores: bool) -> Callable[[Path], None]:
@@ -53,7 +53,7 @@ def spoil(value: float, *, scores: bool) -> Callable[[Path], None]:
         kept = random_heat(2, 3, 11)
         array: NDArray[np.float32] = kept.scores if scores else kept.uses
         array.reshape(-1)[4] = value
-        heat.write(path, kept)
+        usage_file.write(path, kept)
 
     return change
 
@@ -76,13 +76,13 @@ def test_damaged_heat_is_ignored_and_told(
     damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "heat.safetensors"
-    heat.write(path, random_heat(2, 3, 11))
+    usage_file.write(path, random_heat(2, 3, 11))
     damage(path)
     with caplog.at_level(logging.WARNING):
-        assert heat.read(path, 2, 3, 11) is None
+        assert usage_file.read(path, 2, 3, 11) is None
     assert "not known" in caplog.text
 
 
 def test_each_pack_has_a_file_of_its_own(tmp_path: Path) -> None:
-    assert heat.file_of(tmp_path / "a") != heat.file_of(tmp_path / "b")
-    assert heat.file_of(tmp_path / "a" / ".." / "b") == heat.file_of(tmp_path / "b")
+    assert usage_file.file_of(tmp_path / "a") != usage_file.file_of(tmp_path / "b")
+    assert usage_file.file_of(tmp_path / "a" / ".." / "b") == usage_file.file_of(tmp_path / "b")

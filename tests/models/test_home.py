@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.models.home import is_folder_name
+from floe_chat.models.paths import is_folder_name
 
 
 @pytest.mark.parametrize("name", ["tiny", "mixtral-8x7b_3.4", "größer", "a" * 120])

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models import hub as hub_module
-from floe_chat.models import hub_request
-from floe_chat.models.download import Download
+from floe_chat.models.checkpoint_files import INDEX
 from floe_chat.models.errors import AccessError, CheckpointError, FloeError, HubError, TryAgainError, UsageError
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import resolve
-from floe_chat.models.hub_files import cached, is_wanted
-from floe_chat.models.shelf import INDEX
+from floe_chat.models.hub import hub_request
+from floe_chat.models.hub import repository as hub_module
+from floe_chat.models.hub.download import Download
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.repository import resolve
+from floe_chat.models.hub.repository_files import cached, is_wanted
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault, wait_all
@@ -443,13 +443,13 @@ def test_a_user_who_is_offline_stays_offline(hub: FakeHub, monkeypatch: pytest.M
 
 PRIVATE = """
 import os, sys
-import floe_chat.app.cli
+import floe_chat.app.cli.main
 assert "huggingface_hub" not in sys.modules
-from floe_chat.models.privacy import offline, stay_private
+from floe_chat.models.hub.privacy import offline, stay_private
 stay_private()
 stay_private()
 print(offline())
-from floe_chat.models.hub import resolve
+from floe_chat.models.hub.repository import resolve
 print(resolve("floe/tiny").commit)
 from huggingface_hub import HfApi
 try:

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from floe_chat.models.checkpoint_files import INDEX, FolderShelf, Shelf
 from floe_chat.models.errors import CheckpointError, TryAgainError
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import resolve
-from floe_chat.models.hub_shelf import HubShelf
-from floe_chat.models.shelf import INDEX, FolderShelf, Shelf
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.remote_checkpoint import HubShelf
+from floe_chat.models.hub.repository import resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault

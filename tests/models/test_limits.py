@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.models import configuration, limits
+from floe_chat.models import config_limits, configuration
 from floe_chat.models.catalog import described
 from floe_chat.models.checkpoint import Checkpoint, read_config
 from floe_chat.models.errors import CheckpointError, PackError
@@ -30,9 +30,9 @@ SOUND: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 BAD: list[tuple[str, Any]] = [
-    *((name, value) for name, (least, most) in limits.SIZES.items() for value in (least - 1, most + 1)),
-    *((name, value) for name in limits.SIZES for value in (2 * 10**9, 10**30, "x")),
-    *((name, value) for name in limits.FIGURES for value in (math.nan, math.inf, -1.0, "x")),
+    *((name, value) for name, (least, most) in config_limits.SIZES.items() for value in (least - 1, most + 1)),
+    *((name, value) for name in config_limits.SIZES for value in (2 * 10**9, 10**30, "x")),
+    *((name, value) for name in config_limits.FIGURES for value in (math.nan, math.inf, -1.0, "x")),
     ("num_experts", 10**9),
     ("num_hidden_layers", 2.5),
     ("num_hidden_layers", True),
@@ -49,7 +49,7 @@ def write(folder: Path, **fields: Any) -> Path:
 
 def test_a_sound_configuration_is_accepted(tmp_path: Path) -> None:
     write(tmp_path)
-    assert limits.problem(SOUND) is None
+    assert config_limits.problem(SOUND) is None
     assert read_config(tmp_path).head_dim == configuration.read(tmp_path).head_dim == 128
     assert described(str(tmp_path)).sizes.layers == 32
 
@@ -63,13 +63,13 @@ def test_a_number_beyond_its_limits_is_refused_wherever_it_is_read(name: str, va
         assert len(caught.value.cause) < 200
     with pytest.raises(PackError, match="damaged"):
         configuration.read(tmp_path)
-    if name in limits.SIZES and name != "sliding_window":
+    if name in config_limits.SIZES and name != "sliding_window":
         with pytest.raises(CheckpointError, match="does not describe a model"):
             described(str(tmp_path))
 
 
 def test_sizes_that_are_too_large_together_are_refused(tmp_path: Path) -> None:
-    most = {name: limits.SIZES[name][1] for name in ("num_hidden_layers", "num_local_experts")}
+    most = {name: config_limits.SIZES[name][1] for name in ("num_hidden_layers", "num_local_experts")}
     write(tmp_path, **most)
     with pytest.raises(CheckpointError) as caught:
         read_config(tmp_path)
@@ -93,9 +93,9 @@ def test_published_models_are_within_the_limits(entry: Any) -> None:
         "max_position_embeddings": sizes.window,
         "head_dim": sizes.head_dim,
     }
-    assert limits.problem(values) is None
+    assert config_limits.problem(values) is None
 
 
 @pytest.mark.parametrize("value", [10**400, "x" * 10_000, math.nan, [1], None, True])
 def test_a_value_is_shown_shortly(value: Any) -> None:
-    assert 0 < len(limits.shown(value)) <= 61
+    assert 0 < len(config_limits.shown(value)) <= 61

@@ -14,8 +14,8 @@ import pytest
 from floe_chat.engine.loader import load
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.errors import PackError
-from floe_chat.models.manifest import FILE_NAME, Manifest, Tuned, layer_file
-from floe_chat.models.packed import PackedModel
+from floe_chat.models.pack.manifest import FILE_NAME, Manifest, Tuned, layer_file
+from floe_chat.models.pack.packed_model import PackedModel
 
 WRONG: list[Any] = [None, True, -1, 0, 2.0, 1 << 70, float("nan"), "", "x", "../x", [], [1], {}, {"a": 1}]
 # Free text or notes: the reader shows them and decides nothing by them.
@@ -38,7 +38,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(named) < 200_000, "the reader believes in an absurd number of layers"
         return layer_file(layer)
 
-    monkeypatch.setattr("floe_chat.models.manifest.layer_file", limited)
+    monkeypatch.setattr("floe_chat.models.pack.manifest.layer_file", limited)
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:

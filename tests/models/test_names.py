@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.setup_wish import wish
-from floe_chat.models import names, support
+from floe_chat.app.setup.wish import wish
+from floe_chat.models import supported, typed_names
 from floe_chat.models.catalog import asset, described, find, listed, models_folder, source
 from floe_chat.models.errors import FloeError, UsageError
 from floe_chat.models.families import FAMILIES
@@ -52,13 +52,13 @@ class TestAddresses:
         ],
     )
     def test_all_mean_the_repository(self, text: str) -> None:
-        assert names.hub_repo(text) == names.Repo(OLMOE)
+        assert typed_names.hub_repo(text) == typed_names.Repo(OLMOE)
         assert described(text).name == "olmoe-1b-7b-instruct" and source(text).repo == OLMOE
         assert wish(text).name == "olmoe-1b-7b-instruct"
 
     def test_a_commit_is_taken(self) -> None:
         address = f"https://huggingface.co/{OLMOE}/tree/{COMMIT}"
-        assert names.hub_repo(address) == names.Repo(OLMOE, COMMIT) and wish(address).commit == COMMIT
+        assert typed_names.hub_repo(address) == typed_names.Repo(OLMOE, COMMIT) and wish(address).commit == COMMIT
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -81,7 +81,7 @@ class TestAddresses:
         "text", ["", "mixtral", "a/b/c", "/home/me/model", "./folder", "~/model", "x" * 5000, "../x"]
     )
     def test_what_is_no_repository(self, text: str) -> None:
-        assert names.hub_repo(text) is None
+        assert typed_names.hub_repo(text) is None
 
 
 class TestParts:
@@ -138,7 +138,10 @@ class TestParts:
         assert f"Did you mean {meant}" in caught.value.hint
 
     def test_nothing_is_offered_for_what_is_like_nothing(self) -> None:
-        assert names.similar("zzzzzz", ["mixtral-8x7b", "demo"]) is None and names.similar("", ["demo"]) is None
+        assert (
+            typed_names.similar("zzzzzz", ["mixtral-8x7b", "demo"]) is None
+            and typed_names.similar("", ["demo"]) is None
+        )
 
 
 class TestReasons:
@@ -177,7 +180,7 @@ class TestReasons:
         "text", ["mistralai/Mixtral-8x7B-v0.1", "mlabonne/Beyonder-4x7B-v3", "x/Llama-3-8x8B", "a/olmoe-sft", "my-pack"]
     )
     def test_a_name_that_may_be_one_of_ours_is_not_refused(self, text: str) -> None:
-        assert support.refused(text) is None
+        assert supported.refused(text) is None
 
     def test_what_an_unlisted_repository_is_its_configuration_says(self) -> None:
         """Its owner may call it what they like, so setup asks the hub; only formats are refused by name."""
@@ -210,7 +213,7 @@ class TestReasons:
         assert reason in caught.value.title and caught.value.hint
 
     def test_what_can_be_packed_is_what_is_called_supported(self) -> None:
-        assert set(support.SUPPORTED) == set(FAMILIES)
+        assert set(supported.SUPPORTED) == set(FAMILIES)
 
 
 def test_whatever_is_typed_has_an_answer() -> None:

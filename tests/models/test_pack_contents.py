@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.kernels.layouts import pack_codes
-from floe_chat.models.calibration import MEASURES, quantile_table, threshold_at
+from floe_chat.kernels.codes import pack_codes
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.pack import EXACT, PackSpec
-from floe_chat.models.packed import PackedModel
-from floe_chat.models.quantize import quantize
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.pack.quantize import quantize
+from floe_chat.models.packing.calibration import MEASURES, quantile_table, threshold_at
+from floe_chat.models.packing.pack import EXACT, PackSpec
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.dense_part import DensePart
 from floe_chat.models.errors import FloeError, PackError, TryAgainError, UsageError
-from floe_chat.models.manifest import FILE_NAME, UNFINISHED, Manifest
-from floe_chat.models.pack import EXACT, PackSpec, pack, working_bytes
-from floe_chat.models.packed import PackedModel
-from floe_chat.models.workplace import locked
+from floe_chat.models.pack.manifest import FILE_NAME, UNFINISHED, Manifest
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.dense_part import DensePart
+from floe_chat.models.packing.pack import EXACT, PackSpec, pack, working_bytes
+from floe_chat.models.packing.workplace import locked
 
 from ..helpers import calibration_tokens, make_checkpoint, make_pack, write_tokenizer
 

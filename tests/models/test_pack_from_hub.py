@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.fetch_loop import Tuning
-from floe_chat.models.hub import resolve
-from floe_chat.models.hub_shelf import HubShelf
-from floe_chat.models.pack import EXACT, pack
+from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.remote_checkpoint import HubShelf
+from floe_chat.models.hub.repository import resolve
+from floe_chat.models.packing.pack import EXACT, pack
 
 from ..helpers import calibration_tokens
 from .fakehub import ALWAYS, FakeHub, Fault

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from floe_chat.models import journal, pack_run
 from floe_chat.models.checkpoint import Checkpoint
+from floe_chat.models.checkpoint_files import FolderShelf, TensorPlace
 from floe_chat.models.errors import CheckpointError, FloeError, TryAgainError, UsageError
-from floe_chat.models.manifest import FILE_NAME, UNFINISHED, Manifest
-from floe_chat.models.pack import PackSpec, pack
-from floe_chat.models.shelf import FolderShelf, TensorPlace
-from floe_chat.models.workplace import locked
+from floe_chat.models.pack.manifest import FILE_NAME, UNFINISHED, Manifest
+from floe_chat.models.packing import journal, pack_run
+from floe_chat.models.packing.pack import PackSpec, pack
+from floe_chat.models.packing.workplace import locked
 from torch import Tensor
 
 from ..helpers import calibration_tokens, edit_tensors, make_checkpoint

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat.kernels.layouts import VectorLayout, dequantize, pack_codes, unpack_codes
-from floe_chat.models.quantize import BLOCK_ROWS, quantize, store_matrix, store_vectors
+from floe_chat.kernels.codes import dequantize, pack_codes, unpack_codes
+from floe_chat.kernels.layouts import VectorLayout
+from floe_chat.models.pack.quantize import BLOCK_ROWS, quantize, store_matrix, store_vectors
 from hqq.core.quantize import Quantizer
 
 from ..helpers import relative_rms

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.models.pack import PackSpec
-from floe_chat.models.tensorfile import Plan, TensorFile
+from floe_chat.models.pack.tensor_file import Plan, TensorFile
+from floe_chat.models.packing.pack import PackSpec
 from safetensors.torch import load_file
 
 from ..helpers import make_checkpoint, make_pack

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.models.catalog import models_folder
+from floe_chat.models.checking.repair import repair
+from floe_chat.models.checking.verify import Compared, compare, damages
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError
-from floe_chat.models.manifest import FILE_NAME, FRONTIER, Manifest, file_entry
-from floe_chat.models.pack import EXACT, PackSpec
-from floe_chat.models.packed import PackedModel
-from floe_chat.models.repair import repair
-from floe_chat.models.verify import Compared, compare, damages
+from floe_chat.models.pack.manifest import FILE_NAME, FRONTIER, Manifest, file_entry
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import EXACT, PackSpec
 from torch import Tensor
 
 from ..helpers import (

@@ -21,11 +21,12 @@ from unittest import mock
 import torch
 import triton
 from floe_chat.kernels import triton as kernels
-from floe_chat.kernels.layouts import ExpertRows, LinearWeights, RowLayout, UpLayout, UpWeights, VectorLayout
+from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.triton import dense, launch, operations
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
+from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from floe_chat.kernels.layouts import ExpertRows, RowLayout, UpLayout, UpWeights
+from floe_chat.kernels.layouts import RowLayout, UpLayout
 from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.weights import ExpertRows, UpWeights
 from torch import Tensor
 
 from ..oracle import Layer, make_layer

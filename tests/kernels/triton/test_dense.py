@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
-from floe_chat.kernels.layouts import LinearWeights, VectorLayout, pack_codes
+from floe_chat.kernels.codes import pack_codes
+from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.triton import dense
 from floe_chat.kernels.types import Calls
+from floe_chat.kernels.weights import LinearWeights
 
 from ..oracle import each, make_x, swiglu, threshold_between, up_values
 from .layers import FAST_SIZES, TOLERANCE, Size, Widths, calls_on, layer_on, relative_rms, size_id

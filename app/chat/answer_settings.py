@@ -1,0 +1,50 @@
+"""What a chat is answered with, as a person changes it: `/set temperature 0.3`, `/persona NAME`, or a form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from ...engine.events import Sampling
+from ...engine.ranges import SAMPLING
+from ...models.errors import UsageError
+from ..history import Setup
+from ..settings.settings import Persona
+
+NAMES = tuple(field.name for field in fields(Sampling))
+
+
+def changed(sampling: Sampling, name: str, value: str) -> Sampling:
+    """`sampling` with one value, given as it was typed.
+
+    Raises:
+        UsageError: no such value, or one out of range.
+    """
+    if name not in NAMES:
+        raise UsageError(f"There is no sampling value {name!r}", "", f"Choose one of {', '.join(NAMES)}.")
+    if name == "seed" and value in ("", "none"):
+        return replace(sampling, seed=None)
+    try:
+        return replace(sampling, **{name: SAMPLING[name].converted(value, typed=True)})
+    except ValueError as error:
+        cause = f"It must be {SAMPLING[name]}."
+        raise UsageError(f"{name} cannot be {value!r}", cause, "Example: /set temperature 0.3") from error
+
+
+def with_persona(setup: Setup, personas: Mapping[str, Persona], name: str) -> Setup:
+    """`setup` with the system prompt and the sampling values of the persona `name`.
+
+    Raises:
+        UsageError: there is no such persona.
+    """
+    persona = personas.get(name)
+    if persona is None:
+        raise UsageError(f"There is no persona {name!r}", listed(personas), "Add personas to the settings file.")
+    given = {field: value for field in NAMES if (value := getattr(persona, field, None)) is not None}
+    sampling = replace(setup.sampling, **given)
+    return replace(setup, system_prompt=persona.system_prompt, persona=name, sampling=sampling)
+
+
+def listed(personas: Mapping[str, Persona]) -> str:
+    """The personas there are, as a sentence."""
+    return f"Personas: {', '.join(personas)}." if personas else "No persona is set up yet."

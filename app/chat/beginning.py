@@ -1,0 +1,108 @@
+"""What a chat or a question begins with: settings, command line and a saved chat taken together."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ...models import catalog
+from ...models.errors import FloeError, UsageError
+from ..arguments import memory_size, sampling_from
+from ..client.chat_client import ChatClient
+from ..settings.file import read, settings_file, with_installed_model
+from ..settings.settings import fill
+from ..text.plain_text import printable
+from . import model_choice
+
+if TYPE_CHECKING:
+    from ...engine.events import Sampling
+    from ..history import Conversation, Setup
+    from ..settings.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What answers, and how.
+
+    Attributes:
+        system: the system prompt, if one is set. chat: the saved chat to continue. own_model: `client` has that chat's
+            model, or should have: no `--model` was given. remark: why it has another one, or "".
+    """
+
+    settings: Settings
+    client: ChatClient
+    preset: str | None
+    sampling: Sampling
+    max_tokens: int
+    system: str | None
+    chat: Conversation | None = None
+    own_model: bool = True
+    remark: str = ""
+
+    @property
+    def setup(self) -> Setup:
+        """Of a new chat."""
+        from ..history import Setup
+
+        model = catalog.reference(self.client.pack)
+        return Setup(model, self.preset, self.sampling, self.system or "", self.settings.persona)
+
+
+def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, chat: int | None = None) -> Beginning:
+    """The command's `options`, with the settings where the command line says nothing; nothing is loaded yet.
+
+    Args:
+        last: continue the chat that was written to last. chat: continue the chat with this number or id.
+
+    Raises:
+        UsageError: an option cannot be used, or there is no such chat or model. FloeError: something cannot be read.
+    """
+    if last and chat is not None:
+        raise click.UsageError("--continue opens the last chat. Give either --continue or --chat N.")
+    given = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    found = read(settings_file())
+    if "model" not in given:
+        found = with_installed_model(found, settings_file())
+    for problem in found.problems:
+        click.echo(printable(f"floe-chat: {settings_file()}: {problem}; {problem.effect}"), err=True)
+    options = fill(options, given, found.settings)
+    saved = model_choice.saved_chat(chat) if last or chat is not None else None
+    own_model, remark = "model" not in given, ""
+    if saved is not None and own_model and (model := saved.setup.model):
+        try:
+            catalog.find(model, saved=True)
+            options["model"] = model
+            if "preset" not in given:
+                options["preset"] = _own_preset(saved, catalog.find(model, saved=True)) or options["preset"]
+        except FloeError as error:
+            remark = model_choice.missing(model, error, options["model"])
+    pack = catalog.find(options.pop("model"))
+    preset, device, vram = (options.pop(name) for name in ("preset", "device", "vram"))
+    sampling, max_tokens, system = sampling_from(options, pack)
+    client = ChatClient(pack, preset, device, memory_size(vram), found.settings.advanced)
+    return Beginning(found.settings, client, preset, sampling, max_tokens, system, saved, own_model, remark)
+
+
+def _own_preset(chat: Conversation, pack: Path) -> str | None:
+    """The preset that the chat was answered with, if its model still has it."""
+    from ...engine import quality_presets
+    from ...models.pack.packed_model import PackedModel
+
+    with suppress(FloeError):
+        return quality_presets.get(chat.setup.preset or "", PackedModel.open(pack).manifest).name
+    return None
+
+
+def need_saving(beginning: Beginning) -> None:
+    """Raises UsageError: a saved chat is to be opened, and the settings turn saving off."""
+    if beginning.chat is not None and not beginning.settings.save_history:
+        raise UsageError(
+            "No saved chat can be opened",
+            "Saving is turned off: history.save is false in the settings.",
+            "Turn it on, or continue without saving: floe-chat ask --continue",
+        )

@@ -1,0 +1,83 @@
+"""Going on with a kept conversation: what the model gets of it, and where question and answer go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...models.catalog import short_name
+from ...models.errors import UsageError
+from ..client import chat_client
+from ..history.answer import Answer
+from ..history.live import History
+from ..history.records import Attachment, Message, Setup
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A question, and where it belongs.
+
+    Attributes:
+        turns: the whole conversation for `ChatClient.submit`, this question last.
+        keep: puts the question into the history. What it returns takes the answer's text as it comes; `finish` it (or
+            leave its context) at the end.
+    """
+
+    turns: tuple[chat_client.Message, ...]
+    keep: Callable[[], Answer]
+
+
+def ask_in(
+    history: History, number: int | None, text: str, setup: Setup, attachments: Sequence[Attachment] = ()
+) -> Exchange:
+    """A question at the end of conversation `number`, or of the one that was written to last (None).
+
+    `setup` is what answers: its model and preset are noted beside the answer, its system prompt takes the place of the
+    conversation's own unless it is "". `floe-chat ask --continue` is this, `submit(turns)`, and the answer written.
+
+    Raises:
+        UsageError: there is no such conversation, or none at all. FloeError: the history cannot be read.
+    """
+    found = history.newest() if number is None else history.numbered(number)
+    if found is None:
+        raise UsageError("There is nothing to continue", "No chat is saved here yet.", "Ask without --continue.")
+    branch = history.messages(history.branch(found.head))
+    asked = [*turns(branch, setup.system_prompt or found.setup.system_prompt), _turn("user", text, attachments)]
+
+    def keep() -> Answer:
+        question = history.ask(found.id, found.head, text, attachments)
+        return history.answering(question, short_name(setup.model), setup.preset or "")
+
+    return Exchange(tuple(asked), keep)
+
+
+def ask_anew(history: History, text: str, setup: Setup, attachments: Sequence[Attachment] = ()) -> Exchange:
+    """A question that begins a conversation. Never fails here."""
+
+    def keep() -> Answer:
+        question = history.ask(history.begin(setup), None, text, attachments)
+        return history.answering(question, short_name(setup.model), setup.preset or "")
+
+    return Exchange((*turns((), setup.system_prompt), _turn("user", text, attachments)), keep)
+
+
+def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Message]:
+    """A branch as the model gets it: the system prompt if there is one, then user and assistant in turn.
+
+    A question that got no answer, or a blank one, is left out: chat templates want the roles to alternate.
+    """
+    kept: list[chat_client.Message] = [chat_client.Message("system", system_prompt)] if system_prompt else []
+    question: Message | None = None
+    for message in branch:
+        if message.role == "user":
+            question = message
+        elif question is not None and message.text.strip():
+            kept.append(_turn("user", question.text, question.attachments))
+            kept.append(chat_client.Message("assistant", message.text))
+            question = None
+    return kept
+
+
+def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> chat_client.Message:
+    # The files first, so that the question stands next to where the answer begins.
+    return chat_client.Message(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))

@@ -1,0 +1,59 @@
+"""Which model answers: the one to start with, which the settings save, and the one that a saved chat belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...models import catalog
+from ...models.errors import FloeError, UsageError
+from ..settings.file import change, read
+
+if TYPE_CHECKING:
+    from ..history import Conversation
+
+_FIRST_ID = 1 << 40  # of a chat: what is below is one of the numbers that `floe-chat history list` shows
+
+
+def start_with(file: Path, model: str) -> None:
+    """Save `model` (what `--model` takes) as the one that the next start uses; nothing is written if it is already.
+
+    Raises:
+        FloeError: the settings cannot be written, see `settings_file.change`.
+    """
+    if read(file).settings.model != model:
+        change(file, {"chat.model": model})
+
+
+def missing(model: str, error: FloeError, instead: str) -> str:
+    """Says that the `model` of a saved chat cannot answer, and which one answers `instead` ("": none does).
+
+    `error`: what `catalog.find(model, saved=True)` raised.
+    """
+    name = catalog.short_name(model)
+    why = "is not installed any more" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
+    said = f"This chat was answered by {name}, which {why}."
+    return f"{said} {catalog.short_name(instead)} answers instead." if instead else said
+
+
+def saved_chat(number: int | None) -> Conversation:
+    """The saved chat with this number or id, or the one that was written to last (None).
+
+    Raises:
+        UsageError: there is no such chat. FloeError: the history cannot be read.
+    """
+    from ..history.database.opening import history_file, open_to_read, open_unsaved
+    from ..history.database.trouble import explaining
+
+    file = history_file()
+    store = open_to_read(file).store if file.exists() else open_unsaved()  # to look for a chat makes no files
+    try:
+        with explaining(file):
+            if number is not None:
+                return store.conversation(number) if number >= _FIRST_ID else store.numbered(number)
+            found = store.newest()
+    finally:
+        store.close()
+    if found is None:
+        raise UsageError("There is no chat to continue", "No chat is saved yet.", "Start one without --continue.")
+    return found

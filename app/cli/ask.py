@@ -1,0 +1,188 @@
+"""`floe-chat ask`: one question in, one answer out, for pipes and scripts.
+
+Question and answer go into the history, so that the next `ask --continue`, or the screen, can go on from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ...engine.events import Failed, Finished, Loaded, Loading, Notice, Sampling
+from ...models.errors import FloeError
+from .. import progress
+from ..chat.exchange import ask_anew, ask_in
+from ..client.chat_client import ChatClient, TextDelta
+from ..history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
+from ..history.answer import unsaved
+from ..history.exporting import json_text
+from ..terminal.signals import ending_in_order
+from ..text.plain_text import printable
+
+Form = Literal["text", "json", "lines"]
+"""What goes to stdout: the text as it comes, one JSON object at the end, or one for each piece and one at the end."""
+
+
+_WAIT = 60.0  # seconds at the end for a lock or a full disk to pass
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked, and of whom.
+
+    Attributes:
+        setup: model and system prompt, as the history saves them. number: of the saved chat to continue, None: a new
+            chat. saved: whether question and answer are saved.
+    """
+
+    text: str
+    setup: Setup
+    max_tokens: int
+    number: int | None = None
+    saved: bool = True
+
+
+def ask(client: ChatClient, question: Question, form: Form) -> int:
+    """Ask, print the answer in this form, keep both, and return the exit code.
+
+    Raises:
+        FloeError: there is nothing to go on with, the model cannot be loaded, or the question does not fit.
+    """
+    with ending_in_order():
+        return _ask(client, question, form)
+
+
+def _ask(client: ChatClient, question: Question, form: Form) -> int:
+    client.start()
+    file = history_file()
+    # What is not saved may still continue a chat that is: it is read then, and nothing is written.
+    history = History(file if question.saved or (question.number is not None and file.exists()) else None)
+    wait = 0.0
+    try:
+        if question.number is not None and (failure := history.failure()) is not None:
+            history.poll()  # which would tell it again
+            raise failure
+        loaded = _load(client)
+        setup = replace(question.setup, preset=loaded.preset)
+        if question.number is not None:
+            exchange = ask_in(history, question.number, question.text, setup)
+        else:
+            exchange = ask_anew(history, question.text, setup)
+        # Drawn here, so that --json can tell which seed gives this answer again.
+        seed = setup.sampling.seed
+        drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
+        request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not kept
+        wait = _WAIT
+        with exchange.keep() if question.saved else unsaved() as kept:
+            try:
+                _answer(client, request, drawn, loaded, kept, form)
+            except BrokenPipeError:  # whoever read it had enough
+                kept.finish(None, "stopped")
+                raise
+    except (KeyboardInterrupt, SystemExit):
+        client.cancel()
+        wait = 0.0
+        raise
+    finally:
+        client.close()
+        saved = _close(history, wait)
+    return 0 if saved else 1
+
+
+def _close(history: History, wait: float) -> bool:
+    """Let the history keep what it has not kept yet; False if it could not."""
+    if wait and not history.settle():
+        _tell(history)
+        sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s, to save this chat; Ctrl+C stops waiting.\n")
+        with suppress(KeyboardInterrupt):
+            history.settle(wait)
+    saved = history.close()
+    _tell(history)
+    if not saved:
+        sys.stderr.write("floe-chat: This chat was not saved.\n")
+    return saved
+
+
+def _tell(history: History) -> None:
+    for event in history.poll():
+        if isinstance(event, Trouble):
+            sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
+        elif isinstance(event, Recovered):
+            sys.stderr.write("floe-chat: This chat is saved now.\n")
+
+
+def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, form: Form) -> None:
+    pieces: list[str] = []
+    while True:
+        for update in client.poll(timeout=0.1):
+            match update:
+                case TextDelta():
+                    pieces.append(update.text)
+                    kept.append(update.text)
+                    _show(update.text, form)
+                case Finished(request=done) if done == request:
+                    kept.finish(AnswerStats.of(update.stats, update.reason))
+                    _print_end(update, loaded, sampling, "".join(pieces), form)
+                    return
+                case Notice(title, cause):
+                    sys.stderr.write(printable(f"floe-chat: {title}. {cause}\n"))
+                case Failed():
+                    raise _error(update)
+                case _:
+                    pass
+
+
+def _show(text: str, form: Form) -> None:
+    if form == "json" or not text:
+        return
+    sys.stdout.write(text if form == "text" else json_text({"text": text}) + "\n")
+    sys.stdout.flush()
+
+
+def _load(client: ChatClient) -> Loaded:
+    while True:
+        for update in client.poll(timeout=0.1):
+            match update:
+                case Loading():
+                    progress.step(f"{update.step} ...")
+                case Loaded():
+                    progress.clear()
+                    return update
+                case Failed():
+                    raise _error(update)
+                case _:
+                    pass
+
+
+def _print_end(finished: Finished, loaded: Loaded, sampling: Sampling, text: str, form: Form) -> None:
+    if form == "text":
+        sys.stdout.write("\n")
+        return
+    stats = finished.stats
+    fields: dict[str, Any] = {
+        "answer": text,
+        "stop_reason": finished.reason,
+        "model": loaded.model,
+        "preset": loaded.preset,
+        "backend": loaded.backend,
+        "seed": sampling.seed,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "first_token_s": stats.first_token_s,
+        "decode_tokens_per_s": stats.decode_tps_mean,
+        "active_neurons": stats.active_neurons,
+        "bytes_per_token": stats.bytes_per_token,
+        "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
+    }
+    sys.stdout.write(json_text(fields) + "\n")
+    sys.stdout.flush()  # the history may yet have to be waited for
+
+
+def _error(failed: Failed) -> FloeError:
+    error = FloeError(failed.title, failed.cause, failed.hint)
+    error.exit_code = failed.exit_code
+    return error

@@ -1,0 +1,125 @@
+"""`floe-chat bench`: what this machine reaches. A table on stdout and JSON as its last line; progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ....models.errors import UsageError
+from ..command_names import SuggestingGroup
+from .models import ablation, decode, prefill
+from .options import RUNS, TIMING, chosen_device, with_options
+from .table import finish, measuring
+
+
+@click.group(cls=SuggestingGroup, short_help="Measure how fast the engine and its parts are.")
+def bench() -> None:
+    """Measure how fast the engine and its parts are on this machine.
+
+    Results are saved on this machine. A later run reports what became slower than in an earlier release.
+
+    Example: floe-chat bench kernels --quick
+    """
+
+
+@bench.command(short_help="Time the kernels at Mixtral's width.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: cuda if there is one]")
+@with_options(*TIMING)
+def kernels(device: str | None, threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
+    """Time the kernels at Mixtral's width beside what the memory delivers.
+
+    On a CPU it takes about a minute (--quick, the default widths alone: half of that) and 3 GB of memory, on a GPU
+    5 GB of its memory. Nothing is downloaded. Close other programs first; a disturbed section is marked.
+
+    Example: floe-chat bench kernels --quick --json > kernels.json
+    """
+    on_gpu = chosen_device(device) == "cuda"
+    if on_gpu and (threads or runs):
+        raise UsageError("--threads and --runs are for the CPU", "A GPU would be measured.", "Add --device cpu.")
+    with measuring() as report:
+        if on_gpu:
+            from ....engine.bench.kernels import gpu
+
+            table = gpu.run(quick=quick, report=report)
+        else:
+            from ....engine.bench.kernels import cpu
+
+            table = cpu.run(threads=threads, runs=runs or 5, quick=quick, report=report)
+    finish(table, as_json=as_json)
+
+
+@bench.command(short_help="Time how rows are packed and copied to the GPU.")
+@with_options(*TIMING)
+def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
+    """Time how active neurons are packed and copied, by chunk size, beside what a large copy reaches.
+
+    At Mixtral's width, 4- and 16-bit rows (--quick: 4-bit rows, three chunk sizes). Without a CUDA device only the
+    packing is measured. It takes about a minute and 2 GB of memory.
+
+    Example: floe-chat bench transfer --quick
+    """
+    import torch
+
+    from ....engine.bench import transfer as bench_transfer
+
+    there = torch.cuda.is_available()
+    reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+    with measuring() as report:
+        table = bench_transfer.run(
+            threads=threads, runs=runs or 5, quick=quick, gpu="cuda" if there else None, no_gpu=reason, report=report
+        )
+    finish(table, as_json=as_json)
+
+
+@bench.command(short_help="Compare engines on cards smaller than the model.")
+@click.argument("model", default="demo", metavar="[MODEL]")
+@click.option("--card", "cards", multiple=True, metavar="NAME", help="A virtual card, such as sim:rtx3060-12gb@8gb.")
+@click.option("--tokens", type=click.IntRange(12), default=96, show_default=True, help="Tokens that the model reads.")
+@click.option(
+    "--skew", type=click.FloatRange(0), help="Draw experts at random with this skew, instead of by the model's router."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
+def offload(model: str, cards: tuple[str, ...], tokens: int, skew: float | None, as_json: bool) -> None:
+    """Compare engines where the model is larger than the card, on virtual cards.
+
+    MODEL reads a text, and its routing drives this engine and others at Mixtral's width. Nothing is downloaded and no
+    GPU is needed. Times are virtual, with and without the time of floe-chat's own code. A card takes two minutes.
+
+    Example: floe-chat bench offload --card sim:rtx3060-12gb
+    """
+    from ....engine.bench.cards import offload as bench_offload
+    from ....models.catalog import asset, find
+
+    pack, text = find(model), asset("calibration.txt").read_text(encoding="utf-8")
+    with measuring() as report:
+        table = bench_offload.run(
+            pack, model, text, cards or bench_offload.CARDS, tokens=tokens, skew=skew, report=report
+        )
+    finish(table, as_json=as_json)
+
+
+@bench.command(short_help="Time a whole `floe-chat ask` and its parts.")
+@click.argument("model", default="demo", metavar="[MODEL]")
+@with_options(*RUNS)
+def startup(model: str, runs: int | None, as_json: bool) -> None:
+    """Time the start: a whole `floe-chat ask`, its parts, and the first token of a loaded model.
+
+    Each run starts two new processes. The first run is not counted.
+
+    Example: floe-chat bench startup
+    """
+    from ....engine.bench import startup as bench_startup
+    from ....models.catalog import find
+
+    pack = find(model)
+    program = [sys.executable, "-c", "from floe_chat.app.start import command; command()"]
+    question = ["ask", "--json", "--seed", "1", "--max-tokens", "16", "--model", str(Path(pack)), "What is an expert?"]
+    with measuring() as report:
+        table = bench_startup.run([*program, *question], pack, model, runs=runs or 5, report=report)
+    finish(table, as_json=as_json)
+
+
+for command in (decode, prefill, ablation):
+    bench.add_command(command)

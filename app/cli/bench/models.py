@@ -1,0 +1,195 @@
+"""`floe-chat bench decode`, `prefill` and `ablation`: what a whole model reaches, a pack or one of random weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ....models.errors import UsageError
+from .options import MODEL, TIMING, Option, chosen_device, with_options
+from .table import finish, measuring
+
+if TYPE_CHECKING:
+    from ....engine.bench.measure import Report, Table
+    from ....engine.bench.speed import Peer, Plan
+    from ....engine.bench.subject import Subject
+    from ....engine.bench.synthetic import Spec
+
+_SPEED: tuple[Option, ...] = (
+    *MODEL,
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), help="Where the model runs.  [default: cuda if there is one]"
+    ),
+    click.option(
+        "--preset",
+        "-p",
+        "presets",
+        multiple=True,
+        metavar="NAME",
+        help='Measure only this preset, or "No sparsity"; may be repeated.  [default: all that the model can run]',
+    ),
+    click.option(
+        "--peer",
+        metavar="PYTHON",
+        help="Compare with llama.cpp: a Python with llama-cpp-python and gguf.  [default: this one, if it has them]",
+    ),
+    click.option(
+        "--peer-files",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="Where llama.cpp's files are stored: 7.4 GB for mixtral-8x7b.  [default: the cache folder]",
+    ),
+    *TIMING,
+)
+
+
+@click.command(short_help="Time how fast MODEL answers.")
+@with_options(*_SPEED)
+@click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Length of the prompt, in tokens.")
+def decode(**options: Any) -> None:
+    """Time how fast MODEL answers, token by token: whole, per layer, and until its first token.
+
+    A synthetic Mixtral takes 0.8 GB of memory per layer and 1 GB more; llama.cpp takes another 7.4 GB. --quick measures
+    the default preset alone.
+
+    Example: floe-chat bench decode --synthetic mixtral-8x7b --peer PEER/bin/python
+    """
+    _speed("decode", **options)
+
+
+@click.command(short_help="Time how fast MODEL reads a prompt.")
+@with_options(*_SPEED)
+@click.option(
+    "--tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt, in tokens."
+)
+def prefill(**options: Any) -> None:
+    """Time how fast MODEL reads a prompt: whole, per layer, and until its first token.
+
+    Memory and --quick are as for decode.
+
+    Example: floe-chat bench prefill demo --tokens 256
+    """
+    _speed("prefill", **options)
+
+
+@click.command(short_help="Time what each part of the engine gains.")
+@with_options(*MODEL, *TIMING)
+def ablation(
+    model: str | None,
+    synthetic: str | None,
+    threads: int | None,
+    runs: int | None,
+    quick: bool,
+    as_json: bool,
+    **widths: int | None,
+) -> None:
+    """Time what each part of the engine gains: parts are added one by one, from transformers' own model on.
+
+    Runs on the CPU. transformers' own model has 16-bit weights: a synthetic Mixtral takes 4 GB of memory per layer and
+    4 GB more (2 layers unless --layers says more). --quick leaves this model out: 1 GB per layer.
+
+    Example: floe-chat bench ablation --synthetic mixtral-8x7b
+    """
+    from ....engine.bench import ablation as bench_ablation
+
+    spec = _spec(synthetic, model, widths, layers=2)
+    with measuring() as report:
+
+        def tell(step: str) -> None:
+            report(step, 0, 1)
+
+        if spec:
+            steps = bench_ablation.of_spec(spec, tell, quick=quick)
+        else:
+            steps = bench_ablation.of_pack(_pack(model, "cpu"), tell, quick=quick)
+        table = bench_ablation.run(steps, threads=threads, runs=runs or 5, report=report)
+    finish(table, as_json=as_json)
+
+
+def _speed(
+    bench: str,
+    *,
+    model: str | None,
+    synthetic: str | None,
+    device: str | None,
+    presets: tuple[str, ...],
+    tokens: int,
+    threads: int | None,
+    runs: int | None,
+    quick: bool,
+    peer: str | None,
+    peer_files: Path | None,
+    as_json: bool,
+    **widths: int | None,
+) -> None:
+    from ....engine.bench.speed import Plan
+
+    spec = _spec(synthetic, model, widths, layers=3)
+    place = chosen_device(device)
+    published = spec.published_layers if spec else None
+    plan = Plan(bench, presets, tokens, threads, runs or 5, quick, published)
+    with measuring() as report:
+        table = _measured(model, spec, place, plan, peer, peer_files, report)
+    finish(table, as_json=as_json)
+
+
+def _measured(
+    model: str | None,
+    spec: Spec | None,
+    device: str,
+    plan: Plan,
+    python: str | None,
+    files: Path | None,
+    report: Report,
+) -> Table:
+    from ....engine.bench import speed, synthetic
+    from ....engine.bench.peer import llama as peer
+    from ....engine.machine import conditions
+
+    if python:
+        peer.version_of(python)
+    compared = python or (sys.executable if find_spec("llama_cpp") and find_spec("gguf") else None)
+    with ExitStack() as stack:
+        if spec:
+            beside = peer.memory_bytes(peer.Widths.of(spec.config())) if compared else 0
+            subject = synthetic.make(spec, device, lambda step: report(step, 0, 1), beside=beside)
+        else:
+            subject = _pack(model, device)
+        peers: Sequence[Peer] = ()
+        if compared and (python or peer.Widths.possible(subject.model.config)):
+            a = subject.manifest.architecture
+            threads = conditions.threads_for(plan.threads, a.hidden, a.intermediate)
+            widths, folder = peer.Widths.of(subject.model.config), files or peer.default_folder()
+            peers = stack.enter_context(peer.running(compared, widths, folder, threads, plan.tokens, report))
+        return speed.run(subject, plan, peers, report)
+
+
+def _spec(name: str | None, model: str | None, widths: dict[str, int | None], layers: int) -> Spec | None:
+    """What --synthetic and its options ask for, `layers` unless they say so; None without it.
+
+    Raises:
+        UsageError: a model as well, options of a synthetic model without one, or what it cannot have.
+    """
+    given = {option: value for option, value in widths.items() if value is not None}
+    if name is None:
+        if given:
+            raise UsageError(f"--{next(iter(given))} is for a synthetic model", "", "Add --synthetic mixtral-8x7b.")
+        return None
+    if model is not None:
+        raise UsageError("A pack and a synthetic model were both given", "", f"Leave out {model} or --synthetic.")
+    from ....engine.bench.synthetic import Spec
+
+    return Spec(name, **{"layers": layers, **given})
+
+
+def _pack(model: str | None, device: str) -> Subject:
+    from ....engine.bench.subject import from_pack
+    from ....models.catalog import DEMO, asset, find
+
+    return from_pack(find(model or DEMO), device, asset("calibration.txt").read_text(encoding="utf-8"))

@@ -1,0 +1,57 @@
+"""The options that the subcommands of `floe-chat bench` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ....models.errors import UsageError
+
+Command = Callable[..., Any]
+Option = Callable[[Command], Command]
+
+_RUNS = click.option("--runs", type=click.IntRange(1), help="Timed runs of each figure, after warm-up.  [default: 5]")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print only the JSON object.")
+RUNS: tuple[Option, ...] = (_RUNS, _JSON)
+TIMING: tuple[Option, ...] = (
+    click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: as many as the engine would use]"),
+    _RUNS,
+    click.option("--quick", is_flag=True, help="Measure only the defaults: fewer figures."),
+    _JSON,
+)
+MODEL: tuple[Option, ...] = (
+    click.argument("model", required=False, metavar="[MODEL]"),
+    click.option("--synthetic", metavar="NAME", help="Measure a model of random weights instead: mixtral-8x7b."),
+    click.option("--layers", type=int, help="Its number of layers, at least 2.  [default: 3]"),
+    click.option("--up", type=int, help="Bits of its up projections: 2, 3, 4, 8 or 16.  [default: as pack]"),
+    click.option("--rows", type=int, help="Bits of its gate and down: 2, 3, 4, 8 or 16.  [default: as pack]"),
+    click.option("--dense", type=int, help="Bits of its attention: 4, 8 or 16.  [default: as pack]"),
+)
+
+
+def with_options(*options: Option) -> Option:
+    """A decorator that adds all of them, shown in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def chosen_device(wanted: str | None) -> str:
+    """ "cuda" where there is one and nothing else was asked for.
+
+    Raises:
+        UsageError: a CUDA device was asked for and there is none.
+    """
+    import torch
+
+    there = torch.cuda.is_available()
+    if wanted == "cuda" and not there:
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+        raise UsageError("There is no CUDA device to measure", f"On this machine {reason}.", "Use --device cpu.")
+    return wanted or ("cuda" if there else "cpu")

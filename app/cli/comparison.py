@@ -1,0 +1,111 @@
+"""What `eval` and `tune` compare a pack with, and on what: its 16-bit source, and a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...models.errors import UsageError
+from ..arguments import read_text
+
+Command = Callable[..., Any]
+_OPTIONS: tuple[Callable[[Command], Command], ...] = (
+    click.argument("model", default="demo", metavar="[MODEL]"),
+    click.option(
+        "--source",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="The 16-bit checkpoint that was packed.  [default: the folder of that name beside the pack]",
+    ),
+    click.option(
+        "--text",
+        "text_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The text to predict, in UTF-8.  [default: heldout.md beside the pack, else the parts of the built-in "
+        "text that packing did not use]",
+    ),
+    click.option(
+        "--tokens", type=click.IntRange(1), default=2048, show_default=True, help="How many tokens of the text to read."
+    ),
+    click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu, cuda or cuda:N."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
+)
+
+
+def comparing(command: Command) -> Command:
+    """The model and the options of a command that compares a pack with its source."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def source_of(pack: Path, given: Path | None) -> Path:
+    """The checkpoint that was packed: the folder given, or the one beside the pack of the name that it was packed from.
+
+    Raises:
+        UsageError: the folder given is a pack, or none was given and none lies there.
+    """
+    if given is not None:
+        if (given / "manifest.json").exists():
+            raise UsageError(
+                f"{given} is itself packed", "", "Give the folder of the 16-bit checkpoint that was packed as --source."
+            )
+        return given
+    from ...models.pack.manifest import Manifest
+
+    name = Manifest.read(pack).source.name
+    beside = pack.resolve().parent / Path(name).name
+    if (beside / "config.json").is_file() and not (beside / "manifest.json").exists():
+        return beside
+    raise UsageError(
+        "The source of the pack is not known",
+        f"It was packed from a folder called {name}, and there is no checkpoint at {beside}.",
+        "Give that folder: --source FOLDER.",
+    )
+
+
+HELD_OUT = "heldout.md"
+"""A text beside a pack that neither its training nor its packing has seen: what it is measured on by default."""
+
+
+def _beside(pack: Path) -> Path | None:
+    file = pack.resolve().parent / HELD_OUT
+    return file if file.is_file() else None
+
+
+def text_name(pack: Path, file: Path | None) -> str:
+    """What to call the text: its file's name, or that it is the built-in one."""
+    return str(file) if file is not None else HELD_OUT if _beside(pack) else "the built-in text"
+
+
+def text_ids(pack: Path, file: Path | None) -> list[int]:
+    """The text as the pack's tokenizer encodes it: `file`, or the one beside the pack, or the built-in one.
+
+    The built-in one lacks the passages that thresholds were measured on.
+
+    Raises:
+        PackError: the tokenizer cannot be used. UsageError: the file cannot be read.
+    """
+    from ...models.catalog import asset
+    from ...models.packing.calibration import read_tokens
+    from ...models.tokenizer.chat_process import encode
+
+    file = file or _beside(pack)
+    text = asset("calibration.txt").read_text(encoding="utf-8") if file is None else read_text(file)
+    ids = encode(pack, text)
+    return ids if file is not None else _without(ids, read_tokens(pack, text).tolist())
+
+
+def _without(ids: list[int], passages: list[list[int]]) -> list[int]:
+    """`ids` without `passages`, which lie in it in order."""
+    left: list[int] = []
+    begin = 0
+    for passage in passages:
+        at = next(place for place in range(begin, len(ids)) if ids[place : place + len(passage)] == passage)
+        left += ids[begin:at]
+        begin = at + len(passage)
+    return left + ids[begin:]

@@ -1,0 +1,114 @@
+"""`floe-chat eval`: a table of each preset's quality loss, or JSON; progress on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...models.quantities import digits, divergence
+from .. import progress
+from ..progress import rounded
+from ..text import units
+from ..text.plain_text import printable
+from .comparison import comparing, source_of, text_ids, text_name
+
+if TYPE_CHECKING:
+    from ...engine.quality.evaluate import Evaluation, Measured
+
+_HEAD = (
+    f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
+    f"{'greedy':>13}{'active':>8}{'bytes':>8}"
+)
+_LEGEND = (
+    "perplexity  of the next token; the source's own is above",
+    "KL          how far the pack's next-word probabilities move from the 16-bit source's, in nats:",
+    "            0 is identical, below 0.01 hard to notice, above 0.1 noticeable",
+    "same top    how often both find the same token most likely",
+    "rms dp      root-mean-square change of the probability of the token that really follows",
+    "greedy      after how many of {continued} tokens each continuation leaves the source's; - never",
+    "active      share of the chosen experts' neurons that were computed during the continuations",
+    "bytes       of experts' weights read for each of those tokens",
+)
+
+
+@click.command(name="eval", short_help="Measure the quality loss of a pack at each preset.")
+@comparing
+@click.option(
+    "--preset",
+    "-p",
+    "presets",
+    multiple=True,
+    metavar="NAME",
+    help='Measure only this preset, or "No sparsity"; may be repeated.  [default: all that the pack can run]',
+)
+def evaluate(
+    model: str,
+    source: Path | None,
+    text_file: Path | None,
+    presets: tuple[str, ...],
+    tokens: int,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Measure the quality loss of MODEL: the pack at each preset against the 16-bit checkpoint it was packed from.
+
+    The text is read in windows of 512 tokens; the second half of each is predicted. The checkpoint is read twice,
+    layer by layer, so it may be larger than memory; its predictions are cached (at most 2.1 GB).
+
+    Example: floe-chat eval demo --preset Balanced --tokens 1024
+    """
+    from ...engine.quality.evaluate import Told, run
+    from ...models.catalog import find
+
+    pack = find(model)
+    origin = source_of(pack, source)
+    ids = text_ids(pack, text_file)
+    try:
+        found = run(pack, origin, ids, presets, tokens, device, Told(progress.step, progress.note))
+    finally:
+        progress.clear()
+    text = text_name(pack, text_file)
+    if as_json:
+        click.echo(json.dumps({"version": version("floe-chat"), "text": text, **_fields(found)}))
+    else:
+        click.echo(table(found, text))
+
+
+def table(found: Evaluation, text: str) -> str:
+    """The figures for people, 100 columns wide."""
+    first = found.presets[0].divergence
+    windows = "one window" if found.windows == 1 else f"{found.windows} windows"
+    read = f"{found.tokens} tokens in {windows} of {found.window}, {found.scored} of them predicted"
+    lines = [
+        f"floe-chat {version('floe-chat')}, {found.model} against its 16-bit source {found.source}",
+        f"  pack      {found.widths}; on {found.device}, {found.backend}",
+        f"  text      {Path(text).name}: {read}",
+        f"  source    perplexity {digits(first.source_perplexity)}",
+        "",
+        _HEAD,
+        *map(_row, found.presets),
+        "",
+        *(line.format(continued=found.continued) for line in _LEGEND),
+    ]
+    return printable("\n".join(lines))
+
+
+def _row(row: Measured) -> str:
+    d = row.divergence
+    greedy = " ".join("-" if place is None else str(place) for place in row.first_divergence)
+    return (
+        f"{row.preset:<12}{digits(d.perplexity):>11}{divergence(d.kl_mean):>10}{divergence(d.kl_99):>10}{divergence(d.kl_max):>10}"
+        f"{d.same_top * 100:>8.2f} %{d.dp_rms:>8.4f}{greedy:>13}{units.share(row.active_neurons):>8}"
+        f"{units.size(row.bytes_per_token):>8}"
+    )
+
+
+def _fields(found: Evaluation) -> dict[str, Any]:
+    fields: dict[str, Any] = dataclasses.asdict(found)
+    fields["presets"] = [row | row.pop("divergence") for row in fields["presets"]]
+    return rounded(fields)

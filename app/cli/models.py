@@ -1,0 +1,137 @@
+"""`floe-chat models` and `floe-chat paths`: the models and folders on this machine, and how to delete a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import platformdirs
+
+from ...models import catalog
+from ...models.errors import UsageError
+from ..log import log_file
+from ..progress import note
+from ..setup.disk_use import files
+from ..setup.setups import remove as delete
+from ..setup.wish import bad_notes, forget, unfinished
+from ..text import units
+from ..text.plain_text import printable
+from .command_names import SuggestingGroup
+
+
+@click.group(
+    cls=SuggestingGroup, invoke_without_command=True, short_help="List installed, unfinished and available models."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def models(ctx: click.Context, as_json: bool) -> None:
+    """List the installed models, unfinished setups, and models that can be set up.
+
+    \b
+    floe-chat models
+    floe-chat models remove mixtral-8x7b-instruct
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    for bad in bad_notes():
+        note(str(bad))
+    found = _found()
+    click.echo(json.dumps(found, indent=2) if as_json else printable(_text(found)))
+
+
+@models.command(short_help="Delete a model or its unfinished setup.")
+@click.argument("name")
+@click.option("--yes", "-y", is_flag=True, help="Delete without asking.")
+def remove(name: str, yes: bool) -> None:
+    """Delete the model NAME, or its unfinished setup, from the models folder.
+
+    Files in the Hugging Face cache are not deleted.
+    """
+    begun = next((one for one in unfinished() if one.name == name), None)
+    folder = begun.folder if begun else catalog.models_folder() / name
+    installed = name != catalog.DEMO and any(one.name == name for one in catalog.installed())
+    if begun is None and not installed:
+        cause = "The demo is part of floe-chat." if name == catalog.DEMO else f"There is no {folder}."
+        raise UsageError(f"There is no model {name!r} to remove", cause, "`floe-chat models` lists the models.")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                "Deleting needs a confirmation", "Standard input is not a terminal.", "Add --yes to delete without one."
+            )
+        click.confirm(f"Delete {folder} ({units.size(_bytes(folder))})?", abort=True, err=True)
+    if begun is not None:
+        forget(begun)
+    else:
+        delete(name)
+    click.echo(f"floe-chat: deleted {printable(name)}.", err=True)
+
+
+@click.command(short_help="Show where settings, chats, models and the log are.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def paths(as_json: bool) -> None:
+    """Show where floe-chat stores settings, chats, models, caches and the log."""
+    from ..history import history_file
+    from ..settings.file import settings_file
+
+    found = {
+        "settings": settings_file(),
+        "history": history_file(),
+        "models": catalog.models_folder(),
+        "cache": Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)),
+        "log": log_file(),
+    }
+    if as_json:
+        click.echo(json.dumps({name: str(path) for name, path in found.items()}, indent=2))
+    else:
+        for name, path in found.items():
+            click.echo(printable(f"{name:<10}{path}"))
+
+
+def _found() -> dict[str, Any]:
+    begun = unfinished()
+    waiting = {one.name for one in begun}
+    installed = [one for one in catalog.installed() if one.name not in waiting]
+    here = {one.name for one in installed} | waiting
+    return {
+        "folder": str(catalog.models_folder()),
+        "installed": [
+            {"name": one.name, "folder": str(one.folder), "bytes": one.bytes, "trouble": one.trouble}
+            for one in installed
+        ],
+        "unfinished": [{"name": one.name, "model": one.model, "bytes": _bytes(one.folder)} for one in begun],
+        "listed": [
+            {"name": one.name, "repo": one.repo, "checkpoint_bytes": one.checkpoint_bytes, "gated": one.gated}
+            for one in catalog.PUBLISHED
+            if one.name not in here
+        ],
+    }
+
+
+def _text(found: dict[str, Any]) -> str:
+    def line(name: str, about: str) -> str:
+        return f"  {name:<26}{about}"
+
+    lines = ["Installed"]
+    lines += [
+        line(one["name"], one["trouble"] or f"{units.size(one['bytes'])}, {one['folder']}")
+        for one in found["installed"]
+    ]
+    if found["unfinished"]:
+        lines += ["", "Unfinished (`floe-chat setup` continues)"]
+        lines += [
+            line(one["name"], f"{units.size(one['bytes'])} so far, {one['model']}") for one in found["unfinished"]
+        ]
+    if found["listed"]:
+        lines += ["", "Available (`floe-chat plan NAME` shows how it would run, `floe-chat setup NAME` sets it up)"]
+        lines += [
+            line(one["name"], f"{units.size(one['checkpoint_bytes'])} to download, {one['repo']}")
+            for one in found["listed"]
+        ]
+    return "\n".join(lines)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(found.st_size for found in files(folder))

@@ -1,0 +1,306 @@
+"""`floe-chat plan`: whether a model runs on this machine or another, how, and how fast, before any download."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import textwrap
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...models.errors import UsageError
+from ...models.quantities import digits, estimate, forecast, memory, size, trimmed
+from .. import progress
+from ..arguments import memory_size
+from ..text.plain_text import printable
+from .bench.table import measuring
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...engine.planning.machine import Described, Machine
+    from ...engine.planning.options import Option
+    from ...engine.planning.plan import Plan
+
+_NAME, _WIDTH = 10, 100
+_SLOWEST, _FASTEST = 1e-3, 1e6  # of a rate that is given, in its unit
+_PLACES = {"gpu": "GPU", "pool": "GPU and CPU", "cpu": "CPU"}
+_LIST = "list"
+
+
+@click.command(short_help="Show whether a model runs here, how, and how fast.")
+@click.argument("model", required=False, metavar="[MODEL]")
+@click.option("--vram", metavar="SIZE", help="GPU memory in GB, such as 12.")
+@click.option("--ram", metavar="SIZE", help="Installed RAM in GB, such as 32.")
+@click.option("--cpu-gbs", type=float, metavar="GB/S", help="How fast the CPU reads memory.")
+@click.option("--link-gbs", type=float, metavar="GB/S", help="How fast data is copied to the GPU.")
+@click.option("--pcie", metavar="GxL", help="PCIe generation and lanes instead of --link-gbs, such as 4x16.")
+@click.option("--disk-gbs", type=float, metavar="GB/S", help="How fast the disk reads.")
+@click.option("--disk-free", metavar="SIZE", help="Free disk space in GB.")
+@click.option(
+    "--card",
+    metavar="NAME",
+    help="A graphics card in a typical machine, such as 3090; none plans without a GPU, list prints all cards.",
+)
+@click.option("--context", type=click.IntRange(1), help="Context to reserve, in tokens.  [default: 4096]")
+@click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
+@click.option("--net-mbs", type=float, metavar="MB/S", help="How fast the download is.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.pass_context
+def plan(
+    ctx: click.Context,
+    model: str | None,
+    vram: str | None,
+    ram: str | None,
+    disk_free: str | None,
+    pcie: str | None,
+    card: str | None,
+    context: int | None,
+    keep_source: bool,
+    as_json: bool,
+    **rates: float | None,
+) -> None:
+    """Show whether MODEL runs on this machine, how, and how fast, before anything is downloaded.
+
+    MODEL is a listed name or a part of one (olmoe, mixtral, demo), a hub id or the address of its page, or a folder
+    with a config.json. Without MODEL, all listed models are compared.
+
+    The options describe another machine; what they leave out is taken from this one, which is measured for a few
+    seconds the first time. Exits with 1 if nothing fits.
+
+    \b
+    floe-chat plan
+    floe-chat plan mixtral --card 3060 --ram 32
+    floe-chat plan olmoe --vram 8 --ram 16
+    """
+    if card is not None and card.strip().lower() == _LIST:
+        click.echo(cards_text())
+        return
+    if pcie is not None and rates["link_gbs"] is not None:
+        raise click.UsageError("--pcie and --link-gbs both set the speed of the link. Give one of them.")
+    positive = {name: _positive(name, rate) for name, rate in rates.items()}
+    lanes = _lanes(pcie)
+    sizes = [memory_size(text) for text in (vram, ram, disk_free)]
+    from ...engine.planning.machine import Described
+    from ...engine.planning.memory_plan import CONTEXT
+    from ...engine.planning.plan import make, offers
+    from ...models.catalog import described
+
+    cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
+    said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2])
+    net = _times(positive["net_mbs"], 1e6)
+    if model is None:
+        plans = offers(_machine(said), context=context or CONTEXT, keep_source=keep_source, net_bytes_s=net)
+        fields = {"version": version("floe-chat"), "plans": [as_fields(one) for one in plans]}
+        click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
+        ctx.exit(0 if any(one.chosen for one in plans) else 1)
+    entry = described(model)
+    if context is not None and context > entry.sizes.window:
+        progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
+    found = make(_machine(said), entry, context=context or CONTEXT, keep_source=keep_source, net_bytes_s=net)
+    click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
+    ctx.exit(0 if found.chosen else 1)
+
+
+def as_fields(plan: Plan) -> dict[str, Any]:
+    """The plan for programs: bytes, seconds, tokens per second."""
+    fields = dataclasses.asdict(plan)
+    fields["entry"] |= {
+        "folder": str(plan.entry.folder) if plan.entry.folder else None,
+        "checkpoint_bytes": plan.entry.checkpoint_bytes,
+        "parameters": plan.entry.sizes.parameters,
+    }
+    return {"version": version("floe-chat"), "fits": plan.chosen is not None, **fields}
+
+
+def text_of(plan: Plan) -> str:
+    """The plan for people."""
+    from ...engine.planning.reasons import BITS, KL, MEMORY
+
+    entry = plan.entry
+    about = [entry.repo or str(entry.folder or ""), _weights(plan), entry.licence]
+    lines = [f"{entry.name}: {', '.join(part for part in about if part)}"]
+    if entry.gated:
+        lines.append("  Its publisher asks you to accept terms on the hub first; that needs an account.")
+    if entry.chat is None:
+        lines.append(
+            "  It is a base model: it continues text, but has no chat template, so floe-chat cannot chat with it."
+        )
+    lines += ["", *_machine_lines(plan), ""]
+    if plan.chosen is None:
+        lines += ["It does not fit", *map(_wrapped, (*plan.why, plan.instead)), ""]
+    else:
+        lines += ["Plan", *_lines(plan, plan.chosen), "", "Why", *map(_wrapped, plan.why), ""]
+        if entry.folder is None:
+            lines += [f"Set it up: floe-chat setup {entry.name}", ""]
+    if len(plan.options) > 1:
+        lines += ["Choices, the most exact first (* recommended)", *_table(plan), ""]
+    note = "Speeds are estimates, with their ranges, for the preset Balanced."
+    legend = (BITS, KL, note) if plan.chosen is None else (BITS, KL, MEMORY, note)
+    return "\n".join([*lines, *(_wrapped(text).strip() for text in legend)])
+
+
+def text_of_all(plans: Sequence[Plan]) -> str:
+    """All listed models on one machine, for people."""
+    from ...engine.planning.reasons import BITS, KL, describe, lacks
+
+    head = f"  {'':<24}{'bits':<8}{'KL':>8}{'tokens/s':>20}{'download':>12}{'on disk':>10}  packing"
+    rows = [head]
+    for one in plans:
+        chosen, fetched = one.chosen, size(one.entry.checkpoint_bytes)
+        if chosen is None:
+            rows.append(f"  {one.entry.name:<24}needs {lacks(one.missing)} more")
+            continue
+        figures = f"{describe(chosen.spec):<8}{trimmed(chosen.kl, 2):>8}{_speed(chosen):>20}{fetched:>12}"
+        packing = "" if one.pack_s is None else forecast(one.pack_s).removeprefix("about ")
+        rows.append(f"  {one.entry.name:<24}{figures}{size(chosen.disk['pack']):>10}  {packing}")
+    first = next((one.entry for one in plans if one.chosen and one.entry.chat is not None), None)
+    gated = [one.entry.name for one in plans if one.entry.gated]
+    base = [one.entry.name for one in plans if one.entry.chat is None]
+    notes = [
+        f"More about one: floe-chat plan {plans[0].entry.name}",
+        f"Set one up: floe-chat setup {first.name}" if first else "The built-in demo model always works: floe-chat",
+        f"Terms to accept on the hub first: {', '.join(gated)}." if gated else "",
+        f"Base models, which continue text and cannot chat: {', '.join(base)}." if base else "",
+        BITS,
+        KL,
+        "Speeds are estimates, with their ranges, for the preset Balanced. Sizes of downloads are computed.",
+    ]
+    lines = [*_machine_lines(plans[0]), "", "Models, the recommended one first", *rows, ""]
+    return "\n".join([*lines, *(_wrapped(note).strip() for note in notes if note)])
+
+
+def cards_text() -> str:
+    """The graphics cards that `--card` knows, by series."""
+    from ...engine.offload.cards import by_series
+
+    lines: list[str] = []
+    for series, cards in by_series().items():
+        sizes: dict[str, list[str]] = {}
+        for card in cards:
+            sizes.setdefault(card.title, []).append(memory(card.vram_bytes).removesuffix(" GB"))
+        named = [f"{title} {' or '.join(counts)} GB".replace(" ", "\0") for title, counts in sizes.items()]
+        filled = textwrap.fill(", ".join(named), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        lines += [series, filled.replace("\0", " "), ""]
+    note = 'Write --card 3090 or --card "RTX 3080 12 GB". Others: --vram, --pcie and --link-gbs describe any card.'
+    return "\n".join([*lines, note])
+
+
+def _machine_lines(plan: Plan) -> list[str]:
+    return [f"Machine: {plan.machine.name}", *map(_wrapped, plan.machine.told.values())]
+
+
+def _weights(plan: Plan) -> str:
+    count = plan.entry.sizes.parameters
+    return f"{digits(count / 1e9)} B parameters" if count >= 1e9 else f"{digits(count / 1e6)} M parameters"
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _lines(plan: Plan, chosen: Option) -> list[str]:
+    from ...engine.planning.reasons import describe
+
+    def uses(held: dict[str, int]) -> str:
+        return ", ".join(f"{use} {memory(count)}" for use, count in held.items() if count)
+
+    fetched = size(plan.entry.checkpoint_bytes)
+    download = f"{fetched}, computed from the architecture" if plan.entry.folder is None else ""
+    if plan.download_s is not None:
+        download = f"{fetched}, {forecast(plan.download_s)}"
+    words = [
+        ("bits", f"{describe(chosen.spec)} (up / gate and down / attention)"),
+        ("loss", f"KL {trimmed(chosen.kl, 2)}"),
+        ("computes", _PLACES[chosen.place]),
+        ("answer", f"{_speed(chosen)} tokens/s"),
+        ("prompt", f"{estimate(*dataclasses.astuple(chosen.prefill))} tokens/s"),
+        ("context", f"{plan.context:,} tokens"),
+        ("GPU", uses(dict(chosen.vram))),
+        ("RAM", uses(dict(chosen.ram))),
+        ("disk", _disk(chosen, plan)),
+        ("download", download),
+        ("packing", "" if plan.pack_s is None else f"{forecast(plan.pack_s)} on {plan.machine.cores} cores"),
+    ]
+    return [
+        textwrap.fill(f"  {name:<{_NAME}}{text}", _WIDTH, subsequent_indent=" " * (_NAME + 2))
+        for name, text in words
+        if text
+    ]
+
+
+def _disk(chosen: Option, plan: Plan) -> str:
+    if not chosen.disk["pack"]:
+        return ""
+    free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} are free"
+    return f"{size(chosen.disk['pack'])}, up to {size(chosen.disk['peak'])} while it is set up{free}"
+
+
+def _table(plan: Plan) -> list[str]:
+    from ...engine.planning.reasons import describe, lacks
+
+    rows = [f"  {'bits':<12}{'KL':>8}  {'computes':<14}{'tokens/s':>22}{'on disk':>10}"]
+    for one in plan.options:
+        speed = f"needs {lacks(one.missing)} more" if one.missing else _speed(one)
+        mark = "*" if one is plan.chosen else " "
+        place = _PLACES[one.place] + ("" if one.ram_share >= 1 else ", disk")
+        row = f"{mark} {describe(one.spec):<12}{trimmed(one.kl, 2):>8}  {place:<14}"
+        rows.append(f"{row}{speed:>22}{size(one.disk['pack']):>10}" if not one.missing else f"{row}  {speed}")
+    return rows
+
+
+def _speed(one: Option) -> str:
+    return estimate(*dataclasses.astuple(one.decode))
+
+
+def here() -> Machine:
+    """This machine; it is measured the first time, and again if other programs disturbed that: some seconds."""
+    from ...engine.machine import hardware
+    from ...engine.planning import machine, rates
+    from ...models.catalog import models_folder
+
+    folder = models_folder()
+    measured = rates.reliable()
+    if measured is None:
+        with measuring() as report:
+            measured = rates.measure(folder, lambda name: report(f"Measuring this machine: {name}", 0, 1))
+    return machine.here(hardware.probe(folder), measured)
+
+
+def _machine(said: Described) -> Machine:
+    """The machine that is meant. Where a card is named, this one only adds RAM and disk, so it is not measured."""
+    from ...engine.machine import hardware
+    from ...engine.planning import machine, rates
+    from ...models.catalog import models_folder
+
+    if said.empty:
+        return here()
+    if said.card in (None, machine.NO_CARD):
+        return machine.described(said, here())
+    base = machine.here(hardware.probe(models_folder()), rates.Measured.load(rates.kept_file()))
+    return machine.described(said, base)
+
+
+def _positive(name: str, rate: float | None) -> float | None:
+    if rate is not None and not _SLOWEST <= rate <= _FASTEST:
+        option = "--" + name.replace("_", "-")
+        hint = f"Give a number from {_SLOWEST:g} to {_FASTEST:,.0f}, such as {option} 30."
+        raise UsageError(f"{option} cannot be {rate}", "", hint)
+    return rate
+
+
+def _times(rate: float | None, unit: float) -> float | None:
+    return None if rate is None else rate * unit
+
+
+def _lanes(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"([1-6])(?:\.0)?\s*x\s*(1|2|4|8|16)", text.strip().lower())
+    if not match:
+        hint = "Give generation (1 to 6) and lanes (1, 2, 4, 8 or 16), such as --pcie 4x16."
+        raise UsageError(f"{text!r} is not a PCIe link", "", hint)
+    return int(match[1]), int(match[2])

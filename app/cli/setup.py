@@ -1,0 +1,271 @@
+"""`floe-chat setup`: plan, download, pack and check one model from the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...models import catalog
+from ...models.errors import AccessError, FloeError, UsageError
+from ..progress import clear, note, step
+from ..setup.flow import Setup, SetupProgress
+from ..setup.packing_progress import time_left
+from ..setup.setups import look_up
+from ..setup.wish import Wish, bad_notes, discard, forget, unfinished, wish
+from ..text import units
+from ..text.plain_text import printable
+
+if TYPE_CHECKING:
+    from ...engine.planning.plan import Plan
+    from ...models.catalog_entry import Entry
+
+_LOOK_S = 0.2
+_LEAVING_S = 2.0  # that Ctrl+C waits for the work in hand; it is done again later
+
+
+@click.command(short_help="Download a model, pack it for this machine, and check it.")
+@click.argument("model", required=False, metavar="[MODEL]")
+@click.option("--name", help="The model's name on this machine.  [default: its listed name]")
+@click.option("--up", type=int, help="Bits of the up projection: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--rows", type=int, help="Bits of gate and down: 2, 3, 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--dense", type=int, help="Bits of attention: 4, 8 or 16.  [default: chosen by the plan]")
+@click.option("--yes", "-y", is_flag=True, help="Start without asking.")
+@click.option("--forget", "forgetting", is_flag=True, help="Delete an unfinished setup of MODEL, downloads included.")
+@click.pass_context
+def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, forgetting: bool, **bits: Any) -> None:
+    """Download MODEL, pack it for this machine, and check it. Then you can chat with it.
+
+    MODEL is a listed name (`floe-chat models` lists them), a hub id (owner/name), or the folder of a downloaded
+    checkpoint. Before it starts, it shows what the setup takes and how fast the model will be (see `floe-chat plan`).
+
+    You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
+    with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
+    not saved.
+
+    \b
+    floe-chat setup mixtral-8x7b-instruct
+    floe-chat setup ~/Downloads/Mixtral-8x7B-Instruct-v0.1 --name mixtral --up 4
+    """
+    begun = unfinished()
+    if forgetting:
+        _forget(begun, model, name)
+        return
+    for bad in bad_notes():
+        note(str(bad))
+    wanted = _begun(begun, model, name)
+    given = {part: count for part, count in bits.items() if count is not None}
+    token: str | None = None
+    if wanted is None:
+        wanted, token = _planned(_needed(model, begun), name, given, ask=not yes)
+    else:
+        _check_same(wanted, given, model)
+        note(f"Continuing the setup of {wanted.name}.")
+    ctx.exit(_run(wanted, token))
+
+
+def _forget(begun: list[Wish], model: str | None, name: str | None) -> None:
+    """Delete an unfinished setup, or a note that cannot be used; of the latter the note alone."""
+    if (wanted := _begun(begun, model, name)) is not None:
+        forget(wanted)
+        note(f"Deleted the unfinished setup of {wanted.name}.")
+        return
+    bad = next((one for one in bad_notes() if one.name in (model, name)), None)
+    if bad is None:
+        raise UsageError("There is no unfinished setup of that name", _names(begun), "Name the model.")
+    discard(bad)
+    note(f"Deleted {bad.path}, which could not be used: {bad.cause} Nothing else was deleted.")
+
+
+def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | None:
+    """The unfinished setup that is meant, if one is.
+
+    Raises:
+        UsageError: the name belongs to another model's setup, or several setups of the model are unfinished.
+    """
+    if model is None and name is None:
+        return begun[0] if len(begun) == 1 else None
+    source, usual, _ = _meaning(model)
+    if name is not None:
+        found = next((one for one in begun if one.name == name), None)
+        if found is not None and model is not None and found.model != source:
+            raise UsageError(
+                f"The name {name} is taken",
+                f"It is the unfinished setup of {found.model}.",
+                f"Choose another name, or delete that setup: floe-chat setup {name} --forget",
+            )
+        return found
+    same = [one for one in begun if one.model == source]
+    named = [one for one in begun if one.name == model] + [one for one in same if one.name == usual]
+    if named:
+        return named[0]
+    if len(same) > 1:
+        raise UsageError(
+            f"Several setups of {source} are unfinished",
+            f"Their names: {', '.join(one.name for one in same)}.",
+            "Give the name of one: floe-chat setup NAME",
+        )
+    return same[0] if same else None
+
+
+def _meaning(model: str | None) -> tuple[str | None, str | None, str]:
+    """What `wish` would set up and call it, both None if the model means nothing; and the commit, if one is named."""
+    try:
+        source = catalog.source(model) if model else None
+    except UsageError:
+        source = None
+    return (source.place, source.name, source.commit) if source else (None, None, "")
+
+
+def _check_same(wanted: Wish, given: dict[str, int], model: str | None) -> None:
+    """Raises: UsageError: other widths or another commit were given than those that the setup was started with."""
+    now = {"up": (wanted.up,), "rows": (wanted.gate, wanted.down), "dense": (wanted.dense,)}
+    if any(set(now[part]) != {count} for part, count in given.items()):
+        raise UsageError(
+            f"The setup of {wanted.name} was started with other widths",
+            f"Up has {wanted.up} bits, gate {wanted.gate}, down {wanted.down}, attention {wanted.dense}.",
+            f"Leave the widths out to continue it, or delete it first: floe-chat setup {wanted.name} --forget",
+        )
+    asked = _meaning(model)[2]
+    if asked and wanted.commit and wanted.commit != asked:
+        raise UsageError(
+            f"The setup of {wanted.name} was started with another commit",
+            f"It downloads commit {wanted.commit} of {wanted.model}.",
+            f"Leave the commit out to continue it, or delete it first: floe-chat setup {wanted.name} --forget",
+        )
+
+
+def _needed(model: str | None, begun: list[Wish]) -> str:
+    if model is not None:
+        return model
+    listed = ", ".join(entry.name for entry in catalog.PUBLISHED)
+    raise UsageError(
+        "Which model?",
+        f"{_names(begun)} Listed models: {listed}.",
+        f"Name one: floe-chat setup {catalog.PUBLISHED[0].name}. `floe-chat plan MODEL` shows what it takes.",
+    )
+
+
+def _names(begun: list[Wish]) -> str:
+    return f"Unfinished setups: {', '.join(one.name for one in begun)}." if begun else "No setup is unfinished."
+
+
+def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) -> tuple[Wish, str | None]:
+    """What to set up, and the token that was asked for, once the plan was shown and agreed to."""
+    from ...engine.planning.plan import make
+    from .plan import here
+
+    wanted = wish(model, name)
+    entry, token = _entry(wanted)
+    plan = make(here(), entry)
+    if plan.chosen is None and not given:
+        raise FloeError(
+            f"{entry.name} does not fit this machine",
+            " ".join((*plan.why, plan.instead)),
+            "Give the widths (--up, --rows, --dense) to pack it anyway, for another machine.",
+        )
+    spec = plan.chosen.spec if plan.chosen else None
+    rows = given.get("rows")
+    bits = {
+        "up": given.get("up", spec.up if spec else 3),
+        "gate": rows or (spec.gate if spec else 4),
+        "down": rows or (spec.down if spec else 4),
+        "dense": given.get("dense", spec.dense if spec else 4),
+    }
+    wanted = wish(model, name, bits)
+    wanted.spec()
+    for line in _told(plan, wanted):
+        note(line)
+    if ask:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                "The setup needs a confirmation", "Standard input is not a terminal.", "Add --yes to start without one."
+            )
+        if not click.confirm("Start?", default=True, err=True):
+            raise click.Abort
+    return wanted, token
+
+
+def _entry(wanted: Wish) -> tuple[Entry, str | None]:
+    """What is to be set up, and the token that had to be asked for."""
+    if (known := catalog.published(wanted.model)) is not None:
+        return known, None
+    try:
+        return look_up(wanted), None
+    except AccessError as error:
+        token = _asked(error)
+        return look_up(wanted, token), token
+
+
+def _told(plan: Plan, wanted: Wish) -> list[str]:
+    """The plan in a few lines; `floe-chat plan` has the rest."""
+    from ...engine.planning.reasons import describe
+
+    lines = [f"{wanted.name}: {wanted.model} into {wanted.folder}"]
+    if (chosen := plan.chosen) is not None:
+        lines.append(
+            f"{describe(chosen.spec)}: about {chosen.decode.mid:.2g} tokens/s "
+            f"({chosen.decode.low:.2g} to {chosen.decode.high:.2g}) on this machine."
+        )
+        if wanted.local is None:
+            peak, fetched = units.size(chosen.disk["peak"]), units.size(plan.entry.checkpoint_bytes)
+            lines.append(f"It downloads {fetched} and needs up to {peak} of disk meanwhile.")
+    if plan.pack_s is not None:
+        lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
+    return lines
+
+
+def _asked(error: AccessError) -> str:
+    """A token, typed by the person; not saved."""
+    if not sys.stdin.isatty():
+        raise error
+    note(" ".join(part for part in (error.title + ".", error.cause, error.hint) if part))
+    return click.prompt("Token", hide_input=True, err=True)
+
+
+def _run(wanted: Wish, token: str | None) -> int:
+    while True:
+        try:
+            _follow(wanted, token)
+        except AccessError as error:
+            if token is not None:
+                raise
+            token = _asked(error)
+        else:
+            break
+    note(f"{wanted.name} is ready. Chat with it: floe-chat --model {wanted.name}")
+    click.echo(printable(str(wanted.folder)))
+    return 0
+
+
+def _follow(wanted: Wish, token: str | None) -> None:
+    shown = 0
+    running = Setup(wanted, token).start()
+    try:
+        while not running.wait(_LOOK_S):
+            now = running.progress()
+            for notice in now.notices[shown:]:
+                note(notice)
+            shown = len(now.notices)
+            step(line(now))
+    except KeyboardInterrupt:
+        running.cancel()
+        running.wait(_LEAVING_S)  # not until a slow hub has answered
+        note("Stopped. Everything done so far is saved; `floe-chat setup` continues.")
+        raise
+    finally:
+        clear()
+    if running.error is not None:
+        raise running.error
+
+
+def line(now: SetupProgress) -> str:
+    """The progress in one line."""
+    parts = [f"{now.step}, {now.share:.0%}" if now.share else now.step]
+    if (download := now.download) is not None and download.state not in ("done", "waiting"):
+        rate = f" at {units.size(download.rate)}/s" if download.rate else ""
+        parts.append(download.note or f"downloaded {units.size(download.done)} of {units.size(download.total)}{rate}")
+    if now.left is not None:
+        parts.append(time_left(now.left))
+    return " · ".join(parts)

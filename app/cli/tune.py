@@ -1,0 +1,159 @@
+"""`floe-chat tune`: the measured frontier of a pack as a plot and tables, or JSON; progress on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...models.quantities import divergence
+from .. import progress
+from ..progress import rounded
+from ..text import units
+from ..text.plain_text import printable
+from .comparison import comparing, source_of, text_ids, text_name
+from .printing.scatter_plot import scatter
+
+if TYPE_CHECKING:
+    from ...engine.quality.candidates import Setting
+    from ...engine.quality.frontier import Frontier, Point
+    from ...engine.quality.tune import Tuning
+    from ...models.pack.manifest import Tuned
+
+_PLOT = (86, 20)
+_HEAD = (
+    f"  {'widths':<9}{'rank':>4}{'sparse':>7}{'product':>8}{'drop':>5}{'major':>6}"
+    f"{'KL':>10}{'same top':>9}{'bytes':>9}{'bits':>6}{'absent':>7}"
+)
+_LEGEND = (
+    "widths       bits per weight of up/gate/down; rank: of a compensator for the quantization of up",
+    "sparse       share of neurons left out by |up · x|",
+    "             in an expert of mean score; more in those of a lower one (but in FloE's rows)",
+    "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
+    "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
+    "KL           how far next-word probabilities move from the 16-bit source's, in nats (mean)",
+    "bytes        of experts' weights per token; bits: the same per weight of the chosen experts",
+    "+20 %        all four rise from layer to layer, to 20 % above their mean; -20 %: they fall",
+    "absent       share of those bytes in experts not resident, if the last used half of them is",
+)
+
+
+@click.command(short_help="Find the best presets for a pack, and store them in it.")
+@comparing
+@click.option("--widths/--no-widths", default=True, show_default=True, help="Also try widths other than the pack's.")
+def tune(
+    model: str, source: Path | None, text_file: Path | None, tokens: int, widths: bool, device: str, as_json: bool
+) -> None:
+    """Measure the quality loss of MODEL against the bytes it reads, and set its presets High, Balanced and Fast.
+
+    Each dial is measured alone, then the most promising combinations: bits per weight, neurons and experts skipped.
+    The 16-bit checkpoint is read layer by layer, as often as memory requires. The presets are written into the pack.
+
+    Example: floe-chat tune mixtral --source ~/Downloads/Mixtral-8x7B-Instruct-v0.1
+    """
+    from ...engine.quality.evaluate import Told
+    from ...engine.quality.tune import fields_of, run
+    from ...models.catalog import find
+
+    pack = find(model)
+    origin = source_of(pack, source)
+    ids, measured_on = text_ids(pack, text_file), text_name(pack, text_file)
+    try:
+        told = Told(progress.step, progress.note)
+        found = run(pack, origin, ids, tokens, told, text=Path(measured_on).name, widths=widths, device=device)
+    finally:
+        progress.clear()
+    if not as_json:
+        click.echo(text(found, measured_on))
+        return
+    fields = {
+        "version": version("floe-chat"),
+        "model": found.model,
+        "source": found.source,
+        "widths": found.widths,
+        "text": measured_on,
+        "scored": found.scored,
+        "unskipped_kl": found.unskipped_kl,
+        "presets": [_flat(preset) for preset in found.presets],
+        "frontier": [fields_of(point) for point in found.frontier.pareto(own=False)],
+        "points": [fields_of(point) for point in found.frontier.points],
+    }
+    click.echo(json.dumps(rounded(fields)))
+
+
+def _flat(preset: Tuned) -> dict[str, Any]:
+    """A preset's fields, its rule's among them."""
+    fields = asdict(preset)
+    return {**fields.pop("rule"), **fields}
+
+
+def text(found: Tuning, measured_on: str) -> str:
+    """Everything for people, 100 columns wide."""
+    from ...engine.quality.frontier import PROBES
+
+    frontier = found.frontier
+    presets = {point.setting: name for name, point in frontier.presets().items()}
+    measured = {point.setting: point for point in frontier.points}
+    probes = {setting: name for setting, name in PROBES.items() if setting in measured}
+    wide = any(point.setting not in presets for point in frontier.pareto(own=False)) and probes
+    lines = [
+        f"floe-chat {version('floe-chat')}, {found.model} tuned on its 16-bit source {found.source}",
+        *(f"  {part}" for part in found.widths.split("; ")),
+        f"  {len(frontier.points)} settings, {found.scored} tokens of {Path(measured_on).name} predicted",
+        "",
+        *plot(frontier),
+        "",
+        "The frontier at this pack's widths",
+        *_table(frontier.pareto(own=True), presets),
+    ]
+    if wide:
+        lines += ["", "The frontier over all widths", *_table(frontier.pareto(own=False), presets)]
+        lines += ["", "To compare with", *_table([measured[setting] for setting in probes], probes)]
+    alone = [point for point in frontier.points if _dials(point) == 1]
+    lines += ["", "Each dial alone", *_table(alone, {}), "", *_LEGEND, "", "Presets, measured again on the pack itself"]
+    lines.append(f"  {'nothing left out':<18} KL {divergence(found.unskipped_kl)}")
+    lines += [
+        f"  {p.name:<18} KL {divergence(p.kl):<9} {units.size(p.bytes_per_token)} per token" for p in found.presets
+    ]
+    return printable("\n".join(lines))
+
+
+def plot(frontier: Frontier) -> list[str]:
+    """All points, KL over bits: . measured, o the frontier over all widths, x that of the pack's own, H B F presets."""
+    marked = [(point, ".") for point in frontier.points if not point.setting.rule.alpha]
+    marked += [(point, "o") for point in frontier.pareto(own=False)] + [(p, "x") for p in frontier.pareto(own=True)]
+    marked += [(point, name[0]) for name, point in frontier.presets().items()]
+    points = [(point.bits, point.kl, mark) for point, mark in marked if point.kl > 0]
+    lines = scatter(points, *_PLOT, "bits read per weight of the chosen experts", "KL, nats")
+    return [*lines, "  . measured   o frontier   x frontier at this pack's widths   H B F presets"]
+
+
+def _dials(point: Point) -> int:
+    s, rule = point.setting, point.setting.rule
+    widths = (s.up < 16 or s.rank > 0) + (s.gate < 16) + (s.down < 16)
+    return widths + bool(rule.sparsity or rule.product) + bool(rule.drop or rule.major) + bool(rule.alpha)
+
+
+def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
+    return [_HEAD, *(_row(point, names.get(point.setting, "")) for point in points)]
+
+
+def _row(point: Point, name: str) -> str:
+    s, rule, d = point.setting, point.setting.rule, point.divergence
+    widths = f"{s.up}/{s.gate}/{s.down}"
+    stored = f"  {widths:<9}{s.rank or '-':>4}"
+    skipped = f"{_part(rule.sparsity):>7}{_part(rule.product):>8}{_part(rule.drop):>5}{_part(rule.major):>6}"
+    figures = f"{divergence(d.kl_mean):>10}{d.same_top * 100:>7.2f} %{units.size(point.read):>9}{point.bits:>6.2f}"
+    absent = f"{units.share(point.missed / point.read if point.read else None):>7}"
+    slope = f"{(rule.layers[-1] - 1) * 100:+.0f} %" if rule.layers else ""
+    remark = name or (f"alpha {rule.alpha:g}" if rule.alpha else "")
+    return f"{stored}{skipped}{figures}{absent}  {remark} {slope}".rstrip()
+
+
+def _part(share: float) -> str:
+    return f"{share:g}" if share else "-"

@@ -1,0 +1,1 @@
+"""The engine as the screen and commands use it."""

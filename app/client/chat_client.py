@@ -1,0 +1,321 @@
+"""One engine and one model's chat format behind a small interface: messages in, text out. It knows no screen.
+
+The screen and `floe-chat ask` both use this class; they never see a token id. Tokenizer and chat template are programs
+by whoever published the model, so they run in a process of their own (models/tokenizer/chat_process.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...engine.events import (
+    Advanced,
+    Cancel,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    Rule,
+    Sampling,
+    SetPreset,
+    SetQuality,
+    Shutdown,
+    Tokens,
+    Unload,
+)
+from ...engine.session import Session
+from ...models.errors import FloeError, TryAgainError, damaged
+from ...models.tokenizer.chat_process import ChatProcess
+from .prompt import Message, fit
+
+if TYPE_CHECKING:
+    from ...engine.quality_presets import Preset
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More text of the answer to `request`, safe to show: control characters are already replaced."""
+
+    request: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A question accepted by the engine.
+
+    `prompt_tokens` is its whole length; `dropped` counts the oldest messages that no longer fit the window.
+    """
+
+    request: int
+    prompt_tokens: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A preset and its quality loss as measured on this very pack; None where `floe-chat tune` has not run.
+
+    Attributes:
+        kl: mean KL divergence from the 16-bit model, nats. bytes_per_token: of experts' weights read.
+        text: what `kl` was measured on, "" where that is not known. tokens: how many of it were predicted.
+    """
+
+    preset: Preset
+    kl: float | None
+    bytes_per_token: float | None
+    text: str = ""
+    tokens: int = 0
+
+
+Update = Event | TextDelta
+
+
+class ChatClient:
+    """Usage: `start()`, then `poll()` until `Loaded`, `submit(...)`, then `poll()` until `Finished` or `Failed`."""
+
+    def __init__(
+        self,
+        pack: Path,
+        preset: str | None = None,
+        device: str = "auto",
+        vram: int | None = None,
+        advanced: Advanced | None = None,
+    ) -> None:
+        self._pack = pack
+        self._load = Load(str(pack), preset, device, vram, advanced or Advanced())
+        self._session = Session()
+        self._format: ChatProcess | FloeError | None = None
+        self._format_lock, self._format_ready = threading.Lock(), threading.Event()
+        self._closed = False
+        self._held: Loaded | None = None
+        self._window = 0
+        self._last_request = 0
+        self._running: int | None = None
+        self._prepared: Generate | None = None
+        self._heard: Callable[[], None] = lambda: None
+
+    @property
+    def pack(self) -> Path:
+        """The pack that is loaded, or being loaded."""
+        return self._pack
+
+    def start(self) -> None:
+        """Begin loading in the background; returns at once."""
+        self._begin_loading()
+        self._session.start()
+
+    def listen(self, heard: Callable[[], None]) -> None:
+        """Have `heard` called, on some thread, whenever there is something to `poll`."""
+        self._heard = heard
+        self._session.listen(heard)
+
+    def open(self, pack: Path) -> None:
+        """Let the model in `pack` answer from now on, on the same device; `poll` reports as after `start`.
+
+        A running answer ends first: cancel it, or wait for it.
+        """
+        self._close_format()
+        self._pack, self._load = pack, replace(self._load, pack=str(pack), preset=None)
+        self._held, self._window = None, 0
+        self._begin_loading()
+
+    def _begin_loading(self) -> None:
+        arguments = (self._pack, self._format_ready)
+        threading.Thread(target=self._read_format, args=arguments, name="floe-tokenizer", daemon=True).start()
+        self._session.send(self._load)
+
+    def poll(self, timeout: float = 0.0) -> list[Update]:
+        """What happened since the last call, in order; waits at most `timeout` seconds for the first."""
+        updates: list[Update] = []
+        events: list[Event] = self._session.poll(timeout)
+        if self._held is not None and self._format_ready.is_set():
+            events.insert(0, self._held)
+            self._held = None
+        ids: list[int] = []  # of the running answer: all that came since the last call become text at once
+        for event in events:
+            match event:
+                case Tokens():
+                    if event.request == self._running:
+                        ids += event.ids
+                case Loaded():
+                    updates += self._model_ready(event)
+                case Finished() | Failed():
+                    updates += self._text(ids)
+                    ids = []
+                    if event.request == self._running:
+                        self._running = None
+                    updates.append(event)
+                case _:
+                    updates.append(event)
+        return updates + self._text(ids)
+
+    def _text(self, ids: list[int]) -> list[Update]:
+        """What these tokens of the running answer say; its failure where the model's tokenizer fails."""
+        request = self._running
+        if not ids or request is None or not isinstance(self._format, ChatProcess):
+            return []
+        try:
+            return [TextDelta(request, self._format.push(ids))]
+        except FloeError as error:
+            self._session.send(Cancel(request))
+            self._running = None
+            return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
+
+    def submit(
+        self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
+        """Ask for an answer to `messages`: `prepare` and `begin` in one."""
+        submitted = self.prepare(messages, sampling, max_new_tokens, answer)
+        self.begin()
+        return submitted
+
+    def prepare(
+        self, messages: Sequence[Message], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
+        """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends.
+
+        From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
+        Takes as long as the model's template and tokenizer do, which is a few seconds at the most.
+
+        Raises:
+            FloeError: no model yet or still busy; the last message alone does not fit the window; the model's
+                template refuses the turns, fails, or takes too long. A sampling value out of range arrives as `Failed`.
+        """
+        chat = self._format
+        if self._window == 0 or not isinstance(chat, ChatProcess):
+            raise TryAgainError("The model is not ready", "", "Wait until it has loaded.")
+        if self._running is not None:
+            raise TryAgainError("The model is still answering", "", "Stop that answer first, or wait for it.")
+        fitted = fit(chat, self._window, messages, max_new_tokens, answer, begin=True)
+        self._last_request += 1
+        self._running = self._last_request
+        self._prepared = Generate(self._running, tuple(fitted.ids), sampling, max_new_tokens, chat.stop_ids)
+        return Submitted(self._running, len(fitted.ids), fitted.dropped)
+
+    def begin(self) -> None:
+        """Let the engine compute the answer that was prepared."""
+        if self._prepared is not None:
+            self._session.send(self._prepared)
+            self._prepared = None
+
+    def count(self, text: str) -> int | None:
+        """How many tokens `text` takes by itself; None while the model is not ready, or where its tokenizer fails."""
+        chat = self._format
+        if not isinstance(chat, ChatProcess) or not chat.alive:
+            return None
+        try:
+            return chat.count(text)
+        except FloeError:
+            return None
+
+    def context_of(self, messages: Sequence[Message], max_new_tokens: int) -> tuple[int, int] | None:
+        """How many tokens a chat takes before its next question, and how many of its oldest messages are left out so
+        that the question and its answer fit; for any thread.
+
+        None while the model is not ready, or where its template refuses the chat or fails.
+        """
+        chat = self._format
+        if not isinstance(chat, ChatProcess) or not chat.alive:
+            return None
+        asked = [] if messages and messages[-1].role == "user" else [Message("user", "")]
+        try:
+            fitted = fit(chat, self._window, (*messages, *asked), max_new_tokens)
+        except FloeError:
+            return None
+        return len(fitted.ids), fitted.dropped
+
+    def costs(self) -> tuple[Cost, ...]:
+        """The presets of the loaded pack, best first, and what each was measured to cost.
+
+        Raises:
+            FloeError: the pack cannot be read any more.
+        """
+        from ...engine import quality_presets
+        from ...models.pack.manifest import Manifest
+
+        manifest = Manifest.read(self._pack)
+        measured = {tuned.name: tuned for tuned in manifest.tuned}
+        costs: list[Cost] = []
+        for preset in quality_presets.of(manifest):
+            known = measured.get(preset.name)
+            if known is None:
+                costs.append(Cost(preset, None, None))
+            else:
+                costs.append(Cost(preset, known.kl, known.bytes_per_token, known.text, known.tokens))
+        return tuple(costs)
+
+    def cancel(self) -> None:
+        """Stop the running answer, if there is one."""
+        if self._running is not None:
+            self._session.send(Cancel(self._running))
+
+    def set_preset(self, preset: str) -> None:
+        """Change the quality preset from the next token on."""
+        self._session.send(SetPreset(preset))
+
+    def set_quality(self, rule: Rule) -> None:
+        """Turn the quality dial by hand, from the next token on."""
+        self._session.send(SetQuality(rule))
+
+    def close(self) -> None:
+        """End the engine; never hangs: the thread is a daemon and gets half a second to end by itself."""
+        self._closed = True
+        self._close_format()
+        self._session.send(Shutdown())
+        self._session.join(0.5)
+
+    def _model_ready(self, event: Loaded) -> list[Update]:
+        """Pass `event` on when the chat format is there too; the two load side by side."""
+        if event.folder != self._load.pack:  # another model was asked for meanwhile
+            return []
+        if not self._format_ready.is_set():
+            self._held = event
+            return []
+        error = self._format if isinstance(self._format, FloeError) else self._foreign_token(event)
+        if error is not None:
+            self._session.send(Unload())
+            return [Failed(error.title, error.cause, error.hint, None, error.exit_code)]
+        self._window = event.context_window
+        return [event]
+
+    def _foreign_token(self, event: Loaded) -> FloeError | None:
+        """Why the tokenizer is not this model's; None if the model has all of its tokens."""
+        if not isinstance(self._format, ChatProcess) or self._format.largest[0] < event.vocabulary:
+            return None
+        number, text = self._format.largest
+        return damaged(
+            self._pack,
+            f"Its tokenizer has a token {number:,} ({text[:40]!r}); the model has {event.vocabulary:,} tokens.",
+        )
+
+    def _read_format(self, pack: Path, ready: threading.Event) -> None:
+        found: ChatProcess | FloeError
+        try:
+            found = ChatProcess(pack)
+        except FloeError as error:
+            found = error
+        # This thread's border: without an answer here the model would never be ready.
+        except Exception as error:  # noqa: BLE001
+            cause = f"{type(error).__name__}: {error}"
+            found = FloeError("The tokenizer's process cannot be started", cause, "Close other programs and try again.")
+        with self._format_lock:
+            wanted = ready is self._format_ready and not self._closed  # no other model was asked for meanwhile
+            if wanted:
+                self._format = found
+        if not wanted and isinstance(found, ChatProcess):
+            found.close()
+        ready.set()
+        self._heard()
+
+    def _close_format(self) -> None:
+        with self._format_lock:
+            chat, self._format, self._format_ready = self._format, None, threading.Event()
+        if isinstance(chat, ChatProcess):
+            chat.close()

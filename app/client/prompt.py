@@ -1,0 +1,74 @@
+"""Making a prompt of messages: as many of the latest as fit the model's window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...models.errors import UsageError
+from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_text
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn: `role` is "system", "user" or "assistant"; `text` is what was written."""
+
+    role: str
+    text: str
+
+
+def fit(
+    chat: ChatProcess,
+    window: int,
+    messages: Sequence[Message],
+    max_new_tokens: int,
+    answer: str = "",
+    *,
+    begin: bool = False,
+) -> Fitted:
+    """The prompt, with the beginning of the answer, of as many of the latest messages as fit `window` tokens.
+
+    Raises:
+        FloeError: the last message alone does not fit; the model's template refuses the turns, fails, or takes too
+            long.
+    """
+    from ...engine import context
+
+    limit = window - context.room_for_answer(window, max_new_tokens)
+    offered = _offered(messages, most_text(limit, chat.longest))
+    if isinstance(offered, TooLong):
+        raise _too_long(offered, limit, window)
+    kept, left_out = offered
+    fitted = chat.fit([{"role": m.role, "content": m.text} for m in kept], limit, answer, begin=begin)
+    if isinstance(fitted, TooLong):
+        raise _too_long(fitted, limit, window)
+    return replace(fitted, dropped=fitted.dropped + left_out)
+
+
+def _too_long(found: TooLong, limit: int, window: int) -> UsageError:
+    what = "system prompt" if found.system else "message"
+    needs = "It has more text than fits" if found.tokens is None else f"The prompt takes {found.tokens:,} tokens"
+    return UsageError(
+        f"The {what} is too long for the model's context window",
+        f"{needs}. The window holds {window:,} tokens, and {window - limit:,} of them are reserved for the answer.",
+        f"Shorten the {what}, or ask for a shorter answer (--max-tokens).",
+    )
+
+
+def _offered(messages: Sequence[Message], most: int) -> tuple[Sequence[Message], int] | TooLong:
+    """The latest messages of no more than `most` characters, and how many older ones are left out.
+
+    A system message at the front stays, and a question is left out together with its answer, as `ChatFormat.fit` does.
+    """
+    system = messages[:1] if messages and messages[0].role == "system" else ()
+    turns, first = messages[len(system) :], len(messages) - len(system)
+    left = most - sum(len(message.text) for message in system)
+    if left < 0:
+        return TooLong(None, system=True)
+    while first > 0:
+        earlier = max(0, first - (1 if first == len(turns) else 2))
+        left -= sum(len(message.text) for message in turns[earlier:first])
+        if left < 0:
+            break
+        first = earlier
+    return TooLong(None, system=False) if first == len(turns) > 0 else ((*system, *turns[first:]), first)

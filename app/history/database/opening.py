@@ -1,0 +1,310 @@
+"""Opening the history's file: private, of our version, undamaged, and rid of what a crash left half done."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import platformdirs
+
+from ....engine.events import Notice
+from ....models import private_file
+from ....models.errors import FloeError, TryAgainError
+from ..processes import is_running
+from ..records import now
+from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
+from .store import KEPT_AFTER_DELETION, Store
+from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_busy, is_damage
+
+BUSY_SECONDS = 2.0
+"""How long a statement waits for another process's transaction."""
+
+# Seconds. A check reads the whole file: some 10 ms per megabyte, which not every command should take.
+_CHECK_EVERY = 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An open history; what happened on the way that the person should know; how many answers a crash had cut off."""
+
+    store: Store
+    notices: tuple[Notice, ...]
+    interrupted: int
+
+
+def history_file() -> Path:
+    """Where the history lies: in a folder of its own, since that is closed to others."""
+    return Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "history" / "history.db"
+
+
+def open_history(file: Path) -> Opened:
+    """Open the history in `file`, or begin one there.
+
+    Once a day, and after any sign of damage, all of it is checked. A damaged file is renamed, with the date in its
+    name, and a new one begun with all that can still be read of it. Answers that nobody writes any more are marked as
+    stopped, and what was deleted a week ago is wiped.
+
+    Raises:
+        TryAgainError: another program holds it. FloeError: it cannot be written there, it is of a newer version (and
+            is left alone), or this Python's SQLite has no full-text search.
+    """
+    if not has_search():
+        raise FloeError(
+            "The history needs full-text search",
+            f"This Python's SQLite {sqlite3.sqlite_version} was built without FTS5.",
+            "Use a Python with a complete SQLite, such as those of python.org, uv or your distribution.",
+        )
+    try:
+        emptied = checked(file).exists() and file.exists() and not file.stat().st_size
+        notices = _make_private(file)
+        found = inode(file)
+        try:
+            opened = _open(file)
+            notices += (_emptied(file),) if emptied else ()
+            return replace(opened, notices=(*notices, *opened.notices))
+        except (*SQLITE_ERRORS, FloeError) as error:
+            if not is_damage(error, opening=True):
+                raise
+        # Two that start at the same time may both have found the damage; the second finds the first one's new file.
+        kept = _set_aside(file) if inode(file) == found else None
+        _make_private(file)
+        opened = _open(file)
+        return opened if kept is None else Opened(opened.store, (_carry_over(kept, opened.store),), 0)
+    except (OSError, *SQLITE_ERRORS) as error:
+        raise explain(error, file) from error
+
+
+def open_to_read(file: Path) -> Opened:
+    """Open the history in `file` for who only reads. Where it cannot be written, it is read as it is.
+
+    Raises:
+        FloeError: as `open_history`, where it cannot even be read.
+    """
+    try:
+        return open_history(file)
+    except TryAgainError:  # it may be in the middle of a change
+        raise
+    except FloeError as error:
+        connection = _reading_only(file)
+        if connection is None:
+            raise
+        notice = Notice(error.title, f"{error.cause} It is opened read-only.")
+        return Opened(Store(connection), (notice,), 0)
+
+
+def parts(file: Path) -> list[Path]:
+    """Which exist of the file, its rollback journal, its write-ahead log and that log's index."""
+    paths = (file.with_name(file.name + ending) for ending in ("", "-journal", "-wal", "-shm"))
+    return [path for path in paths if path.exists()]
+
+
+def inode(file: Path) -> int | None:
+    """Which file it is, whatever it is called; None if there is none."""
+    try:
+        return file.stat().st_ino
+    except OSError:
+        return None
+
+
+def open_unsaved() -> Store:
+    """A history in memory: everything works, and nothing is kept."""
+    connection = _configured(":memory:")
+    migrate(connection, search=has_search())
+    return Store(connection)
+
+
+def connect(file: Path) -> sqlite3.Connection:
+    """One more connection to a file that `open_history` has opened; its user takes care of threads."""
+    # As an address, since a bare name would make a new file where this one was taken away.
+    return _configured(f"{file.absolute().as_uri()}?mode=rw")
+
+
+def _open(file: Path) -> Opened:
+    _refuse_foreign(file)
+    connection = connect(file)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        try:
+            migrate(connection)
+        except sqlite3.Error as error:
+            raise explain(error, file) from error
+        if finding := lacking(connection):
+            raise damaged(file, finding)
+        return _tidied(connection, file)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
+    """Check it if that is due, and do what a crash or time has left to do. While another program writes, it is left to
+    a later start: whoever reads need not wait, and what is written waits for its turn by itself.
+    """
+    store, notices, interrupted = Store(connection), (), 0
+    connection.execute("PRAGMA busy_timeout = 0")
+    try:
+        last = _last_check(file)
+        due = last is None or not 0 <= time.time() - last < _CHECK_EVERY
+        if due and _check(connection, file, suspect=last == 0):
+            notices = (Notice("The search index was damaged", "It was built again from the chats; nothing is lost."),)
+        with store.transaction():
+            interrupted = store.stop_abandoned(is_running)
+            purged = store.purge(now() - KEPT_AFTER_DELETION)
+        if purged:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log, too, holds what was wiped
+    except sqlite3.OperationalError as error:
+        if not is_busy(error):
+            raise
+    connection.execute(f"PRAGMA busy_timeout = {round(BUSY_SECONDS * 1000)}")
+    return Opened(store, notices, interrupted)
+
+
+def _reading_only(file: Path) -> sqlite3.Connection | None:
+    """A connection that writes nothing; None where that is not possible, or where the tables are not ours."""
+    try:
+        file = private_file.real(file)
+        for part in parts(file):
+            private_file.need_ordinary(part)  # SQLite would wait for a pipe
+    except OSError:
+        return None
+    log = file.with_name(file.name + "-wal")
+    # An index of the log cannot be made on a full or read-only disk, and a failed opening leaves an unfinished one: a
+    # connection that has the file to itself has its index in memory. Where the log is empty, a connection that is told
+    # that nothing changes makes none: that would have the file's mode, and nobody could write it later.
+    full = log.exists() and log.stat().st_size > 0
+    ways = (("mode=ro",), ("mode=rw", "locking_mode = EXCLUSIVE")) if full else (("mode=ro&immutable=1",),)
+    for way, *first in ways:
+        with suppress(*SQLITE_ERRORS):
+            connection = _configured(f"{file.as_uri()}?{way}", *first)
+            try:
+                if version_of(connection) == VERSION and not lacking(connection):
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
+            connection.close()
+    return None
+
+
+def _check(connection: sqlite3.Connection, file: Path, *, suspect: bool) -> bool:
+    """Look at every page, and note that it was done; whether the search index was made anew.
+
+    Raises:
+        DamagedError: the file is damaged. sqlite3.Error: it cannot even be checked.
+    """
+    finding = str(connection.execute("PRAGMA integrity_check(1)").fetchone()[0])
+    if finding != "ok":
+        raise damaged(file, finding)
+    connection.execute("BEGIN IMMEDIATE")
+    mended = mend_search(connection, suspect=suspect)
+    connection.execute("COMMIT")
+    os.close(private_file.open_for(checked(file), os.O_WRONLY | os.O_CREAT))
+    os.utime(checked(file))
+    return mended
+
+
+def _last_check(file: Path) -> float | None:
+    """In seconds since 1970; None: never."""
+    try:
+        return checked(file).stat().st_mtime
+    except OSError:
+        return None
+
+
+def _configured(address: str, *first: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        # With a write-ahead log, NORMAL can lose the last commits to a power cut, never to a killed process.
+        for pragma in (*first, "foreign_keys = ON", "synchronous = NORMAL", "secure_delete = ON"):
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _make_private(file: Path) -> tuple[Notice, ...]:
+    """Folder 0700, file 0600; SQLite gives -wal and -shm the file's own mode.
+
+    Raises:
+        OSError: it cannot be made, or it, its journal or log is a folder, a pipe or a device: SQLite would wait for
+            those.
+    """
+    private_file.own_folder(file.parent)
+    if not file.exists():
+        os.close(private_file.open_for(file, os.O_RDWR | os.O_CREAT))
+    # Not opened otherwise: closing it would take away the locks of this process's other connections.
+    for part in parts(private_file.real(file)):
+        private_file.need_ordinary(part)
+    private_file.own_file(file)
+    return (_readable(file),) if os.name != "nt" and file.stat().st_mode & 0o077 else ()
+
+
+def _refuse_foreign(file: Path) -> None:
+    """Look before anything could be written.
+
+    Raises:
+        FloeError: another program made it, or a newer floe-chat. sqlite3.Error: it cannot be read.
+    """
+    connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+    try:
+        version = version_of(connection)
+        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
+    finally:
+        connection.close()
+    if version == 0 and tables and "conversation" not in tables:
+        raise FloeError(
+            "The history file belongs to another program",
+            f"{file} is a database with other tables. It was not changed.",
+            "Move it away to start a new history.",
+        )
+    if version > VERSION:
+        raise FloeError(
+            "The history was written by a newer floe-chat",
+            f"{file} has version {version}; this program reads versions up to {VERSION}. It was not changed.",
+            "Update floe-chat, or move the file away to start a new history.",
+        )
+
+
+def _readable(file: Path) -> Notice:
+    return Notice(
+        "Other users can read the history",
+        f"{file} is a link, and the mode of its target was not changed. To close it: chmod 600 {file.resolve()}",
+    )
+
+
+def _emptied(file: Path) -> Notice:
+    return Notice(
+        "The history was emptied",
+        f"{file} held chats and is empty now. A new history was started; you can put a backup in its place.",
+    )
+
+
+def _set_aside(file: Path) -> Path:
+    kept = file.with_name(f"{file.stem}-damaged-{datetime.now():%Y-%m-%d-%H%M%S}{file.suffix}")
+    checked(file).unlink(missing_ok=True)
+    for part in parts(file):  # what the log holds was not yet in the file
+        part.rename(kept.with_name(part.name.replace(file.name, kept.name, 1)))
+    return kept
+
+
+def _carry_over(kept: Path, store: Store) -> Notice:
+    from .salvage import salvage
+
+    found = salvage(kept, store)
+    told = "Nothing in it could be read. A new history was started."
+    if found.conversations:
+        whole = f"{_counted(found.messages, 'message')} of {_counted(found.conversations, 'chat')}"
+        told = f"{whole} could be read and were copied to a new history."
+    if found.gaps:
+        told += f" {_counted(found.gaps, 'chat')} lost messages; those around the gap are joined."
+    return Notice("The history was damaged", f"{told} The damaged file is {kept}.")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

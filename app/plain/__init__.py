@@ -1,0 +1,1 @@
+"""The chat line by line, without a screen."""

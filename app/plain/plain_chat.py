@@ -1,0 +1,274 @@
+"""`floe-chat --plain`: the chat line by line, for screen readers, braille displays and slow lines.
+
+The screen is painted cell by cell, which no screen reader can follow. Here nothing is painted and no cursor moves. The
+conversation goes to stdout as it comes, without Markdown's marks; remarks go to stderr, each on lines of its own.
+Engine and history are the screen's, so a chat can be continued in either.
+"""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ...engine.events import Failed, Finished, Loaded, Notice, Rule
+from ...models import catalog
+from ...models.errors import FloeError
+from ..arguments import need_text
+from ..chat import model_choice
+from ..chat.beginning import Beginning
+from ..chat.dialogue import Dialogue
+from ..client.chat_client import ChatClient, Submitted, TextDelta
+from ..history import Answer, AnswerStats, Attachment, Conversation, History, Message, Setup, Trouble
+from ..settings.settings import Persona
+from ..text.plain_text import printable
+from .plain_commands import PlainCommands
+from .plain_lines import remark, say
+from .plain_markdown import PlainMarkdown, plain_text
+
+
+class PlainChat:
+    """One chat on stdin and stdout.
+
+    Attributes:
+        dialogue: the chat. setup: of new chats. presets: of the model that answers. files: attached to the next
+            question. stats: of the last answer. failed: whether something that was asked for could not be done.
+
+    Args:
+        setup: model, system prompt and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
+            EOFError at the end, and KeyboardInterrupt where the person wants out of the line.
+    """
+
+    def __init__(
+        self,
+        client: ChatClient,
+        history: History,
+        setup: Setup,
+        max_tokens: int,
+        read: Callable[[str], str] = input,
+        personas: Mapping[str, Persona] | None = None,
+    ) -> None:
+        self.client, self.history, self.setup, self._max_tokens = client, history, setup, max_tokens
+        self.dialogue = Dialogue(history, setup)
+        self.personas: Mapping[str, Persona] = personas or {}
+        self._read = read
+        self._commands = PlainCommands(self)
+        self._window = 0
+        self.presets: tuple[str, ...] = ()
+        self.model, self.preset = setup.model, setup.preset or ""
+        self.files: list[Attachment] = []
+        self.stats: AnswerStats | None = None
+        self.failed = False
+
+    def run(self, chat: Conversation | None = None, *, own_model: bool = True) -> None:
+        """Chat until the person leaves, at first in the saved `chat` if one is given; `own_model`: as for `show`.
+
+        Raises:
+            FloeError: no model can be loaded.
+        """
+        self.client.start()
+        self._load()
+        if chat is not None:
+            self.dialogue.open(chat.id)
+            self.show(own_model=own_model)
+        while (text := self._question()) is not None:
+            name, _space, argument = text.strip().partition(" ")
+            try:
+                need_text("The line", text)
+                if name in ("/quit", "/exit"):
+                    return
+                if name.startswith("/"):
+                    self._commands.obey(name, argument.strip())
+                elif name:
+                    self.ask(text)
+            except FloeError as error:
+                self.failed = True
+                remark(str(error))
+
+    def use(self, pack: Path) -> None:
+        """Let the model in `pack` answer. Raises FloeError: it cannot be loaded; the one before answers again then."""
+        before = self.client.pack
+        self.client.open(pack)
+        try:
+            self._load()
+        except FloeError:
+            if before != pack:
+                self.client.open(before)
+                self._load()
+            raise
+
+    def _load(self) -> None:
+        remark("Loading the model.")
+        while True:
+            for update in self.client.poll(timeout=0.1):
+                match update:
+                    case Loaded():
+                        self._window, self.presets = update.context_window, update.presets
+                        self.model, self.preset = update.model, update.preset
+                        answers = catalog.reference(self.client.pack)
+                        self.setup = replace(self.setup, model=answers, preset=update.preset)
+                        if not self.dialogue.ids:
+                            self.dialogue.set_up(replace(self.dialogue.setup, model=answers, preset=update.preset))
+                        remark(f"{update.model} answers at preset {update.preset}. /help lists the commands.")
+                        return
+                    case Failed():
+                        raise _error(update)
+                    case _:
+                        pass
+
+    def _question(self) -> str | None:
+        """What the person wrote, over as many lines as they wanted; None at the end."""
+        lines: list[str] = []
+        while True:
+            try:
+                lines.append(self._read("You: " if not lines else ""))
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                lines.clear()
+                remark("\n/quit leaves.")
+                continue
+            if not lines[-1].endswith("\\"):
+                return "\n".join(lines)
+            lines[-1] = lines[-1][:-1]
+
+    def ask(self, text: str, instead: Message | None = None) -> None:
+        """Answer a question with the attached files, at the end or in the place of an earlier one.
+
+        Raises:
+            FloeError: it does not fit the window, or the engine failed.
+        """
+        files = tuple(self.files) if instead is None else instead.attachments
+        question = self.dialogue.ask(text, files, instead)
+        try:
+            submitted = self._submit()
+        except FloeError:
+            self.dialogue.withdraw(question)
+            raise
+        if instead is None:
+            self.files.clear()
+        self._receive(submitted)
+
+    def answer(self, instead: Message | None = None) -> None:
+        """Answer the last question, again `instead` of an answer that is there. Raises FloeError as `ask` does."""
+        self._receive(self._submit(instead), instead)
+
+    def _submit(self, instead: Message | None = None) -> Submitted:
+        turns, seen = self.dialogue.turns(self._window, instead)
+        submitted = self.client.submit(turns, self.dialogue.setup.sampling, self._max_tokens)
+        if submitted.dropped:
+            left_out = f"{submitted.dropped} of {len(seen)} messages"
+            remark(f"The model does not see the oldest {left_out}: they no longer fit its window.")
+        return submitted
+
+    def _receive(self, submitted: Submitted, instead: Message | None = None) -> None:
+        message, kept = self.dialogue.answering(self.model, self.preset, instead)
+        pieces: list[str] = []
+        self.stats, state = None, "failed"
+        try:
+            with kept, _interrupts(self.client.cancel):
+                self._write(submitted.request, kept, pieces)
+            state = "stopped" if self.stats is not None and self.stats.stop_reason == "cancelled" else "complete"
+        finally:
+            text = "".join(pieces)
+            if text.strip():
+                self.dialogue.ended(message, text, state, self.stats)
+            else:
+                self.dialogue.withdraw(message)
+            self.history.settle()
+
+    def _write(self, request: int, kept: Answer, pieces: list[str]) -> None:
+        """Print the answer as it comes, and collect its `pieces`."""
+        shown = PlainMarkdown()
+        sys.stdout.write(f"{printable(self.model)}: ")
+        try:
+            while True:
+                for update in self.client.poll(timeout=0.1):
+                    match update:
+                        case TextDelta():
+                            pieces.append(update.text)
+                            kept.append(update.text)
+                            sys.stdout.write(shown.feed(update.text))
+                            sys.stdout.flush()
+                        case Finished(request=done) if done == request:
+                            self.stats = AnswerStats.of(update.stats, update.reason)
+                            kept.finish(self.stats, "stopped" if update.reason == "cancelled" else "complete")
+                            return
+                        case Notice(title, cause):
+                            remark(f"{title}. {cause}")
+                        case Failed():
+                            raise _error(update)
+                        case _:
+                            pass
+        finally:
+            say(shown.end())
+
+    def show(self, *, own_model: bool = True) -> None:
+        """Print the chat from its beginning. With `own_model` its own model answers it, if that is still here."""
+        for message in self.dialogue.messages(self.dialogue.ids):
+            if message.role == "user":
+                files = "".join(f" [{file.name}]" for file in message.attachments)
+                say(f"You: {message.text}{files}")
+            else:
+                say(f"{catalog.short_name(message.model)}: {plain_text(message.text)}")
+        own = self.dialogue.setup.model
+        if not own_model or not own or own == catalog.reference(self.client.pack):
+            return
+        try:
+            self.use(catalog.find(own, saved=True))
+        except FloeError as error:
+            remark(model_choice.missing(own, error, self.model))
+
+    def set_quality(self, quality: Rule | str) -> None:
+        """Answer with a preset, or with shares set by hand."""
+        if isinstance(quality, str):
+            self.client.set_preset(quality)
+            self.preset = quality
+            self.setup = replace(self.setup, preset=quality)
+        else:
+            self.client.set_quality(quality)
+
+
+def run_plain(beginning: Beginning, history: History) -> int:
+    """Chat line by line until the person leaves; returns the exit code.
+
+    Where the lines do not come from a person at a terminal, it is 1 if one of them could not be obeyed or answered.
+
+    Raises:
+        FloeError: the model cannot be loaded.
+    """
+    with suppress(ImportError):  # there is none on Windows; elsewhere it gives lines a history and cursor keys
+        import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text are reported line by line
+    client, personas = beginning.client, beginning.settings.personas
+    chat = PlainChat(client, history, beginning.setup, beginning.max_tokens, personas=personas)
+    try:
+        chat.run(beginning.chat, own_model=beginning.own_model)
+    finally:
+        client.close()
+        saved = history.close()
+        for event in history.poll():
+            if isinstance(event, Trouble):
+                remark(f"{event.title}. {event.cause} {event.hint}")
+    return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
+
+
+@contextmanager
+def _interrupts(stop: Callable[[], None]) -> Generator[None]:
+    """Let Ctrl+C `stop` what runs."""
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: stop())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _error(failed: Failed) -> FloeError:
+    error = FloeError(failed.title, failed.cause, failed.hint)
+    error.exit_code = failed.exit_code
+    return error

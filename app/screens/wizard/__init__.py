@@ -1,0 +1,1 @@
+"""The way from a bare machine to the first chat."""

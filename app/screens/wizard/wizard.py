@@ -1,0 +1,307 @@
+"""The way from a bare machine to the first chat: machine, model, folder, access, progress.
+
+The screen holds no work of its own: setups run on the program's `Setups`, so it can be left and opened again at any
+time, and the demo model is one key away on every page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from textual import on
+from textual.binding import Binding, BindingType
+
+from ....models import catalog
+from ....models.catalog_entry import Entry
+from ....models.errors import AccessError, FloeError
+from ....models.published import PUBLISHED
+from ...background import in_background
+from ...setup.setups import Setups, Survey, Surveyor, survey
+from ...setup.wish import Wish, unfinished, wish
+from ...widgets.setup.choice import ChoiceStep
+from ...widgets.setup.folder import FolderStep
+from ...widgets.setup.machine import MachineStep
+from ...widgets.setup.progress import ProgressStep
+from ...widgets.setup.resume import ResumeStep
+from ...widgets.setup.token import AskingStep, TokenStep
+from ..models_remove import RemoveScreen
+from .wizard_access import WizardAccess
+from .wizard_intent import Intent
+
+CAN_CHAT = tuple(entry for entry in PUBLISHED if entry.chat is not None)
+
+_KEYS: list[BindingType] = [
+    Binding("escape", "back", "Previous step; on the first one, leave", show=False),
+    Binding("ctrl+d", "demo", "Chat with the built-in demo model; a setup continues", show=False, priority=True),
+    Binding("enter", "go_on", "Continue", show=False),
+    Binding("m", "measure", "Measure the machine again", show=False),
+    Binding("space", "pause", "Pause or continue the setup", show=False),
+    Binding("s", "stop", "Stop the setup for now", show=False),
+    Binding("r", "retry", "Try again", show=False),
+    Binding("t", "token", "Enter a token", show=False),
+    Binding("x,delete", "remove", "Delete a setup that failed or was stopped", show=False),
+    Binding("c", "choose", "Choose model, bits and folder again", show=False),
+]
+
+
+class WizardScreen(WizardAccess):
+    """Sets a model up. Its result is the name of the model to chat with, or None: stay with what is there.
+
+    Args:
+        setups: the program's. entries: models to choose from. surveyor: looks at the machine. settings: the file that
+            keeps the models folder, None: it holds for this run.
+        wanted: the name of an entry to begin with, "" for none; then unfinished setups are not offered.
+        asked: a model that the person typed, to be looked up once the machine is known.
+    """
+
+    TITLE = "Set up a model"
+    BINDINGS: ClassVar[list[BindingType]] = _KEYS
+
+    def __init__(
+        self,
+        setups: Setups,
+        *,
+        entries: Sequence[Entry] = CAN_CHAT,
+        surveyor: Surveyor = survey,
+        settings: Path | None = None,
+        wanted: str | None = None,
+        asked: Wish | None = None,
+    ) -> None:
+        super().__init__()
+        self._setups, self._entries, self._surveyor = setups, list(entries), surveyor
+        self._wanted, self._asked = wanted, asked
+        self._survey: Survey | None = None
+        self._intent = Intent(settings)
+
+    async def on_mount(self) -> None:
+        if self._setups.setup is not None:
+            await self._turn_to(ProgressStep(self._setups.setup))
+        elif self._wanted is not None:
+            await self._turn_to(MachineStep(self._surveyor))
+        else:
+            in_background(self, lambda: [(begun, begun.taken) for begun in unfinished()], self._begin)
+
+    async def _begin(self, begun: list[tuple[Wish, int]]) -> None:
+        if self._step is None:
+            await self._turn_to(ResumeStep(begun) if begun else MachineStep(self._surveyor))
+
+    # From step to step
+
+    @on(ResumeStep.Continue)
+    async def _continue(self, event: ResumeStep.Continue) -> None:
+        await self._start(event.begun)
+
+    @on(ResumeStep.Another)
+    async def _look_at_machine(self) -> None:
+        await self._turn_to(MachineStep(self._surveyor, self._survey))
+
+    @on(MachineStep.Found)
+    async def _take_machine(self, event: MachineStep.Found) -> None:
+        self._survey = event.survey
+        await self._show_choice()
+
+    async def _show_choice(self) -> None:
+        if self._survey is None:
+            await self._look_at_machine()
+        elif self._asked is not None:
+            asked, self._asked = self._asked, None
+            await self._look_up_wish(asked)
+        else:
+            await self._turn_to(ChoiceStep(self._survey.machine, self._entries, self._wanted))
+
+    @on(ChoiceStep.Asked)
+    async def _look_up(self, event: ChoiceStep.Asked) -> None:
+        try:
+            asked = wish(event.model)
+        except FloeError as error:
+            event.step.tell(error)
+        else:
+            await self._look_up_wish(asked)
+
+    async def _look_up_wish(self, asked: Wish) -> None:
+        """Add a model that the person typed to the list."""
+
+        async def add(entry: Entry) -> None:
+            self._entries = [*(one for one in self._entries if one.name != entry.name), entry]
+            self._wanted = entry.name
+            await self._show_choice()
+
+        await self._ask_hub(asked, add, self._show_choice)
+
+    @on(ChoiceStep.Taken)
+    async def _choose(self, event: ChoiceStep.Taken) -> None:
+        self._wanted = event.chosen.entry.name
+        try:
+            self._intent.choose(event.chosen)
+        except FloeError as error:
+            event.step.tell(error)
+            return
+        await self._show_folder()
+
+    async def _show_folder(self) -> None:
+        chosen = self._intent.chosen
+        assert chosen is not None
+        disk, name = chosen.option.disk, chosen.entry.name
+        lost = f"The unfinished setup of {name} with other settings will be deleted." if self._intent.earlier else ""
+        await self._turn_to(FolderStep(catalog.models_folder(), disk["peak"], disk["pack"], lost))
+
+    @on(FolderStep.Taken)
+    async def _take_folder(self, event: FolderStep.Taken) -> None:
+        try:
+            self._intent.use_folder(event.look.folder)
+        except FloeError as error:
+            event.step.tell(error)
+            return
+        wanted = self._intent.wish
+        assert wanted is not None and self._survey is not None
+        machine = dataclasses.replace(self._survey.machine, disk_free=event.look.free)
+        self._survey = dataclasses.replace(self._survey, machine=machine)
+        await self._ask_hub(wanted, lambda _entry: self._start(wanted), self._show_folder)
+
+    # The setup
+
+    async def _start(self, wanted: Wish) -> None:
+        """Start, once an earlier setup of that name is deleted."""
+        earlier, self._intent.earlier = self._intent.earlier, None
+        if earlier is None:
+            await self._run(wanted)
+            return
+        clearing = AskingStep()
+        clearing.title = "Deleting the earlier setup"
+        await self._turn_to(clearing)
+
+        async def cleared(error: FloeError | None) -> None:
+            if error is not None:
+                clearing.tell(error)
+            else:
+                await self._run(wanted)
+
+        in_background(self, lambda: _given_up(self._setups, earlier), cleared)
+
+    async def _run(self, wanted: Wish) -> None:
+        try:
+            self._intent.save_folder()
+        except FloeError as error:  # a setup that the next start would not find is not started
+            if isinstance(self._step, AskingStep):
+                self._step.tell(error)
+            return
+        try:
+            running = self._setups.start(wanted, self._token)
+        except FloeError as error:  # another one is under way: that is shown
+            self.app.notify(f"{error.cause} {error.hint}", title=error.title, severity="warning", markup=False)
+            running = self._setups.setup
+        if isinstance(self._step, ProgressStep) and running is not None:
+            self._step.follow(running)
+        elif running is not None:
+            await self._turn_to(ProgressStep(running))
+
+    # Keys
+
+    def _progress(self, *states: str) -> ProgressStep | None:
+        """The view of the setup, if it is in front and in one of these states."""
+        step = self._step
+        return step if isinstance(step, ProgressStep) and step.state in states else None
+
+    async def action_go_on(self) -> None:
+        """Continue: from the machine, after trouble with the hub, or into the chat."""
+        if (shown := self._progress("done")) is not None:
+            self._setups.stop()
+            self.dismiss(shown.setup.wish.name)
+        elif (shown := self._progress("cancelled")) is not None:
+            await self._run(shown.setup.wish)
+        elif self._step is not None:
+            self._step.go_on()
+
+    async def action_back(self) -> None:
+        """Previous step; leave from the first one and from a setup, which continues."""
+        match self._step:
+            case ChoiceStep() as step:
+                if not step.close_other():
+                    await self._look_at_machine()
+            case FolderStep():
+                await self._show_choice()
+            case AskingStep() | TokenStep():
+                await self._turn_back()
+            case _:
+                self._leave(None)
+
+    def action_demo(self) -> None:
+        """Chat with the demo model."""
+        self._leave(catalog.DEMO)
+
+    def action_measure(self) -> None:
+        """Measure the machine again."""
+        if isinstance(self._step, MachineStep):
+            self._step.measure()
+
+    def action_pause(self) -> None:
+        """Pause or continue the setup."""
+        if isinstance(self._step, ProgressStep):
+            self._step.toggle_pause()
+
+    def action_stop(self) -> None:
+        """End the setup for now."""
+        if self._progress("looking", "working", "paused", "checking"):
+            self._setups.stop()
+
+    async def action_retry(self) -> None:
+        """Start the failed setup again, where it stopped."""
+        if (shown := self._progress("failed")) is not None:
+            await self._run(shown.setup.wish)
+
+    async def action_token(self) -> None:
+        """Ask for a token for a setup that lacks one."""
+        shown = self._progress("failed")
+        if shown is None or not isinstance(shown.setup.error, AccessError):
+            return
+        running = shown.setup
+
+        async def back() -> None:
+            await self._turn_to(ProgressStep(running))
+
+        await self._ask_hub(running.wish, lambda _entry: self._run(running.wish), back)
+
+    async def action_choose(self) -> None:
+        """Choose again after a setup failed or was stopped."""
+        if (shown := self._progress("failed", "cancelled")) is not None:
+            self._intent.left, self._wanted = shown.setup.wish, shown.setup.wish.name
+            self._setups.stop()
+            await self._show_choice()
+
+    def action_remove(self) -> None:
+        """Ask, and delete a setup that failed or was stopped."""
+        if (shown := self._progress("failed", "cancelled")) is None:
+            return
+        wanted = shown.setup.wish
+
+        def deleted(error: FloeError | None) -> None:
+            if error is not None:
+                shown.tell(error)
+            else:
+                self._leave(None)
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                in_background(self, lambda: _given_up(self._setups, wanted), deleted)
+
+        again = "To use the model, it has to be downloaded and packed again."
+        page = RemoveScreen(wanted.name, [wanted.folder, wanted.fetched], wanted.taken, again=again)
+        self.app.push_screen(page, answered)
+
+    def _leave(self, result: str | None) -> None:
+        if self._progress("done", "failed"):
+            self._setups.stop()
+        self._intent.put_folder_back()
+        self.dismiss(result)
+
+
+def _given_up(setups: Setups, wanted: Wish) -> FloeError | None:
+    """Delete a setup, or return why that cannot be."""
+    try:
+        setups.give_up(wanted)
+    except FloeError as error:
+        return error
+    return None

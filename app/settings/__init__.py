@@ -1,0 +1,1 @@
+"""The settings: their table, their file, their check."""

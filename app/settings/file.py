@@ -1,0 +1,281 @@
+"""The settings file: documented TOML that belongs to the person. The program changes only the values it is asked to."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from ...models import catalog, private_file
+from ...models.errors import FloeError, TryAgainError, UsageError
+from ..actions import OWN
+from .check import Path as _Path
+from .check import Problem, check, explained, line_of, trouble_with, whole_file
+from .settings import KEYS, Key, Range, Settings, refused
+
+_LOCK_SECONDS = 5.0
+_WIDTH = 88  # columns of a comment in a new file
+_LARGEST = 1 << 20  # bytes of a settings file
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The settings in force, and the problems of the file: only the settings they name have their defaults instead."""
+
+    settings: Settings
+    problems: tuple[Problem, ...] = ()
+
+
+def settings_file() -> Path:
+    """The settings file of this user."""
+    return Path(platformdirs.user_config_dir("floe-chat", appauthor=False)) / "settings.toml"
+
+
+def read(file: Path) -> Read:
+    """The settings in `file`, or the defaults if there is none; the file is not changed."""
+    try:
+        text = private_file.read(file, _LARGEST).decode("utf-8-sig")
+    except FileNotFoundError:
+        return Read(Settings())
+    except OSError as error:
+        return Read(Settings(), (whole_file(None, f"it cannot be read: {error.strerror}"),))
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        return Read(Settings(), (whole_file(line, "it is not UTF-8 text"),))
+    return Read(*check(text))
+
+
+def with_installed_model(found: Read, file: Path) -> Read:
+    """What `read(file)` found, with the demo in the place of a model that is not installed, and a problem that says so.
+
+    Models are looked for in the folder that was chosen (`catalog.use_models_folder`).
+    """
+    model = found.settings.model
+    try:
+        catalog.find(model)
+    except FloeError as error:
+        why = "is not installed" if isinstance(error, UsageError) else f"cannot be used: {error.title}"
+        settings = replace(found.settings, model=catalog.DEMO)
+        return _with_problem(settings, found, file, "chat.model", f"{model!r} {why}", f"the model {catalog.DEMO}")
+    return found
+
+
+def with_known_theme(found: Read, file: Path, themes: Collection[str]) -> Read:
+    """What `read(file)` found, with the default in the place of a theme that is none of `themes`, and a problem."""
+    theme, default = found.settings.theme, Settings().theme
+    if theme in themes:
+        return found
+    settings = replace(found.settings, theme=default)
+    return _with_problem(settings, found, file, "screen.theme", f"{theme!r} is not a theme", f"the theme {default}")
+
+
+def _with_problem(settings: Settings, found: Read, file: Path, name: str, reason: str, instead: str) -> Read:
+    try:
+        line = line_of(private_file.read(file, _LARGEST).decode("utf-8-sig"), tuple(name.split(".")))
+    except (OSError, ValueError):
+        line = None
+    return Read(settings, (*found.problems, Problem(line, name, reason, f"{instead} is used")))
+
+
+def change(file: Path, values: Mapping[str, Any]) -> None:
+    """Set the settings `values`, such as {"sampling.top_p": 0.9, "keys.quit": "f10"}; None unsets one.
+
+    Everything else in the file stays as it is, comments too. A file that does not exist begins as the documented one.
+    Changes that another floe-chat makes at the same time are not lost.
+
+    Raises:
+        UsageError: an impossible value, no such setting, or a mistake in the file, which then is not changed.
+        TryAgainError: another program is writing it. FloeError: it cannot be written.
+    """
+    paths: dict[_Path, Any] = {tuple(name.split(".")): value for name, value in values.items()}
+    for path, value in paths.items():
+        if trouble := trouble_with(path, value):
+            raise refused(".".join(path), value, explained(path, trouble))
+
+    def edit(text: str) -> str:
+        changed = _with_values(text, paths)
+        for problem in check(changed)[1]:  # with the others: two actions cannot have one key
+            if values.get(problem.name) is not None:
+                raise refused(problem.name, values[problem.name], problem.reason)
+        return changed
+
+    _edit(file, edit)
+
+
+def documented() -> str:
+    """A new file: every setting explained, and commented out at its default."""
+    lines = [
+        "# Settings of floe-chat. To change one, remove the # in front of its line.",
+        "# Options on the command line take precedence over this file.",
+        "",
+    ]
+    table = ""
+    for key in KEYS:
+        if not key.name.startswith(f"{table}."):
+            table = key.name.split(".")[0]
+            lines += [f"[{table}]"]
+        lines += _explained(key)
+    lines += ["[keys]", '# An action can have several keys, separated by commas, such as "f10,ctrl+q".']
+    lines += [f'#{name} = "{action.keys}"  # {action.does}' for name, action in OWN.items()]
+    lines += [
+        "",
+        "# Personas: a system prompt under a name; sampling values can be added.",
+        "#[personas.Tutor]",
+        '#system_prompt = "Explain in small steps, and ask me what I think comes next."',
+        "#temperature = 0.5",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _explained(key: Key) -> list[str]:
+    facts = " ".join(part for part in (key.hint, f"If not set: {key.unset}." if key.unset else "") if part)
+    said = [line for text in (key.description, facts) for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False)]
+    shown = str(key.example).lower() if isinstance(key.example, bool) else key.example
+    literal = shown if key.among is None or isinstance(key.among, Range) else f'"{shown}"'
+    return [*(f"# {line}" for line in said), f"#{key.name.split('.')[1]} = {literal}", ""]
+
+
+def _edit(file: Path, edit: Callable[[str], str]) -> None:
+    """Replace the file by what `edit` makes of its text, in one step that no other program can interrupt."""
+    import filelock
+
+    try:
+        real = private_file.real(file)  # people keep such files elsewhere and link to them
+        if real.exists():
+            private_file.need_ordinary(real)  # before the lock makes a file beside it
+        private_file.make_folder(real.parent)
+        with filelock.FileLock(real.with_name(real.name + ".lock"), timeout=_LOCK_SECONDS, mode=0o600):
+            try:
+                text = private_file.read(real, _LARGEST).decode("utf-8-sig")
+                if (problems := check(text)[1]) and problems[0].whole:
+                    raise UsageError(f"{file} has a mistake and was not changed", f"{problems[0]}.", "Correct it.")
+            except FileNotFoundError:
+                text = documented()
+            except UnicodeDecodeError as error:
+                problem = read(real).problems[0]
+                raise UsageError(f"{file} has a mistake and was not changed", f"{problem}.", "Correct it.") from error
+            try:
+                changed = edit(text)
+            except _UnchangeableError as error:
+                raise _unchangeable(file, text, error.path) from error
+            private_file.replace(real, changed)
+    except filelock.Timeout as error:
+        cause = f"Another program is writing {file}."
+        raise TryAgainError("The settings are locked", cause, "Try again.") from error
+    except OSError as error:
+        cause = f"{file}: {error.strerror or error}."
+        hint = "Free some space on that disk." if error.errno in private_file.FULL else "Make it writable."
+        raise FloeError("The settings cannot be saved", cause, hint) from error
+
+
+def _unchangeable(file: Path, text: str, path: _Path) -> UsageError:
+    name = ".".join(path)
+    line, (_settings, problems) = line_of(text, path), check(text)
+    reason = next((str(problem) for problem in problems if f"{name}.".startswith(f"{problem.name}.")), "")
+    where = f"line {line}" if line is not None else "the file"
+    cause = f"{reason}." if reason else f"{where} has a form that floe-chat cannot change."
+    return UsageError(f"{file} was not changed", f"{cause[:1].upper()}{cause[1:]}", f"Set {name} there by hand.")
+
+
+def _with_values(text: str, values: Mapping[_Path, Any]) -> str:
+    """`text` with `values` in their places; None removes one.
+
+    Raises:
+        _UnchangeableError: the text says it in a form that cannot be changed without changing something else.
+    """
+    for path, value in values.items():
+        text = _with_value(text, path, value)
+    return text
+
+
+def _with_value(text: str, path: _Path, value: Any) -> str:
+    before = _flat(tomllib.loads(text))
+    wanted = {key: known for key, known in before.items() if key[: len(path)] != path}
+    if value is not None:
+        if any(len(key) > len(path) and key[: len(path)] == path for key in before):
+            raise _UnchangeableError(path)  # a table has its name
+        value = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        wanted[path] = repr(value)
+    if wanted == before:
+        return text
+    for write in (_uncommented, _edited):
+        changed = write(text, path, value)
+        if changed is not None and _means(changed, wanted):
+            return changed
+    raise _UnchangeableError(path)
+
+
+class _UnchangeableError(ValueError):
+    def __init__(self, path: _Path) -> None:
+        super().__init__(".".join(path))
+        self.path = path
+
+
+def _flat(values: Mapping[str, Any], above: _Path = ()) -> dict[_Path, str]:
+    """Every value of a document, as Python writes it, by its path."""
+    found: dict[_Path, str] = {}
+    for name, value in values.items():
+        found |= _flat(value, (*above, name)) if isinstance(value, dict) else {(*above, name): repr(value)}
+    return found
+
+
+def _means(text: str, wanted: Mapping[_Path, str]) -> bool:
+    try:
+        return _flat(tomllib.loads(text)) == wanted
+    except (ValueError, RecursionError):
+        return False
+
+
+def _edited(text: str, path: _Path, value: Any) -> str | None:
+    """`text` as tomlkit changes it; None where it cannot."""
+    import tomlkit
+
+    try:
+        document = tomlkit.parse(text)
+        table: Any = document
+        for name in path[:-1]:
+            if name not in table and value is not None:
+                table[name] = tomlkit.table()
+            table = table.get(name, {})
+        if value is None:
+            table.pop(path[-1], None)
+        else:
+            table[path[-1]] = _item(value)
+        return tomlkit.dumps(document)
+    # tomlkit fails in many ways at files that are unusual but right; `_means` looks at what it returns.
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _item(value: Any) -> Any:
+    import tomlkit
+
+    if isinstance(value, str):
+        several = "\n" in value and "\r" not in value and not value.startswith("\n")
+        return tomlkit.string(value, multiline=several)
+    return tomlkit.item(value)
+
+
+def _uncommented(text: str, path: _Path, value: Any) -> str | None:
+    """`text` with the line that shows the default, commented out in its table, replaced; None if there is none."""
+    if value is None:
+        return None
+    header, comment = re.compile(r"\s*\["), re.compile(rf"#\s*{re.escape(path[-1])}\s*=")
+    lines = text.split("\n")
+    try:
+        start = next(at for at, line in enumerate(lines) if line.split("#")[0].strip() == f"[{'.'.join(path[:-1])}]")
+    except StopIteration:
+        return None
+    for at in range(start + 1, len(lines)):
+        if header.match(lines[at]):
+            return None
+        if comment.match(lines[at]):
+            lines[at] = f"{path[-1]} = {_item(value).as_string()}"
+            return "\n".join(lines)
+    return None

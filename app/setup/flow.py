@@ -1,0 +1,260 @@
+"""From a choice to a packed, checked model: download, packing and check as one flow that can be stopped at any time.
+
+The command line and the wizard hold a `Setup` and read its `progress` as often as they like; behind it one thread
+works, and nothing waits for it. A note beside the models records the setup until it is finished, so that a later start
+of the program can continue it: the fetched shards, the packed layers and the commit are all kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ...models import catalog
+from ...models.errors import FloeError
+from ...models.hub.fetch_progress import DownloadProgress
+from .wish import Wish, check_folders, clear_fetched, write_note
+
+if TYPE_CHECKING:
+    from ...models.checkpoint import Checkpoint
+    from ...models.hub.fetch_loop import Tuning
+    from ...models.hub.remote_checkpoint import HubShelf
+    from ...models.packing.pack import PackSpec
+
+State = Literal["looking", "working", "paused", "checking", "done", "failed", "cancelled"]
+
+_log = logging.getLogger("floe_chat.app")
+
+
+@dataclass(frozen=True, slots=True)
+class SetupProgress:
+    """A moment of a setup.
+
+    Attributes:
+        step: the current work, in words. share: of packing, 0..1. left: seconds to the end, None while unknown.
+        download: None where nothing is fetched. notices: for the person to read, in order.
+        peak: the most bytes of disk that it takes at once, None until that is known.
+    """
+
+    state: State
+    step: str
+    share: float
+    left: float | None
+    download: DownloadProgress | None
+    notices: tuple[str, ...] = ()
+    peak: int | None = None
+
+
+class _CancelledError(Exception):
+    pass
+
+
+class Setup:
+    """One model being set up; use as a context manager, or `close` it.
+
+    Attributes:
+        error: why it failed. wish: with the commit, once that is known.
+    """
+
+    def __init__(
+        self,
+        wanted: Wish,
+        token: str | None = None,
+        *,
+        tuning: Tuning | None = None,
+        after: Setup | None = None,
+    ) -> None:
+        """`token`: for the hub, if not the user's own; it is not saved. tuning: of the download's patience. after: one
+        that was cancelled and may still hold its folders for a moment."""
+        self.wish = wanted
+        self.error: FloeError | None = None
+        self._token, self._tuning, self._after = token, tuning, after
+        self._state: State = "looking"
+        self._step, self._share, self._left = "Looking at the model", 0.0, None
+        self._shelf: HubShelf | None = None
+        self._notices: list[str] = []
+        self._peak: int | None = None
+        self._cancelled = threading.Event()
+        self._going = threading.Event()
+        self._going.set()
+        self._thread = threading.Thread(target=self._run, name="floe-setup", daemon=True)
+
+    def start(self) -> Setup:
+        """Start, or continue an earlier setup; returns at once."""
+        self._thread.start()
+        return self
+
+    def progress(self) -> SetupProgress:
+        """How far it is now."""
+        shelf = self._shelf
+        download = None if shelf is None else shelf.progress()
+        state = self._state
+        if state in ("looking", "working", "checking") and not self._going.is_set():
+            state = "paused"
+        left = self._left
+        if left is not None and download is not None and download.left is not None:
+            left = max(left, download.left)
+        notices = (*self._notices, *(download.notices if download else ()))
+        return SetupProgress(state, self._step, self._share, left, download, notices, self._peak)
+
+    def pause(self) -> None:
+        """Stop fetching at once and packing after the current matrix; everything is kept."""
+        self._going.clear()
+        if self._shelf is not None:
+            self._shelf.download.pause()
+
+    def resume(self) -> None:
+        """Continue after a pause."""
+        if self._shelf is not None:
+            self._shelf.download.resume()
+        self._going.set()
+
+    def cancel(self) -> None:
+        """Stop it; everything is kept for a later setup. The state changes at once; the thread may end later."""
+        if self._state not in ("done", "failed"):
+            self._state = "cancelled"
+        self._cancelled.set()
+        self._going.set()
+        if self._shelf is not None:
+            self._shelf.download.cancel()
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it has ended within `timeout` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Cancel what still runs, and wait until it has let go of its folders."""
+        self.cancel()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except FloeError as error:
+            self._fail(error)
+        except _CancelledError:
+            pass
+        except OSError as error:
+            self._fail(
+                FloeError(
+                    f"Setting up {self.wish.name} failed",
+                    f"{error.strerror or error}.",
+                    "Everything done so far is saved. Solve that, then run the setup again.",
+                )
+            )
+        # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
+        except BaseException as error:  # noqa: BLE001
+            _log.exception("setup failed")
+            hint = "This is a fault of floe-chat; the log has the details. Everything done so far is saved."
+            self._fail(FloeError("The setup failed", f"{type(error).__name__}: {error}", hint))
+
+    def _fail(self, error: FloeError) -> None:
+        if not self._cancelled.is_set():
+            self.error, self._state = error, "failed"
+
+    def _work(self) -> None:
+        if self._after is not None:
+            self._step = "Waiting for the previous setup to stop"
+            self._after.close()
+            self._after = None
+        from ...models.pack.manifest import FILE_NAME, UNFINISHED
+        from ...models.pack.packed_model import PackedModel
+
+        self.wish.spec()
+        check_folders(self.wish)
+        self.wish.home.mkdir(parents=True, exist_ok=True)
+        write_note(self.wish)
+        packed = (self.wish.folder / FILE_NAME).exists() and not (self.wish.folder / UNFINISHED).exists()
+        if not packed:  # else it was stopped between packing and the end
+            self._pack()
+        self._reach("checking")
+        self._step, self._left = "Checking the pack", None
+        PackedModel.open(self.wish.folder)
+        clear_fetched(self.wish)
+        self.wish.note.unlink(missing_ok=True)
+        self._step, self._share = "Done", 1.0
+        self._reach("done")
+
+    def _pack(self) -> None:
+        from ...models.checkpoint import Checkpoint
+        from ...models.pack.manifest import COPIED
+        from ...models.packing.pack import pack
+        from .packing_progress import tokens_of
+
+        spec = self.wish.spec()
+        with self._source() as source:
+            checkpoint = Checkpoint(source)
+            for name in COPIED:
+                checkpoint.shelf.small(name)
+            tokens = tokens_of(checkpoint.folder, None)
+            self._need_room(checkpoint, spec)
+            self._step = "Waiting for the first weights"
+            self._reach("working")
+            pack(checkpoint, self.wish.folder, spec, tokens, self.wish.name, self._told)
+        self._shelf = None
+
+    @contextmanager
+    def _source(self) -> Generator[Path | HubShelf]:
+        if (local := self.wish.local) is not None:
+            yield local
+            return
+        from ...models.hub.remote_checkpoint import HubShelf
+        from ...models.hub.repository import resolve
+
+        self._step = "Asking the hub"
+        repo = resolve(self.wish.model, self.wish.commit or "main", self._token)
+        self._reach("looking")
+        if not self.wish.commit:
+            self.wish = dataclasses.replace(self.wish, commit=repo.commit)
+            write_note(self.wish)
+        self._step = "Reading the list of tensors"
+        with HubShelf(repo, self.wish.fetched, tuning=self._tuning) as shelf:
+            self._shelf = shelf
+            if not self._going.is_set():
+                shelf.download.pause()
+            if self._cancelled.is_set():
+                raise _CancelledError
+            yield shelf
+
+    def _need_room(self, checkpoint: Checkpoint, spec: PackSpec) -> None:
+        """Raises: FloeError: the disk cannot hold the pack and the files that it needs meanwhile."""
+        from ...engine.planning.footprint import Footprint
+        from ...models.hub.download import check_room
+
+        sizes = catalog.described(checkpoint.config.to_dict()).sizes
+        self._peak = Footprint.of(sizes, spec).disk
+        if self.wish.local is None:
+            shards = sorted(
+                max(place.end for place in places.values()) for places in checkpoint.shelf.headers().values()
+            )
+            self._peak += sum(shards[-2:])
+        check_room(self.wish.folder, max(0, self._peak - self.wish.taken))
+
+    def _reach(self, state: State) -> None:
+        if self._cancelled.is_set():
+            raise _CancelledError
+        self._state = state
+
+    def _told(self, step: str, share: float, left: float | None) -> None:
+        from ...models.packing.pack_run import CONTINUES
+
+        if step == CONTINUES:
+            self._notices.append(f"{CONTINUES}.")
+        self._step, self._share, self._left = step, share, left
+        self._going.wait()
+        if self._cancelled.is_set():
+            raise _CancelledError

@@ -1,0 +1,252 @@
+"""What somebody wants set up, and the note of it that later starts of the program find."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...models import catalog, private_file
+from ...models.errors import FloeError, UsageError
+from ...models.paths import expanded, is_folder_name
+from .disk_use import files
+
+if TYPE_CHECKING:
+    from ...models.packing.pack import PackSpec
+
+_NOTE = ".setup.json"  # beside the folder of the pack, until the pack is finished
+_FETCHED = catalog.FETCHED  # likewise, the folder with what was fetched
+_HUB_ID = r"[\w.-]+/[\w.-]+"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What somebody wants set up.
+
+    Attributes:
+        model: a hub id (owner/name), or the folder of a checkpoint. name: what it will be called here.
+        up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
+        home: the models folder that it goes into, whatever is chosen for others later.
+    """
+
+    model: str
+    name: str
+    up: int = 3
+    gate: int = 4
+    down: int = 4
+    dense: int = 4
+    commit: str = ""
+    home: Path = field(default_factory=catalog.models_folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where the pack goes."""
+        return self.home / self.name
+
+    @property
+    def fetched(self) -> Path:
+        """Where shards and small files are stored while they are needed."""
+        return self.home / (self.name + _FETCHED)
+
+    @property
+    def note(self) -> Path:
+        """The file that records this setup until it is finished."""
+        return self.home / (self.name + _NOTE)
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the disk that it takes so far."""
+        return _taken(self.folder) + _taken(self.fetched)
+
+    @property
+    def local(self) -> Path | None:
+        """The folder of the checkpoint, if it is one."""
+        return _local(self.model)
+
+    def spec(self) -> PackSpec:
+        """Raises: UsageError: a width that packs do not have."""
+        from ...models.packing.pack import PackSpec
+
+        return PackSpec(self.up, self.gate, self.down, self.dense)
+
+
+def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = None) -> Wish:
+    """A setup of `model`, which is anything that `catalog.source` understands; `bits`: widths by `Wish`'s names.
+
+    Raises:
+        UsageError: it is no model, or the name is taken or cannot be a folder's.
+    """
+    source = catalog.source(model)
+    called = name or source.name
+    if called == catalog.DEMO:
+        raise UsageError(
+            "The name demo is taken", "It is the name of the built-in model.", "Choose another name with --name."
+        )
+    if not _is_name(called):
+        raise UsageError(
+            f"A model cannot be called {called!r}", "", "Give a name of letters, digits, '-' and '_' with --name."
+        )
+    wanted = Wish(source.place, called, commit=source.commit, **(bits or {}))  # pyright: ignore[reportArgumentType]
+    if (wanted.folder / "manifest.json").exists() and not wanted.note.exists():
+        raise UsageError(
+            f"There is already a model called {called}",
+            f"Folder: {wanted.folder}.",
+            f"Chat with it (floe-chat --model {called}), or choose another name with --name.",
+        )
+    check_folders(wanted)
+    return wanted
+
+
+def check_folders(wanted: Wish) -> None:
+    """Raises: UsageError: a folder that the setup would write into, and delete later, holds somebody's other files."""
+    for folder in (wanted.folder, wanted.fetched):
+        if folder.exists():
+            from ...models.packing.workplace import is_ours  # imports torch
+
+            if not is_ours(folder):
+                raise UsageError(
+                    f"The name {wanted.name} is taken",
+                    f"{folder} holds other files.",
+                    "Choose another name with --name.",
+                )
+
+
+def _is_name(name: object) -> bool:
+    return is_folder_name(name) and not str(name).endswith((_NOTE, _FETCHED))
+
+
+def _local(model: str) -> Path | None:
+    path = expanded(model)
+    try:
+        return path if path.is_dir() else None
+    except (OSError, ValueError):
+        return None  # too long a name, or a folder that may not be read
+
+
+@dataclass(frozen=True, slots=True)
+class BadNote:
+    """A setup note that is ignored, and why, in a sentence."""
+
+    path: Path
+    cause: str
+
+    @property
+    def name(self) -> str:
+        """Of the setup that it is called after."""
+        return self.path.name.removesuffix(_NOTE)
+
+    def __str__(self) -> str:
+        return f"The setup note {self.path} is ignored: {self.cause}"
+
+
+def unfinished() -> list[Wish]:
+    """The setups that were started and not finished, by name. `bad_notes` has the notes that cannot be used."""
+    return [note for note in _notes() if isinstance(note, Wish)]
+
+
+def bad_notes() -> list[BadNote]:
+    """The setup notes that cannot be used; `discard` deletes one."""
+    return [note for note in _notes() if isinstance(note, BadNote)]
+
+
+def _notes() -> list[Wish | BadNote]:
+    folder = catalog.models_folder()
+    try:
+        return [_read(path) for path in sorted(folder.glob("*" + _NOTE))]
+    except OSError:
+        return []  # the models folder cannot be read: `catalog.installed` reports that
+
+
+def _read(path: Path) -> Wish | BadNote:
+    try:
+        fields = private_file.read_json(path)
+        wanted = Wish(**_checked(fields))
+        if wanted.name != path.name.removesuffix(_NOTE):  # else forgetting it would delete another folder
+            raise ValueError("its model's name differs from the file's")
+        wanted.spec()
+    except UsageError as error:
+        return BadNote(path, f"{error.title}.")
+    except (OSError, ValueError, TypeError) as error:
+        return BadNote(path, f"{error}.")
+    return wanted
+
+
+def _checked(fields: Any) -> dict[str, Any]:
+    """The fields of a note, each of its own type; the models folder is not among them."""
+    kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Wish)}
+    del kinds["home"]
+    if not isinstance(fields, dict) or not {"model", "name"} <= fields.keys() <= kinds.keys():
+        raise ValueError("its fields are not those of a setup note")
+    for name, value in fields.items():
+        if type(value) is not kinds[name]:
+            raise ValueError(f"its {name} is not {'a number' if kinds[name] is int else 'text'}")
+    if not _is_name(fields["name"]) or fields["name"] == catalog.DEMO:
+        raise ValueError("its name cannot be a model's")
+    if not (re.fullmatch(_HUB_ID, fields["model"]) or Path(fields["model"]).is_absolute()):
+        raise ValueError("its model is neither a hub id nor a folder")
+    if not re.fullmatch("([0-9a-f]{7,64})?", fields.get("commit", "")):
+        raise ValueError("its commit is not a commit's hash")
+    return fields
+
+
+def forget(begun: Wish) -> None:
+    """Give up a setup: delete what was fetched and packed for it, and its note last.
+
+    A folder that a setup did not make stays. Of a link only the link is deleted.
+
+    Raises:
+        FloeError: something cannot be deleted.
+    """
+    try:
+        clear_fetched(begun)
+        _delete(begun.folder)
+        begun.note.unlink(missing_ok=True)
+    except OSError as error:
+        raise FloeError(
+            f"{begun.name} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand."
+        ) from error
+
+
+def clear_fetched(begun: Wish) -> None:
+    """Delete what was fetched for a setup. Raises: OSError: it cannot be deleted."""
+    _delete(begun.fetched)
+
+
+def _delete(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        from ...models.packing.workplace import is_ours  # imports torch
+
+        if is_ours(folder):
+            shutil.rmtree(folder)
+
+
+def discard(note: BadNote) -> None:
+    """Delete a note that cannot be used, and nothing else.
+
+    Raises:
+        FloeError: it cannot be deleted.
+    """
+    try:
+        note.path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FloeError(
+            f"{note.path} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand."
+        ) from error
+
+
+def write_note(begun: Wish) -> None:
+    """Record a setup, in place of an earlier note."""
+    fields = {name: value for name, value in dataclasses.asdict(begun).items() if name != "home"}  # disks move
+    private_file.replace(begun.note, json.dumps(fields, indent=2))
+
+
+def _taken(folder: Path) -> int:
+    """Bytes of the disk that a folder's files take; space reserved and not written yet counts as none."""
+    return sum(getattr(found, "st_blocks", 0) * 512 or found.st_size for found in files(folder))

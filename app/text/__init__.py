@@ -1,0 +1,1 @@
+"""Text and figures made fit for a terminal."""

@@ -1,0 +1,1 @@
+"""Messages, and the field where the person writes."""

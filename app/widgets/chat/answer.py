@@ -1,0 +1,125 @@
+"""One answer of the model while it is written and afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.widgets import Static
+
+from ...history import Message as Record
+from ...history.exporting import closing
+from ...text.plain_text import printable
+from ..markdown.fences import FenceSplitter
+from ..markdown.folded import Folded
+from .turns import AGAIN, CODE, COPY, DELETE, EDIT, FORK, MORE, Turn
+
+_PERIOD = 0.125
+_LARGEST_DUTY = 0.05
+
+
+class AnswerTurn(Turn):
+    """Renders Markdown as it grows; a code block shows as plain text until its fence closes.
+
+    Each piece of a long list or table draws the whole of it again. The engine needs the interpreter too, so pieces are
+    collected for as long as it takes to keep this work below a twentieth of a core.
+    """
+
+    ACTIONS = (COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE)
+
+    def __init__(self, record: Record, *, live: bool = False) -> None:
+        """`live`: more text will be fed, until `finish`."""
+        from ..answer_markdown import AnswerMarkdown
+
+        super().__init__(record)
+        self._live = live
+        self._pieces: list[str] = []
+        self._ready = ""
+        self._fences = FenceSplitter()
+        self._news = asyncio.Event()
+        self._complete = asyncio.Event()
+        self._markdown = AnswerMarkdown("" if live else record.text, waits=live)
+        self._open_fence = Folded(classes="open-fence")
+        self._footer = Static("" if live else printable(closing(record)), markup=False, classes="footer")
+        if live:
+            self.feed(record.text)
+        else:
+            self._pieces.append(record.text)
+            self._complete.set()
+
+    @property
+    def text(self) -> str:
+        """All of the answer so far."""
+        return "".join(self._pieces)
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        return tuple(action for action in self.ACTIONS if action != CODE or self.codes())
+
+    def codes(self) -> tuple[str, ...]:
+        """Its code blocks, in order."""
+        from ..markdown.markdown import codes
+
+        return codes(self.text)
+
+    def compose(self) -> ComposeResult:
+        yield self._markdown
+        if self._live:
+            self._open_fence.display = self._footer.display = False
+            yield self._open_fence
+        yield from (self._footer, self._tail)
+
+    def on_mount(self) -> None:
+        super().on_mount()
+        if self._live:
+            self.run_worker(self._write())
+
+    def show_progress(self, words: str) -> None:
+        """Show what happens before the first token."""
+        self._markdown.wait(words)
+
+    def feed(self, text: str) -> None:
+        """Show more of the answer."""
+        if not text:
+            return
+        self._pieces.append(text)
+        self._ready += self._fences.feed(text)
+        self._news.set()
+
+    def finish(self, record: Record) -> None:
+        """No more text comes; the message as it is now sums the answer up."""
+        self.record = record
+        self._complete.set()
+        self._news.set()
+
+    async def _write(self) -> None:
+        while await self._news.wait() and not self._complete.is_set():
+            self._news.clear()
+            began, began_cpu = time.monotonic(), time.thread_time()
+            ready, self._ready = self._ready, ""
+            code = self._fences.held.partition("\n")[2]
+            await self._markdown.grow(ready, going_on=not code)
+            self._show_open_fence(code)
+            await self._pause(_PERIOD)
+            # Layout and painting happened in that pause and count as well.
+            needed = (time.thread_time() - began_cpu) / _LARGEST_DUTY
+            await self._pause(needed - (time.monotonic() - began))
+        with self.app.batch_update():
+            await self._markdown.complete(self.text)
+            self._show_open_fence("")
+            if self.record is not None:
+                self._footer.update(printable(closing(self.record)))
+            self._footer.display = True
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._complete.wait(), max(0.0, seconds))
+
+    def _show_open_fence(self, code: str) -> None:
+        code = code.rstrip("\n")
+        if code or self._open_fence.display:
+            self._open_fence.display = bool(code)
+            self._open_fence.show(Content(code))

@@ -1,0 +1,1 @@
+"""Answers' Markdown, as it grows."""

@@ -1,0 +1,110 @@
+"""Markdown of a model as blocks: what may be shown of it. Its library takes a quarter of a second to import."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.parser_block import ParserBlock
+from markdown_it.rules_block import StateBlock
+from markdown_it.token import Token
+
+from ...text.plain_text import printable
+
+
+class _Blocks(ParserBlock):
+    """What is nested deeper than the parser goes stays as a paragraph; the library would drop it, and all that follows.
+
+    How deep it goes is limited since Textual lays nested blocks out by recursion.
+    """
+
+    def __init__(self, plain: ParserBlock) -> None:
+        super().__init__()
+        self.ruler = plain.ruler
+
+    def tokenize(self, state: StateBlock, startLine: int, endLine: int) -> None:
+        if state.level < state.md.options.maxNesting:
+            super().tokenize(state, startLine, endLine)
+            return
+        end = startLine
+        while end < endLine and (state.isEmpty(end) or state.sCount[end] >= state.blkIndent):
+            end += 1
+        words = state.getLines(startLine, end, state.blkIndent, False).strip()
+        state.line = end
+        if words:
+            state.push("paragraph_open", "p", 1).map = [startLine, end]
+            inline = state.push("inline", "", 0)
+            inline.content, inline.map, inline.children = words, [startLine, end], []
+            state.push("paragraph_close", "p", -1)
+
+
+class AnswerParser(MarkdownIt):
+    """GitHub's Markdown with tags as text to be read (the renderer would drop them) and nothing unprintable.
+
+    The parser decodes what stands in a link for display, so that %1b would become an escape character. Making one takes
+    as long as rendering many answers, since its patterns for links are compiled: there is one for all, `the_parser`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("gfm-like", {"html": False})
+        self.block = _Blocks(self.block)
+        self._turn = threading.Lock()  # what finds links keeps its place in itself
+
+    def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
+        with self._turn:
+            tokens = super().parse(src, env)
+        _make_printable(tokens)
+        return tokens
+
+
+@cache
+def the_parser() -> AnswerParser:
+    """The parser of all answers; for any thread."""
+    return AnswerParser()
+
+
+@dataclass(slots=True)
+class Block:
+    """A block of Markdown and the blocks in it. Equal ones look the same.
+
+    Attributes:
+        token: opens it. inline: its words, None where it has none itself. inner: the blocks in it.
+    """
+
+    token: Token
+    inline: Token | None = None
+    inner: list[Block] = field(default_factory=list)
+
+
+def blocks_of(text: str) -> tuple[list[Block], int]:
+    """The blocks of a document, and the line where the last one begins: more text may change that one only."""
+    root = Block(Token("root", "", 1))
+    opened, last = [root], 0
+    for token in the_parser().parse(text):
+        if token.map is not None and len(opened) == 1:
+            last = token.map[0]
+        token.map = None  # where a block is does not change its look
+        if token.type == "inline":
+            opened[-1].inline = token
+        elif token.nesting < 0:
+            opened.pop()
+        else:
+            opened[-1].inner.append(block := Block(token))
+            opened += [block] if token.nesting else []
+    return root.inner, last
+
+
+@lru_cache(maxsize=1)  # asked for whenever the mouse moves in an answer
+def codes(text: str) -> tuple[str, ...]:
+    """The code blocks of an answer, in order."""
+    return tuple(token.content for token in the_parser().parse(text) if token.type in ("fence", "code_block"))
+
+
+def _make_printable(tokens: Sequence[Token]) -> None:
+    for token in tokens:
+        token.content, token.info = printable(token.content), printable(token.info)
+        _make_printable(token.children or ())

@@ -1,0 +1,150 @@
+"""The panel on memory: where the rows of active neurons came from, the link, and what is stored where.
+
+Parts of a whole are told apart by their glyphs; colours only help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual.content import Content
+
+from ...text import units
+from ..common.themes import MUTED
+from .figures import NO_GPU, Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
+from .heat import stack
+
+_TONES = ("$success", "$primary", "$warning", "$accent")
+_NARROWEST_PAIR = 32
+_GAP = 2
+LESS_EXACT = "answers vary"  # what rows that are left out mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of a bar: how it looks, how much it is, and its words in the legend."""
+
+    glyph: str
+    style: str
+    amount: float | None
+    name: str
+    value: str
+
+
+def origins(figures: Figures, width: int) -> Content:
+    """Where the rows of decode's active neurons came from, and how well they were predicted; blank without a pool."""
+    rows = figures.rows
+    if rows is None:
+        return Content("")
+    shares = (rows.ready, rows.coming, rows.copied, rows.on_cpu)
+    remark = "not measured yet" if rows.ready is None else f"hit rate {units.share(rows.ready)}"
+    named = zip("█▓▒░", _TONES, shares, ("ready", "coming", "copied", "on CPU"), strict=True)
+    parts = [_Part(glyph, tone, share, name, units.share(share)) for glyph, tone, share, name in named]
+    if rows.left_out:
+        parts.append(_Part("·", MUTED, rows.left_out, "left out", units.share(rows.left_out)))
+        parts.append(_Part("!", "$warning", 0.0, LESS_EXACT, ""))
+    lines = [
+        heading("Rows", width, remark),
+        _bar(parts, width),
+        *_legend(parts, width),
+        gauge(figures, "expert hit rate ", rows.expert_hits, width),
+    ]
+    if rows.ready is not None and rows.recall is None:
+        lines.append(row(figures, "predictor", "not used", width))
+    else:
+        lines += [
+            gauge(figures, "predictor recall", rows.recall, width),
+            gauge(figures, "its precision   ", rows.precision, width),
+        ]
+        if not figures.dense:
+            lines += by_layer(figures, "recall by layer", rows.recalls, width, top=1.0)
+    for label, share in (("experts substituted", rows.substituted), ("experts halved", rows.dropped)):
+        if share and not figures.dense:
+            lines.append(row(figures, label, units.share(share), width))
+    return Content("\n").join(lines)
+
+
+def link(figures: Figures, width: int) -> Content:
+    """What decode moved over the link, how fast, and how long it waited; blank without a pool."""
+    rows = figures.rows
+    if rows is None:
+        return Content("")
+    rate, peak = rows.link_bytes_s, rows.link_peak
+    lines = [
+        heading("Link", width, virtual=is_virtual(figures)),
+        row(figures, "moved per token", units.size(rows.moved_per_token), width),
+        row(figures, "wait per token", units.milliseconds(rows.waited_per_token), width),
+        row(figures, "rate", f"{units.size_of(rate, peak)}/s", width),
+    ]
+    if not figures.dense:
+        lines += [
+            gauge(figures, "of its peak", None if rate is None or peak <= 0 else rate / peak, width),
+            gauge(figures, "time in use", rows.link_busy, width),
+        ]
+    return Content("\n").join(lines)
+
+
+def memory(figures: Figures, width: int) -> Content:
+    """Memory in use; with a pool of rows, what the device's memory is used for, up to its budget."""
+    stats, loaded, rows = figures.stats, figures.loaded, figures.rows
+    held = None if stats is None else vram_bytes(stats)
+    lines = [
+        heading("Memory", width, NO_GPU if stats and held is None else ""),
+        row(figures, "RAM, this process", units.size(stats and stats.ram_bytes), width),
+        *([row(figures, "KV cache", units.size(stats and stats.kv_bytes), width)] if rows is None else []),
+        gauge(figures, "context", _context(figures), width),
+        *([] if stats is None or held is None else [row(figures, "VRAM", vram_words(stats), width)]),
+    ]
+    if rows is None or stats is None:
+        if stats and stats.vram_budget and held is not None:
+            lines.append(gauge(figures, "of its budget", held / stats.vram_budget, width))
+        lines.append(row(figures, "resident weights", units.size(loaded and loaded.memory_bytes), width))
+        return Content("\n").join(lines)
+    dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
+    up = _Part("▓", _TONES[1], rows.up, "up", units.size(rows.up))
+    kept = _Part("▚", _TONES[3], stats.kv_bytes, "KV cache", units.size(stats.kv_bytes))
+    used = _Part("▒", _TONES[2], rows.pool_used, "pool", "")
+    free = _Part("░", MUTED, rows.pool - rows.pool_used, "", "")
+    named = rows.dense + rows.up + stats.kv_bytes + rows.pool
+    left = max(0, (stats.vram_budget or named) - named)
+    rest = _Part("·", MUTED, left, "rest of the budget", units.size(left))
+    pool = Content.assemble((used.glyph, used.style), (free.glyph, free.style), (" pool, used", MUTED))
+    value = units.size_of(rows.pool_used, rows.pool)
+    gap = max(1, width - pool.cell_length - len(value))
+    lines += [_bar([dense, up, kept, used, free, rest], width), *_legend([dense, up], width), _entry(kept, width)]
+    lines.append(Content.assemble(pool, " " * gap, value))
+    if left:
+        lines.append(_entry(rest, width))
+    return Content("\n").join(lines)
+
+
+def _context(figures: Figures) -> float | None:
+    """The share of the window that the chat on the screen takes, as the bottom row shows it too."""
+    if figures.stats is None:
+        return None
+    return (figures.context_used or 0) / figures.stats.context_window
+
+
+def _bar(parts: Sequence[_Part], width: int) -> Content:
+    cells = stack([part.amount or 0.0 for part in parts], width)
+    if not any(cells):
+        return muted("┄" * width)
+    return Content.assemble(*((part.glyph * count, part.style) for part, count in zip(parts, cells, strict=True)))
+
+
+def _legend(parts: Sequence[_Part], width: int) -> list[Content]:
+    """Two parts to a line where there is room."""
+    if width < _NARROWEST_PAIR:
+        return [_entry(part, width) for part in parts]
+    half = (width - _GAP) // 2
+    lines: list[Content] = []
+    for index in range(0, len(parts), 2):
+        pair = [_entry(part, half) for part in parts[index : index + 2]]
+        lines.append(Content(" " * _GAP).join(pair))
+    return lines
+
+
+def _entry(part: _Part, width: int) -> Content:
+    gap = max(1, width - 2 - len(part.name) - len(part.value)) if part.value else 0
+    return Content.assemble((f"{part.glyph} ", part.style), (part.name, MUTED), " " * gap, part.value)

@@ -1,0 +1,296 @@
+"""The wizard's second step: which model, at how many bits per weight; its size, speed and quality loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option as Row
+
+from ....models.errors import FloeError
+from ....models.quantities import digits, forecast, size, trimmed
+from ...background import in_background
+from ...text.plain_text import printable
+from ..common.themes import MUTED
+from . import plan_words
+from .step import Step, Trouble
+
+if TYPE_CHECKING:
+    from ....engine.planning.machine import Machine
+    from ....engine.planning.options import Option
+    from ....engine.planning.plan import Plan
+    from ....models.catalog_entry import Entry
+
+_WIDE = 74  # columns from which all figures stand in the table
+_LEAD = f"{plan_words.BITS} {plan_words.KL} ● is recommended for this machine."
+_OTHER = "Another model: type a hub id, an address or a folder …"
+_WORDS = 0.75  # of a word in a token, in English text
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A model at some widths. plan: of the model on this machine."""
+
+    plan: Plan
+    option: Option
+
+    @property
+    def entry(self) -> Entry:
+        return self.plan.entry
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of the list: a model's name (no option), or one of its widths; neither: another model."""
+
+    plan: Plan | None = None
+    option: Option | None = None
+    trouble: str = ""
+
+    @property
+    def recommended(self) -> bool:
+        return self.plan is not None and self.option is self.plan.chosen
+
+
+class ChoiceStep(Step):
+    """Plans every model in the background and shows them side by side; `Taken` and `Asked` are posted."""
+
+    DEFAULT_CSS = """
+    ChoiceStep {
+        & .lead { padding: 0 1; }
+        & #head { height: 1; padding: 0 1; color: $foreground 70%; }
+        & #choices {
+            height: 1fr;
+            min-height: 4;
+            padding: 0;
+            border: none;
+            background: transparent;
+            scrollbar-size-vertical: 1;
+
+            & > .option-list--option { padding: 0 1; }
+            & > .option-list--option-disabled { color: $foreground; }
+            & > .option-list--option-highlighted { color: $foreground; background: $panel; text-style: bold; }
+        }
+        & #details { height: auto; margin-top: 1; padding: 0 1; }
+        & #other { display: none; }
+    }
+    """
+    title = "Model and bits per weight"
+    hints = "↑ ↓ move · Enter chooses"
+
+    class Taken(Message):
+        """The person chose."""
+
+        def __init__(self, step: ChoiceStep, chosen: Chosen) -> None:
+            super().__init__()
+            self.step = step
+            self.chosen = chosen
+
+    class Asked(Message):
+        """The person named another model."""
+
+        def __init__(self, step: ChoiceStep, model: str) -> None:
+            super().__init__()
+            self.step = step
+            self.model = model
+
+    def __init__(self, machine: Machine, entries: Sequence[Entry], wanted: str | None = None) -> None:
+        """`wanted`: the name of the entry that the person had in mind."""
+        super().__init__()
+        self._machine = machine
+        self._entries = list(entries)
+        self._wanted = wanted
+        self._plans: list[Plan | tuple[Entry, FloeError]] = []
+        self._lines: list[_Line] = []
+        self._head = Static("", markup=False, id="head")
+        self._list = OptionList(id="choices", markup=False)
+        self._details = Static("Estimating …", markup=False, id="details")
+        self._trouble = Trouble()
+        self._other = Input(placeholder="owner/name, https://huggingface.co/owner/name, or a folder", id="other")
+
+    def compose(self) -> ComposeResult:
+        yield Static(_LEAD, classes="lead")
+        yield self._head
+        yield self._list
+        yield self._other
+        yield self._trouble
+        yield self._details
+
+    def on_mount(self) -> None:
+        self._list.focus()
+        self.reckon()
+
+    def tell(self, error: FloeError | None) -> None:
+        """Say why the model that was chosen or typed cannot be set up."""
+        self._trouble.show(error)
+        self._details.display = error is None
+
+    def close_other(self) -> bool:
+        """Leave the field for another model; whether it was open."""
+        if not self._other.display:
+            return False
+        self._close_other()
+        return True
+
+    def reckon(self) -> None:
+        """Plan every model."""
+
+        def work() -> list[Plan | tuple[Entry, FloeError]]:
+            from ....engine.planning.plan import in_order, make
+
+            plans: list[Plan | tuple[Entry, FloeError]] = []
+            for entry in self._entries:
+                try:
+                    plans.append(make(self._machine, entry))
+                except FloeError as error:
+                    plans.append((entry, error))
+            planned = in_order(one for one in plans if not isinstance(one, tuple))
+            return [*planned, *(one for one in plans if isinstance(one, tuple))]
+
+        in_background(self, work, self._show)
+
+    def _show(self, plans: list[Plan | tuple[Entry, FloeError]]) -> None:
+        self._plans = plans
+        self._lines = []
+        for plan in plans:
+            if isinstance(plan, tuple):
+                self._lines.append(_Line(trouble=f"{plan[0].name}: {plan[1].title}"))
+                continue
+            self._lines.append(_Line(plan))
+            self._lines += [_Line(plan, option) for option in plan.options]
+        self._lines.append(_Line())
+        self._fill(self._first())
+
+    def _first(self) -> int:
+        """The line to start on: the recommended one of the wanted model, or of the first model that fits."""
+        chosen = [
+            at for at, line in enumerate(self._lines) if line.plan and line.option is line.plan.chosen is not None
+        ]
+        for at, line in enumerate(self._lines):
+            if line.plan and line.option and line.plan.entry.name == self._wanted:
+                return next((one for one in chosen if self._lines[one].plan is line.plan), at)
+        return chosen[0] if chosen else next((at for at, line in enumerate(self._lines) if line.option), 0)
+
+    def _fill(self, highlighted: int) -> None:
+        wide = self.size.width >= _WIDE
+        speed = "tokens/s, estimated" if wide else "tokens/s"
+        self._head.update(_columns("bits", "KL, nats", speed, "download", "packed", "disk at peak", wide=wide))
+        self._list.clear_options()
+        for line in self._lines:
+            heading = line.option is None and (line.plan is not None or bool(line.trouble))
+            self._list.add_option(Row(self._row(line, wide=wide), disabled=heading))
+        self._list.highlighted = highlighted
+        self._list.scroll_to_highlight()
+
+    def _row(self, line: _Line, *, wide: bool) -> Content:
+        if line.trouble:
+            return Content.styled(printable(line.trouble), "$text-error")
+        if line.plan is None:
+            return Content.styled(_OTHER, "italic")
+        if line.option is None:
+            entry = line.plan.entry
+            return Content.assemble((printable(entry.name), "bold $primary"), (f"  {plan_words.about(entry)}", MUTED))
+        one = line.option
+        mark = "●" if line.recommended else " "
+        quality = f"{mark} {plan_words.widths(one.spec)}", trimmed(one.kl, 2)
+        if lacks := plan_words.missing(one):
+            return Content.styled(f"{_quality(*quality)}  {lacks}", MUTED)
+        speed = plan_words.rate(one.decode) if wide else digits(one.decode.mid, 2)
+        fetched = size(line.plan.entry.checkpoint_bytes) if line.plan.entry.folder is None else "none"
+        return Content(_columns(*quality, speed, fetched, *map(size, _disk(one)), wide=wide))
+
+    @on(OptionList.OptionHighlighted)
+    def _explain(self, event: OptionList.OptionHighlighted) -> None:
+        line = self._lines[event.option_index] if event.option_index < len(self._lines) else _Line()
+        self.tell(None)
+        if line.plan is None or line.option is None:
+            self._details.update("Any Mixtral or OLMoE model: from the hub, or a downloaded checkpoint folder.")
+            return
+        self._details.update(_details(line.plan, line.option))
+
+    @on(OptionList.OptionSelected)
+    def _choose(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        line = self._lines[event.option_index]
+        if line.plan is None:
+            self._other.display = True
+            self._other.focus()
+            self.say_keys("Enter looks it up · Esc back to the list")
+        elif line.option is not None:
+            one = line.option
+            if one.works or plan_words.only_disk_lacks(one):
+                self.post_message(self.Taken(self, Chosen(line.plan, one)))
+            else:
+                why = f"It {plan_words.missing(one)}." if one.missing else f"It is {plan_words.missing(one)}."
+                self.tell(FloeError("This does not fit this machine", why, self._instead(line.plan)))
+
+    def _instead(self, plan: Plan) -> str:
+        if plan.chosen is not None:
+            return f"Choose the line of {plan.entry.name} that is marked ●."
+        other = next((one for one in self._plans if not isinstance(one, tuple) and one.chosen), None)
+        if other is not None:
+            return f"Choose {other.entry.name}, which fits."
+        return "Press Ctrl+D for the demo model, which always runs."
+
+    @on(Input.Submitted)
+    def _ask(self, event: Input.Submitted) -> None:
+        event.stop()
+        if name := event.value.strip():
+            self.post_message(self.Asked(self, name))
+
+    def _close_other(self) -> None:
+        self._other.display = False
+        self._other.value = ""
+        self.tell(None)
+        self._list.focus()
+        self.say_keys(type(self).hints)
+
+    def on_resize(self, _event: events.Resize) -> None:
+        """Columns follow the terminal."""
+        if self._lines:
+            self._fill(self._list.highlighted or 0)
+
+
+def _quality(bits: str, kl: str) -> str:
+    return f"{bits:<8}{kl:>8} "
+
+
+def _columns(bits: str, kl: str, speed: str, fetched: str, pack: str, peak: str, *, wide: bool) -> str:
+    if wide:
+        return f"{_quality(bits, kl)}{speed:>22}{fetched:>10}{pack:>10}{peak:>13}"
+    return f"{_quality(bits, kl)}{speed:>10}{peak:>15}"
+
+
+def _disk(one: Option) -> tuple[int, int]:
+    return one.disk["pack"], one.disk["peak"]
+
+
+def _details(plan: Plan, one: Option) -> Content:
+    """All about one choice, in sentences."""
+    pack, peak = map(size, _disk(one))
+    free = "" if plan.machine.disk_free is None else f"; {size(plan.machine.disk_free)} free"
+    words = digits(one.decode.mid * _WORDS * 60, 2)
+    lines: list[Content | str] = []
+    if lacks := plan_words.missing(one):
+        lines.append(Content.styled(f"It {lacks}." if one.missing else f"It is {lacks}.", "$text-warning"))
+    else:
+        lines.append(
+            f"Speed: {plan_words.rate(one.decode)} tokens/s, about {words} words a minute, {plan_words.place(one)}."
+        )
+    lines.append(f"Quality: {plan_words.named(one.spec)}; {plan_words.loss(one.kl)}.")
+    if plan.entry.gated:
+        lines.append("Its publisher asks you to accept terms on the hub first; that needs an account.")
+    if plan.entry.folder is None:
+        fetched = size(plan.entry.checkpoint_bytes)
+        lines.append(f"Disk: download {fetched}, pack {pack}, at most {peak} at once{free}.")
+    else:
+        lines.append(f"Disk: pack {pack}{free}.")
+    if plan.pack_s is not None and one is plan.chosen:
+        lines.append(f"Packing takes {forecast(plan.pack_s)}.")
+    return Content("\n").join([line if isinstance(line, Content) else Content(line) for line in lines])

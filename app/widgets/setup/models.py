@@ -1,0 +1,166 @@
+"""The models as lines of a list: installed, unfinished and available."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from textual.content import Content
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+
+from ....models import catalog
+from ....models.errors import FloeError
+from ....models.quantities import size
+from ...setup.wish import BadNote, Wish, bad_notes, unfinished
+from ...text.plain_text import printable
+from ..common.themes import MUTED
+from . import plan_words
+
+if TYPE_CHECKING:
+    from ....models.catalog_entry import Entry
+
+HEADINGS = {
+    "installed": "Installed · bits per weight: up / gate and down / attention",
+    "unfinished": "Unfinished setups",
+    "available": "Available",
+}
+_OTHER = "Another model: type a hub id, an address or a folder …"
+_NAME, _SIZE = 24, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model.
+
+    Attributes:
+        bytes: on the disk, or of its download. about: in a few words. details: in sentences. trouble: why it cannot be
+            used, or "". wish: the unfinished setup. note: of a setup that cannot be continued.
+    """
+
+    kind: Literal["installed", "unfinished", "available"]
+    name: str
+    bytes: int
+    about: str
+    details: str
+    trouble: str = ""
+    folder: Path | None = None
+    wish: Wish | None = None
+    note: BadNote | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All models, in the order of the list; bytes free on the disk of the models folder, None if unknown.
+
+    trouble: why nothing could be found, or "".
+    """
+
+    models: tuple[Model, ...]
+    free: int | None
+    folder: Path
+    trouble: str = ""
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the models in the models folder."""
+        return sum(one.bytes for one in self.models if one.kind != "available" and one.name != catalog.DEMO)
+
+
+def look(entries: Sequence[Entry]) -> Found:
+    """The models now; reads the disk. `entries`: what could be set up."""
+    from ....models.hub.download import room
+
+    try:
+        installed = catalog.installed()
+    except FloeError as error:
+        return Found((), None, catalog.models_folder(), f"{error.title}. {error.cause} {error.hint}")
+    wishes = unfinished()
+    models = [_installed(one) for one in installed if one.name not in {wish.name for wish in wishes}]
+    models += [_unfinished(wish) for wish in wishes]
+    models += [_without_note(note) for note in bad_notes()]
+    here = {one.name for one in models}
+    models += [_available(entry) for entry in entries if entry.name not in here and entry.folder is None]
+    try:
+        free = room(catalog.models_folder())
+    except OSError:
+        free = None
+    return Found(tuple(models), free, catalog.models_folder())
+
+
+def line(model: Model, *, here: bool) -> Content:
+    """Its row; `here`: it answers the chat."""
+    name = printable(model.name)
+    mark = ("● ", "$primary") if here else "  "
+    about = ("cannot be used", "$text-error") if model.trouble else (printable(model.about), MUTED)
+    return Content.assemble(mark, (f"{name:<{_NAME}}", "bold"), f"{size(model.bytes):>{_SIZE}}  ", about)
+
+
+def _installed(one: catalog.Installed) -> Model:
+    from ....models.pack.manifest import Manifest
+
+    try:
+        manifest = Manifest.read(one.folder)
+    except FloeError as error:
+        details = " ".join(part for part in (f"{error.title}.", error.cause, error.hint) if part)
+        return Model("installed", one.name, one.bytes, "", details, error.title, one.folder)
+    bits = plan_words.in_bits(manifest.widths)
+    built_in = one.name == catalog.DEMO
+    about = f"built in, {bits}" if built_in else bits
+    origin = "Comes with floe-chat" if built_in else f"Packed from {manifest.source.name}"
+    details = f"{origin}, at {plan_words.named(manifest.widths)}. Folder: {one.folder}"
+    return Model("installed", one.name, one.bytes, about, details, "", one.folder)
+
+
+def _unfinished(wish: Wish) -> Model:
+    details = f"{wish.model} at {plan_words.named(wish)}. What is done so far is saved in {wish.folder}"
+    return Model("unfinished", wish.name, wish.taken, "so far", details, wish=wish)
+
+
+def _without_note(note: BadNote) -> Model:
+    return Model("unfinished", note.name, 0, "", str(note), "This setup cannot be continued", note=note)
+
+
+def _available(entry: Entry) -> Model:
+    about = plan_words.about(entry)
+    download = f"Setting it up downloads {size(entry.checkpoint_bytes)}. Enter shows how it would run on this machine."
+    return Model(
+        "available", entry.name, entry.checkpoint_bytes, about, f"{entry.repo or entry.name}: {about}. {download}"
+    )
+
+
+class ModelList(OptionList):
+    """The models under their headings, and a line for another one.
+
+    `models`: the model of each row; None is a heading, or that line.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(id="models", markup=False)
+        self.models: list[Model | None] = []
+
+    @property
+    def model(self) -> Model | None:
+        """The highlighted one; None on another line."""
+        at = self.highlighted
+        return self.models[at] if at is not None and at < len(self.models) else None
+
+    def show(self, found: Found, current: str | None) -> None:
+        """Show what was found; the highlight stays on its model. `current` is marked."""
+        before = self.model
+        self.models = []
+        self.clear_options()
+        kind = ""
+        for model in found.models:
+            if model.kind != kind:
+                kind = model.kind
+                self.models.append(None)
+                self.add_option(Option(Content.styled(HEADINGS[kind], "bold $primary"), disabled=True))
+            self.models.append(model)
+            self.add_option(Option(line(model, here=model.name == current)))
+        self.models.append(None)
+        self.add_option(Option(Content.styled(f"  {_OTHER}", "italic")))
+        same = (at for at, one in enumerate(self.models) if one and before and one.name == before.name)
+        self.highlighted = next(same, 1)

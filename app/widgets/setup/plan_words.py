@@ -1,0 +1,97 @@
+"""Plans in words: quality (bits and KL), speed, place, what is missing.
+
+Bits are bits per weight. Widths are written up / gate and down / attention: "3/4/4".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ....models.quantities import digits, estimate, size, trimmed
+
+if TYPE_CHECKING:
+    from ....engine.planning.options import Option, Range
+    from ....models.catalog_entry import Entry
+
+BITS = "Bits per weight: up / gate and down / attention. Fewer are smaller and faster, and less exact."
+KL = (
+    "KL: how far the model's next-word probabilities move from the 16-bit original's, in nats; "
+    "0 is identical, below 0.01 hard to notice, above 0.1 noticeable."
+)
+_HARD_TO_NOTICE, _NOTICEABLE = 0.01, 0.1
+_PLACES = {"gpu": "all of it on the GPU", "pool": "on the GPU and the CPU together", "cpu": "on the CPU"}
+
+
+class Widths(Protocol):
+    """Bits per weight of a pack's parts."""
+
+    @property
+    def up(self) -> int: ...
+    @property
+    def gate(self) -> int: ...
+    @property
+    def down(self) -> int: ...
+    @property
+    def dense(self) -> int: ...
+
+
+def widths(of: Widths) -> str:
+    """Up / gate and down / attention: "3/4/4"; where gate and down differ, "3/4+8/4"."""
+    rows = f"{of.gate}" if of.gate == of.down else f"{of.gate}+{of.down}"
+    return f"{of.up}/{rows}/{of.dense}"
+
+
+def in_bits(of: Widths) -> str:
+    """Short, for a list: "3/4/4 bits", "16 bits, as published"."""
+    same = {of.up, of.gate, of.down, of.dense}
+    return "16 bits, as published" if same == {16} else f"{widths(of)} bits"
+
+
+def named(of: Widths) -> str:
+    """With the name of each part: "up 3, gate and down 4, attention 4 bits per weight"."""
+    rows = f"gate and down {of.gate}" if of.gate == of.down else f"gate {of.gate}, down {of.down}"
+    return f"up {of.up}, {rows}, attention {of.dense} bits per weight"
+
+
+def loss(kl: float) -> str:
+    """The quality loss of widths and what it means: "KL 0.014 (on the demo model), slightly noticeable"."""
+    meaning = "slightly noticeable" if kl < _NOTICEABLE else "noticeable"
+    return f"KL {trimmed(kl, 2)} (on the demo model), {'hard to notice' if kl < _HARD_TO_NOTICE else meaning}"
+
+
+def rate(of: Range) -> str:
+    """An estimate of tokens per second with its range: "6.1 (4.8 to 7.9)"."""
+    return estimate(of.low, of.mid, of.high)
+
+
+def place(one: Option) -> str:
+    """Where it would run."""
+    where = _PLACES[one.place]
+    return where if one.ram_share >= 1 else f"{where}, {1 - one.ram_share:.0%} of it read from the disk"
+
+
+def missing(one: Option) -> str:
+    """What stands against it, short: "needs 12.1 GB more memory"; "" where it works."""
+    lacks = [f"{size(count)} more {'memory' if what == 'ram' else what}" for what, count in one.missing.items()]
+    if lacks:
+        return f"needs {' and '.join(lacks)}"
+    return "" if one.works else f"too slow: {digits(one.decode.mid, 2)} tokens/s"
+
+
+def only_disk_lacks(one: Option) -> bool:
+    """Whether another disk would be enough."""
+    return set(one.missing) == {"disk"}
+
+
+def about(entry: Entry) -> str:
+    """What a model is, in a few words."""
+    weights = entry.sizes.parameters
+    unit, name = (1e9, "B") if weights >= 1e9 else (1e6, "M")
+    said = [f"{digits(weights / unit)} {name} parameters"]
+    if entry.chat is None:
+        said.append("base model, no chat")
+    if entry.gated:
+        said.append("terms to accept")
+    if entry.licence:
+        said.append(entry.licence)
+    return " · ".join(said)

@@ -1,0 +1,1 @@
+"""The engine on virtual cards, beside other policies."""

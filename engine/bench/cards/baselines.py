@@ -1,0 +1,145 @@
+"""Other engines' policies on a virtual card, by the same trace and the same rates: what the engine is compared with.
+
+Experts are whole here: each is its three matrices at the engine's own width. Time is charged, nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from ...offload.cards import DENSE_LAUNCHES, Card
+from ...offload.virtual.virtual_clock import Clock
+from .replay import CONTEXT, KV_BYTES, Played, Width
+from .trace import Trace
+
+EXPERT_LAUNCHES = 3
+
+
+class Baseline:
+    """A card, the widths of an engine, and room for so many whole experts of the trace's layers."""
+
+    def __init__(self, card: Card, width: Width, trace: Trace) -> None:
+        self.card, self.width, self.trace, self.clock = card, width, trace, Clock()
+        self.layers, self.experts = trace.scores.shape[1:]
+        self.nbytes = width.expert_bytes()
+        self.flops = 6.0 * width.hidden * width.neurons
+        fixed = width.layers * (width.dense_bytes + CONTEXT * KV_BYTES) + 2 * width.head_bytes
+        scale = self.layers / width.layers
+        room = int((card.vram_bytes - fixed) * scale // self.nbytes)
+        self.room = max(0, min(room, self.layers * self.experts))
+        self.moved = 0
+        self.waited = self.copying = 0.0
+
+    def copy(self) -> float:
+        """Bring one expert, which lies in one piece; returns when it is there."""
+        seconds = self.card.link_latency_s + self.nbytes / self.card.link_bytes_s
+        self.moved += self.nbytes
+        self.copying += seconds
+        return self.clock.run("link", seconds)
+
+    def on_gpu(self, after: float = 0.0) -> None:
+        """Compute one expert on the GPU, not before `after`."""
+        self.waited += self.clock.wait("gpu", after)
+        self.clock.run("gpu", self.card.gpu_s(self.nbytes, self.flops, EXPERT_LAUNCHES))
+
+    def play(self, step: Callable[[int, int, list[int]], None], warm: int) -> Played:
+        """Run a policy: step(token, layer, chosen experts) is called once the router has spoken."""
+        tokens = len(self.trace.index)
+        before = (0.0, 0, 0.0, 0.0)
+        share = self.layers / self.width.layers
+        for token in range(tokens):
+            if token == warm:
+                before = (self.clock.now, self.moved, self.waited, self.copying)
+            for layer in range(self.layers):
+                self.clock.run("gpu", self.card.gpu_s(self.width.dense_bytes, 0.0, DENSE_LAUNCHES))
+                self.clock.sync("gpu")
+                step(token, layer, self.trace.index[token, layer].tolist())
+            self.clock.run("gpu", share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
+            self.clock.sync("gpu")
+        each = (tokens - warm) * share
+        now = (self.clock.now, self.moved, self.waited, self.copying)
+        return Played(*((later - earlier) / each for later, earlier in zip(now, before, strict=True)))
+
+
+def naive(card: Card, trace: Trace, warm: int) -> Played:
+    """Every expert is fetched when it is wanted, 16 bit, and forgotten."""
+    engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
+
+    def step(_token: int, _layer: int, chosen: list[int]) -> None:
+        for end in [engine.copy() for _ in chosen]:
+            engine.on_gpu(end)
+
+    return engine.play(step, warm)
+
+
+def mixtral_offloading(card: Card, trace: Trace, warm: int) -> Played:
+    """Whole quantized experts, the last used of each layer kept, the next layer's likeliest loaded ahead (Eliseev and
+    Mazur): experts of 3 bit, attention of 4, two speculative loads."""
+    engine = Baseline(card, Width(up=3, rows=3, dense=4), trace)
+    each = engine.room // engine.layers
+    kept = [OrderedDict[int, float]() for _ in range(engine.layers)]
+    ahead: dict[int, float] = {}
+
+    def step(token: int, layer: int, chosen: list[int]) -> None:
+        nonlocal ahead
+        ends: list[float] = []
+        for expert in chosen:
+            end = kept[layer].pop(expert, None)
+            if end is None:
+                end = ahead[expert] if expert in ahead else engine.copy()
+            kept[layer][expert] = end
+            ends.append(end)
+        while len(kept[layer]) > max(each, len(chosen)):
+            kept[layer].popitem(last=False)
+        for end in ends:
+            engine.on_gpu(end)
+        ahead = {}
+        if layer + 1 < engine.layers:
+            likely = np.argsort(-trace.scores[token, layer + 1])[: len(chosen)]
+            ahead = {int(expert): engine.copy() for expert in likely if int(expert) not in kept[layer + 1]}
+
+    return engine.play(step, warm)
+
+
+def fiddler(card: Card, trace: Trace, warm: int) -> Played:
+    """The most popular experts stay on the GPU, 16 bit; of the others each is computed by the CPU or copied, whichever
+    ends the layer sooner (Fiddler section 3)."""
+    engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
+    counts = np.zeros((engine.layers, engine.experts))
+    for layer in range(engine.layers):
+        counts[layer] = np.bincount(trace.index[:, layer].reshape(-1), minlength=engine.experts)
+    resident = np.zeros(counts.size, np.bool_)
+    resident[np.argsort(-counts.reshape(-1))[: engine.room]] = True
+    resident = resident.reshape(counts.shape)
+    cpu_s = card.cpu_s(engine.nbytes, engine.flops)
+    copy_s = card.link_latency_s + engine.nbytes / card.link_bytes_s
+
+    def step(_token: int, layer: int, chosen: list[int]) -> None:
+        absent = [expert for expert in chosen if not resident[layer, expert]]
+        copied = min(range(len(absent) + 1), key=lambda n: max(n * copy_s, (len(absent) - n) * cpu_s))
+        ends = [engine.copy() for _ in range(copied)]
+        done = [engine.clock.run("cpu", cpu_s) for _ in range(len(absent) - copied)]
+        for _ in range(len(chosen) - len(absent)):
+            engine.on_gpu()
+        for end in ends:
+            engine.on_gpu(end)
+        for end in done:
+            engine.clock.wait("gpu", end)
+
+    return engine.play(step, warm)
+
+
+def gpu_int2(card: Card, trace: Trace, warm: int) -> Played | None:
+    """Everything on the GPU, 2 bit; None where it does not fit."""
+    engine = Baseline(card, Width(up=2, rows=2, dense=4), trace)
+    if engine.room < engine.layers * engine.experts:
+        return None
+
+    def step(_token: int, _layer: int, chosen: list[int]) -> None:
+        for _ in chosen:
+            engine.on_gpu()
+
+    return engine.play(step, warm)

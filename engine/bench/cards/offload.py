@@ -1,0 +1,155 @@
+"""The engine against others where the model is larger than the card's memory, on virtual cards.
+
+A trace of a real small model drives all of them at Mixtral's width (trace.py); the engine's own code decides for the
+engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine is added in turn.
+
+Each card has two sections. In the first one our own code takes the host time that it takes here, and the others take
+none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ....kernels.rule import LATE, Rule
+from ....models.errors import UsageError
+from ....models.packing.calibration import read_tokens
+from ...offload.cards import Card, named
+from ...offload.offload import Parts
+from ...quality_presets import PRESETS, Preset
+from ..measure import Report, Section, Table, Timed, summarise
+from . import baselines
+from .replay import Played, Width, play
+from .trace import Trace, record
+
+CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
+# Of a linear read's rate, what the CPU's kernels reach on 4-bit rows, half of them active: by AVX2 0.57 to 0.81 in four
+# undisturbed pairs of measurements on two cores (engine/planning/rates.py), the lowest of which is taken.
+CPU_REACHED = 0.57
+OTHERS = "FloE, 90 %"  # what all others are compared with
+COUNTED, FREE = "our host time counted as measured here", "no host time counted, for any engine"
+_FLOE = Parts(eviction="lru", cpu=False)
+_IN_PLACE = 1e15  # bytes per second of packing, where nothing is packed
+
+
+def run(
+    pack: Path, name: str, text: str, cards: Sequence[str], *, tokens: int, skew: float | None, report: Report
+) -> Table:
+    """Play the trace of a pack on cards.
+
+    Args:
+        name: the pack's. text: what it reads. tokens: of it, of which the first third warms up.
+        skew: routing drawn with that skew instead of the trace's own; None for its own.
+
+    Raises:
+        UsageError: no such card, or too little text.
+    """
+    chosen = [named(card, study=True) for card in cards]
+    report("Recording", 0, 1)
+    ids = read_tokens(pack, text).flatten().tolist()[:tokens]
+    if len(ids) < tokens:
+        raise UsageError(f"The text has {len(ids)} tokens", f"{tokens} are needed.", "Give fewer with --tokens.")
+    trace = record(pack, ids, name)
+    if skew is not None:
+        trace = trace.skewed(skew)
+    sections = [section for card in chosen for section in _sections(card, trace, tokens // 3, report)]
+    facts: dict[str, str | int] = {
+        "model": f"Mixtral-8x7B's width, {trace.index.shape[1]} of 32 layers, memory scaled to them",
+        "routing": trace.source,
+        "time": "virtual, by the cards' profiles; none of the cards is here",
+        "prompt": tokens,
+    }
+    return Table("offload", "virtual cards", facts, tuple(sections), _NOTES)
+
+
+_NOTES = (
+    "tok/s counts all 32 layers and the head. MB is what crosses the link for one token; hidden is the share of the "
+    "link's time for which the GPU does not wait. host is the time of one layer of experts that our own code takes on "
+    "this machine's processor, measured as the trace is played; the time of Python around the layers is not in it.",
+    "Rows of other engines are the same in both sections: their host time cannot be measured here, so none is counted.",
+    "Others are played by their published policies: whole experts in 16 bit, or in 3 bit for mixtral-offloading; FloE "
+    "with 2-bit up and 16-bit rows. The CPU computes quantized rows at "
+    f"{CPU_REACHED:.0%} of its memory's rate, as measured by AVX2, and 16-bit experts (Fiddler) at all of it.",
+    "Packing and the CPU's computing share the memory, which is not modelled; rows read in place are not packed.",
+)
+
+
+def _sections(card: Card, trace: Trace, warm: int, report: Report) -> list[Section]:
+    """With our host time, and without."""
+    found: dict[bool, list[Timed]] = {True: [], False: []}
+    missing: list[str] = []
+
+    def add(name: str, what: Callable[[bool], Played | None], *, ours: bool = False) -> None:
+        report(f"{card.name}: {name}", 0, 1)
+        free = what(False)
+        if free is None:
+            missing.append(name)
+            return
+        for counted, played in ((True, what(True) if ours else free), (False, free)):
+            if played is not None:
+                found[counted].append(_timed(name, played))
+
+    add("whole experts, 16 bit, on demand", lambda _host: baselines.naive(card, trace, warm))
+    add("mixtral-offloading", lambda _host: baselines.mixtral_offloading(card, trace, warm))
+    add("Fiddler", lambda _host: baselines.fiddler(card, trace, warm))
+    add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, trace, warm))
+    for step in steps():
+        add(step[0], lambda host: _played(card, step, trace, warm, host=host), ours=step[1].rows < 16)  # noqa: B023
+    title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
+    title += f"; does not fit: {', '.join(missing)}" if missing else ""
+    return [
+        Section(f"{title}; {words}", summarise(found[counted])) for counted, words in ((True, COUNTED), (False, FREE))
+    ]
+
+
+def _timed(name: str, played: Played) -> Timed:
+    note = f"{played.moved / 1e6:,.0f} MB"
+    note += "" if played.hidden is None else f", {played.hidden:.0%} hidden"
+    note += f", host {played.host / Width().layers * 1e3:.2f} ms" if played.host else ""
+    return Timed(name, [played.seconds], [0.0], peer=None if name == OTHERS else OTHERS, tokens=1, note=note)
+
+
+def _played(card: Card, step: Step, trace: Trace, warm: int, *, host: bool) -> Played | None:
+    _, width, preset, parts, ahead, in_place = step
+    own = dataclasses.replace(card, pack_bytes_s=_IN_PLACE) if in_place else card
+    share = CPU_REACHED if parts.cpu else 1.0
+    try:
+        return play(own, width, trace, preset, parts, ahead=ahead, cpu_share=share, warm=warm, host=host)
+    except ValueError:
+        return None  # without any row it takes more memory than there is
+
+
+Step = tuple[str, Width, Preset, Parts, bool, bool]
+
+
+def steps() -> list[Step]:
+    """FloE as in the paper, then this engine with one part more each time: name, widths, what is skipped, parts,
+    whether it prefetches, whether rows are read in place."""
+    floe, own = Width(up=2, rows=16, dense=16), Width()
+    sparse = Preset("60 %", Rule(0.6))
+    weighed = Preset("weighed", Rule(0.6, 0.8, drop=0.4, major=0.4, weighed=True))
+    presets = {preset.name: preset for preset in PRESETS}
+    balanced, fast = presets["Balanced"], presets["Fast"]
+    return [
+        ("FloE, 80 %", floe, Preset("80 %", Rule(0.8)), _FLOE, True, False),
+        (OTHERS, floe, Preset("90 %", Rule(0.9)), _FLOE, True, False),
+        ("3-bit up, 4-bit rows, 60 %", own, sparse, _FLOE, False, False),
+        ("+ prefetching", own, sparse, _FLOE, True, False),
+        ("+ eviction by score", own, sparse, Parts(cpu=False), True, False),
+        ("+ the CPU's share", own, sparse, Parts(), True, False),
+        ("+ Balanced instead of 60 %", own, balanced, Parts(), True, False),
+        ("+ rows read in place", own, balanced, Parts(), True, True),
+        ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), True, True),
+        ("Fast likewise", own, fast, Parts(), True, True),
+        ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), True, True),
+        (
+            "Balanced likewise, weak rows left out",
+            own,
+            Preset(balanced.name, dataclasses.replace(balanced.rule, late=LATE), balanced.x_bits),
+            Parts(),
+            True,
+            True,
+        ),
+    ]

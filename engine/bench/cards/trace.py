@@ -1,0 +1,103 @@
+"""What a trained model really asks for, token by token: its router's choices, its neurons' values, and both as guessed
+one layer ahead. Recorded from a pack while it reads a text, so that policies can be compared on real behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....models.pack.packed_model import PackedLayer
+from ...decoder.kv_cache import KVCache
+from ...experts.moe_layer import MoELayer
+from ...loader import load
+from ...offload import predictor
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """T tokens of decode in L layers of E experts with F neurons.
+
+    Attributes:
+        index: (T, L, K) int64 chosen experts. weights: (T, L, K) of them.
+        values: (T, L, E, F) float16 |up · x| of every expert, chosen or not. ahead: likewise as the layer before
+            guessed it; nothing at layer 0. scores: (T, L, E) of experts, likewise guessed.
+        thresholds: L tables (E, Q) of |up · x|, as in the pack. source: in words.
+    """
+
+    index: NDArray[np.int64]
+    weights: Floats
+    values: NDArray[np.float16]
+    ahead: NDArray[np.float16]
+    scores: Floats
+    thresholds: Sequence[Tensor]
+    source: str
+
+    def skewed(self, skew: float, seed: int = 0) -> Trace:
+        """The same neurons, other routing: token by token the experts of a layer are drawn without replacement with
+        chances 1 / rank ** skew, from 0 (all alike); guesses are right as often as they are in the trace."""
+        random = np.random.default_rng(seed)
+        tokens, layers, chosen = self.index.shape
+        experts = self.scores.shape[2]
+        ranks = np.stack([random.permutation(experts) for _ in range(layers)])
+        chances = 1.0 / (1 + np.arange(experts)) ** skew
+        keys = random.exponential(size=(tokens, layers, experts)) / chances[np.argsort(ranks, axis=1)]
+        index = np.argsort(keys, axis=2)[:, :, :chosen]
+        guessed = np.argsort(-self.scores, axis=2)[:, :, :chosen]
+        right = (guessed[..., None] == self.index[:, :, None]).any(2).mean()
+        scores = random.random((tokens, layers, experts), dtype=np.float32)
+        known = random.random(index.shape) < right
+        np.put_along_axis(scores, index, np.where(known, 2.0, 0.5).astype(np.float32), axis=2)
+        return replace(self, index=index, scores=scores, source=f"{self.source}, routing of skew {skew:g}")
+
+
+def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
+    """Let a pack read `ids` one by one, as decode does, and note what each token wants."""
+    loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
+    blocks = loaded.model.model.layers
+    ahead = predictor.make("auto", loaded.model, loaded.packed)
+    packed: list[PackedLayer] = [block.mlp.experts.packed for block in blocks]
+    sizes, count, layers = loaded.packed.manifest.architecture, len(ids), len(blocks)
+    experts, top_k = sizes.experts, sizes.top_k
+    ups = [torch.stack([layer.up.dense(expert, torch.float32) for expert in range(experts)]) for layer in packed]
+    neurons = ups[0].shape[1]
+    trace = Trace(
+        index=np.zeros((count, layers, top_k), np.int64),
+        weights=np.zeros((count, layers, top_k), np.float32),
+        values=np.zeros((count, layers, experts, neurons), np.float16),
+        ahead=np.zeros((count, layers, experts, neurons), np.float16),
+        scores=np.zeros((count, layers, experts), np.float32),
+        thresholds=[layer.thresholds for layer in packed],
+        source=f"{name} reading {count} tokens",
+    )
+    token = 0
+
+    def note(layer: MoELayer, given: tuple[Tensor, Tensor, Tensor]) -> None:
+        hidden, index, weights = given
+        at = layer.index
+        trace.index[token, at], trace.weights[token, at] = index[0].numpy(), weights[0].float().numpy()
+        trace.values[token, at] = F.linear(hidden, ups[at].flatten(0, 1)).abs().view(experts, neurons).half().numpy()
+        if at + 1 < layers:
+            guess = ahead.guess(at, hidden, None)
+            trace.scores[token, at + 1] = ahead.experts(at, hidden, index, guess)[0].float().numpy()
+            values = F.linear(guess, ups[at + 1].flatten(0, 1)).abs()
+            trace.ahead[token, at + 1] = values.view(experts, neurons).half().numpy()
+
+    handles = [block.mlp.experts.register_forward_pre_hook(note) for block in blocks]
+    kv = KVCache()
+    with torch.inference_mode():
+        for token, one in enumerate(ids):  # noqa: B007 - `note` reads it
+            loaded.decoder.forward([one], kv)
+            kv.computed([one], loaded.control.preset)
+    for handle in handles:
+        handle.remove()
+    return trace

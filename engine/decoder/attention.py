@@ -1,0 +1,115 @@
+"""Attention of many tokens at once, or of one where nothing is compiled for it, by torch's operations on any device.
+
+An attention owns the layout of what it caches: a store (kv_cache.py) holds entries of the shape that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kv_cache import GrowingStore
+from .layers import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What the queries of a pass see, layer by layer: keys and values, and which of them, where it is not all."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    mask: Tensor | None
+
+
+class GroupedAttention:
+    """Grouped-query attention in all layers of one pass. An entry of the store is a token's keys, then its values.
+
+    Args:
+        rope: (T, 2, D) of the tokens' positions, from `start` on.
+    """
+
+    def __init__(self, layers: Sequence[Layer], store: GrowingStore, rope: Tensor, start: int) -> None:
+        self._layers, self._tokens, end = layers, len(rope), start + len(rope)
+        self._places = store.places(end)
+        heads = layers[0].heads
+        # Queries and keys are turned, values stay as they are: tables for all heads at once, (T, heads, D).
+        cos, sin = rope[:, :1], rope[:, 1:]
+        turned, still = heads.queries + heads.keys, (self._tokens, heads.keys, heads.dim)
+        self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
+        self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
+        self._views: dict[int | None, _View] = {}
+        for window in {layer.heads.window for layer in layers}:
+            first = 0 if window is None else max(0, start + 1 - window)
+            seen = _split(store.seen(first, end))
+            self._views[window] = _View(*seen, _mask(first, start, end, window, rope.device))
+
+    def __call__(self, index: int, x: Tensor) -> Tensor:
+        """x (T, H), normalized -> (T, H) of layer `index`; sets the keys and values of these tokens."""
+        layer, heads = self._layers[index], self._layers[index].heads
+        qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.dim)
+        self._prepare(qkv, layer)
+        qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.dim // 2, 2), self._sin)
+        queries, both = qkv.split_with_sizes((heads.queries, 2 * heads.keys), 1)
+        self._places[index].copy_(both)
+        view = self._views[heads.window]
+        attend = self._attend_one if self._tokens == 1 else self._attend_any
+        keys, values = view.keys[index].to(x.dtype), view.values[index].to(x.dtype)
+        return layer.out.forward(attend(layer, queries, keys, values, view.mask))
+
+    def _prepare(self, qkv: Tensor, layer: Layer) -> None:
+        """What some families do before rope: norms of queries and keys, limits; in place, (T, all heads, D)."""
+        heads = layer.heads
+        if heads.q_norm is not None and heads.k_norm is not None:
+            parts = qkv.split((heads.queries, heads.keys, heads.keys), 1)
+            for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
+                normed = norm(part.reshape(self._tokens, -1, len(weight)), weight, layer.eps)
+                part.copy_(normed.view(part.shape))
+        if heads.clip is not None:
+            qkv.clamp_(-heads.clip, heads.clip)
+
+    # Key heads stand in the batch dimension, so that the query heads which share one need no copy of it.
+
+    def _attend_one(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None) -> Tensor:
+        """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
+        heads = layer.heads
+        grouped = queries.view(heads.keys, 1, -1, heads.dim)  # as if they were positions: all see all tokens
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=heads.scale).reshape(1, -1)
+
+    def _attend_any(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """queries (T, heads, D) -> (T, heads * D). mask: None for plain causal attention, T = N."""
+        heads = layer.heads
+        groups = heads.queries // heads.keys
+        grouped = queries.unflatten(1, (heads.keys, groups)).permute(1, 2, 0, 3)
+        keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
+        out = F.scaled_dot_product_attention(
+            grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale
+        )
+        return out.permute(2, 0, 1, 3).reshape(self._tokens, -1)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _split(groups: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """For each layer, keys and values (heads, 1, N, D) of groups of layers with entries (layers, N, 2 * heads, D)."""
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    for group in groups:
+        both = group.transpose(1, 2).unsqueeze(3).transpose(2, 3)
+        for part, out in zip(both.chunk(2, 1), (keys, values), strict=True):
+            out += part.unbind(0)
+    return keys, values
+
+
+def _mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which of tokens first..end-1 each of start..end-1 sees, (T, N); None for plain causal attention or one token."""
+    if end - start == 1 or (start == 0 and (window is None or window >= end)):
+        return None
+    ago = torch.arange(start, end, device=device)[:, None] - torch.arange(first, end, device=device)
+    return ago >= 0 if window is None else (ago >= 0) & (ago < window)

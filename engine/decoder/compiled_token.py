@@ -1,0 +1,104 @@
+"""One token through all layers as one compiled call, where all experts lie in RAM and are the CPU's.
+
+Layer by layer the interpreter takes some time more for each, and its lock, which the screen needs too. What it computes
+is the same to the last bit: the kernels are, and what `Plan` decides in Python is decided in C++ likewise. Small models
+draw several tokens in a call: beside a busy screen, a lock that is wanted for each would halve their speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...kernels.cpu.native import NativeUnavailableError
+from ...kernels.cpu.native_ends import NativeEnds
+from ...kernels.cpu.native_step import NativeStep
+from ...kernels.cpu.native_token import Draw, NativeToken
+from ..experts.moe_layer import Cancelled, MoELayer
+from ..quality_presets import Preset
+from ..sampling import Sampler
+from .layers import Layer, Unsupported
+from .quantized_linear import PackedLinear
+
+MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, another preset and the text wait for its end
+
+
+class TokenPass:
+    """All layers of a model.
+
+    Raises:
+        Unsupported: a layer that has more than experts in RAM.
+    """
+
+    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[Layer], ends: NativeEnds) -> None:
+        self._experts: list[MoELayer] = []
+        for layer in layers:
+            block = layer.block
+            if not isinstance(block, MoELayer) or type(block) is not MoELayer:
+                raise Unsupported("a layer has more than experts in RAM")
+            self._experts.append(block)
+        self._steps, self._ends, self._control = steps, ends, self._experts[0].control
+        self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))
+        self._preset: Preset | None = None
+        self._token = self._made(self._control.preset)
+
+    def _made(self, preset: Preset) -> NativeToken:
+        self._preset = preset
+        try:
+            return NativeToken(self._steps, [layer.in_force().as_one() for layer in self._experts])
+        except (NativeUnavailableError, ValueError) as error:
+            raise Unsupported(str(error)) from error
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody wants to see what a layer is given or gives."""
+        return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self._experts)  # pyright: ignore[reportPrivateUsage]
+
+    def run(self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int) -> Tensor:
+        """x (1, H) -> the residual stream (1, H) behind the last of len(kv) layers; see `kernels.step.dense_step`.
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        token, bits = self._in_force()
+        through = token(x, rope, kv, position, bits, self._control.cancelled.stop)
+        if through is None:
+            raise Cancelled
+        self._count(through.chosen[None], through.counts[None])
+        return through.stream
+
+    def decode(
+        self, token: int, rope: Tensor, kv: Sequence[Tensor], position: int, sampler: Sampler, last: Sequence[int]
+    ) -> tuple[list[int], list[float]]:
+        """The next tokens behind `token` at `position`, and when each was there; see `Decoder.several`.
+
+        Args:
+            rope: (N, 2, D) from that position on, N >= 1: how many tokens there may be. kv: as in `run`.
+
+        Raises:
+            Cancelled: the answer was stopped before the first.
+        """
+        native, bits = self._in_force()
+        how = Draw(sampler.filters, sampler.uniforms(len(rope)), sampler.seen(self._ends.vocabulary), last)
+        stop = self._control.cancelled.stop
+        drawn = native.decode(self._ends, token, rope, kv, position, bits, stop, how, _SECONDS)
+        if drawn is None:
+            raise Cancelled
+        sampler.took(drawn.tokens)
+        self._count(drawn.chosen, drawn.counts)
+        return drawn.tokens, drawn.at
+
+    def _in_force(self) -> tuple[NativeToken, tuple[int, int]]:
+        """What the preset in force makes of the layers, and how much of x's precision it keeps."""
+        if (preset := self._control.preset) is not self._preset:
+            self._token = self._made(preset)
+        return self._token, (preset.x_bits if self._coded else 22, preset.x_bits)
+
+    def _count(self, chosen: Tensor, counts: Tensor) -> None:
+        """Count tokens; (N, L, K) and (N, L, K, 2, 2), see `native_token.Drawn`."""
+        if not self._control.counting:
+            return
+        for index, layer in enumerate(self._experts[: chosen.shape[1]]):
+            computed = [part for part in counts[:, index].reshape(-1, 2).tolist() if part[0] >= 0]
+            layer.add_counts(layer.ruled, chosen[:, index].tolist(), computed)

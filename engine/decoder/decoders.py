@@ -1,0 +1,98 @@
+"""Which code computes the dense part of a forward pass: the lean pass (lean.py), or transformers' own modules.
+
+Those stay the reference that the lean pass is tested against, and what runs where it declines; the reason is kept and
+shown.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..sampling import Sampler
+from . import finite_check
+from .fused_pass import LeanDecoder
+from .kv_cache import KVCache, LibraryStore
+from .layers import Unsupported
+
+_log = logging.getLogger("floe_chat.engine")
+
+__all__ = ["Decoder", "LeanDecoder", "LibraryDecoder", "choose"]
+
+
+class Decoder(Protocol):
+    """Computes the next tokens of a sequence.
+
+    Attributes:
+        reason: in words, what computes the dense part and why.
+    """
+
+    reason: str
+    device: torch.device
+
+    def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
+        """Logits (1, V) after the last of `ids`, which follow what `kv` holds; their keys and values are added to it.
+
+        `kv.computed` is the caller's to call, once this has returned.
+        """
+        ...
+
+    def several(
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
+    ) -> tuple[list[int], list[float]] | None:
+        """Compute `token` and draw what follows it, and again with that: 1 to `most` tokens, or up to one of `last`.
+
+        `kv.computed` is the caller's to call, for `token` and for all that were drawn but the last.
+
+        Returns:
+            the tokens, and when each was drawn, in seconds since the call. None where there is `forward` alone.
+
+        Raises:
+            Cancelled: the answer was stopped before the first.
+        """
+        ...
+
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """In words, the first part of the model whose values are not finite for these tokens, computed again.
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        ...
+
+
+class LibraryDecoder:
+    """transformers' own forward pass."""
+
+    def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
+        self.model, self.reason = model, reason
+        self.device: torch.device = model.get_input_embeddings().weight.device
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
+        """See `Decoder`."""
+        cache = kv.store_of(LibraryStore, LibraryStore).cache
+        inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        return self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    def several(self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]) -> None:
+        """See `Decoder`: the library does not draw."""
+
+    @torch.inference_mode()
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """See `Decoder`."""
+        inputs = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        return finite_check.first_nonfinite(self.model, lambda: self.model(input_ids=inputs, logits_to_keep=1))
+
+
+def choose(model: Any, window: int) -> LeanDecoder | LibraryDecoder:
+    """The lean pass of a transformers model, or the library's own with the reason why."""
+    try:
+        return LeanDecoder(model, window)
+    except Unsupported as declined:
+        _log.info("no lean pass: %s", declined)
+        return LibraryDecoder(model, f"dense layers in transformers, because {declined}")

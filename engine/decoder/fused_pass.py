@@ -1,0 +1,244 @@
+"""One forward pass with little Python in it: the dense part's operations, written out for the families known here.
+
+A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
+(`compiled_token.py`). Prompts, GPUs and what that
+operation does not know take torch's operations, on any device. The state of a pass is (T, H): T tokens of one sequence,
+without a batch dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.cpu.native import NativeUnavailableError
+from ...kernels.cpu.native_ends import NativeEnds
+from ...kernels.cpu.native_step import NativeStep
+from ...kernels.step import Ends, Stepped
+from ..sampling import Sampler
+from .attention import GroupedAttention, norm
+from .compiled_token import MOST, TokenPass
+from .finite_check import NO_PART, is_finite
+from .kv_cache import BorrowingStore, GrowingStore, KVCache, Room
+from .layers import Layer, Rope, Unsupported, projection, read_layers
+from .quantized_linear import PackedLinear
+
+_log = logging.getLogger("floe_chat.engine")
+_AGAIN = 256  # tokens of a pass that looks for the values that are not finite
+Step = Callable[[int, Tensor, Tensor | None], Stepped]
+
+
+class LeanDecoder:
+    """The forward pass of one model, made once from its modules.
+
+    Attributes:
+        reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and what lies
+            around them all; without them torch's operations compute it. room: device memory that keys and values may
+            borrow; None for their own.
+
+    Raises:
+        Unsupported: a family, rope or layer that this does not compute.
+    """
+
+    def __init__(self, model: Any, window: int) -> None:
+        self._config, self._window = model.config, window
+        self._embedding: Tensor = model.model.embed_tokens.weight
+        self.device = self._embedding.device
+        self._rope = Rope(model.model.rotary_emb, model.model.layers[0].self_attn.head_dim, self._embedding)
+        self._layers = read_layers(model)
+        self._eps: float = model.config.rms_norm_eps
+        self._norm: Tensor = model.model.norm.weight
+        self._head: nn.Module = model.lm_head
+        self._step: Step | None = None  # of the pass that runs
+        self.room: Room | None = None
+        self.steps: list[NativeStep] = []
+        self.ends: NativeEnds | None = None
+        self._whole: TokenPass | None = None
+        self.reason = "dense layers in floe-chat's own pass"
+        try:
+            self.steps, self.ends = self._native_steps()
+        except Unsupported as declined:
+            self.reason += f" by torch's operations, because {declined}"
+            _log.info("no compiled step: %s", declined)
+        else:
+            self.reason += f", {self._compiled()}"
+            if beside := {layer.beside for layer in self._layers if layer.beside}:
+                self.reason += f", {' and '.join(sorted(beside))} by torch's operations"
+
+    def _native_steps(self) -> tuple[list[NativeStep], NativeEnds]:
+        if self.device.type != "cpu":
+            raise Unsupported(f"the compiled step runs on the CPU and the dense layers are on {self.device}")
+        if self._embedding.dtype != torch.float32:
+            raise Unsupported(f"the compiled step computes float32, not {self._embedding.dtype}")
+        try:
+            ends = Ends(self._embedding, self._norm, self._eps, projection(self._head))
+            return [NativeStep(layer.dense()) for layer in self._layers], NativeEnds(ends)
+        except (NativeUnavailableError, ValueError) as error:
+            raise Unsupported(str(error)) from error
+
+    def _compiled(self) -> str:
+        """What is compiled for a token, in words."""
+        assert self.ends is not None
+        try:
+            self._whole = TokenPass(self.steps, self._layers, self.ends)
+        except Unsupported as declined:
+            _log.info("a call per layer: %s", declined)
+            return "one compiled call per layer and token"
+        return "one compiled call per token"
+
+    def _store(self) -> GrowingStore:
+        heads = self._layers[0].heads
+        given = (len(self._layers), heads.entry, self._window, heads.kept, self.device)
+        if self.room is not None and self.room.vacant():
+            return BorrowingStore(*given, self.room)
+        return GrowingStore(*given)
+
+    @torch.inference_mode()
+    def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
+        """See `Decoder`.
+
+        Raises:
+            ValueError: more tokens than the window. IndexError: a token that the vocabulary does not have.
+        """
+        if min(ids) < 0 or max(ids) >= len(self._embedding):  # a GPU would not survive it
+            raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
+        store = kv.store_of(GrowingStore, self._store)
+        start, end = kv.length, kv.length + len(ids)
+        store.crop(start)
+        store.reserve(end)
+        try:
+            return self._pass(ids, store, start)
+        finally:
+            self._step = None  # its views would keep the store's memory
+
+    def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
+        end = start + len(ids)
+        rope = self._rope.tables(start, end)
+        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        if len(ids) == 1 and self._whole is not None and not self._whole.watched:
+            last = self._whole.run(x, rope[0], self._kept(store), start)
+            store.length = end
+            return self._logits(last)
+        if len(ids) == 1 and self.steps:
+            step = _NativePass(self.steps, self._layers, store, rope[0], start).step
+        else:
+            step = _TorchPass(self._layers, store, rope, start).step
+        self._step = step
+        added: Tensor | None = None
+        for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):
+            x, hidden, routed = step(index, x, added)
+            self._stream = x
+            added = layer.block(hidden, *routed)
+        store.length = end
+        last = x[-1:] if added is None else x[-1:] + added[-1:]
+        return self._logits(last)
+
+    def _kept(self, store: GrowingStore) -> list[Tensor]:
+        """Keys and values of the layers that a token goes through: a benchmark has it leave out the last."""
+        return store.layers()[: self._config.num_hidden_layers]
+
+    def _logits(self, last: Tensor) -> Tensor:
+        """(1, H) behind the last layer -> (1, V)."""
+        if self.ends is None:
+            return self._head(norm(last, self._norm, self._eps))
+        return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
+
+    @torch.inference_mode()
+    def several(
+        self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
+    ) -> tuple[list[int], list[float]] | None:
+        """See `Decoder`."""
+        whole = self._whole
+        if whole is None or whole.watched:
+            return None
+        store = kv.store_of(GrowingStore, self._store)
+        start, most = kv.length, min(most, MOST)
+        store.crop(start)
+        store.reserve(start + most)
+        rope = self._rope.tables(start, start + most)
+        tokens, at = whole.decode(token, rope, self._kept(store), start, sampler, last)
+        store.length = start + len(tokens)
+        return tokens, at
+
+    @torch.inference_mode()
+    def first_nonfinite(self, ids: Sequence[int]) -> str:
+        """See `Decoder`."""
+        heads = self._layers[0].heads
+        store = GrowingStore(len(self._layers), heads.entry, self._window, heads.kept, self.device)
+        for start in range(0, len(ids), _AGAIN):
+            some = ids[start : start + _AGAIN]
+            store.reserve(start + len(some))
+            if part := self._nonfinite(some, store, start):
+                return part
+        return NO_PART
+
+    def _nonfinite(self, ids: Sequence[int], store: GrowingStore, start: int) -> str:
+        """The first part whose values are not finite in a pass of these tokens, or nothing."""
+        x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
+        if not is_finite(x):
+            return "the embedding"
+        self._step = _TorchPass(self._layers, store, self._rope.tables(start, start + len(ids)), start).step
+        try:
+            added: Tensor | None = None
+            for index, layer in enumerate(self._layers):
+                x, hidden, routed = self._step(index, x, added)
+                self._stream = x
+                for part, value in (("attention", x), ("a norm", hidden), ("the router", routed)):
+                    if not is_finite(value):
+                        return f"{part} of layer {index}"
+                added = layer.block(hidden, *routed)
+                if not is_finite(added):
+                    return f"the experts of layer {index}"
+        finally:
+            self._step = None
+        store.length = start + len(ids)
+        last = x[-1:] if added is None else x[-1:] + added[-1:]
+        return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
+
+    def ahead(self, layer: int, output: Tensor | None) -> Tensor:
+        """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.
+
+        Keys and values of these tokens are guesses then; layer + 1 writes its own over them when it runs.
+        """
+        assert self._step is not None, "no pass is running"
+        return self._step(layer + 1, self._stream, output).hidden
+
+
+class _NativePass:
+    """One token's way through the layers by the compiled step. rope: (2, D) of its position."""
+
+    def __init__(
+        self, steps: Sequence[NativeStep], layers: Sequence[Layer], store: GrowingStore, rope: Tensor, position: int
+    ) -> None:
+        self._steps, self._kept, self._rope, self._position = steps, store.layers(), rope, position
+        packed = next((part for part in (layers[0].qkv, layers[0].out) if isinstance(part, PackedLinear)), None)
+        self._x_bits = 22 if packed is None else packed.control.preset.x_bits
+
+    def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
+        """Layer `index` before its block, see `kernels.step.dense_step`."""
+        return self._steps[index](x, added, self._rope, self._kept[index], self._position, self._x_bits)
+
+
+class _TorchPass:
+    """Any number of tokens' way through the layers by torch's operations.
+
+    Args:
+        rope: (T, 2, D) of their positions, from `start` on.
+    """
+
+    def __init__(self, layers: Sequence[Layer], store: GrowingStore, rope: Tensor, start: int) -> None:
+        self._layers = layers
+        self._attention = GroupedAttention(layers, store, rope, start)
+
+    def step(self, index: int, x: Tensor, added: Tensor | None) -> Stepped:
+        """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
+        layer = self._layers[index]
+        stream = x if added is None else x + added
+        stream = stream + self._attention(index, norm(stream, layer.before, layer.eps))
+        hidden = norm(stream, layer.after, layer.eps)
+        return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())

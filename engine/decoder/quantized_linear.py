@@ -1,0 +1,73 @@
+"""The linear layers of the dense part that a pack holds as codes: what stands where transformers' nn.Linear stands."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import operations as kernels
+from ...kernels.weights import LinearWeights
+from ..experts.moe_layer import Control
+
+
+class PackedLinear(nn.Module):
+    """y = x · Wᵀ + bias from low-bit codes.
+
+    Raises:
+        ValueError: weights whose parts do not fit each other.
+    """
+
+    def __init__(self, weights: LinearWeights, bias: nn.Parameter | None, control: Control) -> None:
+        super().__init__()
+        self.weights, self.bias, self.control = weights, bias, control
+        # Looked at once, on no tokens: at small sizes the checks of each call would take as long as its computing.
+        kernels.linear(weights.scale.new_empty(0, weights.vector.n), weights)
+        self._linear = kernels.choose(weights.q.device).linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) floating point -> (..., N) of x's dtype.
+
+        Raises:
+            ValueError: x of another width.
+        """
+        weights, width = self.weights, x.shape[-1]
+        if width != weights.vector.n:
+            raise ValueError(f"x of width {width} for a layer of {weights.vector.n}")
+        x_bits = self.control.preset.x_bits
+        if x.ndim == 2:  # as engine/decoder/decoders.py calls it
+            y = self._linear(x, weights, x_bits)
+        else:
+            y = self._linear(x.flatten(0, -2), weights, x_bits).unflatten(0, x.shape[:-1])
+        return y if self.bias is None else y + self.bias
+
+
+def join(*layers: Any) -> nn.Module:
+    """One linear layer with the rows of several, which keep views of its weights.
+
+    Raises:
+        ValueError: layers of unlike kinds; none was changed.
+    """
+    biases = [layer.bias for layer in layers]
+    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
+        raise ValueError("only some have a bias")
+    sizes = [len(layer.weights.q if isinstance(layer, PackedLinear) else layer.weight) for layer in layers]
+    bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
+    first = layers[0]
+    if all(isinstance(layer, PackedLinear) and layer.weights.vector == first.weights.vector for layer in layers):
+        parts = [[getattr(layer.weights, name) for layer in layers] for name in ("q", "scale", "zero")]
+        q, scale, zero = (torch.cat(part) for part in parts)
+        for layer, *views in zip(layers, *(part.split(sizes) for part in (q, scale, zero)), strict=True):
+            layer.weights = replace(layer.weights, q=views[0], scale=views[1], zero=views[2])
+        return PackedLinear(replace(first.weights, q=q, scale=scale, zero=zero), bias, first.control)
+    if not all(type(layer) is nn.Linear for layer in layers):
+        raise ValueError("they are stored in different ways")
+    joined = nn.Linear(first.in_features, sum(sizes), bias=bias is not None, device="meta")
+    joined.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+    if bias is not None:
+        joined.bias = bias
+    for layer, weight in zip(layers, joined.weight.split(sizes), strict=True):
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    return joined

@@ -1,0 +1,1 @@
+"""One MoE layer: what its rule leaves, in RAM, offloaded, and in prompts."""

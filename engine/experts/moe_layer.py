@@ -1,0 +1,199 @@
+"""One MoE layer, start to end: the module that stands where transformers' experts stand (DESIGN section 5).
+
+This version reads rows where they lie, in RAM or in the mapped file: route (the model's own), find the active
+neurons, compute. Locating, placing and looking ahead slot in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import operations as kernels
+from ...kernels.cpu.binding import Stop
+from ...kernels.rule import Rule
+from ...kernels.types import Work
+from ...models.pack.packed_model import PackedLayer
+from ..quality_presets import Preset
+from ..telemetry import Telemetry
+from .ruled_layer import RuledLayer, Share
+
+PREFILL_CHUNK, STREAMED_CHUNK = 256, 2048
+DECODE_TOKENS = 8  # in one step: up to so many go neuron by neuron, more expert by expert
+# Of a prompt's tokens that share an expert: up to so many still go neuron by neuron. Above it the tokens want so many
+# of the neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
+FEW_TOKENS, FEW_TOKENS_SPARSE = 3, 8
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
+    """The answer was stopped; raised at the next layer."""
+
+
+class Flag(threading.Event):
+    """An event that compiled code can look at too, by its `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = Stop()
+
+    def set(self) -> None:
+        self.stop.set(True)
+        super().set()
+
+    def clear(self) -> None:
+        super().clear()
+        self.stop.set(False)
+
+
+class Control:
+    """What a running answer can be told from another thread.
+
+    Attributes:
+        preset: what a token may skip, read by each layer at each step. cancelled: set to stop within one layer.
+        counting: whether layers add to the telemetry (decode does, prefill does not).
+        chunk: tokens of a prompt that go through the model at once: bounds activations, and sets how often progress is
+            told. Where experts stream to the device each chunk brings them all, so that there it is longer.
+        make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
+    """
+
+    def __init__(self, preset: Preset) -> None:
+        self.preset = preset
+        self.cancelled = Flag()
+        self.counting = False
+        self.chunk = PREFILL_CHUNK
+        self.make_room: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The experts of a step's B tokens, and what is computed of them.
+
+    Attributes:
+        ruled: what the preset in force makes of the layer. experts, weights: (B, K). work: the calls of `ruled`.
+        routed: (B, K) the router's own choice where resident experts may have replaced some of it; else None.
+    """
+
+    ruled: RuledLayer
+    experts: Tensor
+    weights: Tensor
+    work: Work
+    routed: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a step has computed.
+
+    Attributes:
+        choice: of what; its experts, weights and thresholds are on the host.
+        y: (B, H). counts: (P, 2) neurons per call and stage, as `kernels.moe_step` gives them.
+    """
+
+    choice: Choice
+    y: Tensor
+    counts: Tensor
+
+
+class MoELayer(nn.Module):
+    """The experts of one layer from the packed layout.
+
+    Attributes:
+        ruled: what the last step's preset made of it; `in_force` looks whether it is still the one in force.
+    """
+
+    def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
+        super().__init__()
+        self.index, self.packed, self.control, self.telemetry = index, packed, control, telemetry
+        self.ruled = RuledLayer(packed, control.preset, index)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H).
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        if self.control.cancelled.is_set():
+            raise Cancelled
+        choice = self.choose(hidden, top_k_index, top_k_weights)
+        if hidden.shape[0] > DECODE_TOKENS:
+            return self._prefill(hidden, choice)
+        result = self._step(hidden, choice)
+        if self.control.counting:
+            self._count(result)
+        return result.y
+
+    def in_force(self) -> RuledLayer:
+        """What the preset in force makes of this layer."""
+        if self.ruled.preset is not self.control.preset:
+            self.ruled = RuledLayer(self.packed, self.control.preset, self.index)
+        return self.ruled
+
+    def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
+        """What is computed of a router's choice, index and weights (B, K): here all that the rule does not skip."""
+        ruled = self.in_force()
+        return Choice(ruled, index, weights, ruled.work(index, weights))
+
+    def _step(self, hidden: Tensor, choice: Choice) -> Result:
+        ruled, work = choice.ruled, choice.work
+        layer, x_bits = ruled.layer, ruled.preset.x_bits
+        given = (hidden, layer.up, layer.rows, work.calls, work.thresholds, work.products)
+        return Result(choice, *kernels.moe_step(*given, x_bits=x_bits))
+
+    def _prefill(self, hidden: Tensor, choice: Choice) -> Tensor:
+        ruled, work = choice.ruled, choice.work
+        rule = ruled.rule
+        if rule.drops:
+            work = work.part(work.thresholds != torch.inf)
+        work, experts = replace(work, late=None), work.calls.experts
+        few = FEW_TOKENS_SPARSE if rule.sparsity >= 0.5 else FEW_TOKENS
+        counts = experts.bincount(minlength=len(ruled.limits.signal))
+        out = self._step(hidden, replace(choice, work=work.part(counts[experts] <= few))).y
+        shares = [Share.of(work, expert) for expert in (counts > few).nonzero().squeeze(1).tolist()]
+        self._many(ruled, hidden, shares, out)
+        return out
+
+    def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
+        """Add to out (B, H) what experts make of the many tokens that each has."""
+        layer, x_bits = ruled.layer, ruled.preset.x_bits
+        for share in shares:
+            if self.control.cancelled.is_set():
+                raise Cancelled
+            given = (hidden[share.tokens], layer.up, layer.rows, share.expert)
+            y, _, _ = kernels.expert_swiglu(*given, *share.limits, x_bits=x_bits)
+            out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
+
+    def _count(self, result: Result) -> None:
+        choice = result.choice
+        counts = computed(result.counts, choice.work.thresholds, choice.ruled.rule)
+        self.add_counts(choice.ruled, choice.experts.tolist(), counts)
+
+    def add_counts(self, ruled: RuledLayer, experts: list[list[int]], counts: list[list[int]]) -> None:
+        """Add to the telemetry, by lists: an operation on tensors costs as much as all of this.
+
+        Args:
+            experts: (B, K). counts: (P, 2) of what was computed.
+        """
+        found = self.telemetry.layers[self.index]
+        among = sum(map(len, experts))
+        found.dropped += 2 * among - ruled.halves(len(counts))
+        found.neurons += among * self.packed.rows.data.shape[1]
+        up, gate, down = ruled.costs
+        active, kept = sum(pair[0] for pair in counts), sum(pair[1] for pair in counts)
+        found.active += active
+        found.bytes += len(counts) * up + active * gate + kept * down
+        for token in experts:
+            for expert in token:
+                found.calls[expert] += 1
+
+
+def computed(counts: Tensor, thresholds: Tensor, rule: Rule) -> list[list[int]]:
+    """Of counts (P, 2) those of calls that are not left out."""
+    pairs: list[list[int]] = counts.tolist()
+    if not rule.drops:
+        return pairs
+    return [pair for pair, threshold in zip(pairs, thresholds.tolist(), strict=True) if threshold != inf]

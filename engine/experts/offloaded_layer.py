@@ -1,0 +1,190 @@
+"""One layer whose rows lie in RAM: a decode step, start to end (DESIGN section 5).
+
+Find the active neurons; locate their rows; place what is absent, copied or computed by the CPU where it lies; compute
+what is there; look ahead to the next layer; add up what has come: those in between are offloaded_step.py's. Prompts go
+by expert instead, see offloaded_prefill.py.
+
+On a GPU the host waits once per layer, for what the step needs (`Device.arrived`). What the preset leaves out or
+replaces is decided on the device, and the list of neurons that is guessed for the next layer is taken when it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...kernels.types import Work
+from ...models.pack.packed_model import PackedLayer
+from ..offload.offload import Offload, Untold
+from ..offload.row_pool import keys_of
+from ..offload.scheduler import Ahead
+from ..telemetry import LayerCounts, Telemetry
+from . import substitution
+from .moe_layer import DECODE_TOKENS, Choice, Control, MoELayer, Result
+from .offloaded_prefill import Prompt
+from .offloaded_step import Given, Step, Sum
+from .ruled_layer import RuledLayer, Share
+
+RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """What stands around a layer. It is one value, since a module takes modules that it is given for parts of its own.
+
+    Attributes:
+        gate: this layer's router; without it no expert is replaced. following: the next layer; None for the last.
+    """
+
+    gate: Any = None
+    following: OffloadedLayer | None = None
+
+
+class OffloadedLayer(MoELayer):
+    """The experts of one layer: up projections on the device, rows in RAM and some of them in the pool.
+
+    Args:
+        packed: up projections and thresholds on the device, rows in RAM. ram: the same layer, all of it in RAM.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        packed: PackedLayer,
+        ram: PackedLayer,
+        shared: Offload,
+        control: Control,
+        telemetry: Telemetry,
+    ) -> None:
+        super().__init__(index, packed, control, telemetry)
+        self.ram, self.shared = ram, shared
+        self.neighbours = Neighbours()
+        self._in_ram: RuledLayer | None = None
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See `MoELayer`."""
+        with self.shared.device.host():
+            return super().forward(hidden, top_k_index, top_k_weights)
+
+    def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
+        """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
+        ruled, gate = self.in_force(), self.neighbours.gate
+        if not ruled.rule.alpha or hidden.shape[0] > DECODE_TOKENS or gate is None:
+            return Choice(ruled, index, weights, ruled.work(index, weights))
+        probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
+        (resident,) = self.shared.device.sent(torch.from_numpy(self.shared.pool.resident(self.index) >= RESIDENT))
+        given, normalized = (probabilities, index, weights, resident), substitution.normalizes(gate)
+        experts, scores = substitution.substitute_there(*given, ruled.rule.alpha, normalized=normalized)
+        return Choice(ruled, experts, scores, ruled.work(experts, scores), routed=index)
+
+    def _step(self, hidden: Tensor, choice: Choice) -> Result:
+        shared, device = self.shared, self.shared.device
+        shared.scheduler.look()
+        device.dense(hidden.shape[0])
+        step = self._found(hidden, choice)
+        self._compare(step)
+        located = step.locate()
+        needed = step.needed(located)
+        placed = step.place(located, needed)
+        total = Sum()
+        step.add(located.ready, total)
+        if hidden.shape[0] <= DECODE_TOKENS:
+            self._look_ahead(hidden, step.choice, total.y)
+        waited = step.finish(needed, placed, total)
+        if self.control.counting:
+            step.count(self.telemetry.layers[self.index], located, needed, placed, waited)
+        result = step.result(total)
+        shared.scheduler.look()
+        return result
+
+    def _found(self, hidden: Tensor, choice: Choice) -> Step:
+        """Find the active neurons, and wait for them and for all else that the host decides by."""
+        shared, device, ruled, work = self.shared, self.shared.device, choice.ruled, choice.work
+        limits, *parts = device.sent(work.thresholds, *Given(hidden, work.calls, work.products).tensors()[1:])
+        there = Given.of([hidden, *parts])
+        # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
+        stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
+        asked = there.tensors()[len(stays) :]
+        optional = [tensor for tensor in (choice.routed, work.late) if tensor is not None]
+        untold, shared.untold = shared.untold, []
+        active, values, found = device.up(
+            *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
+            (*asked, choice.experts, choice.weights, limits, *optional, *(late.counts for late in untold)),
+        )
+        shared.pool.release()  # the device has done all that came before
+        shared.scheduler.begin(self.index)
+        here, rest = Given.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
+        experts, weights, limits = next(rest), next(rest), next(rest)
+        routed = None if choice.routed is None else next(rest)
+        work = Work(here.calls, limits, here.limits, None if work.late is None else next(rest))
+        for late, counts in zip(untold, rest, strict=True):
+            late.add(counts)
+        choice = Choice(ruled, experts, weights, work, routed)
+        return Step(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
+
+    def _count(self, result: Result) -> None:
+        """Where the counts are still to be computed, they are added when the host next waits, in whichever layer."""
+        choice, found = result.choice, self.telemetry.layers[self.index]
+        if choice.routed is not None:
+            found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
+        if result.counts.is_cpu:
+            super()._count(result)
+        else:
+            self.shared.untold.append(Untold(result.counts, partial(self._count_late, found, result)))
+
+    def _count_late(self, answer: LayerCounts, result: Result, counts: Tensor) -> None:
+        """Count a step whose counts are on the host now; left out if another answer is counted by now."""
+        if self.telemetry.layers[self.index] is answer:
+            super()._count(replace(result, counts=counts))
+
+    def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
+        Prompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
+
+    def in_ram(self) -> RuledLayer:
+        """What the preset in force makes of the rows in RAM."""
+        if self._in_ram is None or self._in_ram.preset is not self.ruled.preset:
+            self._in_ram = RuledLayer(self.ram, self.ruled.preset, self.index)
+        return self._in_ram
+
+    def _look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
+        """Ask what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons by
+        its own up projection, left out what the preset leaves out at such scores. Nobody waits for the answer, see
+        `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing."""
+        shared, following = self.shared, self.neighbours.following
+        if following is None or shared.predictor is None:
+            return
+        device, ruled = shared.device, following.in_force()
+        if shared.predictor.attends:
+            device.dense(hidden.shape[0])
+        guess = shared.predictor.guess(self.index, hidden, output)
+        (chosen,) = device.sent(choice.experts)
+        best = shared.predictor.experts(self.index, hidden, chosen, guess).topk(choice.experts.shape[1])
+        work = ruled.work(best.indices, best.values.float().softmax(-1))
+        also = work.calls.experts, work.calls.weights, best.indices
+        asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
+        shared.scheduler.ahead = Ahead(following.index, ruled.layer.rows.data.shape[1], asked)
+
+    def _compare(self, step: Step) -> None:
+        """Count how much of what was guessed for this step it needs."""
+        guess = self.shared.scheduler.guessed.pop(self.index, None)
+        if guess is None or not self.control.counting:
+            return
+        keys, experts = guess
+        counts, marks, choice = self.telemetry.layers[self.index], self.shared.pool.marks, step.choice
+        needed = keys_of(choice.work.calls.experts, step.active, choice.ruled.layer.rows.data.shape[1])
+        marks[keys] = True
+        counts.guessed += keys.size
+        counts.needed += needed.size
+        counts.right += int(np.count_nonzero(marks[needed]))
+        marks[keys] = False
+        counts.experts_guessed += experts.numel()
+        counts.experts_needed += choice.experts.numel()
+        for named, chosen in zip(experts.tolist(), choice.experts.tolist(), strict=True):
+            counts.experts_right += len({*named} & {*chosen})

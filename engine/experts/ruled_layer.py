@@ -1,0 +1,67 @@
+"""A layer under a preset: its experts, whole or as halves, and what a neuron must reach in each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...kernels import operations as kernels
+from ...kernels.step import ExpertLayer
+from ...kernels.types import Limits, Work
+from ...models.pack.packed_model import PackedLayer
+from ...models.packing.calibration import threshold_at
+from ..quality_presets import Preset
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One expert's part of a prompt.
+
+    Attributes:
+        tokens: (T,) int64. weights: (T, 1) the router's. limits: both thresholds of each token, (T,); the second None
+            where the rule has none.
+    """
+
+    expert: int
+    tokens: Tensor
+    weights: Tensor
+    limits: tuple[Tensor, Tensor | None]
+
+    @classmethod
+    def of(cls, work: Work, expert: int) -> Share:
+        mine = work.part(work.calls.experts == expert)
+        return cls(expert, mine.calls.tokens, mine.calls.weights[:, None], (mine.thresholds, mine.products))
+
+
+class RuledLayer:
+    """What a preset makes of a layer.
+
+    Attributes:
+        rule: of this layer, number `index`. layer: with experts as halves where the rule divides them. limits: at the
+            rule's shares, on the layer's device. costs: bytes of an expert's up projection, of a neuron's gate, and of
+            its down half.
+    """
+
+    def __init__(self, packed: PackedLayer, preset: Preset, index: int) -> None:
+        self.preset, self.rule = preset, preset.rule.at(index)
+        self.layer = packed.halved() if self.rule.parts == 2 else packed
+        self.limits = Limits(
+            threshold_at(self.layer.thresholds, self.rule.sparsity),
+            threshold_at(self.layer.products, self.rule.product) if self.rule.product else None,
+            threshold_at(self.layer.thresholds, self.rule.lateness) if self.rule.late else None,
+        )
+        rows = self.layer.rows.layout
+        self.costs = self.layer.up.bytes_per_expert(), rows.gate.nbytes, rows.nbytes - rows.gate.nbytes
+
+    def as_one(self) -> ExpertLayer:
+        """For an operation that selects by itself."""
+        return ExpertLayer(self.layer.up, self.layer.rows, self.limits, self.rule)
+
+    def halves(self, calls: int) -> int:
+        """Halves of experts that so many calls compute."""
+        return calls if self.rule.parts == 2 else 2 * calls
+
+    def work(self, index: Tensor, weights: Tensor) -> Work:
+        """What is computed of a router's choice, index and weights (B, K)."""
+        return kernels.select(index, weights, self.limits, self.rule)

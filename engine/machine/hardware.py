@@ -1,0 +1,241 @@
+"""What this machine has, each figure with its source. A probe that fails is a gap with a reason, never a crash.
+
+What has to be measured is in rates.py; this takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from ...kernels import operations as kernels
+from ...kernels.cpu import native
+from . import containers, gpus
+from .containers import ROOT
+from .gpus import Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What was found, in bytes; None is what could not be.
+
+    Attributes:
+        system: in words. wsl: whether it is Linux inside Windows. cpu_isa: the instruction set of our kernels.
+        ram_total, ram_available: what this process may use, so in a container at most its limit, ram_limit.
+        pinnable: how much memory copies to a GPU can be made from directly.
+        gpus: devices, first those that torch computes on. gpu_reason: why torch computes on none.
+        sources: by field, where its value is from, or why there is none.
+    """
+
+    system: str
+    wsl: bool
+    cpu: str
+    cores_physical: int | None
+    cores_usable: int
+    cpu_isa: str
+    ram_total: int
+    ram_available: int
+    ram_limit: int | None
+    pinnable: int | None
+    gpus: tuple[Gpu, ...]
+    gpu_reason: str
+    disk_folder: str
+    disk_free: int | None
+    torch_version: str
+    torch_threads: int
+    sources: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePath:
+    """Which kernels a device would run, and why; `backend` is None where there is no such device."""
+
+    device: str
+    backend: str | None
+    reason: str
+
+
+def compute_paths() -> tuple[ComputePath, ...]:
+    """The path that the CPU and each GPU of this machine would take."""
+    gpus, reason = _gpus()
+    chosen = [kernels.choose(device) for device in ("cpu", *(f"cuda:{index}" for index in range(len(gpus))))]
+    paths = tuple(ComputePath(backend.device, backend.name, backend.reason) for backend in chosen)
+    return paths if gpus else (*paths, ComputePath("cuda", None, reason))
+
+
+def probe(folder: Path, root: Path = ROOT) -> Hardware:
+    """Look at this machine; `folder` is where models lie or would lie, `root` where /proc and /sys are."""
+    sources: dict[str, str] = {}
+    wsl = is_wsl(root)
+    total, available, limit = _memory(sources, root)
+    found, reason = _gpus()
+    known, sources["gpus"] = gpus.of_driver()
+    sources["gpus"] = sources["gpus"] or "NVML, and torch for what it can compute on"
+    return Hardware(
+        system=_system(wsl),
+        wsl=wsl,
+        cpu=_cpu_name(root, sources),
+        cores_physical=_physical(sources),
+        cores_usable=_usable(sources, root),
+        cpu_isa=_isa(sources),
+        ram_total=total,
+        ram_available=available,
+        ram_limit=limit,
+        pinnable=_pinnable(sources, total, wsl) if found else None,
+        gpus=gpus.merged(found, known),
+        gpu_reason=reason,
+        disk_folder=str(folder),
+        disk_free=_disk_free(folder, sources),
+        torch_version=torch.__version__,
+        torch_threads=torch.get_num_threads(),
+        sources=sources,
+    )
+
+
+def machine_id() -> str:
+    """Twelve letters that identify this machine: a hash of its name, CPU, cores and memory."""
+    ram = psutil.virtual_memory().total
+    names = [gpu.name for gpu in _gpus()[0]]
+    known = [platform.node(), _cpu_name(ROOT, {}), _usable_cores(), round(ram / 2**30), *names]
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+
+
+def is_wsl(root: Path = ROOT) -> bool:
+    """Whether this is the Windows Subsystem for Linux, whose kernel says so."""
+    try:
+        return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text(encoding="utf-8").lower()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def choose_device(wanted: str) -> tuple[str, str]:
+    """The device that will compute, and why.
+
+    Args:
+        wanted: "auto", "cpu", "cuda" or "cuda:N", in any case of letters.
+
+    Raises:
+        ValueError: a device that does not exist here.
+    """
+    named = re.fullmatch(r"auto|cpu(:0)?|cuda(:(?P<index>\d{1,4}))?", wanted, re.IGNORECASE | re.ASCII)
+    if named is None:
+        raise ValueError("Devices are auto, cpu, cuda and cuda:N.")
+    kind, index = wanted.lower().partition(":")[0], int(named["index"] or 0)
+    if kind == "cpu":
+        return "cpu", "it was asked for"
+    gpus, reason = _gpus()
+    if kind == "auto":
+        return ("cuda:0", f"the GPU is {gpus[0].name}") if gpus else ("cpu", reason)
+    if index >= len(gpus):
+        raise ValueError(reason or f"there are {len(gpus)} GPUs")
+    return f"cuda:{index}", "it was asked for"
+
+
+_SMALL_EXPERT = 1 << 20  # weights of one expert matrix; sharing out less costs more than computing it
+
+
+def choose_threads(hidden: int, intermediate: int) -> tuple[int, str]:
+    """How many CPU threads torch should use for experts of this size, and why."""
+    cores = min(_usable_cores(), psutil.cpu_count(logical=False) or _usable_cores())
+    if hidden * intermediate < _SMALL_EXPERT:
+        return 1, "1 thread: experts this small are slower on several"
+    return cores, f"{cores} threads, one per usable core"
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str]:
+    return gpus.of_torch()
+
+
+def _system(wsl: bool) -> str:
+    name = f"{platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}"
+    return f"{name}, inside Windows (WSL)" if wsl else name
+
+
+def _memory(sources: dict[str, str], root: Path) -> tuple[int, int, int | None]:
+    """Total, available, and the container's limit."""
+    memory = psutil.virtual_memory()
+    sources["ram_total"] = sources["ram_available"] = "the system"
+    group = containers.memory(root)
+    if group is None:
+        sources["ram_limit"] = "no container limits it"
+        return memory.total, memory.available, None
+    sources["ram_limit"] = group.source
+    if group.limit < memory.total:
+        sources["ram_total"] = f"the container's limit, {group.source}"
+    available = min(memory.available, max(0, group.limit - group.used))
+    if available < memory.available:
+        sources["ram_available"] = f"the container's limit without what it uses, {group.source}"
+    return min(memory.total, group.limit), available, group.limit
+
+
+def _pinnable(sources: dict[str, str], total: int, wsl: bool) -> int:
+    if wsl or platform.system() == "Windows":
+        sources["pinnable"] = "half of the memory, the most that Windows lends to GPUs"
+        return total // 2
+    sources["pinnable"] = "Linux has no limit; a tenth is left to the system"
+    return total - total // 10
+
+
+def _cpu_name(root: Path, sources: dict[str, str]) -> str:
+    sources["cpu"] = "/proc/cpuinfo"
+    try:
+        for line in (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    sources["cpu"] = "the system"
+    return platform.processor() or platform.machine()
+
+
+def _physical(sources: dict[str, str]) -> int | None:
+    try:
+        cores = psutil.cpu_count(logical=False)
+    except (OSError, ValueError) as error:  # a /proc that lacks what psutil reads
+        sources["cores_physical"] = f"unknown: {error}"
+        return None
+    sources["cores_physical"] = "the system" if cores else "unknown: the system does not report it"
+    return cores
+
+
+def _usable(sources: dict[str, str], root: Path) -> int:
+    limit = containers.cores(root)
+    sources["cores_usable"] = "the process's affinity"
+    if limit is not None:
+        sources["cores_usable"] += f", and the container's {limit:g} cores of time"
+    return _usable_cores(root)
+
+
+def _isa(sources: dict[str, str]) -> str:
+    try:
+        isa = native.isa()
+    except native.NativeUnavailableError as error:
+        sources["cpu_isa"] = str(error)
+        return f"plain torch, {torch.backends.cpu.get_cpu_capability()}"
+    sources["cpu_isa"] = isa.reason
+    return isa.name
+
+
+def _disk_free(folder: Path, sources: dict[str, str]) -> int | None:
+    try:
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+    except (OSError, StopIteration, ValueError) as error:
+        sources["disk_free"] = f"unknown: {error}"
+        return None
+    sources["disk_free"] = f"the file system of {existing}"
+    return free
+
+
+def _usable_cores(root: Path = ROOT) -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return containers.usable_cores(allowed, root)

@@ -1,0 +1,135 @@
+"""Random weights in the layouts of a real model, as many of them as keep caches out of a measurement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...kernels.cpu import native
+from ...kernels.layouts import RowLayout, UpLayout, VectorLayout
+from ...kernels.types import Active, Calls
+from ...kernels.weights import ExpertRows, LinearWeights, UpWeights
+
+UNKNOWN_CACHE = 32 << 20
+_ROTATION = 4  # weights used in turn are this many times as large as the last-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """A model's sizes: H, F and the quantization group; experts used in turn, and tokens of a prefill chunk.
+
+    `cache` is what the weights have to exceed, in bytes; None asks the machine.
+    """
+
+    hidden: int
+    neurons: int
+    group: int = 64
+    experts: int = 8
+    tokens: int = 32
+    cache: int | None = None
+
+    def describe(self) -> str:
+        """In words, for a table."""
+        return f"hidden {self.hidden}, {self.neurons} neurons per expert, groups of {self.group}"
+
+    def vector(self, bits: int) -> VectorLayout:
+        """A row of H values."""
+        return VectorLayout(self.hidden, bits, self.group)
+
+    def up_bytes(self, bits: int) -> int:
+        """Bytes of one expert's up projection."""
+        return self.neurons * self.vector(bits).nbytes
+
+    def row_layout(self, bits: int) -> RowLayout:
+        """A neuron's record, gate and down of `bits` each."""
+        vector = self.vector(bits)
+        return RowLayout(vector, vector, torch.bfloat16)
+
+    def rows_bytes(self, bits: int) -> int:
+        """Bytes of one expert's gate rows and down columns."""
+        return self.neurons * self.row_layout(bits).nbytes
+
+
+MIXTRAL = Shapes(4096, 14336)
+
+
+def last_level_cache(root: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of all last-level caches of this machine; UNKNOWN_CACHE where the system does not tell."""
+    found: dict[tuple[int, str], int] = {}
+    try:
+        for cache in root.glob("cpu[0-9]*/cache/index[0-9]*"):
+            level, size, shared = ((cache / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
+            found[int(level), shared] = int(size.removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return UNKNOWN_CACHE
+    last = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == last) or UNKNOWN_CACHE
+
+
+def needed(nbytes: int, cache: int) -> int:
+    """How many things of `nbytes`, used two at a time, no cache can hold: an even number, at least 2."""
+    return max(2, 2 * ceil(_ROTATION * cache / nbytes / 2))
+
+
+def filled(*shape: int, hugepages: bool = False) -> Tensor:
+    """Random bytes (they repeat every MiB); with `hugepages`, asked for before they are first touched."""
+    data = torch.empty(shape, dtype=torch.uint8)
+    if hugepages:
+        native.advise_hugepages(data)
+    seed = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    for part in data.view(-1).split(seed.numel()):
+        part.copy_(seed[: part.numel()])
+    return data
+
+
+def make_up(shapes: Shapes, bits: int, experts: int) -> UpWeights:
+    """The up projections of `experts` experts."""
+    layout = UpLayout(shapes.vector(bits), torch.bfloat16)
+    heads = _heads(bits, experts, shapes.neurons, layout.vector.groups)
+    return UpWeights(layout, filled(experts, shapes.neurons, layout.row_bytes), *heads)
+
+
+def make_rows(shapes: Shapes, bits: int, experts: int, *, hugepages: bool = False) -> ExpertRows:
+    """The records of `experts` experts, gate and down of `bits` (below 16) each."""
+    vector, layout = shapes.vector(bits), shapes.row_layout(bits)
+    data = filled(experts, shapes.neurons, layout.nbytes, hugepages=hugepages)
+    for start in (0, vector.nbytes):
+        head = data[:, :, start : start + 4 * vector.groups].view(torch.float16)
+        head[:, :, : vector.groups] = 0.01
+        head[:, :, vector.groups :] = (1 << bits) / 2
+    return ExpertRows(layout, data)
+
+
+def make_linear(shapes: Shapes, bits: int) -> LinearWeights:
+    """A square H × H matrix, as attention has them."""
+    vector = shapes.vector(bits)
+    codes = filled(shapes.hidden, vector.nbytes - 4 * vector.groups)
+    return LinearWeights(vector, codes, *_heads(bits, shapes.hidden, vector.groups))
+
+
+def _heads(bits: int, *shape: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros that make small weights around 0."""
+    return (0.01 + 0.01 * torch.rand(shape)).half(), (((1 << bits) - 1) * (0.4 + 0.2 * torch.rand(shape))).half()
+
+
+def pair(turn: int, experts: int) -> Calls:
+    """One token's two experts: the next two each turn."""
+    return _pair(2 * turn % experts)
+
+
+@cache
+def _pair(first: int) -> Calls:
+    return Calls(torch.tensor([0, 0]), torch.tensor([first, first + 1]), torch.tensor([0.6, 0.4]))
+
+
+def random_active(share: float, neurons: int, seed: int) -> Active:
+    """An ascending random choice of `share` of the neurons for each expert of a pair."""
+    generator = torch.Generator().manual_seed(seed)
+    lists = [torch.randperm(neurons, generator=generator)[: round(share * neurons)].sort().values for _ in range(2)]
+    offsets = torch.tensor([0, *(chosen.numel() for chosen in lists)]).cumsum(0)
+    return Active(offsets, torch.cat(lists), torch.randn(int(offsets[-1]), generator=generator))

@@ -1,0 +1,222 @@
+"""What computes while rows come to it over a link: a GPU, or what stands in for one where there is none.
+
+The engine asks a device for the same few things whatever it is: the up projections, rows in its memory, rows in RAM
+beside it, and what time it is. The throttled device is a test device: the CPU computes and RAM is its memory, but
+threads, bytes and the link's slowness are real.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...kernels import operations as kernels
+from ...kernels.types import Active, Calls
+from ...kernels.weights import ExpertRows, UpWeights
+from .lane_rates import Measured, Rates
+from .links.copies import Asked, Copy, Listed, moved, to_host
+from .links.transfer import Link, Transfer
+
+Numbers = NDArray[np.int64]
+Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
+
+
+class Device:
+    """Device memory behind a link, a processor beside it, and the CPU that shares the work.
+
+    Attributes:
+        name: for people. place: torch's name of where its tensors are. link: the way into its memory.
+        rates: what the lanes reach. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
+        real: whether `now` is real time. moves: how rows cross the link and why so, in words.
+    """
+
+    real = True
+    moves = ""
+
+    def __init__(
+        self,
+        name: str,
+        place: str,
+        link: Link,
+        rates: Rates,
+        cpu_share: float = 1.0,
+        kept: Path | None = None,
+    ) -> None:
+        """`kept`: the file in which the rates, corrected by what was observed, are left for the next start."""
+        self._kept = kept
+        self.name, self.place, self.link, self.rates, self.cpu_share = name, place, link, rates, cpu_share
+        self._cpu = ThreadPoolExecutor(1, thread_name_prefix="floe-cpu-lane")
+
+    def now(self) -> float:
+        """Seconds, from no particular start."""
+        return time.perf_counter()
+
+    def host(self) -> AbstractContextManager[None]:
+        """Around the engine's own work on a layer: a virtual clock counts its time, a real one need not."""
+        return nullcontext()
+
+    def dense(self, tokens: int) -> None:
+        """The dense part of one layer was started for `tokens`; a virtual clock advances by that."""
+
+    def up(
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> tuple[Active, Tensor, list[Tensor]]:
+        """The active neurons; the host waits for the device here.
+
+        Args:
+            thresholds: (P,), infinite for calls that are left out.
+
+        Returns:
+            them and their values on the host, the values on the device, and what the host is `also` to have.
+        """
+        asked = self.ask(x, up, calls, thresholds, x_bits, also)
+        self.arrived(asked.copy)
+        return asked.answer()
+
+    def ask(
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> Asked:
+        """`up` without waiting: its answer holds once `there` says so."""
+        listed = self._list(x, up, calls, thresholds, x_bits)
+        return Asked(listed[2], to_host([*listed, *also]))
+
+    def there(self, copy: Copy) -> bool:
+        """Whether a copy is on the host; nobody waits."""
+        return copy.event is None or copy.event.query()
+
+    def arrived(self, copy: Copy) -> list[Tensor]:
+        """A copy on the host: a decode step waits for the device nowhere else."""
+        if copy.event is not None:
+            copy.event.synchronize()
+        return copy.tensors
+
+    def fetched(self, *tensors: Tensor) -> list[Tensor]:
+        """The same on the host, by one copy that it waits for."""
+        return self.arrived(to_host(tensors))
+
+    def sent(self, *tensors: Tensor) -> list[Tensor]:
+        """The same on the device, by one copy that nobody waits for."""
+        if self.place == "cpu":
+            return list(tensors)
+        return moved(tensors, lambda tensor: tensor.is_cpu, self._to_device)
+
+    def part(self, values: Tensor, offsets: Numbers, at: Numbers, places: Numbers) -> Active:
+        """Some active neurons of P calls, on the device.
+
+        Args:
+            values: (N,) on the device, of all. offsets: (P + 1,) theirs.
+            at, places: (M,) their positions among all, and where their rows are.
+        """
+        if values.is_cpu:
+            return Active(torch.from_numpy(offsets), torch.from_numpy(places), taken(values, at))
+        offsets_there, places_there, at_there = self.sent(*map(torch.from_numpy, (offsets, places, at)))
+        return Active(offsets_there, places_there, values.index_select(0, at_there))
+
+    def rows(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
+    ) -> Partial:
+        """What rows in device memory add to y; they are one expert's, and active.neurons are places among them."""
+        one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
+        return self._sum(x, rows, one, active, limits, x_bits)
+
+    def expert(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
+    ) -> Tensor:
+        """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
+        return kernels.expert_swiglu(x, up, rows, 0, thresholds, products, x_bits=x_bits)[0]
+
+    def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
+        """Copy rows[slots] to target[places], both in device memory."""
+        kernels.pool_scatter(target, places, rows.index_select(0, slots.to(rows.device)))
+
+    def rows_beside(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
+    ) -> Future[Partial]:
+        """Start what rows in RAM add to y, on the CPU; all tensors are the CPU's."""
+        count, nbytes = active.neurons.numel(), rows.layout.nbytes
+        return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", count, nbytes)
+
+    def expert_beside(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
+    ) -> Future[Partial]:
+        """Start one expert over many tokens on the CPU; y is not weighted."""
+
+        def work() -> Partial:
+            y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, x_bits=x_bits)
+            return y, torch.tensor([kept])
+
+        return self._beside(work, "cpu_batch", len(x), rows.data[0].nbytes)
+
+    def joined(self, started: Future[Partial]) -> Partial:
+        """What was started beside the device, on the device, once it is there."""
+        y, reached = self.sent(*started.result())
+        return y, reached
+
+    def finish(self) -> None:
+        """The host waits until the device has done all that it was told."""
+        if self.place != "cpu":
+            torch.cuda.synchronize(self.place)
+
+    def wait(self, transfer: Transfer) -> float:
+        """Until the rows are there for what computes next; seconds that this took."""
+        return self.link.wait(transfer)
+
+    def close(self) -> None:
+        """End the link and the CPU's thread."""
+        self.link.close()
+        self._cpu.shutdown()
+        if self._kept is not None:
+            self.rates.save(self._kept)
+
+    def _to_device(self, packed: Tensor) -> Tensor:
+        return packed.pin_memory().to(self.place, non_blocking=True)
+
+    # On a GPU the kernels are called without the checks in front of them, which would fetch what they look at: calls
+    # are the model's own router's, and active neurons the pool's.
+
+    def _list(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Listed:
+        listed = None if x.is_cpu else kernels.choose(x.device).up_list
+        if listed is not None:
+            return listed(x, up, calls, thresholds, x_bits)
+        found = self._find(x, up, calls, thresholds, x_bits)
+        return found.offsets[1:], found.neurons, found.values
+
+    def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
+        if x.is_cpu:
+            return kernels.up_gemv(x, up, calls, thresholds, x_bits=x_bits)
+        return kernels.choose(x.device).up_gemv(x, up, calls, thresholds, x_bits)
+
+    def _sum(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
+    ) -> Partial:
+        if x.is_cpu:
+            return kernels.sparse_swiglu(x, rows, calls, active, limits, x_bits=x_bits)
+        return kernels.choose(x.device).sparse_swiglu(x, rows, calls, active, limits, x_bits)
+
+    def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
+        """Start work on `count` times `nbytes` bytes."""
+
+        def timed() -> Partial:
+            begun = time.perf_counter()
+            with torch.inference_mode():
+                found = work()
+            self.rates.observed(what, count * nbytes, time.perf_counter() - begun, self.cpu_share)
+            return found
+
+        return self._cpu.submit(timed)
+
+
+def taken(values: Tensor, at: Numbers) -> Tensor:
+    """values[at] on the host, for ascending positions. By numpy: torch would call its threads."""
+    if at.size == values.numel():
+        return values
+    words = values if values.element_size() == 4 else values.view(torch.int16)
+    return torch.from_numpy(np.take(words.numpy(), at)).view(values.dtype)

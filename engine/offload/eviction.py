@@ -1,0 +1,96 @@
+"""What is evicted: by which rule rows of the pool give way, and the moving means that the rule goes by.
+
+Eviction looks at the next slots of a hand that goes round, not at the whole pool, and takes the rows worth least there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Literal
+
+import numpy as np
+
+from ...kernels.pool import Means, Rule
+from ...models.pack.usage_file import Heat
+
+Policy = Literal["score", "lru", "fifo"]
+
+SAMPLE, SMALLEST_WINDOW = 6, 256  # slots that are looked at for each that is wanted, and at least
+# What a prefetched row is worth: as much as one that is active at each call of an expert with so many times the mean
+# score. For Mixtral about one use in two steps.
+PREFETCH_WORTH = 2.0
+# What is needed next by a layer whose turn has just passed counts this much less: the others are needed before it.
+TURN = 0.5
+
+# Tuned on the demo model (tests/bench/eviction.py). Shares that a new observation has in a moving mean:
+SCORE_RATE = 0.3  # of the router's scores, what eviction goes by
+HABIT_RATE = 0.01  # likewise, what the next start goes by
+USE_RATE = 0.02  # of a neuron's activity, per call of its expert
+LARGEST_GROWTH = 1e20
+_RATES = np.array([[SCORE_RATE], [HABIT_RATE]])
+
+
+def rule(policy: Policy, experts: int) -> Rule:
+    """Which rows of E experts give way first.
+
+    Policies:
+        score: a row is worth the moving mean of its expert's router score (importance-driven scheduling, section 5.3)
+            times the share of the expert's recent calls in which the neuron was active; less the longer its layer's
+            turn is away. Absent neurons are counted too, so that one which returns is known.
+        lru: the row used longest ago goes first. fifo: the one brought longest ago.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if policy not in ("score", "lru", "fifo"):
+        raise ValueError(f"there is no policy {policy!r}: choose score, lru or fifo")
+    return Rule(
+        by_score=policy == "score",
+        marks_use=policy == "lru",
+        sample=SAMPLE,
+        smallest_window=SMALLEST_WINDOW,
+        prefetch_worth=PREFETCH_WORTH / experts,
+        turn=TURN,
+        use_rate=USE_RATE,
+        largest_growth=LARGEST_GROWTH,
+    )
+
+
+class Uses:
+    """Moving means of the router's scores and of each neuron's activity.
+
+    Attributes:
+        means: what eviction goes by; the pool's tables count activity there.
+    """
+
+    def __init__(self, layers: int, experts: int, neurons: int) -> None:
+        self._shape = (layers, experts, neurons)
+        self._scores = np.full((2, layers, experts), 1 / experts)  # recent, and long-run
+        self._habit = self._scores[1]
+        self.means = Means(
+            self._scores[0], np.zeros((layers, experts * neurons), np.float32), np.ones((layers, experts))
+        )
+
+    def heard(self, layer: int, scores: Sequence[float]) -> None:
+        """Scores (E,) of one step; ignored if one is not finite, since means would never recover from it."""
+        if isfinite(sum(scores)):
+            means = self._scores[:, layer]
+            means += _RATES * (np.array(scores) - means)
+
+    def heat(self) -> Heat:
+        """The means so far, experts by their long-run score."""
+        uses = self.means.raw.reshape(self._shape) / self.means.growth[..., None].astype(np.float32)
+        return Heat(self._habit.astype(np.float32), np.minimum(uses, 1.0, out=uses))
+
+    def start(self, heat: Heat) -> None:
+        """Continue from saved means.
+
+        Raises:
+            ValueError: they are of another model's shape.
+        """
+        if heat.scores.shape != self._shape[:2] or heat.uses.shape != self._shape:
+            raise ValueError(f"heat of {heat.uses.shape} for {self._shape} neurons")
+        self.means.recent[:] = self._habit[:] = heat.scores
+        self.means.raw[:] = heat.uses.reshape(self.means.raw.shape)
+        self.means.growth[:] = 1.0

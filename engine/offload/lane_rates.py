@@ -1,0 +1,69 @@
+"""What the link, the CPU and the GPU of this machine reach for a pack's rows: saved, and corrected while running."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..machine import saved_figures
+
+_STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
+_HOPE = 1 + 1 / 512  # per layer and token: a lane that is thought half as fast as it is gets tried after 11 tokens
+_FARTHEST = 2.0  # times the mean: what is farther out counts as this far, so that one hiccup moves a rate by 6 %
+
+Measured = Literal["link", "cpu", "cpu_batch", "gpu"]
+
+
+@dataclass(slots=True)
+class Rates(saved_figures.Record):
+    """What this machine does per second, for a pack's rows (unpacking codes costs the CPU more than reading them).
+
+    Attributes:
+        link_bytes_s, link_latency_s: copying rows to the GPU, and what a copy costs beside its bytes.
+        cpu_bytes_s: rows that the CPU computes for one token; cpu_latency_s: activations' way there and back.
+        cpu_batch_bytes_s: the CPU's rows times tokens in a prompt, where it is bound by arithmetic.
+        gpu_bytes_s, launch_s: rows that the GPU computes, and launching its kernels.
+    """
+
+    link_bytes_s: saved_figures.Rate
+    link_latency_s: saved_figures.Latency
+    cpu_bytes_s: saved_figures.Rate
+    cpu_batch_bytes_s: saved_figures.Rate
+    cpu_latency_s: saved_figures.Latency
+    gpu_bytes_s: saved_figures.Rate
+    launch_s: saved_figures.Latency
+
+    def observed(self, what: Measured, nbytes: float, seconds: float, cap: float = 1.0) -> None:
+        """Correct a rate by what work of `nbytes` really took: a moving mean of seconds per byte.
+
+        Observations that say nothing about a rate are passed over: no time or no bytes, and work shorter than its
+        latency. One that is absurd counts as twice or half the mean.
+
+        Args:
+            nbytes: "cpu_batch": bytes of the rows times tokens. cap: share of the CPU's threads that did it; rates are
+                those of all.
+        """
+        latency = {"link": self.link_latency_s, "gpu": self.launch_s}.get(what, self.cpu_latency_s)
+        took = seconds - latency
+        if not (nbytes > 0 and math.isfinite(nbytes) and took > latency and math.isfinite(took) and cap > 0):
+            return
+        name = f"{what}_bytes_s"
+        mean = 1 / getattr(self, name)
+        each = took / nbytes * (cap if what in ("cpu", "cpu_batch") else 1.0)
+        each = min(max(each, mean / _FARTHEST), mean * _FARTHEST)
+        setattr(self, name, 1 / (mean + _STEP * (each - mean)))
+
+    def unused(self, what: Measured) -> None:
+        """A lane got nothing to do: it is believed to be a little faster each time, until it is tried again.
+
+        A rate that was taken for too low would otherwise never be observed again.
+        """
+        name = f"{what}_bytes_s"
+        setattr(self, name, getattr(self, name) * _HOPE)
+
+
+def rates_file(machine: str, device: str, row_bytes: int) -> Path:
+    """Where the rates of a machine (its id), device ("cuda:0") and width of rows are kept."""
+    return saved_figures.rates_folder() / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"

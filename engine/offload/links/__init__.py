@@ -1,0 +1,1 @@
+"""Ways from RAM into device memory."""

@@ -1,0 +1,76 @@
+"""What a device computed on its way to the host, all of it by one copy, which nobody has to wait for at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels.types import Active
+
+# Where each call's neurons end (P,), the neurons and their values; behind the last end both may hold anything.
+Listed = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """Tensors that are on the host once the device has come so far.
+
+    Attributes:
+        event: behind the copy; None where nothing had to be copied. at: virtual seconds, where those count.
+    """
+
+    tensors: list[Tensor]
+    event: Any = None
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Active neurons that a device was told to find.
+
+    Attributes:
+        values: on the device. copy: ends, neurons and values on their way to the host, and what else was asked for.
+    """
+
+    values: Tensor
+    copy: Copy
+
+    def answer(self) -> tuple[Active, Tensor, list[Tensor]]:
+        """Once the copy is there: the neurons and their values on the host, the values on the device, all else."""
+        ends, neurons, values, *others = self.copy.tensors
+        total = int(ends[-1]) if ends.numel() else 0
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        return Active(offsets, neurons[:total].long(), values[:total]), self.values[:total], others
+
+
+def moved(
+    tensors: Sequence[Tensor], wanted: Callable[[Tensor], bool], move: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Copies of those that are wanted, by one `move` of all their bytes; the others as they are."""
+    moved = list(tensors)
+    # The widest first, so that each lies where its values may.
+    chosen = sorted((i for i, tensor in enumerate(tensors) if wanted(tensor)), key=lambda i: -tensors[i].element_size())
+    if chosen:
+        packed = move(torch.cat([tensors[i].contiguous().view(-1).view(torch.uint8) for i in chosen]))
+        parts = packed.split([tensors[i].nbytes for i in chosen])
+        for i, part in zip(chosen, parts, strict=True):
+            moved[i] = part.view(tensors[i].dtype).view(tensors[i].shape)
+    return moved
+
+
+def to_host(tensors: Sequence[Tensor]) -> Copy:
+    """Start the copy of those that are on a GPU."""
+    if all(tensor.is_cpu for tensor in tensors):
+        return Copy(list(tensors))
+    copied = moved(tensors, lambda tensor: not tensor.is_cpu, _started)
+    event = torch.cuda.Event()
+    event.record()
+    return Copy(copied, event)
+
+
+def _started(packed: Tensor) -> Tensor:
+    return torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True).copy_(packed, non_blocking=True)

@@ -1,0 +1,227 @@
+"""What the layers of a model share whose rows do not fit device memory: the pool of rows, and how it changes its size.
+
+The up projections of all layers are on the device, all rows in RAM, and some of them in the pool (DESIGN section 6).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from ...models.errors import FloeError, UsageError
+from ...models.pack.packed_model import PackedLayer
+from ...models.pack.usage_file import Heat
+from ...models.quantities import memory as size
+from ..events import Advanced, Notice
+from ..ranges import PREDICTORS, TRANSFERS
+from . import placement
+from .device import Device
+from .device_memory import DeviceMemory
+from .eviction import Policy
+from .links.transfer import Wanted
+from .predictor import Predictor
+from .row_pool import RowPool
+from .scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which parts of the engine work; each can be switched off, to see what it is worth.
+
+    None changes what is computed, only the order of sums: an answer differs by rounding, as between two processors.
+
+    Attributes:
+        eviction: what the pool gives up first, see eviction.py. cpu: whether the CPU computes a share of absent rows.
+        whole: share of active neurons above which an absent expert is moved in one piece (CORM).
+        predictor: what names the next layer's rows, see predictor.py; "none" fetches nothing ahead.
+        transfer: how absent rows cross the link, see tuned_link.py.
+    """
+
+    eviction: Policy = "score"
+    cpu: bool = True
+    whole: float = placement.WHOLE
+    predictor: str = "auto"
+    transfer: Wanted = "auto"
+
+    @classmethod
+    def of(cls, advanced: Advanced) -> Parts:
+        """By a person's settings.
+
+        Raises:
+            UsageError: there is no such predictor or transfer.
+        """
+        for what, value, choices in (
+            ("predictor", advanced.predictor, PREDICTORS),
+            ("transfer", advanced.transfer, TRANSFERS),
+        ):
+            if value not in choices:
+                raise UsageError(
+                    f"There is no {what} {value!r}", "", f"Set advanced.{what} to one of {', '.join(choices)}."
+                )
+        return cls(cpu=advanced.cpu_share, predictor=advanced.predictor, transfer=cast(Wanted, advanced.transfer))
+
+
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """A step that is not counted yet: its counts (P, 2) on the device, and what adds them once they are on the host."""
+
+    counts: Tensor
+    add: Callable[[Tensor], None]
+
+
+class Offload:
+    """The pool, its bytes, and what moves into them. One thread's: the engine's.
+
+    Rows and the keys and values of a conversation share one piece of device memory: rows give way as keys and values
+    need more of it (`kv.Room`).
+
+    Attributes:
+        pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
+        predictor: names what the next layer will need; None where nothing is fetched ahead.
+        notices: what a person should know, until somebody takes it.
+        untold: what layers have still to count.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        parts: Parts,
+        layers: Sequence[PackedLayer],
+        capacity: int,
+        uses: Mapping[str, int] | None = None,
+        keys: int = 0,
+    ) -> None:
+        """A pool of `capacity` rows, or of as many as the layers have.
+
+        Args:
+            uses: bytes of device memory by use, of which those of up projections and the dense part are shown.
+            keys: bytes for keys and values, which rows use as well once `share` was called.
+
+        Raises:
+            ValueError: a pool without a row.
+        """
+        if capacity < 1:
+            raise ValueError("a pool needs room for at least one row")
+        experts, (_, neurons, nbytes) = len(layers[0].thresholds), layers[0].rows.data.shape
+        total = len(layers) * experts * neurons
+        capacity = min(capacity, total)
+        self.device, self.parts = device, parts
+        self.predictor: Predictor | None = None
+        self.pool = RowPool(len(layers), experts, neurons, capacity, parts.eviction)
+        self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
+        sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
+        self.scheduler = Scheduler(device, self.pool, self.memory, sources)
+        self.notices: list[Notice] = []
+        self.untold: list[Untold] = []
+        self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
+        self._borrower: weakref.ref[object] | None = None
+        self._peak = device.rates.link_bytes_s
+        self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes that the link moved so far, and the seconds in which it was busy."""
+        return self.device.link.bytes_moved, self.device.link.busy_s
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of device memory, by use."""
+        used = self.pool.used * self.memory.row_bytes
+        return {"pool": self.memory.rows.nbytes, "pool_used": used, **self._fixed}
+
+    def link_peak(self) -> float:
+        """Bytes per second that the link moves when nothing holds it up."""
+        return self._peak
+
+    def count(self) -> None:
+        """Let layers count what they have still to count: waits for the device, so at the end of an answer."""
+        untold, self.untold = self.untold, []
+        for late, counts in zip(untold, self.device.fetched(*(late.counts for late in untold)), strict=True):
+            late.add(counts)
+
+    def share(self) -> None:
+        """Let rows have the room of keys and values too, as long as those do not need it; before the pool is filled."""
+        nbytes = self.memory.nbytes + self._keys
+        self.pool.resize(0)
+        self.memory.give()
+        self.memory.take(nbytes)
+        self._fit()
+
+    def vacant(self) -> bool:
+        """See `kv.Room`."""
+        return self._borrower is None or self._borrower() is None
+
+    def let(self, store: object) -> None:
+        """See `kv.Room`."""
+        self._borrower = weakref.ref(store)
+        self.lend(0)
+
+    def lent(self) -> Tensor:
+        """See `kv.Room`."""
+        return self.memory.lent()
+
+    def lend(self, nbytes: int) -> None:
+        """See `kv.Room`; between two steps. Rows that were there are fetched again when they are wanted."""
+        before = self.lent().numel()
+        if nbytes == before:
+            return
+        left = self.memory.rows_beside(nbytes)
+        if left < min(self._least, self.pool.capacity):
+            raise FloeError(
+                "This chat no longer fits the device's memory",
+                f"Its keys and values need {size(nbytes)}, which leaves {max(0, left):,} rows of weights.",
+                "Start a new chat, or allow more memory with --vram.",
+            )
+        self.scheduler.settle()
+        if before <= self._keys < nbytes:
+            self.notices.append(
+                Notice(
+                    "This chat takes memory from the pool of rows",
+                    f"It is longer than the reserved context. {size(left * self.memory.row_bytes)} is left for rows, "
+                    "so answers take longer. A new chat gives the memory back.",
+                )
+            )
+        self.memory.lend(nbytes)
+        self._fit()
+
+    def make_room(self) -> bool:
+        """Give a quarter of the pool back to the device after its memory ran out; False at the last rows.
+
+        Whoever calls it holds no view of rows, keys or values: their memory would not come back.
+        """
+        capacity = self.pool.capacity * 3 // 4
+        if capacity < self._least:
+            return False
+        self.scheduler.settle()
+        self.pool.resize(0)
+        self.memory.renew(capacity)
+        self._fit()
+        self.notices.append(
+            Notice(
+                "The graphics card ran out of memory",
+                f"The pool of rows is now smaller: {size(self.memory.rows.nbytes)}. The answer continues.",
+            )
+        )
+        return True
+
+    def warm(self, heat: Heat) -> None:
+        """Fill the pool with the neurons that were used most, and wait for them.
+
+        Raises:
+            ValueError: heat of another model's shape.
+        """
+        layers, keys = self.pool.warm(heat)
+        for layer in range(len(self.pool.layers)):
+            self.scheduler.fetch(layer, keys[layers == layer], urgent=False)
+        self.scheduler.await_all()
+
+    def close(self) -> None:
+        """End what runs beside the engine."""
+        self.scheduler.forget(None)
+        self.device.close()
+
+    def _fit(self) -> None:
+        """As many rows as there is memory for."""
+        self.pool.resize(len(self.memory.rows))

@@ -1,0 +1,137 @@
+"""What the next layer will want, named one layer ahead so that it can be fetched meanwhile (DESIGN section 5, step 6).
+
+A predictor says two things: what the next MoE block will be given, and from that or otherwise how likely each of its
+experts is. Neurons follow from the former by the next layer's own up projection (FloE section 3.3.2). A wrong guess
+costs time, never correctness.
+
+`layer` is always the one whose MoE input is at hand; what is named belongs to layer + 1. `hidden` is what that layer's
+MoE block was given, after its norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...models.errors import UsageError
+from ...models.pack.learned_predictor import Lookahead, carry
+from ...models.pack.packed_model import PackedModel
+from ..ranges import PREDICTORS
+
+Ahead = Callable[[int, Tensor | None], Tensor]
+
+
+class Predictor(Protocol):
+    """Guesses the next layer's input and scores its experts.
+
+    Attributes:
+        attends: whether a guess takes a pass through the next layer's attention.
+    """
+
+    name: str
+    attends: bool
+
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """What layer + 1's MoE block will be given, (B, H).
+
+        Args:
+            output: (B, H) what is known so far of this layer's own; None for nothing.
+        """
+        ...
+
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
+        """chosen (B, K) this layer's experts, guess as above -> (B, E) scores of layer + 1's, higher is likelier."""
+        ...
+
+
+class GatePredictor:
+    """The next layer's own router on this layer's input: no training, no memory (CORM section 4.2).
+
+    Args:
+        routers: (E, H) of every layer. carries: (H,) of every layer but the last, see `carries`.
+    """
+
+    name, attends = "gate", False
+
+    def __init__(self, routers: Sequence[Tensor], carries: Sequence[Tensor]) -> None:
+        self._routers, self._carries = routers, carries
+
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """This layer's input, as the next one's norm would have weighed it."""
+        return hidden * self._carries[layer].to(hidden.dtype)
+
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
+        """(B, E); what this layer chose is not looked at."""
+        return F.linear(guess, self._routers[layer + 1])
+
+
+class LearnedPredictor(GatePredictor):
+    """What packing learned from the calibration text (FloE section 3.3.1): reads this layer's experts too."""
+
+    name = "learned"
+
+    def __init__(self, routers: Sequence[Tensor], carries: Sequence[Tensor], layers: Sequence[Lookahead]) -> None:
+        super().__init__(routers, carries)
+        self._layers = layers
+
+    def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
+        """(B, E) from this layer's own input."""
+        return self._layers[layer].scores(hidden, chosen)
+
+
+class PartialPredictor(GatePredictor):
+    """The next layer's attention and router on what this layer has added so far: nothing, or what its resident experts
+    compute (importance-driven scheduling section 5.2).
+
+    Names far more experts and neurons than the others, for a second pass through attention.
+
+    Args:
+        ahead: of the decoder, which has the residual stream and the keys and values: layer and what it adds, (B, H) or
+            None for nothing -> (B, H), what the MoE block of layer + 1 would be given.
+    """
+
+    name, attends = "partial", True
+
+    def __init__(self, routers: Sequence[Tensor], ahead: Ahead) -> None:
+        super().__init__(routers, ())
+        self._ahead = ahead
+
+    def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
+        """By the next layer's own attention."""
+        return self._ahead(layer, output)
+
+
+def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None) -> Predictor:
+    """The predictor `name` for a loaded model, not "none"; "auto" is the learned one where the pack has it.
+
+    Args:
+        ahead: of the decoder, for "partial"; None where it has none.
+
+    Raises:
+        UsageError: there is no such predictor, or it does not work with this model. PackError: its weights are damaged.
+    """
+    if name not in PREDICTORS:
+        raise UsageError(f"There is no predictor {name!r}", "", f"Choose one of {', '.join(PREDICTORS)}.")
+    routers = [block.mlp.gate.weight for block in model.model.layers]
+    if name == "partial" and ahead is not None:
+        return PartialPredictor(routers, ahead)
+    if name == "partial":
+        raise UsageError(
+            'The predictor "partial" does not work with this model',
+            "It needs floe-chat's own pass through the dense layers; here transformers' modules run.",
+            "Set advanced.predictor to learned or gate.",
+        )
+    if name == "learned" or (name == "auto" and packed.has_lookahead()):
+        device, dtype = routers[0].device, routers[0].dtype
+        return LearnedPredictor(routers, carries(model), [layer.to(device, dtype) for layer in packed.lookahead()])
+    return GatePredictor(routers, carries(model))
+
+
+def carries(model: Any) -> list[Tensor]:
+    """What each layer's MoE input (B, H) is multiplied by to guess the next one's: (H,) float32, none for the last."""
+    norms = [block.post_attention_layernorm.weight for block in model.model.layers]
+    return [carry(norm, following) for norm, following in itertools.pairwise(norms)]

@@ -1,0 +1,168 @@
+"""Which rows move to the device, and when: those a step needs now, and those that the next layer will probably need.
+
+A prefetch goes behind everything urgent, in pieces that stand or fall together. `predictor.py` predicts the next
+layer's experts and input; the device is asked which neurons follow, their rows are fetched once it has found them, and
+what has not begun is dropped when that layer's own choice is known. Nothing waits for a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from torch import Tensor
+
+from .device import Device
+from .device_memory import DeviceMemory
+from .links.copies import Asked
+from .links.transfer import Transfer
+from .row_pool import Keys, RowPool, Slots, keys_of
+
+# Rows of a piece of a prefetch, at least: few enough that most of a wrong guess is never sent. Pieces, at most: each
+# costs the host some microseconds.
+PIECE, PIECES = 200, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a layer will probably need, as soon as the device has found it.
+
+    Attributes:
+        layer: its index. width: neurons of one of the experts that were asked for, as the preset divides them.
+        asked: its neurons; also experts and scores of the calls, and all experts that were named, (B, K).
+    """
+
+    layer: int
+    width: int
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """A prompt's expert that is on its way to a buffer before its layer's turn.
+
+    Attributes:
+        expert, neurons: as the preset divides experts. place: in which of the two buffers.
+    """
+
+    layer: int
+    expert: int
+    neurons: int
+    place: int
+    transfer: Transfer
+
+
+class Scheduler:
+    """What is on its way into the pool of rows. One thread's: the engine's.
+
+    Attributes:
+        sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
+        under_way: transfers into the pool that are not known to have arrived, the oldest first.
+        ahead: what the next layer will probably need, until it is fetched or that layer's turn has come.
+        guessed: by layer, what was asked for ahead, to be compared with what its step needs: neurons, each once or once
+            per token, and experts (B, K).
+        early: of a prompt, the next layer's first expert in a buffer.
+    """
+
+    def __init__(self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> None:
+        self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
+        self.under_way: dict[Transfer, None] = {}
+        self.ahead: Ahead | None = None
+        self.guessed: dict[int, tuple[Keys, Tensor]] = {}
+        self.early: Early | None = None
+        self._seen = device.link.bytes_moved, device.link.busy_s
+
+    def transfer(
+        self, layer: int, keys: Keys, target: Tensor, slots: Slots, *, urgent: bool, score: float = 0.0
+    ) -> Transfer:
+        """One of the rows of these neurons; it is not submitted yet."""
+        return Transfer(self.sources[layer], keys, target, slots, urgent, score, layer)
+
+    def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
+        """Ask for the rows of the first of these absent neurons that get a slot; `transfer.index` are those."""
+        slots = self._pool.reserve(layer, keys, urgent=urgent)
+        return self._submit(layer, keys[: slots.size], slots, urgent, score)
+
+    def prefetch(self, layer: int, keys: Keys, score: float) -> bool:
+        """Ask for the rows of these absent neurons behind everything urgent; False if the pool has no room for all."""
+        slots = self._pool.reserve(layer, keys, urgent=False)
+        piece = max(PIECE, -(-slots.size // PIECES))
+        for start in range(0, slots.size, piece):
+            part = slice(start, min(start + piece, slots.size))
+            self._submit(layer, keys[part], slots[part], False, score)
+        return slots.size == keys.size
+
+    def look(self) -> None:
+        """Fetch what the next layer will probably need, if the device has found it by now. Nobody waits."""
+        if self.ahead is not None and self._device.there(self.ahead.asked.copy):
+            self._fetch_ahead(self.ahead)
+            self.ahead = None
+
+    def begin(self, layer: int) -> None:
+        """A layer's turn: what was guessed for it and has not begun is given up, since it is known what is needed."""
+        self.collect()
+        self.forget(layer)
+        self.ahead = None
+
+    def forget(self, layer: int | None) -> None:
+        """Give up prefetches for a layer (None: for all) that have not begun."""
+        for transfer in self._device.link.drop(layer):
+            self._pool.abandon(transfer.slots)
+            del self.under_way[transfer]
+
+    def collect(self) -> None:
+        """Note what has arrived, and how fast."""
+        link = self._device.link
+        moved, busy = link.bytes_moved, link.busy_s
+        self._device.rates.observed("link", moved - self._seen[0], busy - self._seen[1])
+        self._seen = moved, busy
+        for transfer in link.finished():
+            if transfer in self.under_way:  # others go to a prompt's buffers
+                self._pool.filled(transfer.slots)
+                del self.under_way[transfer]
+
+    def await_rows(self, layer: int, keys: Keys) -> float:
+        """Until these rows of a layer, all on their way, have arrived; seconds that this took."""
+        waited, marks = 0.0, self._pool.marks
+        marks[keys] = True
+        wanted = [t for t in self.under_way if t.layer == layer and marks[t.index].any()]
+        marks[keys] = False
+        for transfer in wanted:
+            waited += self._device.wait(transfer)
+        self.collect()
+        return waited
+
+    def await_all(self) -> None:
+        """Until everything that is on its way has arrived."""
+        for transfer in list(self.under_way):
+            self._device.wait(transfer)
+        self.collect()
+
+    def settle(self) -> None:
+        """Until nothing is on its way and no row is in use."""
+        self.forget(None)
+        self.await_all()
+        self._device.finish()
+        self._pool.release()
+
+    def _submit(self, layer: int, keys: Keys, slots: Slots, urgent: bool, score: float) -> Transfer:
+        transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
+        if slots.size:
+            self.under_way[transfer] = None
+            self._device.link.submit(transfer)
+        return transfer
+
+    def _fetch_ahead(self, ahead: Ahead) -> None:
+        """Ask for the rows that are absent, those of the likeliest expert first."""
+        active, _, (experts, weights, named) = ahead.asked.answer()
+        keys, ends, worth = keys_of(experts, active, ahead.width), active.offsets.tolist(), weights.tolist()
+        if not isfinite(sum(worth)):
+            return  # the model has failed, which the session is about to report
+        self.guessed[ahead.layer] = keys, named
+        table = self._pool.layers[ahead.layer]
+        for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
+            wanted = keys[ends[call] : ends[call + 1]]
+            absent = wanted[table[wanted] < 0]
+            if absent.size and not self.prefetch(ahead.layer, absent, worth[call]):
+                return  # the pool has no room for more

@@ -1,0 +1,138 @@
+"""A card that is not there: decisions, bytes and results are real; time is counted from the card's profile.
+
+It shows, and tests, what a schedule would cost on a card (`cards.py`), on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from ....kernels.types import Active, Calls
+from ....kernels.weights import ExpertRows, UpWeights
+from ..cards import DENSE_LAUNCHES, PREFIX, Card
+from ..device import Device, Partial
+from ..lane_rates import Measured
+from ..links.copies import Asked, Copy
+from .virtual_clock import Clock
+from .virtual_link import VirtualLink
+
+
+class VirtualDevice(Device):
+    """The CPU computes what a card would, and the card's profile says how long that would take.
+
+    What the engine's own code does in a layer of experts takes the time that it takes here. Around the layers the CPU
+    computes attention instead of launching it, so that launches alone are counted.
+    """
+
+    real = False
+
+    def __init__(
+        self, card: Card, row_bytes: int, hidden: int, dense_bytes: int, cpu_share: float = 1.0, *, host: bool = True
+    ) -> None:
+        """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'.
+
+        `host`: whether the host's own time is counted; without it times depend on the profile alone.
+        """
+        self.clock, self.card, self._counts_host = Clock(), card, host
+        self._dense_bytes = dense_bytes
+        # A row is two vectors of `hidden` weights: a product and a sum for each.
+        self._flops = 4.0 * hidden
+        self._true = card.rates(self._flops / row_bytes)
+        self._ends: dict[Future[Partial], float] = {}
+        link = VirtualLink(card, self.clock, row_bytes)
+        super().__init__(f"{PREFIX}{card.name}", "cpu", link, card.rates(self._flops / row_bytes), cpu_share)
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.clock.now
+
+    def host(self) -> AbstractContextManager[None]:
+        """Inside, the host's own time is counted."""
+        return self.clock.host() if self._counts_host else super().host()
+
+    def dense(self, tokens: int) -> None:
+        """One layer's attention, norms and router."""
+        self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
+
+    def ask(
+        self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
+    ) -> Asked:
+        """The up projections of the called experts, but for those that are left out."""
+        with self.clock.aside():
+            asked = super().ask(x, up, calls, thresholds, x_bits, also)
+            weights, made = up.q.shape[1] * up.layout.vector.n, int(thresholds.isfinite().sum())
+            self._gpu(made * up.bytes_per_expert(), 2.0 * made * weights, 2)
+            asked.copy.at = self.clock.end("gpu")
+        return asked
+
+    def there(self, copy: Copy) -> bool:
+        """By the virtual clock."""
+        return copy.at <= self.clock.now
+
+    def arrived(self, copy: Copy) -> list[Tensor]:
+        """The host waits until then."""
+        self.clock.wait("host", copy.at)
+        return copy.tensors
+
+    def rows(
+        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
+    ) -> Partial:
+        """Rows of the pool."""
+        with self.clock.aside():
+            found = super().rows(x, rows, calls, active, limits, x_bits)
+            count = active.neurons.numel()
+            self._gpu(_read(count, rows.layout.nbytes, found), self._flops * count, 2)
+        return found
+
+    def expert(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
+    ) -> Tensor:
+        """A whole expert: three matrices, for all tokens."""
+        neurons = rows.data.shape[1]
+        nbytes = neurons * rows.layout.nbytes + up.bytes_per_expert()
+        with self.clock.aside():
+            self._gpu(nbytes, 1.5 * self._flops * neurons * len(x), 3)
+            return super().expert(x, up, rows, thresholds, products, x_bits)
+
+    def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
+        """Read once and written once."""
+        with self.clock.aside():
+            self._gpu(2 * slots.numel() * rows.shape[1], 0.0, 1)
+            super().gathered(rows, slots, target, places)
+
+    def joined(self, started: Future[Partial]) -> Partial:
+        """The host waits for the CPU, and so does the GPU."""
+        end = self._ends.pop(started)
+        self.clock.wait("gpu", end)
+        self.clock.wait("host", end)
+        return started.result()
+
+    def finish(self) -> None:
+        """The host waits."""
+        self.clock.sync("gpu")
+
+    def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
+        """Done at once; the CPU's lane has the time that it would take."""
+        with self.clock.aside():
+            found = work()
+        rate, read = self._true.cpu_batch_bytes_s, float(count * nbytes)
+        if what == "cpu":
+            rate, read = self._true.cpu_bytes_s, _read(count, nbytes, found)
+        seconds = self._true.cpu_latency_s + read / (rate * self.cpu_share)
+        self.rates.observed(what, count * nbytes, seconds, self.cpu_share)
+        done: Future[Partial] = Future()
+        done.set_result(found)
+        self._ends[done] = self.clock.run("cpu", seconds)
+        return done
+
+    def _gpu(self, nbytes: float, flops: float, launches: int) -> None:
+        self.clock.run("gpu", self.card.gpu_s(nbytes, flops, launches))
+
+
+def _read(rows: int, nbytes: int, found: Partial) -> float:
+    """Bytes of so many rows, whose down halves are read only where the second threshold is reached."""
+    return nbytes * (rows + int(found[1].sum())) / 2

@@ -1,0 +1,114 @@
+"""The link of a virtual card: bytes arrive at once, and the queue's time is counted by a virtual clock."""
+
+from __future__ import annotations
+
+import torch
+
+from ....kernels import operations as kernels
+from ..cards import CHUNK_BYTES, PREFIX, Card
+from ..links.link_queue import Job, LinkQueue
+from ..links.transfer import Transfer
+from .virtual_clock import Clock
+
+
+class VirtualLink:
+    """A link (see `transfer.Link`) whose chunks take a card's time.
+
+    Bytes are in the target when `submit` returns, so that decisions and results are real; `done` follows the clock's
+    link lane. What has landed is what the host's clock says, and what the GPU has waited for.
+    """
+
+    def __init__(self, card: Card, clock: Clock, nbytes: int, chunk: int | None = None) -> None:
+        """`nbytes`: of one row. `chunk`: rows at a time, at most; None: as many as make up `CHUNK_BYTES`."""
+        self.name = PREFIX + card.name
+        self._card, self._clock = card, clock
+        self._queue = LinkQueue(nbytes, chunk or max(1, CHUNK_BYTES // nbytes), torch.device("cpu"))
+        self._staging = torch.empty(self._queue.chunk, nbytes, dtype=torch.uint8)
+        self._closed = False
+
+    @property
+    def bytes_moved(self) -> int:
+        """Landed so far."""
+        return self._queue.bytes_moved
+
+    @property
+    def busy_s(self) -> float:
+        """Virtual seconds, see `LinkQueue`."""
+        return self._queue.busy_s
+
+    def queued_bytes(self) -> int:
+        """Bytes that were submitted and have not landed."""
+        self._catch_up()
+        return self._queue.queued_bytes
+
+    def submit(self, transfer: Transfer) -> None:
+        """See `Link`."""
+        if self._closed:
+            raise RuntimeError("the link is closed")
+        job = self._queue.accept(transfer)
+        self._catch_up()
+        self._queue.put(job, self._clock.now)
+        with self._clock.aside():
+            self._move(job)
+
+    def wait(self, transfer: Transfer) -> float:
+        """The GPU's lane begins nothing more before the rows have landed; virtual seconds that it idles for that alone.
+
+        Raises:
+            ValueError: it was not submitted, or dropped.
+        """
+        if not transfer.done:
+            self._catch_up()
+        if transfer.done:
+            return 0.0
+        job = self._queue.urge(transfer)
+        with self._clock.aside():
+            while job.begun < job.total:  # nothing that is submitted later can overtake what is begun here
+                self._begin_chunk()
+            last = next(chunk for chunk in self._queue.flying if chunk.last == job.total and chunk.job is job)
+            self._land(last.due)
+        idle = self._clock.wait("gpu", last.due)
+        self._clock.wait("host", last.begun_at)  # as a real link returns once the last chunk is under way
+        return idle
+
+    def finished(self) -> list[Transfer]:
+        """See `Link`."""
+        self._catch_up()
+        return self._queue.finished()
+
+    def drop(self, layer: int | None) -> list[Transfer]:
+        """See `Link`."""
+        self._catch_up()
+        return self._queue.drop(layer)
+
+    def close(self) -> None:
+        """End: what is queued stays undone."""
+        self._closed = True
+
+    def _move(self, job: Job) -> None:
+        cpu, size, rows = kernels.choose("cpu"), self._queue.chunk, job.rows()
+        for wanted, slots in zip(job.index.split(size), job.places.split(size), strict=True):
+            packed = self._staging[: len(wanted)]
+            cpu.gather_rows(rows, 0, wanted, packed)
+            cpu.pool_scatter(job.transfer.target, slots, packed)
+
+    def _catch_up(self) -> None:
+        """Begin the chunks that begin before now, and land those that end by now."""
+        now = self._clock.now
+        with self._clock.aside():  # a real link's chunks are its own thread's work
+            while self._queue and not self._closed and self._begins() < now:
+                self._begin_chunk()
+            self._land(now)
+
+    def _begins(self) -> float:
+        return max(self._clock.end("link"), self._queue.asked_at())
+
+    def _begin_chunk(self) -> None:
+        chunk = self._queue.begin(self._begins())
+        chunk.due = self._clock.run("link", self._card.copy_s(chunk.total * self._queue.nbytes), asked=chunk.begun_at)
+        self._queue.sent(chunk)
+
+    def _land(self, until: float) -> None:
+        flying = self._queue.flying
+        while flying and flying[0].due <= until:
+            self._queue.landed(flying[0].due)

@@ -1,0 +1,195 @@
+"""Which device a pack is opened on, and why: the CPU, a GPU that holds all of it, or one that holds the dense part and
+the up projections, with a pool of rows in the rest of its memory (`memory_plan.py`).
+
+Test devices stand in where there is no GPU, and are named as such: "throttled:8gb" has a link of 8 GB/s, "sim:NAME"
+counts virtual time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...models.errors import UsageError
+from ...models.pack.manifest import Manifest
+from ...models.pack.packed_model import PackedLayer
+from ...models.quantities import memory as size
+from .. import context
+from ..machine import hardware
+from ..offload import cards
+from ..offload.device import Device
+from ..offload.lane_rates import Rates, rates_file
+from ..offload.links import pinning
+from ..offload.links.cuda_link import CudaLink
+from ..offload.links.pinning import Pinned
+from ..offload.links.throttled_link import ThrottledLink
+from ..offload.links.transfer import Kind, Wanted
+from ..offload.links.tuned_link import Ends, open_link
+from ..offload.offload import Offload, Parts
+from ..offload.virtual.virtual_device import VirtualDevice
+from . import memory_plan
+from .footprint import kv_element
+from .memory_plan import DeviceShares, Needs
+from .rates import measured_rates
+
+THROTTLED = "throttled:"
+# What cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
+GUESS = Rates(
+    link_bytes_s=10e9,
+    link_latency_s=1e-5,
+    cpu_bytes_s=8e9,
+    cpu_batch_bytes_s=2e10,
+    cpu_latency_s=5e-5,
+    gpu_bytes_s=2e11,
+    launch_s=1e-5,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where to open a pack.
+
+    Attributes:
+        place: torch's name of the device. why: in words. shares: how the device's memory is shared out.
+        make: the device of a pool of rows; None where there is no pool.
+        budget: bytes of device memory that weights, keys and values may take; None where the CPU computes in RAM.
+        cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
+    """
+
+    place: str
+    why: str
+    shares: DeviceShares
+    make: Callable[[Wanted], Device] | None = None
+    budget: int | None = None
+    cap: int | None = None
+
+    def enforce(self) -> None:
+        """Have torch refuse what goes beyond the memory that may be used; the driver's own (0.3 to 0.5 GB) is not its.
+
+        Called before anything is put on the GPU. Without it a limit held for the pool alone.
+        """
+        if self.cap is not None:
+            share = min(1.0, self.cap / torch.cuda.mem_get_info(self.place)[1])
+            torch.cuda.set_per_process_memory_fraction(share, self.place)
+
+
+def choose(
+    wanted: str, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, vram: int | None = None
+) -> Choice:
+    """The device for a pack.
+
+    Args:
+        wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
+
+    Raises:
+        UsageError: a device that does not exist here, or has too little memory.
+    """
+    window = context.window(config)
+    if wanted.startswith((cards.PREFIX, THROTTLED)):
+        needs = Needs.of(manifest, layers, config, kv_element(manifest.widths.dense))
+        if wanted.startswith(cards.PREFIX):
+            return _virtual(wanted, needs, window, vram)
+        return _throttled(wanted, needs, window, layers, vram)
+    try:
+        place, why = hardware.choose_device(wanted)
+    except ValueError as error:
+        why = str(error)
+        cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
+        raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
+    if place == "cpu":
+        return Choice(place, why, DeviceShares.none(window))
+    needs = Needs.of(manifest, layers, config, 2)
+    free = torch.cuda.mem_get_info(place)[0]
+    cap = min(free, vram or free)
+    budget = memory_plan.budget(cap)
+    if needs.fits("gpu", budget):
+        shares = needs.share_out("gpu", budget, window)
+        return Choice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
+    if wanted == "auto" and not needs.fits("pool", budget):
+        why += f" with {size(budget)} to use, and {size(needs.least())} is needed"
+        return Choice("cpu", why, DeviceShares.none(window))
+    if vram is not None and vram > free:
+        why += f" of which {size(free)} is free"
+    why += (
+        f"; with {size(budget)} of its memory it holds a pool of rows, because all weights need {size(needs.whole())}"
+    )
+
+    def make(wanted: Wanted) -> Device:
+        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
+            return CudaLink(torch.device(place), needs.row, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
+
+        return _measured(Ends(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
+
+    return dataclasses.replace(_pooled(place, why, needs, window, budget, make), cap=cap)
+
+
+def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[Wanted], Device]) -> Choice:
+    return Choice(place, why, needs.share_out("pool", budget, window), make, budget)
+
+
+def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
+    card = cards.named(wanted, study=True)
+    if vram is not None and vram > card.vram_bytes:
+        has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
+        raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give a smaller size.")
+    why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile"
+
+    def make(wanted: Wanted) -> Device:
+        # What is read in place is not packed. The papers' cards stage, so that is what "auto" means here.
+        own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
+        device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers)
+        device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
+        return device
+
+    return _pooled("cpu", why, needs, window, vram or card.vram_bytes, make)
+
+
+def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None) -> Choice:
+    rate = wanted.removeprefix(THROTTLED)
+    if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:
+        raise UsageError(
+            f"The device {wanted!r} cannot be used", "", f'Give the rate of its link, as in "{THROTTLED}8gb".'
+        )
+    if vram is None:
+        raise UsageError(
+            f"{wanted} has no memory of its own", "", "Give the amount of RAM that stands for it, such as --vram 1gb."
+        )
+    speed = float(rate[:-2]) * 1e9
+
+    def make(transfer: Wanted) -> Device:
+        def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> ThrottledLink:
+            return ThrottledLink(needs.row, rate=speed, chunk=chunk)
+
+        return _measured(Ends(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
+
+    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down"
+    return _pooled("cpu", why, needs, window, vram, make)
+
+
+def _measured(ends: Ends, wanted: Wanted, layers: Sequence[PackedLayer]) -> Device:
+    """A device with the transfer that is best for its link here, and with the rates it had last time."""
+    rows = layers[0].rows
+    kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)
+    rates = Rates.load(kept) or measured_rates(rows.layout, rows.data.shape[1], GUESS, ends.place)
+    link, rates.link_bytes_s, how = open_link(ends, wanted, [layer.rows.data for layer in layers])
+    device = Device(ends.device, ends.place, link, rates, kept=kept)
+    device.moves = how
+    return device
+
+
+def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
+    """The pool and the device of a choice; None where there is no pool."""
+    if choice.make is None:
+        return None
+    shares, device = choice.shares, choice.make(parts.transfer)
+    try:
+        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys)
+    except Exception:  # whatever it was: it is raised again, once the device and what it pins are let go
+        device.close()
+        raise

@@ -1,0 +1,97 @@
+"""What a model takes at given widths, in bytes: by its architecture alone, as packing would lay it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.codes import group_size, packed_bytes
+from ...kernels.layouts import RowLayout, VectorLayout
+from ...models.catalog_entry import Sizes
+from ...models.pack import learned_predictor
+from ...models.pack.quantized_linears import layout_of, width_of
+from ...models.packing.calibration import MEASURES
+from ...models.packing.pack import PackSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes, of one layer where the name does not say otherwise.
+
+    Attributes:
+        attention: the four projections. head: of the whole model. kept: embedding, routers and norms of the whole
+            model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record.
+        kv: keys and values of one token in all layers, per byte of one (see `kv_element`).
+    """
+
+    sizes: Sizes
+    spec: PackSpec
+    attention: int
+    head: int
+    kept: int
+    up: int
+    row: int
+    kv: int
+
+    @classmethod
+    def of(cls, sizes: Sizes, spec: PackSpec) -> Footprint:
+        """At the widths of `spec`; of 16-bit layers too."""
+        gate, down, up = (
+            VectorLayout(sizes.hidden, bits, group_size(sizes.hidden, spec.group))
+            for bits in (spec.gate, spec.down, spec.up)
+        )
+        queries, keys = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        inner = (queries + 2 * keys) * _vector(sizes.hidden, spec.dense)
+        head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
+        return cls(
+            sizes,
+            spec,
+            attention=inner + sizes.hidden * _vector(queries, spec.dense),
+            head=0 if sizes.tied and spec.dense == 16 else head,
+            kept=2 * (sizes.embedding + sizes.small),
+            up=sizes.intermediate * (packed_bytes(sizes.hidden, spec.up) + 4 * up.groups),
+            row=RowLayout(gate, down, torch.bfloat16).nbytes,
+            kv=2 * sizes.layers * keys,
+        )
+
+    @property
+    def dense(self) -> int:
+        """All that is no expert's, as it lies on the disk."""
+        return self.sizes.layers * self.attention + self.head + self.kept
+
+    @property
+    def ups(self) -> int:
+        """The up projections of all layers."""
+        return self.sizes.layers * self.sizes.experts * self.up
+
+    @property
+    def row_count(self) -> int:
+        """Neurons of all experts of all layers."""
+        return self.sizes.layers * self.sizes.experts * self.sizes.intermediate
+
+    @property
+    def rows(self) -> int:
+        """Bytes of all rows."""
+        return self.row_count * self.row
+
+    @property
+    def disk(self) -> int:
+        """The whole pack, to within its small files."""
+        sizes = self.sizes
+        inputs = sizes.hidden + sizes.experts + 1
+        predictors = 0
+        for layer in range(sizes.layers - 1):
+            width = learned_predictor.width(layer, sizes.layers, sizes.hidden, sizes.experts)
+            predictors += 2 * (inputs * (sizes.experts + width) + sizes.experts * width)
+        return self.dense + self.ups + self.rows + 4 * len(MEASURES) * self.row_count + predictors
+
+
+def kv_element(dense: int) -> int:
+    """Bytes of a number among the keys and values on the CPU, where the dense part has so many bits (see `layers`)."""
+    return 4 if dense == 16 else 2
+
+
+def _vector(columns: int, bits: int) -> int:
+    """Bytes of one row of a dense layer."""
+    return 2 * columns if bits == 16 else layout_of(columns, bits).nbytes

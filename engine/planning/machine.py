@@ -1,0 +1,230 @@
+"""The machine that a plan is made for: this one, one that was described, or a graphics card from the list.
+
+Memory counts as installed, less a reserve for the system and other programs: what happens to be free this second is no
+ground for a choice that lasts. Everything that nobody said or measured is assumed, and every assumption is listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...models.errors import UsageError
+from ...models.quantities import memory, rate, trimmed
+from ..machine.hardware import Hardware
+from ..offload import cards
+from ..offload.cards import CHUNK_BYTES, LANE_BYTES_S, LINK_REACHED, Card
+from . import rates
+from .measured_figures import figures
+from .rates import GPU_REACHED, Measured
+from .speed_estimate import Speeds
+
+MEASURED_DOUBT, ASSUMED_DOUBT = 0.15, 0.35  # by what share rates may be off
+PACKED = 1 / 3  # of a linear read, what the CPU packs rows at (assets/devices.json, pack_bytes_s)
+NO_CARD = "none"
+FREE = 0.8  # of the memory that is counted on, less than which being free now is worth a word
+AGAIN = "floe-chat doctor --measure"
+
+# What is assumed where neither a measurement nor an option says it.
+CPU_BYTES_S = 30e9  # two channels of DDR4
+GPU_BYTES_S = 272e9 * GPU_REACHED  # RTX 4060, the slowest of the common cards in assets/devices.json
+GPU_FLOPS = 25.5e12 * GPU_REACHED  # RTX 3060, likewise
+LINK_BYTES_S = LANE_BYTES_S[4] * 8 * LINK_REACHED  # PCIe 4.0 x8
+DISK_BYTES_S = 5e8  # an SSD on SATA
+SYSTEM_SHARE, SYSTEM_MOST = 0.15, 3 << 30  # of a machine's RAM, for the system, the desktop and other programs
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan needs to know, in bytes and bytes per second.
+
+    Attributes:
+        name: in words. ram: installed less `reserve`, for our files in the page cache too. vram: of the GPU, 0 without
+            one. disk_free: None where it does not matter. cores: physical. doubt: by what share its rates may be off.
+            told: by subject, where its figures are from and what was assumed, in sentences.
+    """
+
+    name: str
+    ram: int
+    vram: int
+    disk_free: int | None
+    cores: int
+    speeds: Speeds
+    doubt: float
+    told: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A machine as options describe it; None is what they leave out.
+
+    Attributes:
+        card: a name that `cards.named` knows, or NO_CARD. vram, ram: installed bytes. pcie: generation and lanes.
+    """
+
+    card: str | None = None
+    vram: int | None = None
+    ram: int | None = None
+    cpu_bytes_s: float | None = None
+    link_bytes_s: float | None = None
+    pcie: tuple[int, int] | None = None
+    disk_bytes_s: float | None = None
+    disk_free: int | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is described, so that this machine is meant."""
+        return self == Described()
+
+
+def reserve(ram: int) -> int:
+    """Bytes of a machine's RAM that are left to the system, the desktop and other programs."""
+    return min(int(ram * SYSTEM_SHARE), SYSTEM_MOST)
+
+
+def here(found: Hardware, measured: Measured | None) -> Machine:
+    """This machine, its rates measured or assumed."""
+    known = measured.rates if measured else {}
+    told: dict[str, str] = {}
+    if measured:
+        told["rates"] = f"Its speed was measured on {measured.date[:10]}."
+    if measured and measured.disturbed:
+        told["rates"] += (
+            f" Other programs kept {trimmed(measured.busy, 2)} cores busy meanwhile, so it may be faster. To measure "
+            f"again: {AGAIN}"
+        )
+    told |= {
+        subject: f"{what} at {rate(speed)}: assumed, not measured."
+        for subject, name, what, speed in (
+            ("cpu", rates.READ, "The CPU reads memory", CPU_BYTES_S),
+            ("disk", rates.DISK, "The disk reads", DISK_BYTES_S),
+        )
+        if name not in known
+    }
+    cores = min(found.cores_physical or found.cores_usable, found.cores_usable)
+    prompt = {"prompt 4 bit": cores * figures().core_prompt_bytes_s}
+    speeds = Speeds(
+        read=known.get(rates.READ, CPU_BYTES_S),
+        cpu=prompt | {name: rate for name, rate in known.items() if name.endswith(" bit")},
+        disk=known.get(rates.DISK, DISK_BYTES_S),
+    )
+    usable = [gpu for gpu in found.gpus if gpu.index is not None]
+    vram, name = 0, found.cpu
+    if usable:
+        vram, name = usable[0].vram_total, f"{usable[0].name} and {found.cpu}"
+        speeds = _with_gpu(speeds, known, told)
+        if usable[0].vram_free < FREE * vram:
+            told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
+    else:
+        told["gpu"] = f"It has no GPU that can be used: {found.gpu_reason}."
+    told["ram"] = _of_ram(found.ram_total)
+    ram = found.ram_total - reserve(found.ram_total)
+    if found.ram_available < FREE * ram:
+        told["ram"] += f" At the moment {memory(found.ram_available)} are free."
+    if found.wsl:
+        told["wsl"] = "Linux inside Windows (WSL) has only the memory that .wslconfig gives it."
+    if found.ram_limit is not None and found.ram_limit <= found.ram_total:
+        told["container"] = f"Its container may use {memory(found.ram_limit)} of memory."
+    doubt = MEASURED_DOUBT if measured and not measured.disturbed else ASSUMED_DOUBT
+    return Machine(name, ram, vram, found.disk_free, cores, speeds, doubt, told)
+
+
+def _of_ram(ram: int) -> str:
+    return f"Of its {memory(ram)} of RAM, {memory(reserve(ram))} are reserved for the system and other programs."
+
+
+def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str]) -> Speeds:
+    """A GPU's rates as they were measured, or those of a slow card of today."""
+    if rates.GPU not in known:
+        told["gpu"] = f"The GPU reads its memory at {rate(GPU_BYTES_S)}: assumed, as a slow card of today."
+    if rates.PINNED not in known:
+        told["link"] = f"Copies to the GPU reach {rate(LINK_BYTES_S)}: assumed, as over PCIe 4.0 x8."
+    return dataclasses.replace(
+        speeds,
+        link=min(known.get(rates.PINNED, LINK_BYTES_S), speeds.read * PACKED),
+        gpu=known[rates.GPU] * GPU_REACHED if rates.GPU in known else GPU_BYTES_S,
+        gpu_flops=known[rates.FLOPS] * GPU_REACHED if rates.FLOPS in known else GPU_FLOPS,
+    )
+
+
+def described(said: Described, base: Machine) -> Machine:
+    """The machine that `said` describes; the rest is taken from `base`, or from the card's usual machine.
+
+    Raises:
+        UsageError: no such card, or the memory or link of none.
+    """
+    if said.card == NO_CARD:
+        machine = _without_gpu(said, base)
+    else:
+        machine = base if said.card is None else of_card(cards.named(said.card), base)
+    speeds, told = machine.speeds, dict(machine.told)
+    if said.vram is not None:
+        machine = dataclasses.replace(machine, vram=said.vram)
+        if not speeds.gpu:
+            speeds = _with_gpu(speeds, {}, told)
+    if said.ram is not None:
+        machine = dataclasses.replace(machine, ram=said.ram - reserve(said.ram))
+        told = {subject: text for subject, text in told.items() if subject not in ("wsl", "container")}
+        told["ram"] = _of_ram(said.ram)
+    if said.cpu_bytes_s is not None:
+        told.pop("cpu", None)
+        # Kernels measured here reach about the same share of another memory's rate; prompts are bound by arithmetic.
+        factor = said.cpu_bytes_s / speeds.read
+        cpu = {name: rate * (1 if name.startswith("prompt") else factor) for name, rate in speeds.cpu.items()}
+        speeds = dataclasses.replace(speeds, read=said.cpu_bytes_s, cpu=cpu)
+    speeds = _linked(speeds, said, told)
+    if said.disk_bytes_s is not None:
+        told.pop("disk", None)
+        speeds = dataclasses.replace(speeds, disk=said.disk_bytes_s)
+    free = machine.disk_free if said.disk_free is None else said.disk_free
+    name = machine.name if said.card not in (None, NO_CARD) else "as described; the rest is taken from this machine"
+    return dataclasses.replace(machine, name=name, disk_free=free, speeds=speeds, doubt=ASSUMED_DOUBT, told=told)
+
+
+def _without_gpu(said: Described, base: Machine) -> Machine:
+    if said.vram is not None or said.pcie is not None or said.link_bytes_s is not None:
+        raise UsageError("--card none has no memory and no link", "", "Leave out --vram, --pcie and --link-gbs.")
+    told = {**base.told, "gpu": "It has no GPU."}
+    told.pop("link", None)
+    speeds = dataclasses.replace(base.speeds, link=0.0, gpu=0.0)
+    return dataclasses.replace(base, vram=0, speeds=speeds, told=told)
+
+
+def _linked(speeds: Speeds, said: Described, told: dict[str, str]) -> Speeds:
+    """With the link that `said` describes, but no faster than the CPU can gather rows for it."""
+    link = speeds.link if said.link_bytes_s is None else said.link_bytes_s
+    if said.link_bytes_s is not None:
+        told.pop("link", None)
+    elif said.pcie is not None:
+        generation, lanes = said.pcie
+        link = LANE_BYTES_S[generation] * lanes * LINK_REACHED
+        told["link"] = (
+            f"Copies over PCIe {generation}.0 x{lanes} reach {rate(link)}: assumed, {LINK_REACHED:.0%} of nominal."
+        )
+    packed = speeds.read * PACKED
+    if link > packed:
+        told["packing"] = f"Copies to the GPU reach {rate(packed)}: the CPU cannot gather rows faster."
+    return dataclasses.replace(speeds, link=min(link, packed))
+
+
+def of_card(card: Card, base: Machine) -> Machine:
+    """A card and its usual machine; RAM and disk are taken from `base`, since a card's profile has none."""
+    flops_per_byte = 1.5 * 4 * 4096 / 4608  # three matrices' work, counted by the bytes of 4-bit rows
+    speeds = Speeds(
+        read=card.cpu_bytes_s,
+        cpu={"prompt 4 bit": card.cpu_flops / flops_per_byte},
+        disk=base.speeds.disk,
+        link=CHUNK_BYTES / card.copy_s(CHUNK_BYTES),
+        link_latency=card.link_latency_s,
+        gpu=card.gpu_bytes_s * cards.REACHED,
+        gpu_flops=card.gpu_flops * cards.REACHED,
+        launch=card.launch_s,
+    )
+    told = {
+        "card": f"{memory(card.vram_bytes)} of GPU memory, in a typical machine: {card.host}.",
+        "figures": "Its speeds are computed from published figures, not measured.",
+        "rest": "RAM, disk and number of cores are taken from this machine unless options say otherwise.",
+    }
+    told |= {subject: text for subject, text in base.told.items() if subject == "ram"}
+    return Machine(card.title, base.ram, card.vram_bytes, base.disk_free, base.cores, speeds, ASSUMED_DOUBT, told)

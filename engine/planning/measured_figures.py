@@ -1,0 +1,75 @@
+"""Figures that stand in for measurements of this machine or model: assets/figures.json, written by the benchmarks that
+measured them (tests/bench/plan_figures.py). The file says for each with which command, when and where.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...models.catalog import asset
+
+Curve = Sequence[tuple[float, float]]
+ByBits = Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What plans count with.
+
+    Attributes:
+        quantization: quality loss, in nats of mean KL divergence, of one part ("up", "gate", "down", "dense") at so
+            many bits, on the demo model. Losses of several parts are added, which is an indication.
+        active: share of neurons left out, with thresholds that rise as the router's weight falls -> share of all
+            chosen experts' neurons that are active. dropped: router's score, relative to the mean, below which experts
+            are dropped -> share of expert work left out.
+        hits: share of a model's rows in the pool -> share of the wanted rows that are there. recall: of active neurons
+            by the default predictor; as much of what it fetches is used.
+        kernels: of the rate of a linear read, what our CPU kernels reach, by kind and bits.
+        core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
+        host_s, host_gpu_s, host_pool_s: the host's own time for one layer and token on the CPU, beside a GPU that
+            holds all rows, and with a pool.
+    """
+
+    quantization: ByBits
+    active: Curve
+    dropped: Curve
+    hits: Curve
+    recall: float
+    kernels: ByBits
+    core_prompt_bytes_s: float
+    packed_weights_s: float
+    host_s: float
+    host_gpu_s: float
+    host_pool_s: float
+
+
+@functools.cache
+def figures() -> Figures:
+    """Those of the installed program."""
+    told: Any = json.loads(asset("figures.json").read_text(encoding="utf-8"))
+    values = {name: entry["values"] for name, entry in told.items()}
+    return Figures(
+        quantization={part: {**by_bits, 16: 0.0} for part, by_bits in _by_bits(values["quantization"]).items()},
+        active=_curve(values["active"]),
+        dropped=_curve(values["dropped"]),
+        hits=_curve(values["hits"]),
+        recall=values["recall"],
+        kernels=_by_bits(values["kernels"]),
+        core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
+        packed_weights_s=values["packed_weights_s"] * 1e6,
+        host_s=values["host_ms"] / 1e3,
+        host_gpu_s=values["host_gpu_ms"] / 1e3,
+        host_pool_s=values["host_pool_ms"] / 1e3,
+    )
+
+
+def _by_bits(table: Mapping[str, Mapping[str, float]]) -> dict[str, dict[int, float]]:
+    return {part: {int(bits): value for bits, value in by_bits.items()} for part, by_bits in table.items()}
+
+
+def _curve(points: Sequence[Sequence[float]]) -> Curve:
+    return tuple((x, y) for x, y in points)

@@ -1,0 +1,175 @@
+"""What one model at some widths would be on a machine: where it is stored, what it needs, how fast it answers, and how
+good a choice that is (`worth`).
+
+Memory is shared out by memory_plan.py; the speed comes from speed_estimate.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...models.catalog import Entry
+from ...models.catalog_entry import SHARD_BYTES
+from ...models.packing.pack import PackSpec
+from .. import quality_presets
+from . import memory_plan, speed_estimate
+from .footprint import Footprint
+from .machine import Machine
+from .measured_figures import Curve, figures
+from .memory_plan import Needs, Place
+from .speed_estimate import Held, Speeds, Token, Work
+
+DEFAULT = PackSpec()
+# The most exact first.
+WIDTHS = (
+    PackSpec(4, 4, 4, 8),
+    DEFAULT,
+    PackSpec(3, 3, 3, 4),
+    PackSpec(2, 3, 3, 4),
+    PackSpec(2, 2, 2, 4),
+)
+DISK_FREE = 1 << 30  # bytes of the disk that stay free
+USABLE = 0.5  # tokens/s; a slower plan counts as none
+
+# The rule of the recommendation: what `worth` weighs.
+WORTH = 0.035  # nats of quality loss that twice the speed outweighs
+ENOUGH = 20.0  # tokens/s, faster than most people read
+BEYOND = 1 / 3  # of that is what twice the speed outweighs above it
+CLEARLY = 0.1  # doublings by which an option has to be better than the usual bits, or than more exact ones
+FROM_DISK = 1.0  # doublings of speed that reading from the disk costs besides, since it slows the whole machine down
+_DISK_SHARE = 0.05  # of what a token reads, from which all of that counts
+_ROUTES_ALIKE = ((0.0, 0.0), (1.0, 1.0))  # the pool finds no more than its share
+_LUCK = 1.15  # times as many rows found, at the best
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Tokens per second: what is expected, and its bounds."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A model at some widths on the machine, in the place where it would be fastest.
+
+    Attributes:
+        spec: bits. kl: quality loss of these widths, see `rounding`. place: "gpu" for all of it there, "pool" for the
+            dense part, the up projections and some rows, or "cpu".
+        vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that are in it, and
+            those that are "lacking"; of the disk the "pack", and the "peak" while packing.
+        pool_rows, pool_share: of the rows, those in the pool. ram_share: of what is read from RAM while answering,
+            what fits there; the rest comes from the disk.
+        missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
+        token: one token's seconds by part. decode, prefill: tokens per second.
+    """
+
+    spec: PackSpec
+    kl: float
+    place: Place
+    vram: Mapping[str, int]
+    ram: Mapping[str, int]
+    disk: Mapping[str, int]
+    pool_rows: int
+    pool_share: float
+    ram_share: float
+    missing: Mapping[str, int]
+    token: Token
+    decode: Range
+    prefill: Range
+
+    @property
+    def works(self) -> bool:
+        """Whether it fits, and answers fast enough to be of use."""
+        return not self.missing and self.decode.mid >= USABLE
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it works without reading from the disk while it answers."""
+        return self.works and self.ram_share >= 1
+
+    @property
+    def worth(self) -> float:
+        """How good a choice it is, in doublings of speed: the option with the most is recommended.
+
+        Twice the speed counts 1 up to `ENOUGH` and `BEYOND` above; `WORTH` nats of quality loss count -1. All of it is
+        continuous, so that a little more memory or a rate measured a little lower rarely changes the choice.
+        """
+        speed = math.log2(min(self.decode.mid, ENOUGH)) + BEYOND * math.log2(max(self.decode.mid / ENOUGH, 1.0))
+        return speed - self.kl / WORTH - FROM_DISK * min(1.0, (1 - self.ram_share) / _DISK_SHARE)
+
+
+def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
+    """The model at the widths of `spec`, in the fastest of the places where it fits."""
+    takes = Footprint.of(entry.sizes, spec)
+    disk = _disk(entry, takes, keep_source)
+    tried = [_placed(machine, takes, place, context, disk) for place in ("gpu", "pool", "cpu")]
+    return max((one for one in tried if one), key=lambda one: (one.works, not one.missing, one.decode.mid))
+
+
+def rounding(spec: PackSpec) -> float:
+    """The quality loss of these widths, in nats of mean KL divergence from the 16-bit model, by the demo model."""
+    loss = figures().quantization
+    return loss["dense"][spec.dense] + sum(loss[part][getattr(spec, part)] for part in ("up", "gate", "down"))
+
+
+def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk: Mapping[str, int]) -> Option | None:
+    """In this place; None where the GPU has no room for it."""
+    needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
+    if not needs.fits(place, budget):
+        return None
+    device = needs.share_out(place, budget, context)
+    vram = dict(device.uses)
+    if vram:
+        vram["free"] = machine.vram - sum(vram.values())
+    share = device.rows / takes.row_count
+    ram = memory_plan.share_ram(machine.ram, takes, place, share, context)
+    missing = {"ram": ram.missing} if ram.missing else {}
+    if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
+        missing["disk"] = lacking
+    held = Held(place != "cpu", share, ram.share)
+    work, speeds, doubt = Work.of(_preset()), machine.speeds, machine.doubt
+    token = speed_estimate.decode(takes, work, speeds, held)
+    unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
+    slow, fast = speeds.times(1 - doubt), speeds.times(1 + doubt)
+
+    def rate(work: Work, speeds: Speeds, curve: Curve) -> float:
+        return 1 / speed_estimate.decode(takes, work, speeds, held, curve).seconds
+
+    def prompt(work: Work, speeds: Speeds) -> float:
+        return speed_estimate.prefill(takes, work, speeds, held)
+
+    return Option(
+        spec=takes.spec,
+        kl=rounding(takes.spec),
+        place=place,
+        vram=vram,
+        ram=ram.uses,
+        disk=disk,
+        pool_rows=device.rows,
+        pool_share=share,
+        ram_share=ram.share,
+        missing=missing,
+        token=token,
+        decode=Range(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
+        prefill=Range(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
+    )
+
+
+def _disk(entry: Entry, takes: Footprint, keep_source: bool) -> dict[str, int]:
+    """Bytes on the disk afterwards, and at most meanwhile."""
+    if entry.packed:
+        return {"pack": 0, "peak": 0}
+    source = 0
+    if entry.folder is None:
+        source = entry.checkpoint_bytes if keep_source else min(2 * SHARD_BYTES, entry.checkpoint_bytes)
+    return {"pack": takes.disk, "peak": takes.disk + source}
+
+
+def _preset() -> quality_presets.Preset:
+    return next(preset for preset in quality_presets.PRESETS if preset.name == quality_presets.DEFAULT)

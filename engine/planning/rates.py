@@ -1,0 +1,270 @@
+"""What this machine reaches, measured once and saved: memory, our CPU kernels, the way to the GPU, the disk.
+
+Figures are bytes per second under names such as "rows 4 bit"; "gpu flops" are operations. One that cannot be measured
+is a reason instead. Everything takes a few seconds at the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from ...kernels import operations as kernels
+from ...kernels.layouts import RowLayout
+from ...kernels.types import Calls
+from ...kernels.weights import ExpertRows
+from .. import quality_presets
+from ..machine import hardware, load, random_weights, read_floor, saved_figures
+from ..machine.conditions import computing
+from ..machine.disk import read_rate
+from ..machine.random_weights import MIXTRAL, Shapes
+from ..offload.lane_rates import Rates
+
+READ, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
+    "memory read",
+    "disk read",
+    "link pinned",
+    "link pageable",
+    "gpu",
+    "gpu flops",
+)
+GPU_REACHED = 0.7  # of a copy within the GPU, what kernels on codes reach (see cards.REACHED)
+UP_WIDTHS, ROW_WIDTHS, DENSE_WIDTHS = (2, 3, 4), (2, 3, 4), (4, 8)
+
+_TURNS = 5
+_LEAST, _MOST = 64 << 20, 256 << 20  # bytes that the CPU's kernels take turns in: twice the last cache, within these
+_BATCH_TOKENS, _BATCH_NEURONS = 32, 1024
+_COPIED = 256 << 20
+_SQUARE = 4096  # of the matrices whose product tells the GPU's arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(saved_figures.Record):
+    """Rates by name, reasons of those that could not be measured, when (ISO 8601), and how many cores other programs
+    kept busy meanwhile."""
+
+    rates: Mapping[str, saved_figures.Rate]
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    date: str = ""
+    busy: float = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs make these rates too low."""
+        return self.busy > load.BUSY
+
+
+def kept_file() -> Path:
+    """Where this machine's rates are kept."""
+    return saved_figures.rates_folder() / f"{hardware.machine_id()}-machine.json"
+
+
+def reliable() -> Measured | None:
+    """The saved rates; None if there are none, or if other programs disturbed them, so that they are measured again."""
+    saved = Measured.load(kept_file())
+    return None if saved is None or saved.disturbed else saved
+
+
+def measure(folder: Path, report: Callable[[str], None]) -> Measured:
+    """Measure everything, on the first GPU and on the disk of `folder`, and keep it."""
+    rates: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    others = load.Others()
+    with computing(None, MIXTRAL.hidden, MIXTRAL.neurons):
+        for name, work in _probes(folder):
+            report(name)
+            try:
+                rates |= work()
+            # A probe that fails in whatever way is a line of the report; a driver raises what it likes.
+            except Exception as error:  # noqa: BLE001
+                reasons[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
+    measured = Measured(rates, reasons, datetime.now(UTC).isoformat(timespec="seconds"), others.cores())
+    measured.save(kept_file())
+    return measured
+
+
+def measured_rates(layout: RowLayout, neurons: int, guess: Rates, place: str = "cpu") -> Rates:
+    """Rates for rows of this layout to begin with, the CPU's and those of the GPU `place` measured in under 0.5 s.
+
+    Args:
+        neurons: of one expert. guess: what is not measured here, the link above all.
+    """
+    hidden = layout.gate.n
+    with computing(None, hidden, neurons):
+        rows = row_rate(layout, min(neurons, MIXTRAL.neurons))
+        batch = batch_rate(Shapes(hidden, min(neurons, _BATCH_NEURONS), layout.gate.group), _code_bits(layout))
+    rates = dataclasses.replace(guess, cpu_bytes_s=rows, cpu_batch_bytes_s=batch)
+    if place != "cpu":
+        rates.gpu_bytes_s = GPU_REACHED * gpu_rate(place)
+    return rates
+
+
+def row_rate(layout: RowLayout, neurons: int, share: float = 0.5) -> float:
+    """Bytes per second of rows that the CPU computes for one token, a random `share` of an expert active."""
+    neurons = max(1, min(neurons, _MOST // 4 // layout.nbytes))  # wide rows are slow to make
+    rows = ExpertRows(layout, _records(layout, _pairs(neurons * layout.nbytes), neurons))
+    active = random_weights.random_active(share, neurons, 0)
+    x = torch.randn(1, layout.gate.n)
+
+    def work(turn: int) -> int:
+        kernels.sparse_swiglu(x, rows, random_weights.pair(turn, len(rows.data)), active, x_bits=_x_bits())
+        return active.neurons.numel() * layout.nbytes
+
+    return _rate(work)
+
+
+def up_rate(shapes: Shapes, bits: int) -> float:
+    """Bytes per second of up projections, for one token."""
+    up = random_weights.make_up(shapes, bits, _pairs(shapes.up_bytes(bits)))
+    x, limits = torch.randn(1, shapes.hidden), torch.full((2,), 1e9)
+
+    def work(turn: int) -> int:
+        kernels.up_gemv(x, up, random_weights.pair(turn, len(up.q)), limits, x_bits=_x_bits())
+        return 2 * up.bytes_per_expert()
+
+    return _rate(work)
+
+
+def dense_rate(shapes: Shapes, bits: int) -> float:
+    """Bytes per second of attention projections, for one token."""
+    count = _pairs(shapes.hidden * shapes.vector(bits).nbytes)
+    layers = [random_weights.make_linear(shapes, bits) for _ in range(count)]
+    x = torch.randn(1, shapes.hidden)
+
+    def work(turn: int) -> int:
+        kernels.linear(x, layers[turn % count], x_bits=_x_bits())
+        return shapes.hidden * shapes.vector(bits).nbytes
+
+    return _rate(work)
+
+
+def batch_rate(shapes: Shapes, bits: int) -> float:
+    """Bytes of rows times tokens per second, where tokens share an expert half of whose neurons are active."""
+    up, rows = random_weights.make_up(shapes, min(bits, 8), 1), random_weights.make_rows(shapes, min(bits, 8), 1)
+    x = torch.randn(_BATCH_TOKENS, shapes.hidden)
+    one = Calls(torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0]))
+    limit = float(kernels.up_gemv(x[:1], up, one, torch.tensor([0.0])).values.abs().median())
+
+    def work(_turn: int) -> int:
+        kernels.expert_swiglu(x, up, rows, 0, x.new_full(x.shape[:1], limit), x_bits=_x_bits())
+        return rows.data.nbytes * len(x)
+
+    return _rate(work, turns=3)
+
+
+def gpu_rate(place: str) -> float:
+    """Bytes per second of a copy within device memory, both sides counted."""
+    source = torch.empty(_COPIED, dtype=torch.uint8, device=place)
+    target = torch.empty_like(source)
+
+    def work(_turn: int) -> int:
+        target.copy_(source)
+        _finish(place)
+        return 2 * _COPIED
+
+    return _rate(work)
+
+
+def link_rate(place: str, *, pinned: bool) -> float:
+    """Bytes per second of one large copy from RAM to the device."""
+    source = torch.ones(_COPIED, dtype=torch.uint8)
+    source = source.pin_memory() if pinned and place != "cpu" else source  # a test has no GPU
+    target = torch.empty(_COPIED, dtype=torch.uint8, device=place)
+
+    def work(_turn: int) -> int:
+        target.copy_(source, non_blocking=True)
+        _finish(place)
+        return _COPIED
+
+    return _rate(work)
+
+
+def gpu_flops(place: str) -> float:
+    """Operations per second of a large 16-bit product."""
+    one = torch.randn(_SQUARE, _SQUARE, device=place, dtype=torch.float16)
+
+    def work(_turn: int) -> int:
+        torch.mm(one, one)
+        _finish(place)
+        return 2 * _SQUARE**3
+
+    return _rate(work)
+
+
+def _probes(folder: Path) -> Iterator[tuple[str, Callable[[], dict[str, float]]]]:
+    yield READ, lambda: {READ: _read()}
+    for bits in UP_WIDTHS:
+        yield f"up {bits} bit", lambda bits=bits: {f"up {bits} bit": up_rate(MIXTRAL, bits)}
+    for bits in ROW_WIDTHS:
+        layout = MIXTRAL.row_layout(bits)
+        yield (
+            f"rows {bits} bit",
+            lambda bits=bits, layout=layout: {f"rows {bits} bit": row_rate(layout, MIXTRAL.neurons)},
+        )
+    for bits in DENSE_WIDTHS:
+        yield f"dense {bits} bit", lambda bits=bits: {f"dense {bits} bit": dense_rate(MIXTRAL, bits)}
+    shapes = Shapes(MIXTRAL.hidden, _BATCH_NEURONS)
+    yield "prompt 4 bit", lambda: {"prompt 4 bit": batch_rate(shapes, 4)}
+    if torch.cuda.is_available():
+        place = "cuda:0"
+        yield PINNED, lambda: {PINNED: link_rate(place, pinned=True)}
+        yield PAGEABLE, lambda: {PAGEABLE: link_rate(place, pinned=False)}
+        yield GPU, lambda: {GPU: gpu_rate(place)}
+        yield FLOPS, lambda: {FLOPS: gpu_flops(place)}
+    yield DISK, lambda: {DISK: read_rate(folder)}
+
+
+def _read() -> float:
+    reader = read_floor.reader("cpu")
+    if reader is None:
+        data = random_weights.filled(read_floor.LEAST)
+        return _rate(lambda _turn: int(data.view(torch.int64).sum() * 0) + data.nbytes)
+    return max(nbytes / seconds for seconds, nbytes in (reader() for _ in range(_TURNS)))
+
+
+def _rate(work: Callable[[int], int], turns: int = _TURNS) -> float:
+    """The best of some turns, after one that warms up: what disturbs them says nothing about the machine."""
+    work(0)
+    rates: list[float] = []
+    for turn in range(1, turns + 1):
+        begun = time.perf_counter()
+        nbytes = work(turn)
+        rates.append(nbytes / (time.perf_counter() - begun))
+    return max(rates)
+
+
+def _records(layout: RowLayout, experts: int, neurons: int) -> torch.Tensor:
+    data = random_weights.filled(experts, neurons, layout.nbytes)
+    for start, vector in ((0, layout.gate), (layout.gate.nbytes, layout.down)):
+        part = data[:, :, start : start + vector.nbytes]
+        if vector.bits == 16:
+            part.view(layout.float16).copy_(torch.randn(vector.n).to(layout.float16))
+        else:
+            part[:, :, : 4 * vector.groups].view(torch.float16).fill_(0.01)
+    return data
+
+
+def _pairs(nbytes: int) -> int:
+    """Things of `nbytes` to take turns in, an even number: more than the last cache holds."""
+    wanted = min(max(2 * random_weights.last_level_cache(), _LEAST), _MOST)
+    return max(2, 2 * math.ceil(wanted / nbytes / 2))
+
+
+def _code_bits(layout: RowLayout) -> int:
+    return min(layout.gate.bits, layout.down.bits)
+
+
+def _x_bits() -> int:
+    return next(preset.x_bits for preset in quality_presets.PRESETS if preset.name == quality_presets.DEFAULT)
+
+
+def _finish(place: str) -> None:
+    if place != "cpu":
+        torch.cuda.synchronize(place)

@@ -1,0 +1,157 @@
+"""The sentences of a plan: why these bits, why there, what RAM is for, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...models.catalog import Entry
+from ...models.packing.pack import PackSpec
+from ...models.quantities import digits, memory, share, size, trimmed
+from .footprint import Footprint
+from .machine import Machine
+from .memory_plan import KEPT_FREE, Needs, budget
+from .options import DEFAULT, ENOUGH, WORTH, Option
+
+# What the two figures of quality mean, in the words that every page uses.
+BITS = (
+    "Bits: bits per weight, written up / gate and down / attention. Fewer are smaller and faster, and less exact; "
+    "published models have 16."
+)
+KL = (
+    "Quality loss (KL): how far the next-word probabilities move from the 16-bit original's, in nats. 0 is identical, "
+    "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22-million-parameter demo model, so a "
+    "guide only."
+)
+MEMORY = (
+    "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "
+    "down weights, and pool those of them that the GPU holds; context is the chat's keys and values; pages are the "
+    "part of the pack that is cached in RAM, and lacking the part that is read from the disk."
+)
+_PARTS = {
+    "dense": "attention and the output layer",
+    "up": "finding active neurons",
+    "rows": "computing active neurons",
+    "disk": "reading from the disk",
+    "host": "floe-chat's own Python code",
+}
+
+
+def describe(spec: PackSpec) -> str:
+    """Widths as every page writes them: "3/4/4" for up / gate and down / attention."""
+    rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate}+{spec.down}"
+    return f"{spec.up}/{rows}/{spec.dense}"
+
+
+def rule() -> str:
+    """How the recommendation weighs speed and loss (see options.py)."""
+    return (
+        f"The recommendation weighs speed against quality loss: twice the speed is worth {WORTH} nats, and a third of "
+        f"that above {ENOUGH:.0f} tokens/s, which is faster than most people read. {describe(DEFAULT)} is recommended "
+        "unless another choice is clearly better."
+    )
+
+
+def lacks(missing: Mapping[str, int]) -> str:
+    """What is missing: "3.2 GB of RAM and 12.1 GB of disk space"."""
+    return " and ".join(
+        f"{memory(count)} of RAM" if what == "ram" else f"{size(count)} of disk space"
+        for what, count in missing.items()
+    )
+
+
+def why_not(nearest: Option, missing: Mapping[str, int]) -> str:
+    """Why nothing works, by the option that is nearest to working."""
+    bits = f"{describe(nearest.spec)} bits"
+    if nearest.missing:
+        return f"Even with {bits}, {lacks(missing)} {'is' if len(missing) == 1 else 'are'} missing."
+    slow = f"Even with {bits} it would answer at {digits(nearest.decode.mid, 2)} tokens/s"
+    if not nearest.ram["lacking"]:
+        return f"{slow}."
+    return (
+        f"{slow}, because {share(1 - nearest.ram_share)} of what a token reads would come from the disk. "
+        f"With {lacks(missing)} more it would all be in RAM."
+    )
+
+
+def why(machine: Machine, entry: Entry, chosen: Option, options: Sequence[Option], context: int) -> tuple[str, ...]:
+    """The reasons for what was chosen."""
+    return tuple(
+        sentence
+        for sentence in (
+            *_why_bits(entry, chosen, options),
+            _why_place(machine, entry, chosen, context),
+            _why_ram(machine, chosen),
+            _why_speed(chosen),
+        )
+        if sentence
+    )
+
+
+def _why_bits(entry: Entry, chosen: Option, options: Sequence[Option]) -> list[str]:
+    if entry.packed:
+        return [f"It is already packed, with {describe(chosen.spec)} bits."]
+    said = [f"{describe(chosen.spec)} bits: quality loss {_loss(chosen)} at about {_speed(chosen)}."]
+    at = options.index(chosen)
+    if better := next((one for one in reversed(options[:at]) if not one.missing), None):
+        more = f"More exact: {describe(better.spec)} bits, quality loss {_loss(better)}, at about {_speed(better)}"
+        said.append(f"{more}{_because(better, chosen)}.")
+    elif at:
+        said.append(f"{describe(options[at - 1].spec)} bits would need {lacks(options[at - 1].missing)} more.")
+    after = (one for one in options[at + 1 :] if one.works and one.decode.mid > chosen.decode.mid)
+    faster = [one for one in after if _speed(one) != _speed(chosen)]
+    if faster:
+        said.append(
+            f"Faster: {describe(faster[0].spec)} bits, about {_speed(faster[0])}, but quality loss {_loss(faster[0])}."
+        )
+    return [*said, rule()] if len(said) > 1 else said
+
+
+def _because(slower: Option, chosen: Option) -> str:
+    """Why a more exact option is so much slower."""
+    if slower.ram_share < chosen.ram_share:
+        return f", because {share(1 - slower.ram_share)} of what a token reads would come from the disk"
+    if slower.place != chosen.place and chosen.place == "gpu":
+        return ", because not all of it would fit on the GPU"
+    if slower.place == "cpu" != chosen.place:
+        return ", because the GPU could not help"
+    return ""
+
+
+def _loss(option: Option) -> str:
+    return f"KL {trimmed(option.kl, 2)}"
+
+
+def _speed(option: Option) -> str:
+    return f"{digits(option.decode.mid, 2)} tokens/s"
+
+
+def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> str:
+    asked, usable = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context), budget(machine.vram)
+    free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
+    if chosen.place == "gpu":
+        return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
+    if chosen.place == "pool":
+        return (
+            f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. Beside attention, "
+            f"the up projections and {context:,} tokens of context, it has room for {share(chosen.pool_share)} of the "
+            f"neurons, about {share(chosen.token.hit)} of those a token needs. The rest is in RAM: the CPU computes "
+            "part of it and copies part of it to the GPU."
+        )
+    if not machine.vram:
+        return "The CPU computes: there is no GPU to use."
+    if asked.least() > usable:
+        return f"The CPU computes: the GPU would need {memory(asked.least())}, and {memory(usable)} can be used."
+    return "The CPU computes (--device cpu): here that is faster than a GPU that holds so little of the model."
+
+
+def _why_ram(machine: Machine, chosen: Option) -> str:
+    free = f"{memory(chosen.ram['free'])} of {memory(machine.ram)} of usable RAM stay free"
+    if chosen.ram_share >= 1:
+        return f"Everything that a token reads fits in RAM; {free}."
+    return f"{share(chosen.ram_share)} of what a token reads fits in RAM; the rest is read from the disk. {free}."
+
+
+def _why_speed(chosen: Option) -> str:
+    parts = {name: getattr(chosen.token, name) for name in _PARTS}
+    most = max(parts, key=parts.__getitem__)
+    return f"{share(parts[most] / chosen.token.seconds)} of the time goes to {_PARTS[most]}."

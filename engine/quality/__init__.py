@@ -1,0 +1,1 @@
+"""How far a pack is from its source, and the presets that follow."""

@@ -1,0 +1,305 @@
+"""Many settings of one model side by side, computed from its 16-bit source in one streamed pass.
+
+The batch holds the same windows once for every candidate. Attention, norms and routers are the source's own for all;
+in each layer's experts every candidate's tokens meet its own widths, thresholds and router rules. So a source larger
+than memory is read once for dozens of settings. Calibration passages, computed unrounded, travel in front of the batch,
+and each layer's quantile tables come from them when its turn comes, much as in packing (`models/packing/pack.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels import operations as kernels
+from ...kernels.codes import group_size
+from ...kernels.layouts import VectorLayout
+from ...kernels.rule import Rule
+from ...kernels.types import Limits
+from ...models.checkpoint import Checkpoint
+from ...models.pack.quantize import quantize
+from ...models.packing import calibration
+from ..experts import substitution
+from .source_model import SourceModel
+
+WEIGHED = Rule(weighed=True)
+MAJOR, WHOLE = 1, 2  # how many halves of an expert's neurons are computed
+RESIDENT_SHARE = 0.5  # of a layer's experts, where a setting or a figure depends on which are resident
+_FACTOR_BYTES = 1 + 4 / 64  # per value of a compensator's factors: 8-bit codes in groups of 64
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How experts are stored and what a token may skip. All at their defaults: the source itself.
+
+    Attributes:
+        up, gate, down: bits per weight. rank: of the low-rank compensator of the up projection, 0 for none.
+        rule: what a token may skip; `late` means nothing here, where all rows are there.
+    """
+
+    up: int = 16
+    gate: int = 16
+    down: int = 16
+    rank: int = 0
+    rule: Rule = WEIGHED
+
+
+@dataclass(slots=True)
+class Taken:
+    """Work of experts per token: halves of experts looked at, neurons whose gate was read, and whose down."""
+
+    halves: float = 0.0
+    active: float = 0.0
+    kept: float = 0.0
+
+    def nbytes(self, setting: Setting, hidden: int, neurons: int) -> float:
+        """Bytes of weights that this work reads, scales included."""
+        group = group_size(hidden)
+        up, gate, down = (VectorLayout(hidden, bits, group).nbytes for bits in (setting.up, setting.gate, setting.down))
+        factors = setting.rank * (hidden + neurons / 2) * _FACTOR_BYTES
+        return self.halves * (neurons / 2 * up + factors) + self.active * gate + self.kept * down
+
+    def add(self, halves: float, active: float, kept: float) -> None:
+        """More work."""
+        self.halves += halves
+        self.active += active
+        self.kept += kept
+
+    def times(self, share: float) -> Taken:
+        """A share of it."""
+        return Taken(self.halves * share, self.active * share, self.kept * share)
+
+
+def together(parts: Iterable[Taken]) -> Taken:
+    """All of it."""
+    found = Taken()
+    for part in parts:
+        found.add(part.halves, part.active, part.kept)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a candidate computed and took.
+
+    Attributes:
+        logits: (N, keep, V) float32, of the last positions of each window; called for when needed, since all of them
+            together may be large.
+        taken: of all layers. missed: the part of it that belongs to experts that were not resident, when the last
+            RESIDENT_SHARE of each layer's experts to be used are.
+    """
+
+    setting: Setting
+    logits: Callable[[], Tensor]
+    taken: Taken
+    missed: Taken
+
+
+def compute(
+    checkpoint: Checkpoint,
+    settings: Sequence[Setting],
+    passages: Tensor,
+    windows: Tensor,
+    keep: int,
+    report: Callable[[str], None],
+) -> list[Outcome]:
+    """Run every setting over the same windows.
+
+    Args:
+        passages: (C, T) int64, to calibrate thresholds on. windows: (N, T). keep: positions to give logits of, from
+            each window's end.
+
+    Raises:
+        CheckpointError: a tensor cannot be read or is missing.
+    """
+    passages = passages[:, : windows.shape[1]]
+    lead, size = passages.numel(), windows.numel()
+    layers: list[_Experts] = []
+
+    def experts(layer: int, router: nn.Module) -> nn.Module:
+        layers.append(_Experts(checkpoint, layer, router, settings, lead, size))
+        return layers[-1]
+
+    model = SourceModel(checkpoint, report, experts)
+    states = model.states(torch.cat([passages, windows.repeat(len(settings), 1)]))[len(passages) :]
+    count = len(windows)
+
+    def outcome(place: int, setting: Setting) -> Outcome:
+        own = states[place * count : (place + 1) * count, -keep:].clone()
+        taken, missed = (
+            together(parts).times(1 / size)
+            for parts in ([layer.taken[place] for layer in layers], [layer.missed[place] for layer in layers])
+        )
+        return Outcome(setting, lambda: model.head(own), taken, missed)
+
+    return [outcome(place, setting) for place, setting in enumerate(settings)]
+
+
+class _Experts(nn.Module):
+    """Stands where a layer's experts stand; the first `lead` tokens calibrate, then `size` tokens of each setting."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layer: int,
+        router: nn.Module,
+        settings: Sequence[Setting],
+        lead: int,
+        size: int,
+    ) -> None:
+        super().__init__()
+        self._checkpoint, self._layer, self._lead, self._size = checkpoint, layer, lead, size
+        self._settings = [replace(setting, rule=setting.rule.at(layer)) for setting in settings]
+        self.taken, self.missed = ([Taken() for _ in settings] for _ in range(2))
+        self._probabilities, self._normalized = torch.empty(0), substitution.normalizes(router)
+        router.register_forward_hook(self._note)
+
+    def _note(self, _module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
+        self._probabilities = output[0].float().softmax(-1)
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden (B, H), top_k_index and top_k_weights (B, K) -> (B, H)."""
+        lead, out = self._lead, torch.zeros_like(hidden)
+        blocks = [slice(lead + i * self._size, lead + (i + 1) * self._size) for i in range(len(self._settings))]
+        routes = [
+            _Route(setting, self._probabilities[block], top_k_index[block], top_k_weights[block], self._normalized)
+            for setting, block in zip(self._settings, blocks, strict=True)
+        ]
+        self._probabilities = torch.empty(0)
+        for number in range(self._checkpoint.experts):
+            chosen = (top_k_index[:lead] == number).any(-1)
+            seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
+            expert = _Expert(*self._checkpoint.expert(self._layer, number), seen)
+            token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
+            y, _, _ = expert(Setting(), hidden[token], WHOLE, torch.ones(len(token)))
+            out.index_add_(0, token, y * top_k_weights[token, slot, None])
+            for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
+                for part in (MAJOR, WHOLE):
+                    token, slot = ((route.index == number) & (route.halves == part)).nonzero(as_tuple=True)
+                    if not token.numel():
+                        continue
+                    y, active, kept = expert(setting, hidden[block][token], part, route.eases[token, slot])
+                    out[block].index_add_(0, token, y * route.weights[token, slot, None])
+                    for taken, counted in ((self.taken, slice(None)), (self.missed, route.absent[token, slot])):
+                        work = part * len(token[counted]), int(active[counted].sum()), int(kept[counted].sum())
+                        taken[place].add(*work)
+        return out
+
+
+class _Route:
+    """Where a setting sends its tokens: index, weights, halves and eases (B, K), and whether the expert was absent."""
+
+    def __init__(
+        self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor, normalized: bool
+    ) -> None:
+        experts, rule = probabilities.shape[1], setting.rule
+        capacity = max(1, round(RESIDENT_SHARE * experts))
+        if rule.alpha:
+            resident = substitution.Residency(capacity)
+            index, weights = substitution.substitute_all(
+                probabilities, index, weights, resident, rule.alpha, normalized=normalized
+            )
+        self.index, self.weights = index, weights
+        # With limits of one, what a neuron must reach is what its expert's limit is multiplied by.
+        ones = Limits(torch.ones(rule.parts * experts))
+        eases = kernels.select(index, weights, ones, rule).thresholds.view(*index.shape, rule.parts)
+        self.halves = eases.isfinite().sum(-1) * (WHOLE // rule.parts)
+        self.eases = eases[..., 0].to(weights.dtype)
+        halves = self.halves.tolist()
+        resident = substitution.Residency(capacity)
+        self.absent = torch.tensor(
+            [
+                [bool(part) and not resident.use(expert) for expert, part in zip(row, parts, strict=True)]
+                for row, parts in zip(index.tolist(), halves, strict=True)
+            ]
+        )
+
+
+class _Expert:
+    """One expert at any width, with the thresholds that its calibration tokens ask for."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor) -> None:
+        self._gate, self._up, self._down, self._seen = gate.float(), up.float(), down.float(), seen
+        measures = calibration.importance(seen, self._gate, self._up)
+        order = measures[:, calibration.ORDER_BY].argsort(descending=True)
+        self._minor = torch.ones(len(order), dtype=torch.bool).index_fill_(0, order[: -(-len(order) // 2)], False)
+        # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
+        self._made: dict[tuple[str, int, int, int], Tensor] = {}
+
+    def __call__(self, setting: Setting, x: Tensor, part: int, ease: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T, H) -> y (T, H), and how many neurons of each token were active and kept, (T,) each.
+
+        ease: (T,) what multiplies both thresholds of each token, see `Rule.weighed`.
+        """
+        s, rule, each = setting, setting.rule, ease[:, None]
+        v = F.linear(x, self._up_at(s))
+        active = ~(v.abs() < self._v_limit(s) * each) if rule.sparsity else torch.ones_like(v, dtype=torch.bool)
+        if part == MAJOR:
+            active &= ~self._minor
+        h = F.silu(F.linear(x, self._gate_at(s))) * v
+        kept = active
+        if rule.product:
+            kept = active & ~(h.abs() < self._h_limit(s) * each)
+        return h.masked_fill(~kept, 0) @ self._down_at(s), active.sum(-1), kept.sum(-1)
+
+    def _up_at(self, s: Setting) -> Tensor:
+        return self._once(("up", s.up, s.rank, 0), lambda: self._compensated(_rounded(self._up, s.up), s.rank))
+
+    def _gate_at(self, s: Setting) -> Tensor:
+        return self._once(("gate", s.gate, 0, 0), lambda: _rounded(self._gate, s.gate))
+
+    def _down_at(self, s: Setting) -> Tensor:
+        """(F, H): the columns, as neurons have them."""
+        return self._once(("down", s.down, 0, 0), lambda: _rounded(self._down.T.contiguous(), s.down))
+
+    def _v_limit(self, s: Setting) -> Tensor:
+        table = self._once(
+            ("v", s.up, s.rank, 0), lambda: calibration.quantile_table(F.linear(self._seen, self._up_at(s)))
+        )
+        return calibration.threshold_at(table[None], s.rule.sparsity)[0]
+
+    def _h_limit(self, s: Setting) -> Tensor:
+        def measured() -> Tensor:
+            h = F.silu(F.linear(self._seen, self._gate_at(s))) * F.linear(self._seen, self._up_at(s))
+            return calibration.quantile_table(h)
+
+        table = self._once(("h", s.up, s.rank, s.gate), measured)
+        return calibration.threshold_at(table[None], s.rule.product)[0]
+
+    def _once(self, key: tuple[str, int, int, int], make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _compensated(self, rounded: Tensor, rank: int) -> Tensor:
+        """`rounded` plus the best product of two factors of `rank` for inputs like those seen.
+
+        What matters of the rounding error R is R · x: its columns are weighted by the inputs' root mean square before
+        the singular values are cut off.
+        """
+        if not rank:
+            return rounded
+        weight = self._seen.pow(2).mean(0).sqrt().clamp_min(1e-6)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the factors start from a random subspace; the same command gives the same figures
+            left, values, right = torch.svd_lowrank((self._up - rounded) * weight, q=rank, niter=4)
+        return rounded + (left * values) @ (right.T / weight)
+
+
+def _rounded(matrix: Tensor, bits: int) -> Tensor:
+    """The values that a pack of that width stands for."""
+    if bits == 16:
+        return matrix
+    group = group_size(matrix.shape[1])
+    codes, scale, zero = quantize(matrix, bits, group)
+    grouped = codes.view(*scale.shape, group).float()
+    return ((grouped - zero.float()[..., None]) * scale.float()[..., None]).view(matrix.shape)
+
+
+def bytes_per_setting(checkpoint: Checkpoint, tokens: int) -> int:
+    """Memory that one more setting takes in a pass over `tokens` tokens: a few hidden states, and one expert's work."""
+    return 4 * tokens * (8 * checkpoint.config.hidden_size + 3 * checkpoint.neurons)

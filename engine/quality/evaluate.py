@@ -1,0 +1,247 @@
+"""`floe-chat eval`: how far a pack is from its 16-bit source, preset by preset, on the next tokens of a text.
+
+Both read the same windows (`text_windows.py`), the source streamed (`source_model.py`) and its logits cached
+(`models/packing/logits_cache.py`); each position is compared in float64 (`divergence.py`).
+
+The greedy gate needs no slow generating by the source: the pack continues a prompt greedily, the source reads prompt
+and continuation in one pass, and the first token that is not the source's own likeliest is where their greedy
+continuations part, since up to there both have read the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...models.checkpoint import Checkpoint
+from ...models.errors import PackError, damaged
+from ...models.pack.manifest import Manifest
+from ...models.packing import logits_cache
+from ...models.transformers_import import import_model_code
+from .. import quality_presets
+from ..decoder.finite_check import first_nonfinite
+from ..events import Sampling
+from ..generate import KVCache, generate
+from ..loader import LoadedModel, load
+from ..quality_presets import Preset
+from .divergence import Divergence, Scores, score, summarize
+from .source_model import SourceModel, identify
+from .text_windows import cut, cut_prompts
+
+NEW_TOKENS = 32  # that each prompt of the greedy gate is continued by
+NO_SPARSITY = Preset("No sparsity")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One preset's figures.
+
+    Attributes:
+        first_divergence: for each prompt, how many tokens of the greedy continuation are the source's before the
+            first that is not; None where all are.
+        active_neurons, bytes_per_token: counted while continuing the prompts, as `Stats` has them.
+    """
+
+    preset: str
+    sparsity: float
+    divergence: Divergence
+    first_divergence: tuple[int | None, ...]
+    active_neurons: float | None
+    bytes_per_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was compared, and the figures. `tokens` were read in `windows` windows, `scored` of them predicted."""
+
+    model: str
+    source: str
+    widths: str
+    device: str
+    backend: str
+    window: int
+    windows: int
+    tokens: int
+    scored: int
+    continued: int
+    presets: tuple[Measured, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Where a run tells what it does: `step` gets progress that may be overwritten, `note` what has to be read."""
+
+    step: Callable[[str], None]
+    note: Callable[[str], None]
+
+
+def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
+    """The presets to measure, best first: those named, or all that the pack can run and NO_SPARSITY.
+
+    Raises:
+        UsageError: a name that is no preset, or one that this pack cannot run.
+    """
+    runnable = quality_presets.of(manifest)
+    every = [*(p for p in runnable if p.lossless), NO_SPARSITY, *(p for p in runnable if not p.lossless)]
+    wanted = {
+        NO_SPARSITY if name.lower() == NO_SPARSITY.name.lower() else quality_presets.get(name, manifest)
+        for name in names
+    }
+    return [preset for preset in every if not names or preset in wanted]
+
+
+def run(
+    pack: Path, source: Path, ids: Sequence[int], names: Sequence[str], tokens: int, device: str, told: Told
+) -> Evaluation:
+    """Measure a pack against its source.
+
+    Args:
+        ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
+        names: presets to measure, see `choose_presets`. tokens: to read, in whole windows, start tokens among them.
+        device: for the pack, as `load` takes it; the source is computed on the CPU in float32.
+
+    Raises:
+        UsageError: a preset that does not exist, too few or too many tokens, a text too short, another source.
+        CheckpointError, PackError: the source or the pack cannot be read, or computes values that are not finite.
+    """
+    presets = choose_presets(names, Manifest.read(pack))
+    told.step("Starting transformers")
+    import_model_code()
+    checkpoint = Checkpoint(source)
+    windows, keep = cut(ids, checkpoint.config, tokens)
+    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
+    told.step("Comparing the pack with its source")
+    identity = identify(checkpoint, loaded.packed)
+    if (called := source.resolve().name) != facts.source:
+        told.note(f"The pack was made from a folder called {facts.source}; {called} has the same embedding and norms.")
+    if int(windows.max()) >= checkpoint.config.vocab_size:
+        raise damaged(pack, f"Its tokenizer knows token {int(windows.max())}; the weights have fewer.")
+    reference = Reference(checkpoint, identity, told)
+    expected = reference.logits(windows[:, :-1], keep)
+    found = [measured_divergence(loaded, preset, windows, expected, told) for preset in presets]
+    prompts = cut_prompts(ids, checkpoint.config)
+    answers = [continuation(loaded, preset, prompts, told) for preset in presets]
+    parted = _where_parted(reference, prompts, [answer.tokens for answer in answers])
+    return Evaluation(
+        model=facts.model,
+        source=facts.source,
+        widths=facts.widths,
+        device=facts.device,
+        backend=facts.backend,
+        window=windows.shape[1],
+        windows=windows.shape[0],
+        tokens=windows.numel(),
+        scored=windows.shape[0] * keep,
+        continued=answers[0].tokens.shape[1],
+        presets=tuple(
+            Measured(p.name, p.rule.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
+            for p, divergence, positions, answer in zip(presets, found, parted, answers, strict=True)
+        ),
+    )
+
+
+class Reference:
+    """The source's logits, from the cache where they are there; the model is built when first needed."""
+
+    def __init__(self, checkpoint: Checkpoint, identity: str, told: Told) -> None:
+        self._checkpoint, self._identity, self._told = checkpoint, identity, told
+
+    def logits(self, ids: Tensor, keep: int) -> Tensor:
+        """ids (N, T) -> logits of the last `keep` positions, (N, keep, V) float32."""
+        shape = (ids.shape[0], keep, self._checkpoint.config.vocab_size)
+        key = logits_cache.key_of(self._identity, ids, keep)
+
+        def compute() -> Tensor:
+            return SourceModel(self._checkpoint, self._told.step).logits(ids, keep)
+
+        return logits_cache.cached(key, shape, self._told.note, compute)
+
+
+def _use(loaded: LoadedModel, preset: Preset) -> None:
+    loaded.control.preset = preset
+    loaded.control.counting = False
+
+
+def measured_divergence(
+    loaded: LoadedModel, preset: Preset, windows: Tensor, expected: Tensor, told: Told
+) -> Divergence:
+    """How far a pack is from its source at one preset; expected: (N, keep, V), the source's logits of each window."""
+    _use(loaded, preset)
+    keep = expected.shape[1]
+    scores: list[Scores] = []
+    for index, row in enumerate(windows):
+        told.step(f"{preset.name}: window {index + 1} of {len(windows)}")
+        scores.append(score(_pack_logits(loaded, row[None, :-1], keep), expected[index], row[-keep:]))
+    return summarize(scores)
+
+
+def _pack_logits(loaded: LoadedModel, ids: Tensor, keep: int) -> Tensor:
+    """ids (1, T) -> logits of the last `keep` positions, (keep, V) float32 on the CPU."""
+
+    def forward() -> Tensor:
+        with torch.inference_mode():
+            return loaded.model(input_ids=ids.to(loaded.device), use_cache=False, logits_to_keep=keep).logits[0]
+
+    logits = forward().float().cpu()
+    if not bool(torch.isfinite(logits).all()):
+        raise PackError(
+            f"The packed model at {loaded.packed.folder} computes values that are not finite",
+            f"The first come from {first_nonfinite(loaded.model, forward)}.",
+            "Pack the source checkpoint again, or restore a copy.",
+        )
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """What follows each prompt greedily, tokens (P, T) int64, and means of what was counted meanwhile."""
+
+    tokens: Tensor
+    active_neurons: float | None
+    bytes_per_token: float | None
+
+
+def continuation(loaded: LoadedModel, preset: Preset, prompts: Tensor, told: Told) -> Continued:
+    """Continue prompts (P, T) greedily at one preset."""
+    _use(loaded, preset)
+    tokens: list[list[int]] = []
+    active: list[float] = []
+    nbytes: list[float] = []
+    for index, prompt in enumerate(prompts.tolist()):
+        told.step(f"{preset.name}: prompt {index + 1} of {len(prompts)}")
+        loaded.telemetry.begin(index, len(prompt), time.perf_counter())
+        steps = generate(
+            loaded.decoder,
+            KVCache(),
+            prompt,
+            Sampling(temperature=0),
+            max_new_tokens=min(NEW_TOKENS, loaded.window - len(prompt)),
+            stop_ids=(),
+            window=loaded.window,
+            control=loaded.control,
+            telemetry=loaded.telemetry,
+        )
+        tokens.append([step.token for step in steps if step.token is not None])
+        stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=loaded.window)
+        active += [] if stats.active_neurons is None else [stats.active_neurons]
+        nbytes += [] if stats.bytes_per_token is None else [stats.bytes_per_token]
+    return Continued(torch.tensor(tokens), _mean(active), _mean(nbytes))
+
+
+def _where_parted(reference: Reference, prompts: Tensor, answers: list[Tensor]) -> list[tuple[int | None, ...]]:
+    """For each answer of each preset, the position of the first token that the source would not have chosen."""
+    rows = torch.cat([torch.cat([prompts, answer], dim=1) for answer in answers])
+    new = answers[0].shape[1]
+    likeliest = reference.logits(rows[:, :-1], new).argmax(-1)
+    agree = (likeliest == rows[:, -new:]).int().cumprod(1).sum(1).tolist()
+    found = [None if count == new else int(count) for count in agree]
+    return [tuple(found[start : start + len(prompts)]) for start in range(0, len(found), len(prompts))]
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,189 @@
+"""The 16-bit source as transformers computes it in float32, streamed: memory holds one layer and one expert of it.
+
+The model is built on the meta device and called once for a whole batch. Hooks read each part's tensors out of the
+shards when its turn comes and let them go afterwards, so masks, rope and order of calls are all the library's own. In
+each layer the experts' stacked parameters give way to shelves, from which transformers' loop over experts takes one
+matrix at a time; an expert that no token chose is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.checkpoint import Checkpoint, read_config
+from ...models.errors import CheckpointError, UsageError
+from ...models.pack.packed_model import PackedModel
+from ..decoder.finite_check import first_nonfinite
+
+# Of config.json: who wrote it, how the library is to run the model, when to stop; not what the model computes.
+_NO_PART_OF_THE_MODEL = {
+    *("_name_or_path", "transformers_version", "dtype", "use_cache", "output_router_logits"),
+    *("eos_token_id", "pad_token_id"),
+}
+
+
+class SourceModel:
+    """A checkpoint that answers with logits.
+
+    Args:
+        report: called with each step in words. experts: layer and its router -> what computes its experts; by default
+            they are transformers' own.
+
+    Raises:
+        CheckpointError: tensors that are missing or of another shape than config.json asks for.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        report: Callable[[str], None],
+        experts: Callable[[int, nn.Module], nn.Module] | None = None,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._checkpoint, self._report = checkpoint, report
+        self._published = {checkpoint.family.module_name(name): name for name in checkpoint.dense_names()}
+        config = checkpoint.config
+        with torch.device("meta"):
+            # "eager" is the loop over experts that defines the model; others stack all experts' weights.
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, experts_implementation="eager", trust_remote_code=False
+            )
+        if config.tie_word_embeddings:
+            self._published.setdefault("lm_head.weight", self._published.get("model.embed_tokens.weight", ""))
+        for index, layer in enumerate(model.model.layers):
+            if experts is None:
+                own = layer.mlp.experts
+                del own.gate_up_proj, own.down_proj
+                own.gate_up_proj = _Shelf(checkpoint, index, ("gate", "up"))
+                own.down_proj = _Shelf(checkpoint, index, ("down",))
+            else:
+                layer.mlp.experts = experts(index, layer.mlp.gate)
+            self._stream(layer, f"model.layers.{index}", f"Source: layer {index + 1} of {config.num_hidden_layers}")
+        self._stream(model.model.embed_tokens, "model.embed_tokens", "Source: embedding")
+        self._stream(model.model.norm, "model.norm", "Source: last norm")
+        self._stream(model.lm_head, "lm_head", "Source: output head")
+        # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        self._model = model.eval()
+
+    def logits(self, ids: Tensor, keep: int) -> Tensor:
+        """ids (N, T) int64 -> logits of the last `keep` positions, (N, keep, V) float32.
+
+        Raises:
+            CheckpointError: a tensor cannot be read or is missing, or values are not finite; says where.
+        """
+
+        def run() -> Tensor:
+            with torch.inference_mode():
+                return self._model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+
+        logits = run()
+        if not bool(torch.isfinite(logits).all()):
+            raise CheckpointError(
+                f"The source at {self._checkpoint.folder} computes values that are not finite",
+                f"The first come from {first_nonfinite(self._model, run)}.",
+                "Download the checkpoint again.",
+            )
+        return logits
+
+    def states(self, ids: Tensor) -> Tensor:
+        """ids (N, T) int64 -> what enters the output head, (N, T, H) float32."""
+        with torch.inference_mode():
+            return self._model.model(input_ids=ids, use_cache=False).last_hidden_state
+
+    def head(self, states: Tensor) -> Tensor:
+        """states (..., H) -> logits (..., V) float32."""
+        with torch.inference_mode():
+            return self._model.lm_head(states)
+
+    def _stream(self, module: nn.Module, prefix: str, step: str) -> None:
+        places = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+
+        def fill(_module: nn.Module, _inputs: object) -> None:
+            self._report(step)
+            for name, shape in places:
+                _set(module, name, self._read(f"{prefix}.{name}", shape))
+
+        def empty(_module: nn.Module, _inputs: object, _output: object) -> None:
+            for name, shape in places:
+                _set(module, name, torch.empty(shape, device="meta"))
+
+        module.register_forward_pre_hook(fill)
+        module.register_forward_hook(empty)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        published = self._published.get(name)
+        tensor = self._checkpoint.tensor(published) if published else None
+        if tensor is None or tuple(tensor.shape) != shape:
+            have = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
+            raise CheckpointError(
+                f"The checkpoint at {self._checkpoint.folder} does not fit its config.json",
+                f"{published or name} is {have}; {shape} is needed.",
+                "Download config.json and the weights of the same model.",
+            )
+        return tensor.float()
+
+
+class _Shelf:
+    """Stands where transformers' experts keep a stacked parameter (E, ...); an index reads one expert's part of it."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: int, parts: tuple[str, ...]) -> None:
+        family = checkpoint.family
+        self._checkpoint, self._layer = checkpoint, layer
+        self._parts = [{"gate": family.gate, "up": family.up, "down": family.down}[part] for part in parts]
+
+    def __getitem__(self, expert: Tensor | int) -> Tensor:
+        name, number = self._checkpoint.family.expert, int(expert)
+        names = [name.format(layer=self._layer, expert=number, part=part) for part in self._parts]
+        return torch.cat([self._checkpoint.tensor(name).float() for name in names])
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def identify(source: Checkpoint, packed: PackedModel) -> str:
+    """Check that `packed` was made from `source`; returns a sha256 that stands for the source's weights.
+
+    Configurations have to agree, and every tensor that the pack holds unrounded (embedding, norms, routers) has to
+    be the source's own, value by value. The sha256 covers these, the configuration, and size and time of each shard.
+
+    Raises:
+        UsageError: the source is another model; says what differs.
+    """
+    ours, theirs = (_model_fields(config) for config in (read_config(packed.folder), source.config))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise _another(source, packed, f"Its {name} is {theirs.get(name)}, the pack's is {ours.get(name)}.")
+    digest = hashlib.sha256(repr(sorted(theirs.items())).encode())
+    names = set(source.dense_names())
+    for name, kept in sorted(packed.dense().items()):
+        if name not in names:
+            continue
+        own = source.tensor(name).to(kept.dtype)
+        if not torch.equal(own, kept):
+            raise _another(source, packed, f"The values of {name} differ.")
+        digest.update(name.encode() + own.contiguous().view(torch.uint8).numpy().tobytes())
+    for path in sorted(source.folder.glob("*.safetensors")):
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _model_fields(config: Any) -> dict[str, object]:
+    return {name: value for name, value in config.to_dict().items() if name not in _NO_PART_OF_THE_MODEL}
+
+
+def _another(source: Checkpoint, packed: PackedModel, cause: str) -> UsageError:
+    return UsageError(
+        f"{source.folder} is not the source of this pack",
+        f"{cause} The pack was made from a folder called {packed.manifest.source.name}.",
+        "Give the checkpoint that was packed: --source FOLDER.",
+    )

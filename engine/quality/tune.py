@@ -1,0 +1,145 @@
+"""`floe-chat tune`: the presets of one pack from what was measured on its own source (engine/quality/frontier.py).
+
+The frontier is computed from the source's weights rounded to the pack's widths. What it derives is then measured again
+on the pack itself, through the kernels that will run, and these figures go into the manifest beside the presets. All
+points are kept in the pack's folder as frontier.json, which nothing but a later look at them needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models import private_file
+from ...models.catalog import asset
+from ...models.checkpoint import Checkpoint
+from ...models.errors import PackError
+from ...models.pack.manifest import FRONTIER, FileEntry, Tuned, file_entry
+from ...models.packing import calibration
+from ...models.transformers_import import import_model_code
+from .. import quality_presets
+from ..loader import load
+from . import frontier
+from .candidates import Setting
+from .evaluate import NO_SPARSITY, Reference, Told, continuation, measured_divergence
+from .frontier import Frontier, Point
+from .source_model import identify
+from .text_windows import cut, cut_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What was found. `unskipped_kl` is the pack's own with nothing left out; `scored` tokens were predicted."""
+
+    model: str
+    source: str
+    widths: str
+    frontier: Frontier
+    presets: tuple[Tuned, ...]
+    unskipped_kl: float
+    scored: int
+
+
+def run(
+    pack: Path,
+    source: Path,
+    ids: Sequence[int],
+    tokens: int,
+    told: Told,
+    *,
+    text: str,
+    widths: bool,
+    device: str = "auto",
+) -> Tuning:
+    """Search the frontier of a pack, and write the presets that follow into it.
+
+    Args:
+        ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
+        text: the name of the text, which the pack notes beside its presets.
+        widths: whether other widths than the pack's are tried too. device: for the pack, as `load` takes it.
+
+    Raises:
+        UsageError: too few or too many tokens, a text too short, another source.
+        CheckpointError, PackError: the source or the pack cannot be read, or the pack cannot be written to.
+    """
+    if not os.access(pack, os.W_OK):
+        raise PackError(
+            f"The presets of {pack} cannot be changed",
+            "Its folder may only be read.",
+            "Copy the folder to a place of your own and tune the copy.",
+        )
+    told.step("Starting transformers")
+    import_model_code()
+    checkpoint = Checkpoint(source)
+    windows, keep = cut(ids, checkpoint.config, tokens)
+    loaded, facts = load(pack, None, device, lambda step, _share: told.step(step), library=True)
+    identity = identify(checkpoint, loaded.packed)
+    manifest = loaded.packed.manifest
+    w = manifest.widths
+    own = Setting(w.up, w.gate, w.down)
+    passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
+    # Before the long search: a source or pack that computes nonsense says so here, and where.
+    expected = Reference(checkpoint, identity, told).logits(windows[:, :-1], keep)
+    prompts = cut_prompts(ids, checkpoint.config)
+    unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
+    with torch.inference_mode():
+        found = frontier.search(checkpoint, own, passages, windows, keep, told.step, widths=widths)
+    presets: list[Tuned] = []
+    for name, point in found.presets().items():
+        preset = quality_presets.ruled(name, point.setting.rule)
+        kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
+        taken = continuation(loaded, preset, prompts, told).bytes_per_token
+        presets.append(Tuned(name, point.setting.rule, kl, taken or 0.0, text, len(windows) * keep))
+    dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told)).write(pack)
+    return Tuning(
+        model=facts.model,
+        source=facts.source,
+        widths=facts.widths,
+        frontier=found,
+        presets=tuple(presets),
+        unskipped_kl=unskipped,
+        scored=windows.shape[0] * keep,
+    )
+
+
+def fields_of(point: Point) -> dict[str, Any]:
+    """A point as JSON has it."""
+    d = point.divergence
+    return {
+        "setting": frontier.described(point.setting),
+        "kl": d.kl_mean,
+        "kl_99": d.kl_99,
+        "same_top": d.same_top,
+        "perplexity": d.perplexity,
+        "bytes_per_token": point.read,
+        "missed_bytes_per_token": point.missed,
+        "bits": point.bits,
+    }
+
+
+def in_rows(passages: Tensor, windows: Tensor) -> Tensor:
+    """The passages, end to end, in rows as long as the windows without their last token."""
+    length = windows.shape[1] - 1
+    flat = passages.flatten()
+    flat = flat.repeat(-(-length // len(flat)))  # more than once only where they do not fill one row
+    return flat[: len(flat) // length * length].view(-1, length)
+
+
+def _keep(pack: Path, found: Frontier, told: Told) -> dict[str, FileEntry]:
+    pareto = {point.setting for own in (False, True) for point in found.pareto(own=own)}
+    points = [fields_of(point) | {"pareto": point.setting in pareto} for point in found.points]
+    text = json.dumps({"format": "floe-chat frontier", "points": points}) + "\n"
+    try:
+        private_file.replace(pack / FRONTIER, text, private_file.SHARED)
+        return {FRONTIER: file_entry(pack / FRONTIER)}
+    except OSError as error:
+        told.note(f"The points of the frontier could not be saved in the pack: {error.strerror or error}.")
+        return {}

@@ -1,0 +1,163 @@
+"""Quantized weights in memory: a linear layer's, and an expert layer's signal projection and rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import SCALES, described, require
+from .codes import dequantize, packed_bytes
+from .layouts import RowLayout, UpLayout, VectorLayout
+
+
+def require_rows(name: str, given: Tensor, dimensions: tuple[str, ...], nbytes: int) -> None:
+    """Refuse bytes that are not rows of `nbytes`."""
+    if given.dtype != torch.uint8 or given.ndim != len(dimensions) + 1 or given.shape[-1] != nbytes:
+        raise ValueError(f"{name} must be uint8 of shape ({', '.join(dimensions)}, {nbytes}), not {described(given)}")
+
+
+def _checked(
+    name: str, dimensions: tuple[str, ...], vector: VectorLayout, q: Tensor, scale: Tensor, zero: Tensor
+) -> bool:
+    """Whether all are contiguous; refuses those that do not fit the layout and each other."""
+    require_rows(f"{name}.q", q, dimensions, packed_bytes(vector.n, vector.bits))
+    shape = (*q.shape[:-1], vector.groups)
+    require(f"{name}.scale", scale, SCALES, shape, q.device, whole=False)
+    require(f"{name}.zero", zero, SCALES, shape, q.device, whole=False)
+    return q.is_contiguous() and scale.is_contiguous() and zero.is_contiguous()
+
+
+def require_all(device: torch.device, parts: dict[str, Tensor]) -> None:
+    for name, part in parts.items():
+        require(name, part, (part.dtype,), tuple(part.shape), device)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeights:
+    """A dense linear layer's weight of N rows by K columns, as stored; y = x · Wᵀ.
+
+    Attributes:
+        vector: one row. q: (N, packed_bytes(K)) uint8. scale, zero: (N, groups) float16. Never 16 bit: such a layer
+            stays the library's. whole: whether all are contiguous. native: what `cpu/weights.py` made of them.
+
+    Raises:
+        ValueError: tensors of another type or shape, or on several devices.
+    """
+
+    vector: VectorLayout
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.vector.bits == 16:
+            raise ValueError("a linear layer of 16-bit values is stored as it is, not as codes")
+        whole = _checked("weights", ("N",), self.vector, self.q, self.scale, self.zero)
+        object.__setattr__(self, "whole", whole)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse weights that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not (self.q.is_cpu or self.q.device == device):
+            require_all(device, {"weights.q": self.q, "weights.scale": self.scale, "weights.zero": self.zero})
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The (N, K) matrix."""
+        return dequantize(self.q, self.scale, self.zero, self.vector.n, self.vector.bits, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class UpWeights:
+    """The up projections of one layer's E experts, as stored.
+
+    Attributes:
+        q: (E, F, row_bytes) uint8. scale, zero: (E, F, groups) float16, without groups at 16 bit. whole: whether all
+            are contiguous.
+
+    Raises:
+        ValueError: tensors of another type or shape, or on several devices.
+    """
+
+    layout: UpLayout
+    q: Tensor
+    scale: Tensor
+    zero: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        whole = _checked("up", ("E", "F"), self.layout.vector, self.q, self.scale, self.zero)
+        object.__setattr__(self, "whole", whole)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse weights that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not (self.q.is_cpu or self.q.device == device):
+            require_all(device, {"up.q": self.q, "up.scale": self.scale, "up.zero": self.zero})
+
+    def dense(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """The (F, H) matrix of `expert`."""
+        vector = self.layout.vector
+        if vector.bits == 16:
+            return self.q[expert].view(self.layout.float16).to(dtype)
+        return dequantize(self.q[expert], self.scale[expert], self.zero[expert], vector.n, vector.bits, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts'."""
+        return self.q.nbytes + self.scale.nbytes + self.zero.nbytes
+
+    def bytes_per_expert(self) -> int:
+        """Bytes read to multiply one expert's up projection by a vector."""
+        return self.nbytes // max(1, self.q.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """The neuron records of one layer's E experts.
+
+    Attributes:
+        data: (E, F, layout.nbytes) uint8. whole: whether it is contiguous.
+
+    Raises:
+        ValueError: data of another type or shape.
+    """
+
+    layout: RowLayout
+    data: Tensor
+    whole: bool = field(init=False, repr=False, compare=False)
+    native: Any = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        require_rows("rows.data", self.data, ("E", "F"), self.layout.nbytes)
+        object.__setattr__(self, "whole", self.data.is_contiguous())
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.data.shape[0]
+
+    @property
+    def neurons(self) -> int:
+        """F."""
+        return self.data.shape[1]
+
+    def check(self, device: torch.device) -> None:
+        """Refuse records that an operation on `device` cannot read.
+
+        Raises:
+            ValueError: not contiguous, or on another device.
+        """
+        if not self.whole or not (self.data.is_cpu or self.data.device == device):
+            require_all(device, {"rows.data": self.data})

@@ -1,0 +1,1 @@
+"""Checking a pack, and packing its damaged files again."""

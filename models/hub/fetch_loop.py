@@ -1,0 +1,335 @@
+"""The loop that brings files here: a few workers, each with one request at a time, on one thread.
+
+Files are fetched in order and cut into pieces, so that several connections work on one file. A worker whose request
+breaks asks again for the rest of its piece; bytes that arrived are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+
+from ..errors import HubError, TryAgainError
+from . import hub_errors, hub_request
+from .fetch_part import PartFile, Ranges, is_intact
+from .fetch_progress import RateMeter, State
+from .fetch_request import Answer, Passing, Wrong, asked
+from .repository import Repo
+from .repository_files import RepoFile
+
+_MOST_WRONG = 8  # answers in a row that are not what was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How patient a download is.
+
+    Attributes:
+        connections: requests at a time. piece: bytes per request. first_wait, longest_wait: seconds between tries.
+        give_up: seconds without a byte after which the download fails. silence: seconds without a byte after which a
+        connection counts as broken. longest_asked: seconds that the hub may ask it to wait. sync: seconds between two
+        entries in a journal.
+    """
+
+    connections: int = 4
+    piece: int = 64 << 20
+    first_wait: float = 0.5
+    longest_wait: float = 30.0
+    give_up: float = 120.0
+    silence: float = 20.0
+    longest_asked: float = 900.0
+    sync: float = 2.0
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Bytes [start, end) that one worker fetches; `start` moves on as they arrive.
+
+    came: bytes of the current answer that arrived. new: those of them that were not here yet.
+    """
+
+    start: int
+    end: int
+    came: int = 0
+    new: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One file of a download.
+
+    Attributes:
+        have: bytes of it that are here. path: the whole, verified file, or None. ours: whether we fetched it.
+        asked: a caller waits for it. released: it is not needed any more.
+    """
+
+    file: RepoFile
+    have: int
+    state: State = "waiting"
+    path: Path | None = None
+    ours: bool = False
+    asked: bool = False
+    released: bool = False
+    part: PartFile | None = None
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    wrong: int = 0
+    refetched: bool = False
+    unranged: bool = False
+
+    def want(self) -> None:
+        """Fetch it, again if it was released and deleted."""
+        self.released = False
+        if self.state == "done" and self.path is None:
+            self.state, self.have = "waiting", 0
+
+    def claim(self, most: int) -> Piece | None:
+        """The first bytes that are neither here nor on their way, or None."""
+        assert self.part is not None
+        if self.unranged:  # its one connection reads from the start to the end
+            most = self.file.size
+            if self.pieces:
+                return None
+        taken = Ranges([(piece.start, piece.end) for piece in self.pieces])
+        for gap in self.part.done.gaps(0, self.file.size):
+            for start, end in taken.gaps(*gap):
+                piece = Piece(start, min(end, start + most))
+                self.pieces.append(piece)
+                return piece
+        return None
+
+
+class Fetcher:
+    """Brings `items` into `folder`, in order.
+
+    Runs on one thread. Other threads may read and change the items, then `wake` it.
+
+    Args:
+        ahead: how many unreleased files of ours may be on the disk, or None. places: where a file may be already.
+        changed: called when a file has become ready. stop: true when hashing a file should end.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        folder: Path,
+        items: list[Item],
+        tuning: Tuning,
+        *,
+        ahead: int | None,
+        places: Callable[[RepoFile], list[Path]],
+        changed: Callable[[], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        self.items = items
+        self.meter = RateMeter()
+        self.note = ""
+        self.notices: list[str] = []
+        self._repo, self._folder, self._tuning, self._ahead = repo, folder, tuning, ahead
+        self._places, self._changed, self._stop = places, changed, stop
+        self._news, self._journals = asyncio.Event(), asyncio.Lock()
+        self._hold = 0.0  # no request before then: the hub asked for it
+        self._last_byte = self._asked = 0.0  # when it came; how long the hub has made us wait since
+
+    def is_idle(self) -> bool:
+        return all(item.path is not None or item.released for item in self.items)
+
+    def wake(self) -> None:
+        """Have waiting workers look at the items again."""
+        self._news.set()
+        self._news.clear()
+
+    async def run(self) -> None:
+        """Work until every file is ready. Cancelling it closes the connections and leaves the journals in order.
+
+        Raises:
+            FloeError: it cannot continue. OSError: the disk. Everything that arrived is kept.
+        """
+        self._news, self._journals = asyncio.Event(), asyncio.Lock()  # of this run's loop
+        self._hold, self._last_byte, self._asked = 0.0, time.monotonic(), 0.0
+        self.meter.restart()
+        client = hub_request.new_client(self._repo.endpoint, self._tuning.silence)
+        workers = [asyncio.create_task(self._work(client)) for _ in range(self._tuning.connections)]
+        keeper = asyncio.create_task(self._keep_journals())
+        waiting = {keeper, *workers}
+        try:
+            async with client:
+                while waiting != {keeper}:
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(keeper, *workers, return_exceptions=True)
+            self.note = ""
+            for item in self.items:
+                self._lay_down(item)
+
+    def _lay_down(self, item: Item) -> None:
+        if item.part is not None:
+            with suppress(OSError):  # the error that ended the run is reported; an old journal costs a few bytes only
+                item.part.close()
+            item.part = None
+        item.pieces.clear()
+        if item.state != "done":
+            item.state = "waiting"
+
+    async def _keep_journals(self) -> None:
+        while True:
+            await asyncio.sleep(self._tuning.sync)
+            for item in self.items:
+                async with self._journals:
+                    if item.part is not None and item.state == "fetching":
+                        await asyncio.to_thread(item.part.sync)
+
+    async def _work(self, client: httpx2.AsyncClient) -> None:
+        while not self.is_idle():
+            for item in self._wanted():
+                if item.state == "waiting":
+                    await self._prepare(item)
+                    break
+                if item.state == "fetching" and (piece := item.claim(self._tuning.piece)):
+                    try:
+                        await self._fetch(client, item, piece)
+                    finally:
+                        if piece in item.pieces:
+                            item.pieces.remove(piece)
+                    await self._finish_if_whole(item)
+                    break
+            else:
+                await self._news.wait()
+        self.wake()
+
+    def _wanted(self) -> list[Item]:
+        """Files to fetch now, the urgent ones first, as long as there is room for unread ones."""
+        open_items = [item for item in self.items if item.path is None and not item.released]
+        if self._ahead is None:
+            return open_items
+        room = self._ahead - sum(item.path is not None and item.ours and not item.released for item in self.items)
+        urgent = [item for item in open_items if item.asked]
+        return urgent + [item for item in open_items if not item.asked][: max(0, room - len(urgent))]
+
+    async def _prepare(self, item: Item) -> None:
+        """Use the file if it is on the disk already, else open its part."""
+        item.state = "checking"
+        for place in self._places(item.file):
+            try:
+                intact = await asyncio.to_thread(is_intact, place, item.file, self._stop)
+            except InterruptedError:
+                raise
+            except OSError as error:
+                self.notices.append(f"{place} cannot be read ({error.strerror}): {item.file.name} is fetched again.")
+                continue
+            if intact:
+                self._ready(item, place)
+                return
+            self.notices.append(f"{place} is damaged: {item.file.name} is fetched again.")
+        item.part = PartFile(self._folder, item.file)
+        if item.part.news:
+            self.notices.append(item.part.news)
+        item.have = item.part.done.total
+        item.state = "fetching"
+        self.wake()
+        await self._finish_if_whole(item)
+
+    async def _finish_if_whole(self, item: Item) -> None:
+        part = item.part
+        if part is None or item.state != "fetching" or item.pieces or item.have < item.file.size:
+            self.wake()
+            return
+        item.state = "checking"
+        async with self._journals:
+            pass  # nothing else uses the part from here on
+        if await asyncio.to_thread(is_intact, part.written, item.file, self._stop):
+            path = await asyncio.to_thread(part.finish)
+            item.part = None
+            self._ready(item, path)
+            return
+        part.discard()
+        item.have = 0
+        if item.refetched:
+            item.part = None
+            raise HubError(
+                f"{item.file.name} of {self._repo.name} arrived damaged",
+                "It was fetched twice and had the wrong hash both times.",
+                "Try again later, or from another network or mirror.",
+            )
+        self.notices.append(f"{item.file.name} arrived damaged: it is fetched again.")
+        item.refetched = True
+        item.part = PartFile(self._folder, item.file)
+        item.state = "fetching"
+        self.wake()
+
+    def _ready(self, item: Item, path: Path) -> None:
+        item.have, item.state = item.file.size, "done"
+        item.ours = path.parent == self._folder
+        item.path = path
+        self._changed()
+        self.wake()
+
+    async def _fetch(self, client: httpx2.AsyncClient, item: Item, piece: Piece) -> None:
+        """Ask for the rest of `piece` until all of it is here."""
+        failures = 0
+        while piece.start < piece.end and not item.released and not (item.unranged and len(item.pieces) > 1):
+            await asyncio.sleep(max(0.0, self._hold - time.monotonic()))
+            piece.came = piece.new = 0
+            try:
+                async with asked(client, self._repo, item.file, piece.start, piece.end) as answer:
+                    await self._receive(item, piece, answer)
+                if not piece.came and not item.unranged:
+                    raise Wrong(
+                        HubError(f"{item.file.name} cannot be downloaded", "The answers are empty.", "Try again later.")
+                    )
+            except Passing as trouble:
+                failures = 1 if piece.new else failures + 1
+                item.wrong += isinstance(trouble, Wrong) or bool(piece.came and not piece.new)
+                wait = trouble.wait
+                if wait is not None and (later := time.monotonic() + wait) > self._hold:
+                    self._asked += later - max(self._hold, time.monotonic())
+                    self._hold = later
+                self._give_up_if_hopeless(item, trouble)
+                if wait is None:
+                    wait = hub_errors.backoff(failures, self._tuning.first_wait, self._tuning.longest_wait)
+                self.note = f"{trouble.error.title}: trying again."
+                await asyncio.sleep(wait)
+
+    async def _receive(self, item: Item, piece: Piece, answer: Answer) -> None:
+        """Write the answer's bytes, except those that are here already."""
+        assert item.part is not None
+        if answer.end > piece.end or answer.start < piece.start:  # the server knows no ranges: one request for all
+            item.unranged = True
+            if len(item.pieces) > 1:
+                return
+            piece.end = item.file.size
+        offset = answer.start
+        async for chunk in answer.chunks:
+            self._last_byte, self._asked = time.monotonic(), 0.0
+            data = memoryview(chunk)[: answer.end - offset]
+            piece.came += len(data)
+            for start, end in item.part.done.gaps(offset, offset + len(data)):
+                item.part.write(start, data[start - offset : end - offset])
+                self.meter.add(end - start)
+                piece.new += end - start
+                item.have, item.wrong, self.note = item.part.done.total, 0, ""
+            offset += len(data)
+            piece.start = max(piece.start, offset)
+            if offset == answer.end:
+                break
+
+    def _give_up_if_hopeless(self, item: Item, trouble: Passing) -> None:
+        error = trouble.error
+        if item.wrong >= _MOST_WRONG:
+            raise error
+        why = " ".join(part for part in (f"{error.title}.", error.cause) if part)
+        hint = f"Everything fetched so far is saved. {error.hint}".strip()
+        if self._asked > self._tuning.longest_asked:
+            raise TryAgainError("The hub asks for a long pause", why, hint)
+        silence = time.monotonic() - self._last_byte - self._asked
+        if silence > self._tuning.give_up:
+            raise TryAgainError(f"No byte has arrived for {self._tuning.give_up:.0f} seconds", why, hint)

@@ -1,0 +1,92 @@
+"""A checkpoint on a hub: a packer reads it like a folder, while its shards arrive one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+from .. import private_file
+from ..checkpoint_files import TensorPlace
+from .download import Download, disk_error
+from .fetch_loop import Tuning
+from .fetch_part import is_intact
+from .fetch_progress import DownloadProgress
+from .repository import Repo
+from .repository_files import cached
+
+_AT_ONCE = 8  # headers asked for at the same time
+
+
+class HubShelf:
+    """A `Shelf` of a repository; use as a context manager, or `close` it.
+
+    Shards are fetched in the background in the given order. At most `ahead` fetched ones are in `folder` unread, and
+    each is deleted when it is `done`; files in the user's hub cache are read there and left alone.
+
+    Args:
+        folder: for shards and small files; parts are stored there until they are whole. tuning: see `Download`.
+
+    Raises:
+        FloeError: as `Download`.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        folder: Path,
+        *,
+        ahead: int = 2,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self.name = repo.name
+        self.commit: str | None = repo.commit
+        self.download = Download(repo, [], folder, ahead=ahead, tuning=tuning)
+        self.download.start()
+        self._repo, self._folder = repo, folder
+
+    def headers(self) -> dict[str, dict[str, TensorPlace]]:
+        """See `Shelf.headers`. Raises: CheckpointError: also if the shards disagree with the index."""
+        names = [file.name for file in self._repo.shards()]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            headers = dict(zip(names, pool.map(self._repo.header, names), strict=True))
+        self._repo.check_index(headers)
+        return headers
+
+    def small(self, name: str) -> Path | None:
+        """See `Shelf.small`. Raises: FloeError: it is not available."""
+        file = self._repo.file(name)
+        if file is None:
+            return None
+        path = self._folder / name
+        try:
+            if path.is_file() and is_intact(path, file):
+                return path
+            found = cached(self.name, self._repo.commit, file)
+            content = found.read_bytes() if found is not None and is_intact(found, file) else self._repo.read(name)
+            private_file.replace(path, content or b"", private_file.SHARED)
+        except OSError as error:
+            raise disk_error(error, self._folder) from error
+        return path
+
+    def order(self, files: Sequence[str]) -> None:
+        self.download.order(files)
+
+    def path(self, file: str) -> Path:
+        return self.download.wait(file)
+
+    def done(self, file: str) -> None:
+        self.download.release(file)
+
+    def progress(self) -> DownloadProgress:
+        return self.download.progress()
+
+    def close(self) -> None:
+        self.download.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""The modules that hold a model's weights."""

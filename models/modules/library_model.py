@@ -1,0 +1,132 @@
+"""transformers' own model with the experts replaced (DESIGN section 3): built without memory, then filled.
+
+Linear layers that the pack holds as codes are replaced likewise. Norms, rope, routers, the rest of attention and the
+KV cache stay the library's. Every family whose block calls `experts(hidden, top_k_index, top_k_weights)` works with a
+record in families/ and nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.weights import LinearWeights
+from ..errors import PackError
+from ..families import Family
+from ..pack import quantized_linears
+
+Experts = Callable[[int], nn.Module]
+Linear = Callable[[LinearWeights, nn.Parameter | None], nn.Module]
+Make = Callable[[Any, torch.dtype], nn.Module]
+
+
+def build(
+    config: Any,
+    family: Family,
+    dense: Mapping[str, Tensor],
+    bits: int,
+    experts: Experts,
+    linear: Linear,
+    dtype: torch.dtype,
+    device: str,
+    make: Make | None = None,
+) -> nn.Module:
+    """The causal language model, ready to call.
+
+    Args:
+        config: transformers' configuration. dense: the dense tensors by published names.
+        bits: of the linear layers in `dense`; at 16 they stay the library's own.
+        experts: layer -> module with forward(hidden (B, H), top_k_index (B, K), top_k_weights (B, K)) -> (B, H).
+        linear: codes and bias -> module with forward(x (..., K)) -> (..., N). The bias is filled in later.
+        dtype: of the dense part and of all activations.
+        make: the modules to fill, from configuration and dtype; None for the library's own (else `bare.tree`).
+
+    Raises:
+        PackError: dense tensors that are missing, or of a shape or dtype that the configuration does not ask for.
+    """
+    model = empty(config, dtype, make)
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.experts = experts(index)
+    weights = dict(dense)
+    if config.tie_word_embeddings:
+        weights.setdefault("lm_head.weight", weights.get("model.embed_tokens.weight", torch.empty(0)))
+    furnish(model, "", family, weights, bits, linear, dtype, device)
+    # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config=config).to(device)
+    if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
+        raise PackError(
+            "The model cannot be built", f"Nothing fills {left[0]}.", "This family needs a newer floe-chat."
+        )
+    return model.eval()
+
+
+def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:
+    """The causal language model on the meta device; `make` as for `build`.
+
+    Raises:
+        PackError: a configuration that describes no model.
+    """
+    try:
+        with torch.device("meta"):
+            return (make or _library)(config, dtype)
+    # transformers looks values of the configuration up in its tables and lets whatever that raises pass.
+    except Exception as error:
+        raise PackError(
+            "The model's configuration cannot be built", f"{type(error).__name__}: {error}", "Restore config.json."
+        ) from error
+
+
+def furnish(
+    module: nn.Module,
+    prefix: str,
+    family: Family,
+    dense: Mapping[str, Tensor],
+    bits: int,
+    linear: Linear,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    """Give a part of an empty model its weights; `prefix` is its name in the model, "" for all of it.
+
+    The other arguments are those of `build`. What is no longer on the meta device is left as it is.
+
+    Raises:
+        PackError: tensors that are missing, or of a shape or dtype that the configuration does not ask for.
+    """
+    weights = {family.module_name(name): tensor for name, tensor in dense.items()}
+    lead = f"{prefix}." if prefix else ""
+    if bits < 16:
+        modules: list[tuple[str, Any]] = list(module.named_modules())
+        for name, layer in modules:
+            if family.is_linear(lead + name):
+                width = quantized_linears.width_of(lead + name, bits)
+                stored = quantized_linears.load(weights, lead + name, layer.out_features, layer.in_features, width)
+                module.set_submodule(name, linear(stored, layer.bias))
+    unfilled = {name: own for name, own in module.named_parameters(remove_duplicate=False) if own.is_meta}
+    for name, parameter in unfilled.items():
+        tensor = weights.get(lead + name)
+        if tensor is None or tensor.shape != parameter.shape:
+            raise unfit(lead + name, None if tensor is None else tuple(tensor.shape), tuple(parameter.shape))
+        owner, _, leaf = name.rpartition(".")
+        value = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
+        setattr(module.get_submodule(owner), leaf, value)
+
+
+def unfit(name: str, shape: tuple[int, ...] | None, needed: tuple[int, ...]) -> PackError:
+    """The error for a dense tensor that is not what the configuration asks for; a shape of None is no tensor."""
+    have = "missing" if shape is None else f"of shape {shape}"
+    return PackError(
+        "The dense part of the model does not fit its configuration",
+        f"{name} is {have}; {needed} is needed.",
+        "Pack the source checkpoint again.",
+    )
+
+
+def _library(config: Any, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

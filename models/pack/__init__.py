@@ -1,0 +1,1 @@
+"""The packed format: what a pack holds and how it is read."""

@@ -1,0 +1,304 @@
+"""manifest.json: what a packed folder holds. It is written last, so a folder without one is an unfinished pack."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import torch
+
+from ...kernels.codes import WIDTHS
+from ...kernels.layouts import RowLayout, UpLayout, VectorLayout
+from ...kernels.rule import Rule
+from .. import config_limits, private_file
+from ..errors import NoPackError, PackError
+from ..families import FAMILIES
+from ..visible import as_name
+from .tensor_file import Plan
+from .widths import Widths
+
+FORMAT = "floe-chat packed model"
+VERSION = 3  # 2 had no quantiles of products, 1 packed codes in another order
+FILE_NAME = "manifest.json"
+FRONTIER = "frontier.json"  # what `floe-chat tune` measured, beside the pack's own files: nothing runs by it
+UNFINISHED = "packing.json"  # is in the folder from the first byte until the manifest is written
+_LARGEST = 16 << 20  # bytes of a manifest
+_MIXED_VERSION = 4  # of packs some of whose experts had fewer bits than the others
+_MOST_QUANTILES = 1 << 16
+COPIED = (  # as published, where the source has them
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_FLOAT16 = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DENSE_WIDTHS = (4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The sizes that the packed tensors follow (DESIGN section 1: words and shapes)."""
+
+    model_type: str
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the weights came from. `exact` is False when a wider source was rounded to 16 bit."""
+
+    name: str
+    commit: str | None
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size in bytes and sha256 of one file of the folder."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The text that the threshold tables were measured on: its tokens, and how many entries each table has."""
+
+    tokens: int
+    quantiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """A preset that `floe-chat tune` derived for this very pack.
+
+    Attributes:
+        rule: what a token may skip.
+        kl: mean KL divergence from the source that this pack was measured to have there, nats.
+        bytes_per_token: of experts' weights that it was measured to read.
+        text: what `kl` was measured on, "" where that was not noted. tokens: how many of it were predicted.
+    """
+
+    name: str
+    rule: Rule
+    kl: float
+    bytes_per_token: float
+    text: str = ""
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything about a packed model that is not a tensor. `tuned` is empty until its presets have been measured.
+
+    Attributes:
+        files: what the model needs. beside: what else lies there and has a checksum.
+        sealed: whether it was read from a manifest.json with a checksum of its own, which earlier ones lack.
+    """
+
+    name: str
+    source: Source
+    architecture: Architecture
+    widths: Widths
+    calibration: Calibration
+    files: dict[str, FileEntry]
+    tuned: tuple[Tuned, ...] = ()
+    beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
+    sealed: bool = dataclasses.field(default=True, compare=False)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether all weights are the source's own 16-bit ones, so that preset Exact means what it says."""
+        w = self.widths
+        return self.source.exact and w.up == w.gate == w.down == w.dense == 16
+
+    @property
+    def up_layout(self) -> UpLayout:
+        """Of the up projections."""
+        return UpLayout(self._vector(self.widths.up), _FLOAT16[self.widths.float16])
+
+    @property
+    def row_layout(self) -> RowLayout:
+        """Of the neurons' rows."""
+        gate, down = self._vector(self.widths.gate), self._vector(self.widths.down)
+        return RowLayout(gate, down, _FLOAT16[self.widths.float16])
+
+    def _vector(self, bits: int) -> VectorLayout:
+        return VectorLayout(self.architecture.hidden, bits, self.widths.group)
+
+    def layer_plan(self) -> Plan:
+        """The tensors of a layer's file."""
+        a, up = self.architecture, self.up_layout
+        shape = a.experts, a.intermediate
+        table = (torch.float32, (a.experts, self.calibration.quantiles))
+        return {
+            "rows": (torch.uint8, (*shape, self.row_layout.nbytes)),
+            "up.q": (torch.uint8, (*shape, up.row_bytes)),
+            "up.scale": (torch.float16, (*shape, up.vector.groups)),
+            "up.zero": (torch.float16, (*shape, up.vector.groups)),
+            "threshold": table,
+            "product": table,
+        }
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's experts, without its tables."""
+        a, up = self.architecture, self.up_layout
+        return a.experts * a.intermediate * (self.row_layout.nbytes + up.row_bytes + 4 * up.vector.groups)
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json so that it is there whole or not at all, also after a power cut."""
+        fields = dataclasses.asdict(self)
+        del fields["sealed"]
+        if not self.beside:
+            del fields["beside"]
+        fields = {"format": FORMAT, "version": VERSION, **fields}
+        text = json.dumps({**fields, "sha256": _seal(fields)}, indent=2) + "\n"
+        private_file.replace(folder / FILE_NAME, text, private_file.SHARED)
+
+    @staticmethod
+    def read(folder: Path) -> Manifest:
+        """The manifest of a packed folder.
+
+        Raises:
+            PackError: no folder, no manifest, another format or version, or a manifest that does not make sense.
+        """
+        if not folder.is_dir():
+            raise NoPackError(
+                f"There is no packed model at {folder}",
+                "The folder does not exist.",
+                "Check the path, or pack one.",
+            )
+        try:
+            fields = private_file.read_json(folder / FILE_NAME, _LARGEST)
+        except FileNotFoundError:
+            raise _unfinished(folder) from None
+        except (OSError, ValueError) as error:
+            cause = (isinstance(error, OSError) and error.strerror) or str(error)
+            raise _garbled(folder, f"{FILE_NAME} cannot be read: {cause}") from error
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise _garbled(folder, f"{FILE_NAME} is not the manifest of a packed model.")
+        seal = fields.pop("sha256", None)
+        version = fields.get("version")
+        if version == _MIXED_VERSION:
+            raise PackError(
+                f"The packed model at {folder} cannot be read any more",
+                "Some of its experts have fewer bits than the others, which this version no longer supports.",
+                "Pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
+            )
+        if version != VERSION:
+            raise PackError(
+                f"The packed model at {folder} has another format version",
+                f"It is version {as_name(repr(version))}; this program reads version {VERSION}.",
+                "Update floe-chat, or pack the checkpoint again: floe-chat pack SOURCE DESTINATION",
+            )
+        if seal not in (None, _seal(fields)):
+            raise _garbled(folder, f"{FILE_NAME} was changed: its sha256 does not match.")
+        try:
+            return dataclasses.replace(_parse(fields), sealed=seal is not None)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _garbled(folder, f"{FILE_NAME} has missing or invalid fields: {error}.") from error
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and sha256 of a file."""
+    with path.open("rb") as file:
+        return FileEntry(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def _seal(fields: dict[str, Any]) -> str:
+    """sha256 of a manifest's other fields, however they are laid out."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _unfinished(folder: Path) -> PackError:
+    if (folder / UNFINISHED).exists():
+        return PackError(
+            f"The packed model at {folder} is incomplete",
+            "Its manifest, written last, is missing: packing was interrupted.",
+            "Pack it again into the same folder: floe-chat pack SRC DST.",
+        )
+    if (folder / "config.json").exists():
+        return PackError(
+            f"{folder} is not packed",
+            "It looks like a checkpoint as published: it has a config.json but no manifest.json.",
+            f"Pack it first: floe-chat pack {folder} DST, then use DST.",
+        )
+    return NoPackError(
+        f"{folder} holds no packed model",
+        "It has no manifest.json.",
+        "Check the path, or pack a checkpoint into it.",
+    )
+
+
+def _garbled(folder: Path, cause: str) -> PackError:
+    # By the manifest alone can a pack be repaired.
+    return PackError(
+        f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."
+    )
+
+
+def _parse(fields: dict[str, Any]) -> Manifest:
+    if type(tuned := fields["tuned"]) is list:
+        fields["tuned"] = [_with_rule(preset) for preset in tuned]
+    manifest = msgspec.convert(fields, Manifest)
+    source = manifest.source
+    commit = None if source.commit is None else as_name(source.commit)
+    source = dataclasses.replace(source, name=as_name(source.name), commit=commit)
+    manifest = dataclasses.replace(manifest, name=as_name(manifest.name), source=source)
+    a, w = manifest.architecture, manifest.widths
+    if w.group < 1 or not 2 <= manifest.calibration.quantiles <= _MOST_QUANTILES or config_limits.problem(_named(a)):
+        raise ValueError("its sizes")
+    if a.model_type not in FAMILIES:
+        raise ValueError(f"the model type {as_name(a.model_type)!r}")
+    known = w.dense in DENSE_WIDTHS and {w.up, w.gate, w.down} <= {*WIDTHS} and w.float16 in _FLOAT16
+    if not known or a.hidden % w.group:
+        raise ValueError("its bit widths")
+    for preset in manifest.tuned:
+        rule, figures = preset.rule, (preset.kl, preset.bytes_per_token)
+        sound = not rule.wrong and all(0 <= figure < math.inf for figure in figures)
+        if not sound or (rule.parts > 1 and a.intermediate % 2) or len(rule.layers) not in (0, a.layers):
+            raise ValueError(f"the preset {as_name(preset.name)!r}")
+    for name in (*manifest.files, *manifest.beside):
+        if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
+            raise ValueError(f"the file name {as_name(name)!r}")
+    layers = sum(name.startswith("layer_") for name in manifest.files)
+    if layers != a.layers:  # compared before any name is made: the number may be absurd
+        raise ValueError(f"the entries of {a.layers} layers")
+    needed = {"dense.safetensors", "profile.safetensors", "config.json", *map(layer_file, range(a.layers))}
+    if missing := sorted(needed - manifest.files.keys()):
+        raise ValueError(f"the entry of {missing[0]}")
+    return manifest
+
+
+def _named(a: Architecture) -> dict[str, int]:
+    """Sizes by their names in config.json."""
+    return {
+        "num_hidden_layers": a.layers,
+        "num_local_experts": a.experts,
+        "num_experts_per_tok": a.top_k,
+        "hidden_size": a.hidden,
+        "intermediate_size": a.intermediate,
+    }
+
+
+def _with_rule(preset: dict[str, Any]) -> dict[str, Any]:
+    """A preset of a pack; earlier ones have the rule's fields beside the others."""
+    return {**preset, "rule": preset.get("rule") or preset}
+
+
+def layer_file(layer: int) -> str:
+    """The file name of one layer's experts."""
+    return f"layer_{layer:02d}.safetensors"

@@ -1,0 +1,175 @@
+"""Reading a packed model (DESIGN section 4): checks first, then tensors that are views of the mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...kernels.weights import ExpertRows, UpWeights
+from .. import private_file
+from ..errors import UsageError, damaged
+from . import learned_predictor
+from .manifest import FILE_NAME, Manifest, file_entry, layer_file
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    """The experts of one layer.
+
+    Attributes:
+        up, rows: of its E experts.
+        thresholds: (E, Q) float32, |up · x| at Q evenly spaced quantiles 0..1.
+        products: likewise |silu(gate · x) up · x|.
+    """
+
+    up: UpWeights
+    rows: ExpertRows
+    thresholds: Tensor
+    products: Tensor
+
+    def halved(self) -> PackedLayer:
+        """The same layer with expert e as two of half as many neurons: 2e, the major half, and 2e + 1 (DualSparse-MoE).
+
+        Neurons are stored by falling importance, so halves are views. The number of neurons has to be even.
+        """
+        experts, neurons = self.up.q.shape[:2]
+        q, scale, zero, data = (
+            part.view(2 * experts, neurons // 2, part.shape[2])
+            for part in (self.up.q, self.up.scale, self.up.zero, self.rows.data)
+        )
+        thresholds, products = (table.repeat_interleave(2, 0) for table in (self.thresholds, self.products))
+        up, rows = UpWeights(self.up.layout, q, scale, zero), ExpertRows(self.rows.layout, data)
+        return PackedLayer(up, rows, thresholds, products)
+
+
+class PackedModel:
+    """A packed folder that passed its checks. Tensors are memory-mapped: opening costs no RAM."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, folder: Path, *, recheck: bool = False) -> PackedModel:
+        """Open a packed folder after checking it against its manifest.
+
+        Every file's size is compared each time. Every file's sha256 is compared the first time, and again whenever
+        a file's size or modification time changed since it last passed, or if `recheck` is set.
+
+        Raises:
+            PackError: the folder is incomplete, of another version, or damaged.
+        """
+        manifest = Manifest.read(folder)
+        try:
+            cls._check(folder, manifest, recheck)
+        except OSError as error:
+            raise damaged(folder, f"{error.filename or 'A file'} cannot be read: {error.strerror or error}.") from error
+        return cls(folder, manifest)
+
+    @staticmethod
+    def _check(folder: Path, manifest: Manifest, recheck: bool) -> None:
+        for name, entry in manifest.files.items():
+            path = folder / name
+            if not path.is_file():
+                raise damaged(folder, f"{name} is missing.")
+            if (size := path.stat().st_size) != entry.size:
+                raise damaged(folder, f"{name} has {size:,} bytes instead of {entry.size:,}.")
+        stamp = _Stamp(folder, manifest)
+        if recheck or not stamp.valid():
+            for name, entry in manifest.files.items():
+                try:
+                    found = file_entry(folder / name)
+                except OSError as error:
+                    raise damaged(folder, f"{name} cannot be read: {error.strerror or error}.") from error
+                if found.sha256 != entry.sha256:
+                    raise damaged(folder, f"The content of {name} changed: its sha256 differs from the manifest's.")
+            stamp.write()
+
+    def layer(self, layer: int) -> PackedLayer:
+        """The experts of one layer, as views of the mapped file."""
+        m, name = self.manifest, layer_file(layer)
+        tensors = self._tensors(name)
+        for tensor, (dtype, shape) in m.layer_plan().items():
+            found = tensors.get(tensor)
+            if found is None or found.dtype != dtype or tuple(found.shape) != shape:
+                have = "nothing" if found is None else f"{found.dtype} {tuple(found.shape)}"
+                raise damaged(self.folder, f"{name} holds {have} as {tensor} instead of {dtype} {shape}.")
+        for tensor in ("threshold", "product"):
+            if not rising(tensors[tensor]):
+                raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
+        up = UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"])
+        return PackedLayer(up, ExpertRows(m.row_layout, tensors["rows"]), tensors["threshold"], tensors["product"])
+
+    def dense(self) -> dict[str, Tensor]:
+        """Embeddings, attention, norms, routers and head by published names; for low bits see quantized_linears.py."""
+        return self._tensors("dense.safetensors")
+
+    def profile(self) -> dict[str, Tensor]:
+        """popularity (L, E) · importance (L, E, F, 4) · router_score (L, Q): from calibration; and see lookahead."""
+        return self._tensors("profile.safetensors")
+
+    def has_lookahead(self) -> bool:
+        """Whether packing learned to look ahead; packs of earlier versions and those of very little text did not."""
+        return learned_predictor.RECALL in self.profile()
+
+    def lookahead(self) -> list[learned_predictor.Lookahead]:
+        """The learned predictors of the next layer's experts, one for each layer but the last.
+
+        Raises:
+            UsageError: this pack has none. PackError: they do not fit the model.
+        """
+        a = self.manifest.architecture
+        try:
+            found = learned_predictor.load(self.profile(), a.layers, a.hidden, a.experts)
+        except ValueError as error:
+            raise damaged(self.folder, f"profile.safetensors holds {error}.") from error
+        if not found:
+            raise UsageError(
+                "This pack has no learned predictor",
+                "It was packed by an earlier floe-chat, on too little text, or the model has a single layer.",
+                'Choose the predictor "gate", which needs no training, or pack the source checkpoint again.',
+            )
+        return found
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        try:
+            with safe_open(self.folder / name, "pt") as file:
+                return {key: file.get_tensor(key) for key in file.keys() if not key.startswith("_pad.")}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise damaged(self.folder, f"{name} cannot be read: {error}") from error
+
+
+def rising(table: Tensor) -> bool:
+    """Whether each row of a table (E, Q) rises from 0 or more, all of it finite."""
+    return bool(table.isfinite().all()) and bool((table.diff(dim=1) >= 0).all()) and bool((table[:, 0] >= 0).all())
+
+
+class _Stamp:
+    """A note in the user's cache that these very files passed their sha256, so that 30 GB are not read each start."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._files = [folder / FILE_NAME, *(folder / name for name in manifest.files)]
+        key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:32]
+        self._path = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "verified" / f"{key}.json"
+
+    def _seen(self) -> list[list[object]]:
+        stats = [(path.name, path.stat()) for path in self._files]
+        return [[name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats]
+
+    def valid(self) -> bool:
+        try:
+            return private_file.is_ours(self._path) and private_file.read_json(self._path) == self._seen()
+        except (OSError, ValueError):
+            return False
+
+    def write(self) -> None:
+        with suppress(OSError):  # in a read-only or full cache: the next start checks again
+            private_file.own_folder(self._path.parent)
+            private_file.replace(self._path, json.dumps(self._seen()))

@@ -1,0 +1,91 @@
+"""What packing measures on calibration text: activity quantiles, expert popularity, neuron importance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import CheckpointError, PackError
+from ..tokenizer.chat_process import encode
+
+QUANTILES = 101  # entries of a threshold table: the percentiles 0, 1 ... 100
+MEASURES = ("gate", "abs_gate", "gate_up", "abs_gate_up")
+ORDER_BY = MEASURES.index("abs_gate")  # best on Mixtral and OLMoE (DualSparse-MoE section 5.3.4)
+_SAMPLE = 1 << 22  # values that a quantile table looks at, at the most: sorting more gains no digits
+# Passages and tokens of each: every expert of a balanced Mixtral layer sees about 1,000.
+TEXT_SHAPE = (16, 256)
+
+
+def read_tokens(folder: Path, text: str) -> Tensor:
+    """Calibration tokens: passages spread evenly over `text`, by the tokenizer in `folder`.
+
+    Returns:
+        (N, T) int64, TEXT_SHAPE or as much of it as the text has.
+
+    Raises:
+        CheckpointError: no tokenizer.json, or one that cannot be used.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"The checkpoint at {folder} has no tokenizer.json",
+            "Without it no text can be turned into tokens.",
+            "Download the model's tokenizer files into that folder.",
+        )
+    try:
+        ids = encode(folder, text)
+    except PackError as error:
+        raise CheckpointError(f"{path} cannot be read", error.cause, "Download that file again.") from error
+    if not ids:
+        raise CheckpointError(f"{path} makes no tokens of the calibration text", "", "Download that file again.")
+    rows, length = TEXT_SHAPE
+    length = min(length, len(ids))
+    rows = min(rows, len(ids) // length)
+    starts = [index * (len(ids) - length) // max(1, rows - 1) for index in range(rows)]
+    return torch.tensor([ids[start : start + length] for start in starts])
+
+
+def importance(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """How much each neuron does on tokens x (T, H): the four measures of DualSparse-MoE section 4.2, summed over T.
+
+    Args:
+        gate, up: (F, H).
+
+    Returns:
+        (F, 4) float32 in the order of MEASURES.
+    """
+    g = F.silu(F.linear(x, gate))
+    gu = g * F.linear(x, up)
+    return torch.stack([g.sum(0), g.abs().sum(0), gu.sum(0), gu.abs().sum(0)], dim=1).float()
+
+
+def quantile_table(values: Tensor) -> Tensor:
+    """The table that turns a sparsity into a threshold: (QUANTILES,) float32 quantiles of |values|, rising.
+
+    Entry 0 is 0, so that sparsity 0 keeps every neuron, also one that is quieter than any seen here.
+    """
+    flat = values.abs().flatten().float()
+    if flat.numel() > _SAMPLE:
+        flat = flat[:: -(-flat.numel() // _SAMPLE)]
+    ordered = flat.sort().values
+    places = torch.linspace(0, ordered.numel() - 1, QUANTILES).round().long()
+    table = ordered[places]
+    table[0] = 0.0
+    return table
+
+
+def threshold_at(tables: Tensor, sparsity: float) -> Tensor:
+    """|up · x| below which a neuron is skipped, so that `sparsity` (0..1) of them are on text like the calibration's.
+
+    Args:
+        tables: (E, Q) quantile tables.
+
+    Returns:
+        (E,) float32, interpolated between entries.
+    """
+    place = min(max(sparsity, 0.0), 1.0) * (tables.shape[1] - 1)
+    low = min(int(place), tables.shape[1] - 2)
+    return torch.lerp(tables[:, low], tables[:, low + 1], place - low)

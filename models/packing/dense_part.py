@@ -1,0 +1,129 @@
+"""dense.safetensors, written stage by stage as the forward pass comes by: the embedding, each layer, the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import DTYPES, Checkpoint
+from ..errors import CheckpointError, PackError
+from ..modules import library_model
+from ..pack import quantized_linears
+from ..pack.tensor_file import Plan, TensorFile
+
+FILE = "dense.safetensors"
+
+
+class DensePart:
+    """What of a checkpoint goes into dense.safetensors, known from the shards' headers.
+
+    Stage 0 is the embedding, stage n + 1 layer n, and the last one whatever follows: the last norm, the head. What of
+    that lies in a shard that an earlier stage reads is stored then, lest the shard be kept until the end.
+
+    Attributes:
+        stages: published names of each. plan: tensors of the file; what stays at 16 bit first, then the codes.
+
+    Raises:
+        CheckpointError: tensors that are missing, or are not what the configuration asks for.
+    """
+
+    def __init__(self, source: Checkpoint, bits: int) -> None:
+        self._source, self._bits = source, bits
+        low = quantized_linears.stored_layers(source, bits)
+        kept = [name for name in source.dense_names() if name.removesuffix(".weight") not in low]
+        self.plan: Plan = {}
+        for name in kept:
+            place = source.places[name][1]
+            if place.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{name} of the checkpoint cannot be packed",
+                    f"It is {place.dtype}; floating point is needed.",
+                    "Use the model's original, unquantized checkpoint.",
+                )
+            self.plan[name] = DTYPES[place.dtype] if source.exact else torch.bfloat16, place.shape
+        self._codes: dict[str, list[str]] = {}  # published name -> layers that are stored as codes of it
+        for layer, name in low.items():
+            rows, columns = source.places[name][1].shape
+            self.plan |= quantized_linears.plan(layer, rows, columns, quantized_linears.width_of(layer, bits))
+            self._codes.setdefault(name, []).append(layer)
+        self.stages = self._staged(source.config.num_hidden_layers + 1)
+        self._check()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights."""
+        return sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self.plan.values())
+
+    def open(self, folder: Path, *, resume: bool) -> TensorFile:
+        """The file to write into."""
+        return TensorFile(folder / FILE, self.plan, resume=resume)
+
+    def store(self, file: TensorFile, name: str) -> None:
+        """Write what becomes of one published tensor.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds values that are not finite.
+        """
+        tensor = self._source.tensor(name)
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{name} of the checkpoint holds values that are not finite", "", "Download the checkpoint again."
+            )
+        if name in self.plan:
+            file[name].copy_(tensor)
+        for layer in self._codes.get(name, []):
+            for stored, value in quantized_linears.store(
+                layer, tensor, quantized_linears.width_of(layer, self._bits)
+            ).items():
+                file[stored].copy_(value)
+
+    def stored(self, file: TensorFile, stage: int) -> dict[str, Tensor]:
+        """The finished tensors of a stage, by the names in the file."""
+        names: list[str] = []
+        for name in self.stages[stage]:
+            names += [name] if name in self.plan else []
+            names += [f"{layer}.{part}" for layer in self._codes.get(name, []) for part in ("q", "scale", "zero")]
+        return {name: file[name] for name in names}
+
+    def _staged(self, last: int) -> list[list[str]]:
+        source = self._source
+        stage_of = {name: self._stage(name, last) for name in source.dense_names()}
+        first_read: dict[str, int] = {}  # shard -> the first stage, or the experts after it, that reads it
+        for stage in range(last):
+            names = [name for name, own in stage_of.items() if own == stage]
+            for expert in range(source.experts if stage else 0):
+                names += source.family.expert_names(stage - 1, expert)
+            for name in names:
+                first_read.setdefault(source.places[name][0], stage)
+        stages: list[list[str]] = [[] for _ in range(last + 1)]
+        for name, stage in stage_of.items():
+            early = first_read.get(source.places[name][0], last)
+            stages[early if stage == last else stage].append(name)
+        return stages
+
+    def _stage(self, name: str, last: int) -> int:
+        match self._source.family.module_name(name).split("."):
+            case ["model", "embed_tokens", *_]:
+                return 0
+            case ["model", "layers", number, *_] if number.isdecimal() and int(number) < last - 1:
+                return int(number) + 1
+            case _:
+                return last
+
+    def _check(self) -> None:
+        """Every weight of transformers' model is there, of the right shape."""
+        config: Any = self._source.config
+        shapes = {
+            self._source.family.module_name(name): place.shape for name, (_, place) in self._source.places.items()
+        }
+        if config.tie_word_embeddings:
+            shapes.setdefault("lm_head.weight", shapes.get("model.embed_tokens.weight", ()))
+        try:
+            for name, own in library_model.empty(config, torch.float32).named_parameters(remove_duplicate=False):
+                if ".mlp.experts." not in name and shapes.get(name) != tuple(own.shape):
+                    raise library_model.unfit(name, shapes.get(name), tuple(own.shape))
+        except PackError as error:
+            raise CheckpointError(error.title, error.cause, "Download the checkpoint again.") from error

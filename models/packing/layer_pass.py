@@ -1,0 +1,57 @@
+"""transformers' forward pass over calibration text, one decoder layer at a time, so that it can stop at any border."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.weights import LinearWeights
+from ..modules import library_model
+from ..pack.tensor_file import TensorFile
+from .dense_part import DensePart
+
+
+class LayerPass:
+    """The library's model without weights; masks, rope and the order of calls are its own.
+
+    A layer gets its weights out of the dense part when its turn comes and is forgotten afterwards.
+    """
+
+    def __init__(self, config: Any, family: Any, bits: int) -> None:
+        self._config, self._family, self._bits = config, family, bits
+        self._model = library_model.empty(config, torch.float32).model.eval()
+        self._layers: dict[int, Any] = dict(enumerate(self._model.layers))
+        self._model.norm = nn.Identity()  # what counts here is what leaves a layer
+        # Rope's tables are computed, not stored: on the meta device they are empty, so the module is made again.
+        self._model.rotary_emb = type(self._model.rotary_emb)(config=config)
+
+    def embed(self, dense: DensePart, file: TensorFile, tokens: Tensor) -> Tensor:
+        """tokens (N, T) int64 -> what enters the first layer, (N, T, H) float32."""
+        (embedding,) = (t for name, t in dense.stored(file, 0).items() if name.endswith("embed_tokens.weight"))
+        return F.embedding(tokens, embedding).float()
+
+    def layer(self, index: int, dense: DensePart, file: TensorFile, experts: nn.Module) -> Any:
+        """Decoder layer `index` with its dense weights and these experts."""
+        layer = self._layers.pop(index)
+        layer.mlp.experts = experts
+        weights = dense.stored(file, index + 1)
+        prefix = f"model.layers.{index}"
+        library_model.furnish(layer, prefix, self._family, weights, self._bits, _dequantized, torch.float32, "cpu")
+        return layer
+
+    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """hidden (N, T, H) -> (N, T, H): through one layer."""
+        self._model.layers = nn.ModuleList([layer])
+        with torch.inference_mode():
+            return self._model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+
+
+def _dequantized(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
+    """The layer that calibration sees: the library's, with the values that the codes stand for."""
+    layer = nn.Linear(weights.vector.n, weights.q.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weights.dense(torch.float32), requires_grad=False)
+    layer.register_parameter("bias", bias)
+    return layer

@@ -1,0 +1,220 @@
+"""One run of packing over a source: what a journal does not call finished is packed, layer after layer."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Generator, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import Checkpoint
+from ..pack import learned_predictor
+from ..pack.manifest import COPIED, Manifest, file_entry, layer_file
+from ..pack.tensor_file import TensorFile, write_tensors
+from .dense_part import FILE as DENSE_FILE
+from .dense_part import DensePart
+from .journal import Journal, lost
+from .layer_pass import LayerPass
+from .pack_experts import PackingExperts, measures_name, measures_plan
+from .reading_order import ReadingOrder
+
+Progress = Callable[[str, float, float | None], None]
+PROFILE = "profile.safetensors"
+CONTINUES = "Continuing the interrupted pack"  # the first step that is reported then
+_STATE = "state"  # of calibration where a layer ends
+_FIRST, _LAST = 0.005, 0.985  # shares of the progress: before the first layer, after the last one
+
+
+class Packing:
+    """One run of packing: from the start, or from where the journal ends.
+
+    Args:
+        device: that quantizes. until: layers to be packed; those after it are finished.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        manifest: Manifest,
+        folder: Path,
+        journal: Journal,
+        dense: DensePart,
+        device: str,
+        progress: Progress,
+        until: int | None = None,
+    ) -> None:
+        self._source, self._manifest, self._folder, self._journal = source, manifest, folder, journal
+        self._dense, self._device = dense, device
+        self._layers, self._experts = manifest.architecture.layers, manifest.architecture.experts
+        self._until = self._layers if until is None else until
+        self._clock = _Clock(progress)
+        self._training = learned_predictor.Training(self._layers, self._told)
+        self._order = ReadingOrder(source, self._steps())
+
+    def run(self, tokens: Tensor, small: list[Path]) -> None:
+        """tokens: (N, T) calibration text. small: files to copy as published."""
+        if self._journal.resumed:
+            self._clock.say(CONTINUES)
+        with self._dense_file() as file, ThreadPoolExecutor(1, "hash") as hashing:
+            passing = LayerPass(self._source.config, self._source.family, self._manifest.widths.dense)
+            self._store_dense(file, 0)
+            first, hidden = self._restore()
+            hashes = [self._hash(hashing, layer_file(layer)) for layer in range(first)]
+            if hidden is None:  # nothing was finished
+                hidden = passing.embed(self._dense, file, tokens)
+            for layer in range(first, self._until):
+                self._store_dense(file, layer + 1)
+                hidden = self._pack_layer(passing, file, layer, hidden)
+                hashes.append(self._hash(hashing, layer_file(layer)))
+            for stage in range(self._until + 1, self._layers + 2):
+                self._store_dense(file, stage)
+            self._clock.say("Writing the profile", _LAST)
+            hashes.append(self._hash(hashing, DENSE_FILE))
+            if PROFILE not in self._journal.files:
+                self._write_profile()
+            for path in small:
+                shutil.copyfile(path, self._folder / path.name)
+            self._clock.say("Checking what was written", 0.99)
+            for hashed in hashes:
+                hashed.result()
+        self._finish()
+
+    def _finish(self) -> None:
+        files = (DENSE_FILE, PROFILE, *(layer_file(layer) for layer in range(self._layers)), *COPIED)
+        for file in files:
+            if (self._folder / file).is_file():
+                self._manifest.files[file] = self._journal.files.get(file) or file_entry(self._folder / file)
+        self._manifest.write(self._folder)
+        self._clock.say("Done", 1.0)
+
+    def _steps(self) -> dict[Hashable, list[str]]:
+        """What is left to read of the source, in order."""
+        steps: dict[Hashable, list[str]] = {}
+        for stage, names in enumerate(self._dense.stages):
+            steps["dense", stage] = [name for name in names if name not in self._journal.dense]
+            if 0 < stage <= self._layers:
+                left = [e for e in range(self._experts) if (stage - 1, e) not in self._journal.experts]
+                steps |= {(stage - 1, expert): self._source.family.expert_names(stage - 1, expert) for expert in left}
+        return steps
+
+    @contextmanager
+    def _dense_file(self) -> Generator[TensorFile]:
+        try:
+            opened = self._dense.open(self._folder, resume=bool(self._journal.dense))
+        except ValueError as error:
+            raise lost(self._folder, f"{error}.") from error
+        with opened as file:
+            yield file
+
+    def _store_dense(self, file: TensorFile, stage: int) -> None:
+        left = [name for name in self._dense.stages[stage] if name not in self._journal.dense]
+        for name in left:
+            self._dense.store(file, name)
+        if left:
+            file.flush()
+            self._journal.note_dense(left)
+        self._order.finished(("dense", stage))
+
+    def _pack_layer(self, passing: LayerPass, file: TensorFile, layer: int, hidden: Tensor) -> Tensor:
+        """hidden (N, T, H) that enters the layer -> what leaves it; both the layer and that are on the disk."""
+        step = f"Packing layer {layer + 1} of {self._layers}"
+
+        def given(x: Tensor, chosen: Tensor) -> None:
+            known = len(self._training.learned)
+            self._training.reach(layer, x, chosen, block.mlp.gate.weight, block.post_attention_layernorm.weight)
+            for index, found in enumerate(self._training.learned[known:], known):
+                self._journal.keep(ahead_name(index), learned_predictor.to_tensors(found))
+            self._clock.say(step)
+
+        def packed(expert: int) -> None:
+            self._order.finished((layer, expert))
+            self._clock.say(step, _share((layer + (expert + 1) / self._experts) / self._layers))
+
+        self._clock.start(_share(layer / self._layers))
+        self._clock.say(step)
+        experts = PackingExperts(
+            self._source, self._manifest, self._folder, self._journal, layer, self._device, given, packed
+        )
+        block = passing.layer(layer, self._dense, file, experts)
+        hidden = passing.run(block, hidden)
+        state = {"layers": torch.tensor([layer + 1]), "hidden": hidden}
+        if self._training.before is not None:
+            state |= dict(zip(("given", "chosen", "norm"), self._training.before, strict=True))
+        self._journal.keep(_STATE, state)
+        return hidden
+
+    def _restore(self) -> tuple[int, Tensor | None]:
+        """How many layers are finished, and the state that left the last of them (N, T, H)."""
+        while (found := self._journal.kept(ahead_name(len(self._training.learned)))) is not None:
+            self._training.learned.append(learned_predictor.from_tensors(found))
+        state = self._journal.kept(_STATE)
+        if state is None:
+            return 0, None
+        layers = int(state["layers"])
+        if "given" in state:
+            self._training.before = state["given"], state["chosen"], state["norm"]
+        for layer in range(layers):
+            name = layer_file(layer)
+            path, noted = self._folder / name, self._journal.files.get(name)
+            if not path.is_file():
+                raise lost(self._folder, f"{name} is missing.")
+            if noted is not None and (size := path.stat().st_size) != noted.size:
+                raise lost(self._folder, f"{name} has {size:,} bytes instead of {noted.size:,}.")
+        return layers, state["hidden"]
+
+    def _hash(self, pool: ThreadPoolExecutor, name: str) -> Future[None]:
+        """Hash a finished file beside the packing, while it is still in the system's cache."""
+
+        def hash_it() -> None:
+            if name not in self._journal.files:
+                self._journal.note_file(name, file_entry(self._folder / name))
+
+        return pool.submit(hash_it)
+
+    def _write_profile(self) -> None:
+        plan = measures_plan(self._manifest.architecture)
+        measures = [self._journal.kept(measures_name(layer), plan) for layer in range(self._layers)]
+        if None in measures:
+            raise lost(self._folder, f"{measures_name(measures.index(None))} is missing.")
+        names = ("popularity", "importance", "router_score")
+        stacked = {name: torch.stack([layer[name] for layer in measures if layer]) for name in names}
+        write_tensors(self._folder / PROFILE, stacked | self._training.tensors())
+
+    def _told(self, layer: int) -> None:
+        self._clock.say(f"Training the predictor after layer {layer + 1} of {self._layers}")
+
+
+class _Clock:
+    """Reports how far packing is and, by what was done since it was started, the seconds left."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._share = progress, 0.0
+        self._begun: tuple[float, float] | None = None
+
+    def start(self, share: float) -> None:
+        """From here on work takes time in proportion; a second start changes nothing."""
+        self._share = max(self._share, share)
+        self._begun = self._begun or (time.monotonic(), share)
+
+    def say(self, step: str, share: float = 0.0) -> None:
+        self._share = max(self._share, share)
+        left = None
+        if self._begun is not None and self._begun[1] < self._share < 1:
+            rate = (time.monotonic() - self._begun[0]) / (self._share - self._begun[1])
+            left = rate * (1 - self._share)
+        self._progress(step, self._share, left)
+
+
+def _share(layers: float) -> float:
+    """The share of packing that is done when that share of the layers is."""
+    return _FIRST + (_LAST - _FIRST) * layers
+
+
+def ahead_name(layer: int) -> str:
+    """The working file that keeps what was learned of looking ahead from a layer."""
+    return f"ahead_{layer:02d}"

@@ -1,0 +1,33 @@
+"""In which order a packer reads a checkpoint, and which shards it has read for the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from ..checkpoint import Checkpoint
+
+
+class ReadingOrder:
+    """Tells a shelf what will be asked for, and lets it have each shard back as soon as nothing later needs it.
+
+    Args:
+        steps: what is left to do, in order, and the published names of the tensors that each step reads.
+    """
+
+    def __init__(self, source: Checkpoint, steps: Mapping[Hashable, Sequence[str]]) -> None:
+        self._shelf = source.shelf
+        self._last: dict[str, Hashable] = {}
+        for step, names in steps.items():
+            for file in dict.fromkeys(source.places[name][0] for name in names):
+                self._last[file] = step
+        first_use = [source.places[name][0] for names in steps.values() for name in names]
+        self._shelf.order(list(dict.fromkeys(first_use)))
+        for file in dict.fromkeys(file for file, _ in source.places.values()):
+            if file not in self._last:
+                self._shelf.done(file)
+
+    def finished(self, step: Hashable) -> None:
+        """This step has read all that it needs."""
+        for file in [file for file, last in self._last.items() if last == step]:
+            del self._last[file]
+            self._shelf.done(file)

@@ -1,0 +1,266 @@
+"""A model's tokenizer and chat template in a process of their own (chat_worker.py), which may be ended at any time.
+
+They come from whoever published the model. A template can loop for ever, a tokenizer can make its library panic or
+abort, and either can ask for all memory; none of that must reach the screen, the engine or the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .. import errors
+from ..errors import FloeError, PackError, verify_hint
+
+_OPENING_S = 6.0  # of computing; the largest published tokenizers take two
+_REQUEST_S, _CHARACTERS_PER_S = 2.0, 250_000  # of computing: at least, and for long texts
+_GRACE_S = 8.0  # until a process is ended that does not compute, and does not answer either
+_SHORT = 1 << 16  # characters that are always tokenized, however short the model's tokens are
+_log = logging.getLogger("floe_chat.models")
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A prompt's token ids, and how many of the oldest messages it leaves out."""
+
+    ids: list[int]
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True)
+class TooLong:
+    """Not even the last message fits, see `chat_format.TooLongError`."""
+
+    tokens: int | None
+    system: bool
+
+
+class ChatProcess:
+    """The tokenizer and chat template of one folder.
+
+    A request that takes too long or ends the process raises PackError; the next one starts another process. Usable from
+    several threads, one request at a time.
+
+    Attributes:
+        largest: the largest token id, and its text. stop_ids: tokens that end an answer. longest: characters of the
+            longest token.
+
+    Raises:
+        PackError: the folder's tokenizer or template cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._closed = False
+        try:
+            opened = self._open()
+        except FloeError:
+            self.close()
+            raise
+        self.largest: tuple[int, str] = (opened["largest"][0], opened["largest"][1])
+        self.stop_ids: tuple[int, ...] = tuple(opened["stop_ids"])
+        self.longest: int = opened["longest"]
+        if opened["reason"]:
+            _log.info("transformers reads the tokenizer at %s: %s", folder, opened["reason"])
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, so that a request costs no start."""
+        return self._child is not None
+
+    def fit(
+        self, messages: Sequence[Mapping[str, str]], limit: int, answer: str = "", *, begin: bool = False
+    ) -> Fitted | TooLong:
+        """As many of the latest messages as fit into `limit` tokens, see `ChatFormat.fit`.
+
+        Args:
+            messages: {"role", "content"}. answer: the beginning of the model's answer.
+            begin: let `push` decode that answer from now on.
+
+        Raises:
+            UsageError: the template refuses these turns. PackError: it fails, or takes too long.
+        """
+        length = sum(len(message["content"]) for message in messages) + len(answer)
+        reply = self._ask(length, do="fit", messages=list(messages), limit=limit, answer=answer, begin=begin)
+        if "too_long" in reply:
+            return TooLong(reply["tokens"], reply["system"])
+        return Fitted(reply["ids"], reply["dropped"])
+
+    def count(self, text: str) -> int:
+        """How many tokens a text takes. Raises PackError as `fit`."""
+        return self._ask(len(text), do="count", text=text)["count"]
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens of the answer, safe for a terminal. Raises PackError."""
+        return self._ask(0, do="push", ids=list(ids))["text"]
+
+    def close(self) -> None:
+        """End the process; a request that runs in another thread raises."""
+        self._closed = True
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+    def _open(self) -> dict[str, Any]:
+        with self._lock:
+            return self._asked(_OPENING_S, {"do": "open"})
+
+    def _ask(self, characters: int, **request: Any) -> dict[str, Any]:
+        with self._lock:
+            if self._child is None:
+                self._asked(_OPENING_S, {"do": "open"})
+            return self._asked(_REQUEST_S + characters / _CHARACTERS_PER_S, request)
+
+    def _asked(self, seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+        if self._closed:
+            raise PackError(f"The model at {self._folder} is closed", "Another one was opened.", "Ask that one.")
+        child = self._child = self._child or _Child()
+        try:
+            return child.ask(seconds, {**request, "folder": str(self._folder)})
+        except _EndedError as ended:
+            self._child = None
+            child.end()
+            raise ended.explained(self._folder) from None
+
+
+def most_text(limit: int, longest: int) -> int:
+    """Characters beyond which no text can fit into `limit` tokens of at most `longest` characters: it need not be
+    tokenized to know that."""
+    return max(limit * longest, _SHORT)
+
+
+def encode(folder: Path, text: str) -> list[int]:
+    """Token ids of a text by the tokenizer in a folder, which may be of a base model.
+
+    Raises:
+        PackError: it has none, or one that cannot be used.
+    """
+    return _encoded(folder, text)["ids"]
+
+
+def largest_token(folder: Path) -> tuple[int, str]:
+    """The largest token id of the tokenizer in a folder, and its text. Raises PackError as `encode`."""
+    number, text = _encoded(folder, "")["largest"]
+    return number, text
+
+
+def _encoded(folder: Path, text: str) -> dict[str, Any]:
+    child = _Child()
+    try:
+        seconds = _OPENING_S + len(text) / _CHARACTERS_PER_S
+        return child.ask(seconds, {"do": "encode", "folder": str(folder), "text": text})
+    except _EndedError as ended:
+        raise ended.explained(folder) from None
+    finally:
+        child.end()
+
+
+class _EndedError(Exception):
+    """The process ended instead of answering. step: what ran last. why: in words."""
+
+    def __init__(self, step: str, why: str) -> None:
+        super().__init__(why)
+        self._step, self._why = step, why
+
+    def explained(self, folder: Path) -> PackError:
+        return PackError(f"The {self._step} at {folder} cannot be used", self._why, verify_hint(folder))
+
+
+class _Child:
+    """One process, and a thread that reads what it answers."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            # -P: never import from the current folder, which may be a downloaded one.
+            [sys.executable, "-P", "-W", "ignore", "-m", f"{__package__}.chat_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a panic would be drawn over the screen
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"},
+            start_new_session=True,  # Ctrl+C is for the program, not for this
+        )
+        self.number = self._process.pid
+        self._replies: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="floe-chat-format", daemon=True).start()
+
+    def ask(self, seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request that may compute for so long.
+
+        Raises:
+            FloeError: as the process says. _EndedError: it ended.
+        """
+        step = "tokenizer"
+        assert self._process.stdin is not None
+        try:
+            send(self._process.stdin, {**request, "seconds": seconds})
+            while True:
+                # Its own clock counts computing; this one is for a process that waits for something.
+                reply = self._replies.get(timeout=seconds + _GRACE_S)
+                if reply is None:
+                    raise _EndedError(step, self._why(seconds))
+                if "error" in reply:
+                    raise getattr(errors, reply["error"])(reply["title"], reply["cause"], reply["hint"])
+                if "step" not in reply:
+                    return reply
+                step = reply["step"]
+        except queue.Empty:
+            self._process.kill()
+            raise _EndedError(step, f"It did not answer within {seconds + _GRACE_S:.0f} s.") from None
+        except OSError:  # a pipe whose reader is gone
+            raise _EndedError(step, self._why(seconds)) from None
+
+    def end(self) -> None:
+        """Let the process go."""
+        with suppress(OSError):
+            self._process.kill()
+        self._process.wait()
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as replies:
+            while (reply := receive(replies)) is not None:
+                self._replies.put(reply)
+        self._replies.put(None)
+
+    def _why(self, seconds: float) -> str:
+        code = self._process.wait()
+        if code == -getattr(signal, "SIGPROF", 0):
+            return f"It computed for more than {seconds:.0f} s and was stopped."
+        if code < 0:
+            return f"It ended with {signal.Signals(-code).name}."
+        return f"It ended with exit code {code}."
+
+
+def send(pipe: BinaryIO | Any, message: Mapping[str, Any]) -> None:
+    """Write a message. Raises OSError: nothing reads any more."""
+    encoded = json.dumps(message).encode()
+    pipe.write(len(encoded).to_bytes(8, "little") + encoded)
+    pipe.flush()
+
+
+def receive(pipe: BinaryIO | Any) -> dict[str, Any] | None:
+    """Read a message; None where there are no more."""
+    size = pipe.read(8)
+    if len(size) < 8:
+        return None
+    encoded = pipe.read(int.from_bytes(size, "little"))
+    try:
+        return json.loads(encoded)
+    except ValueError:  # it ended in the middle
+        return None

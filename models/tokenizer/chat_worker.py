@@ -1,0 +1,124 @@
+"""The process in which a model's tokenizer and chat template run: requests in on stdin, replies out on stdout.
+
+Both are a stranger's programs. Here they may loop, panic, abort or ask for all memory; the kernel ends this process
+when it has computed for longer than a request allows, or refuses it memory. chat_process.py is the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import FloeError
+from .chat_format import ChatFormat, TooLongError
+from .chat_process import receive, send
+from .tokens import Detokenizer, Tokens, contained
+
+MEMORY = 1 << 30  # bytes; the largest published tokenizers take half of that
+_PRIMING = 8  # tokens before an answer's rest; more than any character takes bytes
+
+
+class Worker:
+    """Answers requests about one folder; see the methods of `ChatProcess` of the same names."""
+
+    def __init__(self, replies: BinaryIO) -> None:
+        self._replies = replies
+        self._format: ChatFormat | None = None
+        self._decoder: Detokenizer | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request; what goes wrong is a reply too."""
+        try:
+            _arm(request.pop("seconds"))
+            try:
+                # Whatever else goes wrong here comes of the folder's files: floe-chat's own part is a few lines.
+                with contained(f"The tokenizer at {request['folder']} fails", Path(request["folder"])):
+                    return getattr(self, "do_" + request.pop("do"))(**request)
+            finally:
+                _arm(0)
+        except FloeError as error:
+            return {"error": type(error).__name__, "title": error.title, "cause": error.cause, "hint": error.hint}
+
+    def do_open(self, folder: str) -> dict[str, Any]:
+        self._format = None
+        opened = ChatFormat(Path(folder), self._step)
+        self._format, self._decoder = opened, opened.decoder()
+        return {
+            "largest": opened.tokens.largest,
+            "longest": opened.tokens.longest,
+            "stop_ids": opened.stop_ids,
+            "reason": opened.reason,
+        }
+
+    def do_fit(
+        self, folder: str, messages: list[dict[str, str]], limit: int, answer: str, begin: bool
+    ) -> dict[str, Any]:
+        opened = self._opened(folder)
+        try:
+            prompt = opened.fit(messages, limit, answer)
+        except TooLongError as error:
+            return {"too_long": True, "tokens": error.tokens, "system": error.system}
+        if begin:
+            self._decoder = opened.decoder()
+            if answer:
+                self._decoder.push(prompt.ids[-_PRIMING:])  # a decoder drops the space before its very first word
+        return {"ids": prompt.ids, "dropped": prompt.dropped}
+
+    def do_count(self, folder: str, text: str) -> dict[str, Any]:
+        return {"count": len(self._opened(folder).encode_text(text))}
+
+    def do_push(self, folder: str, ids: list[int]) -> dict[str, Any]:
+        self._step("tokenizer")
+        assert self._decoder is not None, "nothing is open"
+        return {"text": self._decoder.push(ids)}
+
+    def do_encode(self, folder: str, text: str) -> dict[str, Any]:
+        self._step("tokenizer")
+        tokens = Tokens(Path(folder))
+        return {"ids": tokens.encode(text), "largest": tokens.largest}
+
+    def _opened(self, folder: str) -> ChatFormat:
+        assert self._format is not None, f"{folder} is not open"
+        return self._format
+
+    def _step(self, name: str) -> None:
+        send(self._replies, {"step": name})
+
+
+def _arm(seconds: float) -> None:
+    """Let the kernel end this process after so much computing of all of its threads; 0: never."""
+    if hasattr(signal, "setitimer"):  # elsewhere the other end's clock has to do
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def _confine() -> None:
+    """No more memory than MEMORY, no large file written, no core dumped."""
+    with suppress(ImportError):
+        import resource
+
+        for limit, most in (
+            (resource.RLIMIT_AS, MEMORY),
+            (resource.RLIMIT_FSIZE, 1 << 20),
+            (resource.RLIMIT_CORE, 0),
+        ):
+            with suppress(OSError, ValueError):  # a system that does not know it, or a limit that is lower already
+                resource.setrlimit(limit, (most, most))
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    # What a library prints must not come between the replies.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _confine()
+    worker = Worker(replies)
+    while (request := receive(sys.stdin.buffer)) is not None:
+        send(replies, worker.answer(request))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A model's tokenizer.json: text to token ids, and token ids to text as they come.
+
+The file is a stranger's program for the tokenizers library. What the library makes of a bad one is an exception, a
+panic of its Rust code, or worse: `contained` turns the first two into a PackError, `chat_process.py` survives the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from ..errors import FloeError, PackError, verify_hint
+from ..visible import visible
+
+_MOST_TEXT = 16_384, 1_024  # characters that decoded tokens may have: at all, and for each token
+_LONGEST_CAUSE = 300  # characters of somebody else's error message
+
+
+@contextmanager
+def contained(title: str, folder: Path) -> Generator[None]:
+    """Whatever goes wrong inside is a fault of the files in `folder`.
+
+    Raises:
+        PackError: with this title, and what went wrong as its cause.
+    """
+    try:
+        yield
+    except (FloeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    # tokenizers raises bare Exceptions, and a BaseException without a public type where its Rust code panics.
+    except BaseException as error:
+        cause = "It needs more memory than it may use." if isinstance(error, MemoryError) else first_line(error)
+        raise PackError(title, cause, verify_hint(folder)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or else its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:_LONGEST_CAUSE] if lines else type(error).__name__
+
+
+class Tokens:
+    """A tokenizer as floe-chat uses it: it neither cuts nor fills up a text, and adds no special tokens.
+
+    Attributes:
+        largest: the largest token id that it knows, and that token's text.
+        longest: characters of its longest token.
+
+    Raises:
+        PackError: no tokenizer.json in the folder, or one that cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        path = folder / "tokenizer.json"
+        with contained(f"The tokenizer at {folder} cannot be read", folder):
+            if not path.is_file():  # which a pipe is not: nothing would ever come of it
+                raise FileNotFoundError("tokenizer.json is missing.")
+            self._tokenizer = Tokenizer.from_file(str(path))
+            # What the file may ask for on behalf of another program.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self._added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()} - {""}
+            if not vocabulary:
+                raise ValueError("It knows no tokens.")
+        text, number = max(vocabulary.items(), key=lambda item: item[1])
+        self.largest = number, text
+        self.longest = max(map(len, vocabulary))
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            PackError: the tokenizer fails on it.
+        """
+        with contained(f"The tokenizer at {self._folder} fails", self._folder):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def defused(self, text: str) -> str:
+        """`text` with every spelling of an added token ("</s>") broken up: no text can end a turn or open one."""
+        for token in self._added:
+            text = text.replace(token, token[0] + "\u200b" + token[1:] if len(token) > 1 else "")
+        return text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+
+    def decoder(self) -> Detokenizer:
+        """A new incremental decoder for one answer."""
+        return Detokenizer(self._tokenizer, self._folder)
+
+
+class Detokenizer:
+    """Token ids to text, piece by piece: holds back bytes until a character is whole, and drops special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path = Path()) -> None:
+        self._tokenizer, self._folder = tokenizer, folder
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with `ids`, with control characters made visible.
+
+        Raises:
+            PackError: the tokenizer fails, or makes more text of a token than any token has.
+        """
+        at_all, each = _MOST_TEXT
+        most, pieces = at_all + each * len(ids), list[str]()
+        title = f"The tokenizer at {self._folder} fails"
+        with contained(title, self._folder):
+            for token in ids:
+                pieces.append(self._step(token))
+                if (most := most - len(pieces[-1])) < 0:
+                    raise ValueError(f"Token {token} becomes {len(pieces[-1]):,} characters.")
+        return visible("".join(pieces))
+
+    def _step(self, token: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token) or ""
+        # Bytes that form no character change what was decoded before them; the library gives up on such a stream
+        # with a bare Exception.
+        except Exception:  # noqa: BLE001
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return "\ufffd" + (self._stream.step(self._tokenizer, token) or "")
