@@ -33,11 +33,11 @@ from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
 from .client.bridge import Heard
 from .client.chat_client import ChatClient
-from .history import History, Setup, history_file
+from .history import ChatSetup, History, history_file
 from .screens.chat.chat import ChatScreen
 from .screens.too_small import SMALLEST, TooSmallScreen
 from .settings.check import Problem
-from .settings.file import Read, change, read, settings_file, with_installed_model, with_known_theme
+from .settings.file import SettingsRead, change, read, settings_file, with_installed_model, with_known_theme
 from .settings.settings import Settings
 from .setup.setups import Setups, first_run
 from .terminal.terminal import EXIT_SIGNAL, Terminal
@@ -87,7 +87,7 @@ class FloeChatApp(App[int]):
         super().__init__()
         self._terminal, self._reopened = terminal, reopened
         self._file = settings
-        self._settings = with_installed_model(read(settings), settings) if settings else Read(Settings())
+        self._settings = with_installed_model(read(settings), settings) if settings else SettingsRead(Settings())
         own = self._settings.settings
         setup = _setup_of_new(client, sampling, system_prompt or "", own)
         pages = {
@@ -241,7 +241,7 @@ class FloeChatApp(App[int]):
     def _tell(self, error: FloeError, severity: SeverityLevel = "warning") -> None:
         self.notify(f"{error.cause} {error.hint}", title=error.title, severity=severity, markup=False)
 
-    def _apply(self, found: Read) -> None:
+    def _apply(self, found: SettingsRead) -> None:
         """Apply the settings of the screen at once."""
         if self._file is not None:
             found = with_known_theme(found, self._file, self.available_themes)
@@ -337,9 +337,9 @@ def _told(file: Path | None, problems: Sequence[Problem]) -> str:
     return "\n".join([f"{file}:", *told, "The file was not changed."])
 
 
-def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, settings: Settings) -> Setup:
+def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, settings: Settings) -> ChatSetup:
     """What a new chat is answered with; the settings' persona is named where its system prompt is used."""
-    setup = Setup(reference(client.pack), sampling=sampling, system_prompt=system_prompt)
+    setup = ChatSetup(reference(client.pack), sampling=sampling, system_prompt=system_prompt)
     persona = settings.personas.get(settings.persona)
     if persona is not None and persona.system_prompt == setup.system_prompt:
         setup = replace(setup, persona=settings.persona)

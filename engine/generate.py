@@ -22,7 +22,7 @@ _log = logging.getLogger("floe_chat.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Progress:
     """One advance.
 
     Attributes:
@@ -46,7 +46,7 @@ def generate(
     window: int,
     control: Control,
     telemetry: Telemetry,
-) -> Generator[Step, None, str]:
+) -> Generator[Progress, None, str]:
     """Yield a step for every prefill chunk and every new token; the generator's return value says why it ended.
 
     What of the prompt `kv` holds already is not computed again, except for the prompt's last token; if there is some,
@@ -69,13 +69,13 @@ def generate(
     sampler = Sampler(sampling, prompt)
     if kept := kv.keep(prompt, control.preset):
         telemetry.reused(kept)
-        yield Step(None, kept)
+        yield Progress(None, kept)
     started = telemetry.clock()
     control.counting = False
     logits = torch.empty(0)
     for start in range(kept, len(prompt), control.chunk):
         logits = _forward(decoder, kv, prompt[start : start + control.chunk], control)
-        yield Step(None, kv.length)
+        yield Progress(None, kv.length)
     telemetry.prefill_done(telemetry.clock() - started)
     control.counting = True
     most = min(max_new_tokens, window - len(prompt))
@@ -86,7 +86,7 @@ def generate(
                 return "stop"
             telemetry.token(at)
             drawn.append(token)
-            yield Step(token, len(prompt), at)
+            yield Progress(token, len(prompt), at)
     except NotNumbersError as error:
         part = decoder.first_nonfinite([*prompt, *drawn])
         raise PackError(

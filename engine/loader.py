@@ -26,7 +26,7 @@ from ..models.pack.packed_model import PackedLayer, PackedModel
 from ..models.transformers_import import import_model_code
 from . import quality_presets
 from .decoder import decoders
-from .decoder.decoders import Decoder, LeanDecoder
+from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
 from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Loaded
@@ -190,7 +190,7 @@ def _decoder(model: Any, shares: DeviceShares) -> tuple[int, Decoder]:
     """Tokens of the longest chat, and what computes it."""
     decoder = decoders.choose(model, shares.window)
     # The library's cache takes nothing from the pool.
-    return shares.window if isinstance(decoder, LeanDecoder) else shares.reserved, decoder
+    return shares.window if isinstance(decoder, FusedDecoder) else shares.reserved, decoder
 
 
 def _describe(
@@ -274,14 +274,14 @@ class _Experts:
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
         self._control.make_room, self._control.chunk = shared.make_room, STREAMED_CHUNK
-        if isinstance(decoder, LeanDecoder):  # the library's cache has memory of its own
+        if isinstance(decoder, FusedDecoder):  # the library's cache has memory of its own
             decoder.room = shared
             shared.share()
         following = [*self._made[1:], None]
         for layer, after, block in zip(self._made, following, model.model.layers, strict=True):
             layer.neighbours = Neighbours(block.mlp.gate, after)
         if shared.parts.predictor != "none":
-            ahead = decoder.ahead if isinstance(decoder, LeanDecoder) else None
+            ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
             shared.predictor = predictor.make(shared.parts.predictor, model, self._pack.packed, ahead)
         shared.warm(_heat(self._pack.packed))
 

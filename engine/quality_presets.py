@@ -27,7 +27,7 @@ class Preset:
     x_bits: int = X_BITS_FINE
 
     @property
-    def lossless(self) -> bool:
+    def exact(self) -> bool:
         """Whether the kernels keep all of float32's precision, as preset Exact wants."""
         return self.x_bits == X_BITS_EXACT
 
@@ -49,7 +49,7 @@ def of(manifest: Manifest) -> tuple[Preset, ...]:
     were measured on this very pack (`floe-chat tune`), or else rules that did well on others.
     """
     measured = {tuned.name: tuned.rule for tuned in manifest.tuned}
-    presets = [replace(p, rule=measured.get(p.name, p.rule)) for p in PRESETS if manifest.lossless or not p.lossless]
+    presets = [replace(p, rule=measured.get(p.name, p.rule)) for p in PRESETS if manifest.unquantized or not p.exact]
     if manifest.architecture.intermediate % 2:  # an odd number of neurons has no halves
         presets = [replace(p, rule=replace(p.rule, major=p.rule.drop)) for p in presets]
     return tuple(presets)

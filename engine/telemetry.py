@@ -57,7 +57,7 @@ class LayerCounts:
         self.calls = [0] * self.experts
 
 
-class Memory(Protocol):
+class PoolReport(Protocol):
     """What a pool of rows reports about itself, see `Offload`."""
 
     def moved(self) -> tuple[int, float]:
@@ -85,7 +85,7 @@ class Telemetry:
         self.layers = [LayerCounts(experts) for _ in range(layers)]
         self._process = psutil.Process()
         self.clock: Callable[[], float] = time.perf_counter
-        self.memory: Memory | None = None
+        self.memory: PoolReport | None = None
         self.budget: int | None = None  # bytes of device memory that may be used
         self.begin(-1, 0, self.clock())
 
@@ -156,7 +156,7 @@ class Telemetry:
             vram_budget=self.budget,
         )
 
-    def _rows(self, memory: Memory, now: float) -> Rows:
+    def _rows(self, memory: PoolReport, now: float) -> Rows:
         def total(name: str) -> float:
             return sum(getattr(layer, name) for layer in self.layers)
 

@@ -29,7 +29,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class EvictionRule:
     """What decides who stays.
 
     Attributes:
@@ -113,7 +113,7 @@ class RowTable:
         free: (S,) int32, a stack. counters: (7,) int64, see STEP and so on; SPARE of the free ones are for urgent rows.
     """
 
-    def __init__(self, layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> None:
+    def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
         """No slot yet.
 
         Raises:

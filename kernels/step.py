@@ -46,20 +46,20 @@ class Heads:
             of all heads together. kept: in which form keys and values are stored.
     """
 
-    queries: int
-    keys: int
-    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     scale: float
     window: int | None = None
     clip: float | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    kept: torch.dtype = torch.float32
+    cache_dtype: torch.dtype = torch.float32
 
     @property
     def entry(self) -> tuple[int, int]:
         """(rows, D) of what a layer caches of a token: its keys, then its values."""
-        return 2 * self.keys, self.dim
+        return 2 * self.num_kv_heads, self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,14 @@ class Router:
 
     weight: Tensor
     top_k: int
-    shares: bool
+    norm_topk_prob: bool
     dtype: torch.dtype = torch.float32
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equal ones, any may be chosen."""
         probabilities = torch.softmax(F.linear(hidden, self.weight), -1, dtype=torch.float32)
         weights, index = probabilities.topk(self.top_k, -1)
-        if self.shares:
+        if self.norm_topk_prob:
             weights /= weights.sum(-1, keepdim=True)
         return index, weights.to(self.dtype)
 
@@ -93,8 +93,8 @@ class DenseLayer:
             values of all heads. out: back to H. router: None where the block does more than route.
     """
 
-    before: Tensor
-    after: Tensor
+    input_layernorm: Tensor
+    post_attention_layernorm: Tensor
     eps: float
     heads: Heads
     qkv: Projection
@@ -117,7 +117,7 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class ModelEnds:
     """What lies before the first layer and behind the last.
 
     Attributes:
@@ -159,22 +159,24 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     """
     heads, width = layer.heads, x.shape[-1]
     stream = x if added is None else x + added
-    qkv = layer.qkv(F.rms_norm(stream, (width,), layer.before, layer.eps)).view(-1, heads.dim)
-    queries, keys, values = qkv.split([heads.queries, heads.keys, heads.keys])
+    qkv = layer.qkv(F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps)).view(-1, heads.head_dim)
+    queries, keys, values = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads])
     if heads.q_norm is not None and heads.k_norm is not None:
         queries, keys = (
             _norm(part, weight, layer.eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm))
         )
     if heads.clip is not None:
         queries, keys, values = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, values))
-    queries, keys = (part * rope[0] + part.roll(heads.dim // 2, -1) * rope[1] for part in (queries, keys))
+    queries, keys = (part * rope[0] + part.roll(heads.head_dim // 2, -1) * rope[1] for part in (queries, keys))
     kv[position] = torch.cat([keys, values]).to(kv.dtype)
     first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-    keys, values = kv[first : position + 1].to(x.dtype).repeat_interleave(heads.queries // heads.keys, 1).chunk(2, 1)
+    keys, values = (
+        kv[first : position + 1].to(x.dtype).repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
+    )
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
     out = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
     stream = stream + layer.out(out.view(1, -1))
-    hidden = F.rms_norm(stream, (width,), layer.after, layer.eps)
+    hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
     return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
 
 

@@ -19,14 +19,14 @@ _VIEWS = ("tree", "blob", "resolve", "raw", "commit")
 
 
 @dataclass(frozen=True, slots=True)
-class Repo:
+class NamedRepo:
     """A repository on the hub: `id` is owner/name; `commit` is "" for its main revision."""
 
     id: str
     commit: str = ""
 
 
-def hub_repo(text: str) -> Repo | None:
+def hub_repo(text: str) -> NamedRepo | None:
     """The repository that an id (owner/name) or the address of a page or file of it names; None for anything else.
 
     Addresses of huggingface.co, hf.co and mirrors are understood with or without https://, with /tree/main, /blob/...
@@ -39,13 +39,13 @@ def hub_repo(text: str) -> Repo | None:
     if not text or len(text) > _LONGEST:
         return None
     if _ID.fullmatch(text) and "." not in text.partition("/")[0]:
-        return Repo(text)
+        return NamedRepo(text)
     if not re.match(r"(https?|hf)://|git@|(www\.)?(huggingface\.co|hf\.co|hf-mirror\.com)/", text, re.IGNORECASE):
-        return Repo(text) if _ID.fullmatch(text) and not text.startswith(".") else None
+        return NamedRepo(text) if _ID.fullmatch(text) and not text.startswith(".") else None
     return _of_address(text)
 
 
-def _of_address(text: str) -> Repo:
+def _of_address(text: str) -> NamedRepo:
     address = re.sub(r"^git@([^:/]+):", r"https://\1/", text)
     address = re.sub(r"^hf://", "https://hf.co/", address, flags=re.IGNORECASE)
     try:
@@ -70,9 +70,9 @@ def _of_address(text: str) -> Repo:
         )
     revision = parts[3] if len(parts) > 3 and parts[2] in _VIEWS else "main"
     if revision == "main":
-        return Repo(name)
+        return NamedRepo(name)
     if re.fullmatch("[0-9a-f]{40}", revision):
-        return Repo(name, revision)
+        return NamedRepo(name, revision)
     raise UsageError(
         f"{text} is not the main revision",
         f"It is the revision {revision}; floe-chat sets up main, or a commit by all 40 digits of its hash.",

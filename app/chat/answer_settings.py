@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from ...engine.events import Sampling
 from ...engine.ranges import SAMPLING
 from ...models.errors import UsageError
-from ..history import Setup
+from ..history import ChatSetup
 from ..settings.settings import Persona
 
 NAMES = tuple(field.name for field in fields(Sampling))
@@ -31,7 +31,7 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
         raise UsageError(f"{name} cannot be {value!r}", cause, "Example: /set temperature 0.3") from error
 
 
-def with_persona(setup: Setup, personas: Mapping[str, Persona], name: str) -> Setup:
+def with_persona(setup: ChatSetup, personas: Mapping[str, Persona], name: str) -> ChatSetup:
     """`setup` with the system prompt and the sampling values of the persona `name`.
 
     Raises:

@@ -21,7 +21,7 @@ from . import model_choice
 
 if TYPE_CHECKING:
     from ...engine.events import Sampling
-    from ..history import Conversation, Setup
+    from ..history import ChatSetup, Conversation
     from ..settings.settings import Settings
 
 
@@ -45,12 +45,12 @@ class Beginning:
     remark: str = ""
 
     @property
-    def setup(self) -> Setup:
+    def setup(self) -> ChatSetup:
         """Of a new chat."""
-        from ..history import Setup
+        from ..history import ChatSetup
 
         model = catalog.reference(self.client.pack)
-        return Setup(model, self.preset, self.sampling, self.system or "", self.settings.persona)
+        return ChatSetup(model, self.preset, self.sampling, self.system or "", self.settings.persona)
 
 
 def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, chat: int | None = None) -> Beginning:

@@ -4,7 +4,7 @@ back."""
 from __future__ import annotations
 
 from ...models.errors import FloeError, UsageError
-from ..history import History, Message, Setup
+from ..history import ChatSetup, History, Message
 from .answering import Answering
 from .dialogue import Dialogue
 from .export_file import write_chat
@@ -92,7 +92,7 @@ class Chats:
         self._dialogue.rename(" ".join(title.split()))
         self._questions.show_name()
 
-    def set_up(self, title: str, setup: Setup) -> None:
+    def set_up(self, title: str, setup: ChatSetup) -> None:
         """Answer this chat with `setup` from now on, and rename it if it had another title."""
         if title != self._dialogue.name:
             self._dialogue.rename(title)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..client.prompt import Message as Turn
-from ..history import Answer, AnswerStats, Attachment, History, Message, Setup, State, shortened
+from ..client.prompt import Turn as Turn
+from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, State, shortened
 from ..history.records import first_line, now
 
 _PAGE = 200  # messages read at once on the way back to what fits the window
@@ -23,7 +23,7 @@ class Dialogue:
         ids: the messages from the first to the last.
     """
 
-    def __init__(self, history: History, setup: Setup) -> None:
+    def __init__(self, history: History, setup: ChatSetup) -> None:
         self._history = history
         self._conversation: int | None = None
         self._known: dict[int, Message] = {}
@@ -43,7 +43,7 @@ class Dialogue:
             return self.title
         return shortened(first_line(self.messages(self.ids[:1])[0].text)) if self.messages(self.ids[:1]) else ""
 
-    def begin_anew(self, setup: Setup) -> None:
+    def begin_anew(self, setup: ChatSetup) -> None:
         """Leave this conversation; the next question begins another."""
         self._conversation, self.setup, self.title = None, setup, ""
         self._known.clear()
@@ -152,7 +152,7 @@ class Dialogue:
         if self._conversation is not None:
             self._history.rename(self._conversation, title)
 
-    def set_up(self, setup: Setup) -> None:
+    def set_up(self, setup: ChatSetup) -> None:
         """Answer with this from now on."""
         self.setup = setup
         if self._conversation is not None:

@@ -10,7 +10,7 @@ from ...models.errors import UsageError
 from ..client import chat_client
 from ..history.answer import Answer
 from ..history.live import History
-from ..history.records import Attachment, Message, Setup
+from ..history.records import Attachment, ChatSetup, Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Exchange:
             leave its context) at the end.
     """
 
-    turns: tuple[chat_client.Message, ...]
+    turns: tuple[chat_client.Turn, ...]
     keep: Callable[[], Answer]
 
 
 def ask_in(
-    history: History, number: int | None, text: str, setup: Setup, attachments: Sequence[Attachment] = ()
+    history: History, number: int | None, text: str, setup: ChatSetup, attachments: Sequence[Attachment] = ()
 ) -> Exchange:
     """A question at the end of conversation `number`, or of the one that was written to last (None).
 
@@ -51,7 +51,7 @@ def ask_in(
     return Exchange(tuple(asked), keep)
 
 
-def ask_anew(history: History, text: str, setup: Setup, attachments: Sequence[Attachment] = ()) -> Exchange:
+def ask_anew(history: History, text: str, setup: ChatSetup, attachments: Sequence[Attachment] = ()) -> Exchange:
     """A question that begins a conversation. Never fails here."""
 
     def keep() -> Answer:
@@ -61,23 +61,23 @@ def ask_anew(history: History, text: str, setup: Setup, attachments: Sequence[At
     return Exchange((*turns((), setup.system_prompt), _turn("user", text, attachments)), keep)
 
 
-def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Message]:
+def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Turn]:
     """A branch as the model gets it: the system prompt if there is one, then user and assistant in turn.
 
     A question that got no answer, or a blank one, is left out: chat templates want the roles to alternate.
     """
-    kept: list[chat_client.Message] = [chat_client.Message("system", system_prompt)] if system_prompt else []
+    kept: list[chat_client.Turn] = [chat_client.Turn("system", system_prompt)] if system_prompt else []
     question: Message | None = None
     for message in branch:
         if message.role == "user":
             question = message
         elif question is not None and message.text.strip():
             kept.append(_turn("user", question.text, question.attachments))
-            kept.append(chat_client.Message("assistant", message.text))
+            kept.append(chat_client.Turn("assistant", message.text))
             question = None
     return kept
 
 
-def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> chat_client.Message:
+def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> chat_client.Turn:
     # The files first, so that the question stands next to where the answer begins.
-    return chat_client.Message(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))
+    return chat_client.Turn(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))

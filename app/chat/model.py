@@ -10,7 +10,7 @@ from ...engine.events import Loaded, Rule
 from ...models import catalog
 from ...models.errors import FloeError, UsageError
 from ..client.chat_client import ChatClient
-from ..history import Setup
+from ..history import ChatSetup
 from ..text.units import share
 from . import model_choice
 from .dialogue import Dialogue
@@ -114,7 +114,7 @@ class ChatModel:
         elif setup.preset in self.presets and setup.preset != self.wanted:
             self._ask_for(setup.preset)
 
-    def setup_of_new(self, setup: Setup) -> Setup:
+    def setup_of_new(self, setup: ChatSetup) -> ChatSetup:
         """`setup` for a new conversation, with the model and the quality that are in force."""
         quality = self.by_hand if self.wanted == CUSTOM else None
         return replace(setup, model=catalog.reference(self._expected), quality=quality)

@@ -17,7 +17,7 @@ from ...models.errors import FloeError
 from .. import progress
 from ..chat.exchange import ask_anew, ask_in
 from ..client.chat_client import ChatClient, TextDelta
-from ..history import Answer, AnswerStats, History, Recovered, Setup, Trouble, history_file
+from ..history import Answer, AnswerStats, ChatSetup, History, HistoryTrouble, Recovered, history_file
 from ..history.answer import unsaved
 from ..history.exporting import json_text
 from ..terminal.signals import ending_in_order
@@ -40,7 +40,7 @@ class Question:
     """
 
     text: str
-    setup: Setup
+    setup: ChatSetup
     max_tokens: int
     number: int | None = None
     saved: bool = True
@@ -109,7 +109,7 @@ def _close(history: History, wait: float) -> bool:
 
 def _tell(history: History) -> None:
     for event in history.poll():
-        if isinstance(event, Trouble):
+        if isinstance(event, HistoryTrouble):
             sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
         elif isinstance(event, Recovered):
             sys.stderr.write("floe-chat: This chat is saved now.\n")

@@ -18,7 +18,7 @@ from ..text.plain_text import printable
 from .comparison import comparing, source_of, text_ids, text_name
 
 if TYPE_CHECKING:
-    from ...engine.quality.evaluate import Evaluation, Measured
+    from ...engine.quality.evaluate import Evaluation, PresetLoss
 
 _HEAD = (
     f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
@@ -98,7 +98,7 @@ def table(found: Evaluation, text: str) -> str:
     return printable("\n".join(lines))
 
 
-def _row(row: Measured) -> str:
+def _row(row: PresetLoss) -> str:
     d = row.divergence
     greedy = " ".join("-" if place is None else str(place) for place in row.first_divergence)
     return (

@@ -22,7 +22,7 @@ from ..text.plain_text import printable
 from .command_names import SuggestingGroup
 
 if TYPE_CHECKING:
-    from ..history.database.store import Store
+    from ..history.database.store import HistoryStore
 
 _JSON = click.option("--json", "as_json_lines", is_flag=True, help="Print one JSON object per line.")
 
@@ -248,7 +248,7 @@ def delete(numbers: tuple[int, ...], undo: bool) -> None:
 
 
 @contextmanager
-def _opened(*, writing: bool) -> Generator[Store]:
+def _opened(*, writing: bool) -> Generator[HistoryStore]:
     from ..history.database.opening import history_file, open_history, open_to_read, open_unsaved
     from ..history.database.trouble import explaining
 
@@ -267,7 +267,7 @@ def _opened(*, writing: bool) -> Generator[Store]:
         store.close()
 
 
-def _wanted(store: Store, numbers: Sequence[int]) -> list[int]:
+def _wanted(store: HistoryStore, numbers: Sequence[int]) -> list[int]:
     if numbers:
         return [store.numbered(number).id for number in dict.fromkeys(numbers)]
     ids: list[int] = []

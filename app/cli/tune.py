@@ -22,8 +22,8 @@ from .printing.scatter_plot import scatter
 if TYPE_CHECKING:
     from ...engine.quality.candidates import Setting
     from ...engine.quality.frontier import Frontier, Point
-    from ...engine.quality.tune import Tuning
-    from ...models.pack.manifest import Tuned
+    from ...engine.quality.tune import TunedPresets
+    from ...models.pack.manifest import TunedPreset
 
 _PLOT = (86, 20)
 _HEAD = (
@@ -86,13 +86,13 @@ def tune(
     click.echo(json.dumps(rounded(fields)))
 
 
-def _flat(preset: Tuned) -> dict[str, Any]:
+def _flat(preset: TunedPreset) -> dict[str, Any]:
     """A preset's fields, its rule's among them."""
     fields = asdict(preset)
     return {**fields.pop("rule"), **fields}
 
 
-def text(found: Tuning, measured_on: str) -> str:
+def text(found: TunedPresets, measured_on: str) -> str:
     """Everything for people, 100 columns wide."""
     from ...engine.quality.frontier import PROBES
 

@@ -11,18 +11,18 @@ ever written over. One SQLite file holds all of them; `schema.py` has its tables
 from .answer import Answer
 from .attachments import read_attachment
 from .database.opening import Opened, history_file, open_history
-from .events import Changed, HistoryEvent, Ready, Recovered, Trouble
+from .events import Changed, HistoryEvent, HistoryTrouble, Ready, Recovered
 from .exporting import as_json, as_markdown, file_name, footer, json_text
 from .importing import parse
 from .live import History
 from .records import (
     AnswerStats,
     Attachment,
+    ChatSetup,
     Conversation,
     Hit,
     Message,
     Role,
-    Setup,
     State,
     Summary,
     Tree,
@@ -36,20 +36,20 @@ __all__ = [
     "AnswerStats",
     "Attachment",
     "Changed",
+    "ChatSetup",
     "Conversation",
     "History",
     "HistoryEvent",
+    "HistoryTrouble",
     "Hit",
     "Message",
     "Opened",
     "Ready",
     "Recovered",
     "Role",
-    "Setup",
     "State",
     "Summary",
     "Tree",
-    "Trouble",
     "Unsent",
     "as_json",
     "as_markdown",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from .database.store import Store
+from .database.store import HistoryStore
 from .database.trouble import SQLITE_ERRORS
 from .records import Tree, new_id
 
@@ -14,7 +14,7 @@ _TURN_SECONDS = 0.5  # a lock that others hardly notice
 _PAUSE_SECONDS = 0.15  # who waits for a lock looks every tenth of a second
 
 
-def add_all(store: Store, trees: Sequence[Tree]) -> list[int]:
+def add_all(store: HistoryStore, trees: Sequence[Tree]) -> list[int]:
     """Add copies of all `trees`, or none, and return their ids; others have their turns meanwhile.
 
     They are hidden until all are there. What a killed process leaves of them is wiped as deleted conversations are.

@@ -19,7 +19,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class HistoryTrouble:
     """Something that the person has to be told; the chat goes on. It is told once until it is over."""
 
     title: str
@@ -32,4 +32,4 @@ class Recovered:
     """What could not be written for a while is on the disk now."""
 
 
-HistoryEvent = Ready | Changed | Trouble | Recovered
+HistoryEvent = Ready | Changed | HistoryTrouble | Recovered

@@ -13,7 +13,7 @@ from ...engine.events import LATE, Rule, Sampling
 from ...models.catalog import short_name
 from ...models.errors import UsageError
 from .exporting import FORMAT, FORMAT_VERSION
-from .records import LATEST, MOST, AnswerStats, Attachment, Conversation, Message, Role, Setup, State, Tree
+from .records import LATEST, MOST, AnswerStats, Attachment, ChatSetup, Conversation, Message, Role, State, Tree
 
 _Value = TypeVar("_Value")
 _KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
@@ -115,7 +115,7 @@ def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
     if head is not None and head not in messages:
         raise item.bad("head", f"is message {head}, which is not in the file")
     drawn = _Object(item.get("sampling", dict), f"{item.way}.sampling")
-    setup = Setup(
+    setup = ChatSetup(
         short_name(item.get("model", str)),  # a file may not name a folder that is read when the chat is opened
         item.maybe("preset", str),
         _sampling(drawn, tell),

@@ -11,12 +11,24 @@ from ...models.errors import FloeError
 from .answer import Answer
 from .database.opening import connect
 from .database.reading import Reader
-from .database.store import Store
+from .database.store import HistoryStore
 from .database.trouble import SQLITE_ERRORS, explaining
 from .database.writer import Write, Writer
 from .events import Changed, HistoryEvent
 from .processes import is_running, this_process
-from .records import AnswerStats, Attachment, Conversation, Hit, Message, Setup, State, Summary, Tree, Unsent, new_id
+from .records import (
+    AnswerStats,
+    Attachment,
+    ChatSetup,
+    Conversation,
+    Hit,
+    Message,
+    State,
+    Summary,
+    Tree,
+    Unsent,
+    new_id,
+)
 
 
 class History:
@@ -85,7 +97,7 @@ class History:
 
     # Writing ----------------------------------------------------------------------------------------------------------
 
-    def begin(self, setup: Setup, title: str = "") -> int:
+    def begin(self, setup: ChatSetup, title: str = "") -> int:
         """Begin a conversation and return its id. Without a title, its first question names it (`Summary.name`)."""
         conversation = new_id()
         self._writer.put(lambda store: store.add_conversation(conversation, setup, title))
@@ -105,7 +117,7 @@ class History:
         """Begin an answer to the question `parent`; another answer to the same question is its sibling."""
         answer = Answer(new_id(parent), "", self._end)
 
-        def begin(store: Store) -> None:
+        def begin(store: HistoryStore) -> None:
             store.begin_answer(answer.id, parent, model, preset, this_process())
             self._writer.follow(answer)
 
@@ -115,7 +127,7 @@ class History:
         """Write on where the answer `message` ended."""
         answer = Answer(message.id, message.text, self._end)
 
-        def begin(store: Store) -> None:
+        def begin(store: HistoryStore) -> None:
             store.reopen_answer(answer.id, model, preset, this_process())
             self._writer.follow(answer)
 
@@ -129,7 +141,7 @@ class History:
         """Give a conversation a title; "" takes it away."""
         self._writer.put(lambda store: store.rename(conversation, title))
 
-    def set_up(self, conversation: int, setup: Setup) -> None:
+    def set_up(self, conversation: int, setup: ChatSetup) -> None:
         """Change what a conversation is answered with from now on."""
         self._writer.put(lambda store: store.set_up(conversation, setup))
 
@@ -245,7 +257,7 @@ class History:
     def _end(self, answer: Answer, state: State, stats: AnswerStats | None) -> None:
         self._running.discard(answer)
 
-        def end(store: Store) -> None:
+        def end(store: HistoryStore) -> None:
             store.end_answer(answer.id, answer.collect(), state, stats)
             self._writer.leave(answer)
 

@@ -27,7 +27,7 @@ _RANDOM_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ChatSetup:
     """What a conversation is answered with.
 
     Attributes:
@@ -105,7 +105,7 @@ class Conversation:
     title: str
     created: int
     updated: int
-    setup: Setup
+    setup: ChatSetup
     head: int | None
 
 

@@ -23,7 +23,7 @@ from ..chat import model_choice
 from ..chat.beginning import Beginning
 from ..chat.dialogue import Dialogue
 from ..client.chat_client import ChatClient, Submitted, TextDelta
-from ..history import Answer, AnswerStats, Attachment, Conversation, History, Message, Setup, Trouble
+from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, HistoryTrouble, Message
 from ..settings.settings import Persona
 from ..text.plain_text import printable
 from .plain_commands import PlainCommands
@@ -47,7 +47,7 @@ class PlainChat:
         self,
         client: ChatClient,
         history: History,
-        setup: Setup,
+        setup: ChatSetup,
         max_tokens: int,
         read: Callable[[str], str] = input,
         personas: Mapping[str, Persona] | None = None,
@@ -253,7 +253,7 @@ def run_plain(beginning: Beginning, history: History) -> int:
         client.close()
         saved = history.close()
         for event in history.poll():
-            if isinstance(event, Trouble):
+            if isinstance(event, HistoryTrouble):
                 remark(f"{event.title}. {event.cause} {event.hint}")
     return 1 if not saved or (chat.failed and not sys.stdin.isatty()) else 0
 

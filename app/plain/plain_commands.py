@@ -17,7 +17,7 @@ from ..chat.dialogue import Dialogue
 from ..chat.export_file import write_chat
 from ..chat.model_choice import start_with
 from ..client.chat_client import ChatClient
-from ..history import AnswerStats, Attachment, Conversation, History, Message, Setup, footer, read_attachment
+from ..history import AnswerStats, Attachment, ChatSetup, Conversation, History, Message, footer, read_attachment
 from ..settings.file import settings_file
 from ..settings.settings import Persona
 from ..text_files import meant
@@ -39,7 +39,7 @@ class Chat(Protocol):
     client: ChatClient
     history: History
     dialogue: Dialogue
-    setup: Setup
+    setup: ChatSetup
     personas: Mapping[str, Persona]
     presets: tuple[str, ...]
     preset: str

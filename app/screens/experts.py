@@ -16,7 +16,7 @@ from ..text.units import share
 from ..widgets.common.hints import ScrollingPage, hint
 from ..widgets.common.keys import closing
 from ..widgets.common.themes import MUTED
-from ..widgets.panel.figures import Figures
+from ..widgets.panel.figures import PanelFigures
 from ..widgets.panel.heat import condense
 
 _SHADES = " ░▒▓█"
@@ -36,7 +36,7 @@ class HeatMap(Widget):
     columns); then its active neurons, and how well they and the experts were predicted.
     """
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: PanelFigures) -> None:
         super().__init__()
         self._figures = figures
 
@@ -103,7 +103,7 @@ class ExpertsScreen(ModalScreen[None]):
         Binding("pagedown,space", "scroll(10)", show=False),
     ]
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: PanelFigures) -> None:
         super().__init__()
         self._figures = figures
 

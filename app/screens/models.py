@@ -20,13 +20,13 @@ from ...models.published import PUBLISHED
 from ...models.quantities import size
 from ..background import in_background
 from ..setup.flow import Setup
-from ..setup.setups import Check, Setups, Surveyor, remove, survey
+from ..setup.setups import PackCheck, Setups, Surveyor, remove, survey
 from ..setup.wish import Wish, discard, wish
 from ..text.plain_text import printable
 from ..widgets.common.hints import Hints
 from ..widgets.setup import models
 from ..widgets.setup.bar import Bar
-from ..widgets.setup.models import Found, Model, ModelList
+from ..widgets.setup.models import KnownModels, Model, ModelList
 from ..widgets.setup.step import Trouble
 from .models_remove import RemoveScreen
 from .wizard.wizard import WizardScreen
@@ -103,7 +103,7 @@ class ModelsScreen(Screen["str | None"]):
         """Read the list of models again."""
         in_background(self, lambda: models.look(self._entries), self._show)
 
-    def _show(self, found: Found) -> None:
+    def _show(self, found: KnownModels) -> None:
         self._list.show(found, self._current)
         free = "" if found.free is None else f", {size(found.free)} free"
         self._disk.update(printable(found.trouble or f"Disk: {size(found.taken)} used{free}. Folder: {found.folder}"))
@@ -345,7 +345,7 @@ def delete(model: Model, setups: Setups) -> FloeError | None:
     return None
 
 
-def told(check: Check) -> str:
+def told(check: PackCheck) -> str:
     """How far a check is, or what it found."""
     if check.state == "checking":
         return f"{check.name}: {check.step}"

@@ -23,7 +23,7 @@ from ..text.units import NOT_MEASURED, rate_of, share, size
 from ..widgets.common.dial import Dial
 from ..widgets.common.hints import Page, hints
 from ..widgets.common.keys import closing
-from ..widgets.panel.figures import Figures, speed
+from ..widgets.panel.figures import PanelFigures, speed
 from ..widgets.panel.meanings import KL
 
 _WIDE, _NARROW = (10, 9, 9, 9, 9, 11, 11), (8, 8, 7, 6, 7, 10, 8)  # cells of a preset's name and of its figures
@@ -82,7 +82,7 @@ class PresetLine(Widget, can_focus=True):
         preset = self.cost.preset
         kl = "not tuned" if self.cost.kl is None else f"{self.cost.kl:.4f}"
         moved = NOT_MEASURED if self.cost.bytes_per_token is None else size(self.cost.bytes_per_token)
-        if preset.lossless:
+        if preset.exact:
             kl = "0"
         skipped = (preset.rule.sparsity, preset.rule.product, preset.rule.drop, preset.rule.major)
         line = _in_columns(self, (preset.name, *(share(value) for value in skipped), kl, moved))
@@ -107,7 +107,7 @@ class QualityScreen(ModalScreen[None]):
         Binding("down,j", "app.focus_next", "the line below", show=False),
     ]
 
-    def __init__(self, model: ChatModel, figures: Figures) -> None:
+    def __init__(self, model: ChatModel, figures: PanelFigures) -> None:
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (27, "-tall")]

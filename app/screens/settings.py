@@ -18,13 +18,13 @@ from ...models.errors import FloeError, UsageError
 from ...models.paths import expanded
 from ..actions import OWN
 from ..background import in_background
-from ..settings.file import Read, change, read
-from ..settings.settings import KEYS, Key
+from ..settings.file import SettingsRead, change, read
+from ..settings.settings import KEYS, SettingKey
 from ..text.plain_text import printable
 from ..widgets.common.hints import Page, hints
-from ..widgets.common.setting_fields import Choice, Field, Prose, Toggle, Written
+from ..widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
 
-Apply = Callable[[Read], None]
+Apply = Callable[[SettingsRead], None]
 
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "cuda:1")
 _AT_ONCE = ("screen.theme", "keys.")  # how the settings begin that need no new start
@@ -49,7 +49,7 @@ class SettingsScreen(ModalScreen[None]):
         Binding("down", "app.focus_next", "the setting below", show=False),
     ]
 
-    def __init__(self, file: Path | None, found: Read, apply: Apply) -> None:
+    def __init__(self, file: Path | None, found: SettingsRead, apply: Apply) -> None:
         super().__init__()
         self._file = file
         self._found = found
@@ -77,17 +77,17 @@ class SettingsScreen(ModalScreen[None]):
                     yield _row(Written(f"keys.{name}", None, settings.keys.get(name, action.keys), action.keys))
             yield self._meaning
 
-    def _field(self, key: Key, value: Any) -> Field:
+    def _field(self, key: SettingKey, value: Any) -> Field:
         if key.among is None:
             return Toggle(key.name, key, value)
         if key.field == "system_prompt":
             return Prose(key.name, key, value)
         if (values := self._values(key)) is not None:
             trouble = next((each.reason for each in self._found.problems if each.name == key.name), "")
-            return Choice(key.name, key, value, values, trouble)
+            return ChoiceField(key.name, key, value, values, trouble)
         return Written(key.name, key, value, key.unset or str(key.default))
 
-    def _values(self, key: Key) -> tuple[str, ...] | None:
+    def _values(self, key: SettingKey) -> tuple[str, ...] | None:
         """What can be chosen for this setting; None: it is typed."""
         match key.field:
             case "model":
@@ -104,7 +104,7 @@ class SettingsScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.query_one(f"#{_id('chat.model')}").focus()
-        in_background(self, _installed, self.query_one(f"#{_id('chat.model')}", Choice).offer)
+        in_background(self, _installed, self.query_one(f"#{_id('chat.model')}", ChoiceField).offer)
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Explain the setting that has the focus."""
@@ -124,7 +124,7 @@ class SettingsScreen(ModalScreen[None]):
     @on(Select.Changed)
     @on(Checkbox.Changed)
     def _choose(self, event: Select.Changed | Checkbox.Changed) -> None:
-        if isinstance(event.control, Choice | Toggle):
+        if isinstance(event.control, ChoiceField | Toggle):
             self._save(event.control)
 
     def action_close(self) -> None:

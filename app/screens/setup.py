@@ -15,7 +15,7 @@ from textual.widgets import Button, Input, Select, Static, TextArea
 
 from ...models.errors import UsageError
 from ..chat.answer_settings import NAMES, changed
-from ..history import Setup
+from ..history import ChatSetup
 from ..settings.settings import KEYS, Persona
 from ..text.plain_text import printable
 from ..widgets.common.hints import ScrollingPage, hints
@@ -26,7 +26,7 @@ _MEANINGS = {key.field: key.description for key in KEYS} | {
 }
 
 
-class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
+class SetupScreen(ModalScreen["tuple[str, ChatSetup] | None"]):
     """Ctrl+S or the button saves the changes, Esc discards them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -36,7 +36,12 @@ class SetupScreen(ModalScreen["tuple[str, Setup] | None"]):
     ]
 
     def __init__(
-        self, title: str, setup: Setup, personas: Mapping[str, Persona], presets: Sequence[str] = (), in_force: str = ""
+        self,
+        title: str,
+        setup: ChatSetup,
+        personas: Mapping[str, Persona],
+        presets: Sequence[str] = (),
+        in_force: str = "",
     ) -> None:
         """`presets`: of the model that answers, none while it loads. `in_force`: the one of them that is used, or what
         stands for a quality by hand."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..actions import OWN, Place
-from .settings import KEYS, Key, Persona, Settings
+from .settings import KEYS, Persona, SettingKey, Settings
 
 Path = tuple[str, ...]
 
@@ -215,7 +215,7 @@ def _without_twins(given: dict[str, str], problems: _Problems) -> dict[str, str]
     return keys
 
 
-def _key(path: Path) -> Key | None:
+def _key(path: Path) -> SettingKey | None:
     if len(path) == 3 and path[0] == "personas":
         return _OF_PERSONAS.get(path[2])
     return _NAMED.get(path)

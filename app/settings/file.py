@@ -17,7 +17,7 @@ from ...models.errors import FloeError, TryAgainError, UsageError
 from ..actions import OWN
 from .check import Path as _Path
 from .check import Problem, check, explained, line_of, trouble_with, whole_file
-from .settings import KEYS, Key, Range, Settings, refused
+from .settings import KEYS, Range, SettingKey, Settings, refused
 
 _LOCK_SECONDS = 5.0
 _WIDTH = 88  # columns of a comment in a new file
@@ -25,7 +25,7 @@ _LARGEST = 1 << 20  # bytes of a settings file
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class SettingsRead:
     """The settings in force, and the problems of the file: only the settings they name have their defaults instead."""
 
     settings: Settings
@@ -37,21 +37,21 @@ def settings_file() -> Path:
     return Path(platformdirs.user_config_dir("floe-chat", appauthor=False)) / "settings.toml"
 
 
-def read(file: Path) -> Read:
+def read(file: Path) -> SettingsRead:
     """The settings in `file`, or the defaults if there is none; the file is not changed."""
     try:
         text = private_file.read(file, _LARGEST).decode("utf-8-sig")
     except FileNotFoundError:
-        return Read(Settings())
+        return SettingsRead(Settings())
     except OSError as error:
-        return Read(Settings(), (whole_file(None, f"it cannot be read: {error.strerror}"),))
+        return SettingsRead(Settings(), (whole_file(None, f"it cannot be read: {error.strerror}"),))
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        return Read(Settings(), (whole_file(line, "it is not UTF-8 text"),))
-    return Read(*check(text))
+        return SettingsRead(Settings(), (whole_file(line, "it is not UTF-8 text"),))
+    return SettingsRead(*check(text))
 
 
-def with_installed_model(found: Read, file: Path) -> Read:
+def with_installed_model(found: SettingsRead, file: Path) -> SettingsRead:
     """What `read(file)` found, with the demo in the place of a model that is not installed, and a problem that says so.
 
     Models are looked for in the folder that was chosen (`catalog.use_models_folder`).
@@ -66,7 +66,7 @@ def with_installed_model(found: Read, file: Path) -> Read:
     return found
 
 
-def with_known_theme(found: Read, file: Path, themes: Collection[str]) -> Read:
+def with_known_theme(found: SettingsRead, file: Path, themes: Collection[str]) -> SettingsRead:
     """What `read(file)` found, with the default in the place of a theme that is none of `themes`, and a problem."""
     theme, default = found.settings.theme, Settings().theme
     if theme in themes:
@@ -75,12 +75,14 @@ def with_known_theme(found: Read, file: Path, themes: Collection[str]) -> Read:
     return _with_problem(settings, found, file, "screen.theme", f"{theme!r} is not a theme", f"the theme {default}")
 
 
-def _with_problem(settings: Settings, found: Read, file: Path, name: str, reason: str, instead: str) -> Read:
+def _with_problem(
+    settings: Settings, found: SettingsRead, file: Path, name: str, reason: str, instead: str
+) -> SettingsRead:
     try:
         line = line_of(private_file.read(file, _LARGEST).decode("utf-8-sig"), tuple(name.split(".")))
     except (OSError, ValueError):
         line = None
-    return Read(settings, (*found.problems, Problem(line, name, reason, f"{instead} is used")))
+    return SettingsRead(settings, (*found.problems, Problem(line, name, reason, f"{instead} is used")))
 
 
 def change(file: Path, values: Mapping[str, Any]) -> None:
@@ -133,7 +135,7 @@ def documented() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explained(key: Key) -> list[str]:
+def _explained(key: SettingKey) -> list[str]:
     facts = " ".join(part for part in (key.hint, f"If not set: {key.unset}." if key.unset else "") if part)
     said = [line for text in (key.description, facts) for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False)]
     shown = str(key.example).lower() if isinstance(key.example, bool) else key.example

@@ -50,7 +50,7 @@ Values = Range | tuple[str, ...] | Text | None
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SettingKey:
     """How one setting is written, checked and explained.
 
     Attributes:
@@ -155,7 +155,7 @@ def _key(
     name: str, default: Any, description: str, among: Values = None, *, unset: str = "", example: Any = None
 ) -> Any:
     shown = default if example is None else example
-    return field(default=default, metadata={"key": Key(name, "", default, description, unset, shown, among)})
+    return field(default=default, metadata={"key": SettingKey(name, "", default, description, unset, shown, among)})
 
 
 _MODELS_OWN = "the model's own value, or {}"
@@ -289,8 +289,8 @@ class Settings:
         return replace(self, persona=name, **given)
 
 
-KEYS: tuple[Key, ...] = tuple(
-    replace(cast(Key, one.metadata["key"]), field=one.name) for one in fields(Settings) if "key" in one.metadata
+KEYS: tuple[SettingKey, ...] = tuple(
+    replace(cast(SettingKey, one.metadata["key"]), field=one.name) for one in fields(Settings) if "key" in one.metadata
 )
 """Every plain setting, in the order of the file."""
 

@@ -23,7 +23,7 @@ from .wish import Wish, check_folders, clear_fetched, write_note
 
 if TYPE_CHECKING:
     from ...models.checkpoint import Checkpoint
-    from ...models.hub.fetch_loop import Tuning
+    from ...models.hub.fetch_loop import Patience
     from ...models.hub.remote_checkpoint import HubShelf
     from ...models.packing.pack import PackSpec
 
@@ -67,7 +67,7 @@ class Setup:
         wanted: Wish,
         token: str | None = None,
         *,
-        tuning: Tuning | None = None,
+        tuning: Patience | None = None,
         after: Setup | None = None,
     ) -> None:
         """`token`: for the hub, if not the user's own; it is not saved. tuning: of the download's patience. after: one

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...engine.planning.machine import Machine
     from ...models.catalog_entry import Entry
     from ...models.checking.verify import Damage
-    from ...models.hub.fetch_loop import Tuning
+    from ...models.hub.fetch_loop import Patience
 
 _LEAVING_S = 2.0  # that quitting waits; the work in hand is done again later
 _ENDED = ("done", "failed", "cancelled")
@@ -128,7 +128,7 @@ def remove(name: str) -> None:
         raise FloeError(f"{name} cannot be deleted", f"{error.strerror or error}.", "Delete it by hand.") from error
 
 
-class Check:
+class PackCheck:
     """One packed model being read from end to end, on its own thread.
 
     Attributes:
@@ -144,7 +144,7 @@ class Check:
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="floe-check", daemon=True)
 
-    def start(self) -> Check:
+    def start(self) -> PackCheck:
         """Start; returns at once."""
         self._thread.start()
         return self
@@ -196,10 +196,10 @@ class Setups:
         setup, check: the last ones started, until they are dismissed; they may have ended.
     """
 
-    def __init__(self, tuning: Tuning | None = None) -> None:
+    def __init__(self, tuning: Patience | None = None) -> None:
         """`tuning`: of downloads' patience."""
         self.setup: Setup | None = None
-        self.check: Check | None = None
+        self.check: PackCheck | None = None
         self._stopped: Setup | None = None
         self._tuning = tuning
 
@@ -248,10 +248,10 @@ class Setups:
             self._stopped.close()
         forget(begun)
 
-    def start_check(self, name: str) -> Check:
+    def start_check(self, name: str) -> PackCheck:
         """Check the packed model `name`, in place of a check that is running."""
         self.stop_check()
-        self.check = Check(name).start()
+        self.check = PackCheck(name).start()
         return self.check
 
     def stop_check(self) -> None:

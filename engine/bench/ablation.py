@@ -25,7 +25,7 @@ from ..quality.evaluate import NO_SPARSITY
 from ..quality_presets import X_BITS_EXACT, Preset
 from ..telemetry import Telemetry
 from . import synthetic
-from .layers import Found, Key, answered, floor_figures, floor_parts, slope, told_apart
+from .layers import Found, RoundKey, answered, floor_figures, floor_parts, slope, told_apart
 from .measure import Report, Section, Table, Timed, in_turn, summarise
 from .speed import WARM
 from .subject import Subject
@@ -38,7 +38,7 @@ _EXACT = Preset("Exact", x_bits=X_BITS_EXACT)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Variant:
     """One more part of the engine: on which model, and with what skipped."""
 
     name: str
@@ -46,7 +46,7 @@ class Step:
     preset: Preset = NO_SPARSITY
 
 
-def of_spec(spec: Spec, report: Callable[[str], None], *, quick: bool) -> list[Step]:
+def of_spec(spec: Spec, report: Callable[[str], None], *, quick: bool) -> list[Variant]:
     """The steps of a synthetic model, whose dense part can have every width; `quick` leaves out transformers' own.
 
     Raises:
@@ -65,14 +65,16 @@ def of_spec(spec: Spec, report: Callable[[str], None], *, quick: bool) -> list[S
     synthetic.calibrate(subjects[spec.dense])
     first, *others = widths
     steps = [] if quick else _first(subjects[first], report)
-    steps.append(Step("packed experts, dense 16 bit, exact", subjects[first], _EXACT))
-    steps.append(Step("x read with 15 bits", subjects[first]))
-    steps += [Step(f"dense {bits} bit", subjects[bits]) for bits in others if bits >= spec.dense]
+    steps.append(Variant("packed experts, dense 16 bit, exact", subjects[first], _EXACT))
+    steps.append(Variant("x read with 15 bits", subjects[first]))
+    steps += [Variant(f"dense {bits} bit", subjects[bits]) for bits in others if bits >= spec.dense]
     steps += _skipping(subjects[spec.dense])
-    return steps + [Step(f"dense {bits} bit", subjects[bits], steps[-1].preset) for bits in others if bits < spec.dense]
+    return steps + [
+        Variant(f"dense {bits} bit", subjects[bits], steps[-1].preset) for bits in others if bits < spec.dense
+    ]
 
 
-def of_pack(subject: Subject, report: Callable[[str], None], *, quick: bool) -> list[Step]:
+def of_pack(subject: Subject, report: Callable[[str], None], *, quick: bool) -> list[Variant]:
     """The steps of a pack, whose dense part has the width that it has; `quick` leaves out transformers' own.
 
     Raises:
@@ -81,26 +83,26 @@ def of_pack(subject: Subject, report: Callable[[str], None], *, quick: bool) -> 
     if not quick:
         hint = "Add --quick, which leaves it out."
         synthetic.need_memory(_plain_bytes(subject.model.config), "This model's weights in 16 bit", hint)
-    exact = Step(f"packed experts, dense {subject.manifest.widths.dense} bit, exact", subject, _EXACT)
+    exact = Variant(f"packed experts, dense {subject.manifest.widths.dense} bit, exact", subject, _EXACT)
     steps = [] if quick else _first(subject, report)
-    return [*steps, exact, Step("x read with 15 bits", subject), *_skipping(subject)]
+    return [*steps, exact, Variant("x read with 15 bits", subject), *_skipping(subject)]
 
 
-def _first(subject: Subject, report: Callable[[str], None]) -> list[Step]:
+def _first(subject: Subject, report: Callable[[str], None]) -> list[Variant]:
     report("Making 16-bit weights")
-    return [Step(_PLAIN, plain(subject))]
+    return [Variant(_PLAIN, plain(subject))]
 
 
-def _skipping(subject: Subject) -> list[Step]:
+def _skipping(subject: Subject) -> list[Variant]:
     """The default preset's means of skipping, one by one; those that it does not use are left out."""
     preset = quality_presets.get(quality_presets.DEFAULT, subject.manifest)
     rule = preset.rule
-    steps = [Step(f"{rule.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", Rule(rule.sparsity)))]
+    steps = [Variant(f"{rule.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", Rule(rule.sparsity)))]
     if rule.product:
         name = f"{rule.product * 100:.0f} % of down halves skipped"
-        steps.append(Step(name, subject, Preset("", Rule(rule.sparsity, rule.product))))
+        steps.append(Variant(name, subject, Preset("", Rule(rule.sparsity, rule.product))))
     if rule.drops:
-        steps.append(Step("experts of low score skipped", subject, preset))
+        steps.append(Variant("experts of low score skipped", subject, preset))
     return steps
 
 
@@ -140,7 +142,7 @@ def _plain_bytes(config: Any) -> int:
     return _FLOAT16 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def run(steps: list[Step], *, threads: int | None, runs: int, report: Report) -> Table:
+def run(steps: list[Variant], *, threads: int | None, runs: int, report: Report) -> Table:
     """Measure.
 
     Raises:
@@ -159,12 +161,12 @@ def run(steps: list[Step], *, threads: int | None, runs: int, report: Report) ->
     return Table("ablation", "cpu", told, (section,), notes)
 
 
-def _timed(step: Step) -> dict[Key, float]:
+def _timed(step: Variant) -> dict[RoundKey, float]:
     step.subject.control.preset = step.preset
     return answered(step.name, step.subject, step.subject.prompt(PROMPT), prefill=False)
 
 
-def _rows(steps: list[Step], found: Found) -> tuple[list[Timed], tuple[str, ...]]:
+def _rows(steps: list[Variant], found: Found) -> tuple[list[Timed], tuple[str, ...]]:
     """A figure per step, beside the one before it and, in its note, beside the first."""
     counts = {step.name: (1, step.subject.layers) for step in steps}
     clear, notes = told_apart(found, counts)

@@ -19,7 +19,7 @@ _READS = 4
 _DROWNED = "The time of one layer was lost in noise: {names}. Use more layers or a quieter machine."
 
 
-class Key(NamedTuple):
+class RoundKey(NamedTuple):
     """A value of a round: of which contestant (a preset, a peer, the floor), with how many layers, and what."""
 
     who: str
@@ -27,8 +27,8 @@ class Key(NamedTuple):
     what: str
 
 
-Part = Callable[[], Mapping[Key, float]]
-Found = Mapping[Key, Sequence[float]]
+Part = Callable[[], Mapping[RoundKey, float]]
+Found = Mapping[RoundKey, Sequence[float]]
 
 
 def floor_parts(device: str) -> list[Part]:
@@ -40,38 +40,38 @@ def floor_parts(device: str) -> list[Part]:
     if read is None:
         return []
 
-    def part() -> dict[Key, float]:
+    def part() -> dict[RoundKey, float]:
         seconds, nbytes = min(read() for _ in range(_READS))
-        return {Key(READ, 0, "seconds"): seconds, Key(READ, 0, "read"): nbytes}
+        return {RoundKey(READ, 0, "seconds"): seconds, RoundKey(READ, 0, "read"): nbytes}
 
     return [part]
 
 
 def floor_figures(found: Found) -> list[Timed]:
     """The floor as a figure, if there is one."""
-    seconds = found.get(Key(READ, 0, "seconds"))
-    return [Timed(READ, seconds, found[Key(READ, 0, "read")])] if seconds else []
+    seconds = found.get(RoundKey(READ, 0, "seconds"))
+    return [Timed(READ, seconds, found[RoundKey(READ, 0, "read")])] if seconds else []
 
 
-def answered(who: str, subject: Subject, prompt: Sequence[int], *, prefill: bool) -> dict[Key, float]:
+def answered(who: str, subject: Subject, prompt: Sequence[int], *, prefill: bool) -> dict[RoundKey, float]:
     """One answer with all layers and one with the first alone: what a token takes, or with `prefill` the prompt."""
-    found: dict[Key, float] = {}
+    found: dict[RoundKey, float] = {}
     for layers in {1, subject.layers}:
         with subject.first_layers(layers):
             answer = subject.answer(prompt, 0 if prefill else ANSWER)
         read = subject.weight_bytes(layers, experts=1.0) if prefill else answer.read
-        found[Key(who, layers, "seconds")] = answer.prefill if prefill else answer.token
-        found[Key(who, layers, "read")] = read
-        found[Key(who, layers, "first")] = answer.first
+        found[RoundKey(who, layers, "seconds")] = answer.prefill if prefill else answer.token
+        found[RoundKey(who, layers, "read")] = read
+        found[RoundKey(who, layers, "first")] = answer.first
         if answer.active is not None:
-            found[Key(who, layers, "active")] = answer.active
+            found[RoundKey(who, layers, "active")] = answer.active
     return found
 
 
 def slope(found: Found, who: str, counts: tuple[int, int], what: str) -> list[float]:
     """Run by run, what one layer adds: in a noisy run it may be less than nothing, but never nothing itself."""
     few, many = counts
-    pairs = zip(found[Key(who, few, what)], found[Key(who, many, what)], strict=True)
+    pairs = zip(found[RoundKey(who, few, what)], found[RoundKey(who, many, what)], strict=True)
     return [(more - less) / (many - few) or _NEXT_TO_NOTHING for less, more in pairs]
 
 
@@ -85,6 +85,6 @@ def told_apart(found: Found, counts: Mapping[str, tuple[int, int]]) -> tuple[lis
 
 def active_note(found: Found, who: str, layers: int) -> str:
     """The share of neurons that was really active."""
-    shares: Iterable[float] = found.get(Key(who, layers, "active"), ())
+    shares: Iterable[float] = found.get(RoundKey(who, layers, "active"), ())
     active = list(shares)
     return f"{100 * sum(active) / len(active):.0f} % active" if active else ""

@@ -16,7 +16,7 @@ from ..machine.random_weights import last_level_cache
 from ..machine.read_floor import READ
 from ..quality.evaluate import choose_presets
 from ..quality_presets import DEFAULT, Preset
-from .layers import ANSWER, Found, Key, Part, active_note, answered, floor_figures, floor_parts, slope, told_apart
+from .layers import ANSWER, Found, Part, RoundKey, active_note, answered, floor_figures, floor_parts, slope, told_apart
 from .measure import Report, Section, Table, Timed, in_turn, summarise
 from .subject import Subject
 
@@ -52,7 +52,7 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpeedRun:
     """What to measure.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
     published_layers: int | None = None
 
 
-def run(subject: Subject, plan: Plan, peers: Sequence[Peer], report: Report) -> Table:
+def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Report) -> Table:
     """Measure.
 
     Raises:
@@ -90,20 +90,20 @@ def run(subject: Subject, plan: Plan, peers: Sequence[Peer], report: Report) -> 
     return Table(plan.bench, chosen.device, told, results.sections(), results.notes())
 
 
-def _parts(subject: Subject, plan: Plan, presets: Sequence[Preset], peers: Sequence[Peer]) -> list[Part]:
+def _parts(subject: Subject, plan: SpeedRun, presets: Sequence[Preset], peers: Sequence[Peer]) -> list[Part]:
     """What takes turns in a round."""
     prompt, prefill = subject.prompt(plan.tokens), plan.bench == "prefill"
 
-    def ours(preset: Preset) -> dict[Key, float]:
+    def ours(preset: Preset) -> dict[RoundKey, float]:
         subject.control.preset = preset
         return answered(preset.name, subject, prompt, prefill=prefill)
 
-    def theirs(peer: Peer) -> dict[Key, float]:
-        found: dict[Key, float] = {}
+    def theirs(peer: Peer) -> dict[RoundKey, float]:
+        found: dict[RoundKey, float] = {}
         for layers in peer.layers:
             seconds = peer.answer(len(prompt), 0 if prefill else ANSWER, layers)
-            found[Key(peer.name, layers, "seconds")] = seconds[0 if prefill else 1]
-            found[Key(peer.name, layers, "read")] = peer.read_bytes(layers, all_experts=prefill)
+            found[RoundKey(peer.name, layers, "seconds")] = seconds[0 if prefill else 1]
+            found[RoundKey(peer.name, layers, "read")] = peer.read_bytes(layers, all_experts=prefill)
         return found
 
     parts = floor_parts(subject.device)
@@ -117,7 +117,7 @@ class _Results:
     def __init__(
         self,
         subject: Subject,
-        plan: Plan,
+        plan: SpeedRun,
         presets: Sequence[Preset],
         peers: Sequence[Peer],
         found: Found,
@@ -143,7 +143,7 @@ class _Results:
         if self._clear and plan.published_layers:
             title = f"{what}, all {plan.published_layers} layers with embedding and head, calculated"
             told.append(self._section(title, self._clear, self._published, tokens))
-        first = [Timed(name, self._found[Key(name, layers, "first")], [0.0] * plan.runs) for name in self._presets]
+        first = [Timed(name, self._found[RoundKey(name, layers, "first")], [0.0] * plan.runs) for name in self._presets]
         title = f"First token after {plan.tokens} tokens, {layers} layers"
         return *told, Section(title, summarise(first), self._cores)
 
@@ -171,7 +171,7 @@ class _Results:
         return Section(title, summarise([*self._floor, *rows]), self._cores)
 
     def _whole(self, name: str, what: str) -> Sequence[float]:
-        return self._found[Key(name, self._subject.layers, what)]
+        return self._found[RoundKey(name, self._subject.layers, what)]
 
     def _one(self, name: str, what: str) -> list[float]:
         return slope(self._found, name, self._counts[name], what)
@@ -179,5 +179,5 @@ class _Results:
     def _published(self, name: str, what: str) -> list[float]:
         """Run by run, what as many layers as were published would take."""
         few, total = self._counts[name][0], self._plan.published_layers or 0
-        pairs = zip(self._found[Key(name, few, what)], self._one(name, what), strict=True)
+        pairs = zip(self._found[RoundKey(name, few, what)], self._one(name, what), strict=True)
         return [less + (total - few) * each for less, each in pairs]

@@ -29,7 +29,7 @@ from ..telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerTimes:
     """What one answer took, in seconds.
 
     Attributes:
@@ -103,7 +103,7 @@ class Subject:
         later = {module for layer in self.model.model.layers[layers:] for module in layer.modules()}
         return sum(_weights(module, experts) for module in self.model.modules() if module not in later)
 
-    def answer(self, prompt: Sequence[int], tokens: int) -> Answer:
+    def answer(self, prompt: Sequence[int], tokens: int) -> AnswerTimes:
         """Answer once with a first token and `tokens` more."""
         kv, began = KVCache(), time.perf_counter()
         self.telemetry.begin(0, len(prompt), began)
@@ -140,7 +140,7 @@ class Subject:
         uncounted = 0.0 if stats.bytes_per_token else a.top_k / a.experts
         weights = self.weight_bytes(self.model.config.num_hidden_layers, experts=uncounted)
         read = weights + kv.nbytes() + (stats.bytes_per_token or 0.0)
-        return Answer(prefill, first, middle, read, stats.active_neurons)
+        return AnswerTimes(prefill, first, middle, read, stats.active_neurons)
 
 
 def from_pack(folder: Path, device: str, text: str) -> Subject:

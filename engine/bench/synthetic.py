@@ -23,7 +23,7 @@ from ...kernels.weights import ExpertRows, LinearWeights, UpWeights
 from ...models.errors import FloeError, UsageError
 from ...models.families import FAMILIES, Family
 from ...models.modules import library_model
-from ...models.pack.manifest import Architecture, Calibration, Manifest, Source, Widths
+from ...models.pack.manifest import Architecture, Calibration, Manifest, PackSource, Widths
 from ...models.pack.packed_model import PackedLayer
 from ...models.pack.quantized_linears import layout_of, width_of
 from ...models.packing.calibration import QUANTILES, quantile_table
@@ -111,7 +111,7 @@ class Spec:
         widths = Widths(self.up, self.rows, self.rows, self.dense, "bfloat16", group_size(config.hidden_size))
         return Manifest(
             name=self.name,
-            source=Source("random weights", None, exact=True),
+            source=PackSource("random weights", None, exact=True),
             architecture=Architecture(config.model_type, *sizes),
             widths=widths,
             calibration=Calibration(CALIBRATION_TOKENS, QUANTILES),

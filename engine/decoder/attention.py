@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kv_cache import GrowingStore
-from .layers import Layer
+from .layers import DecoderLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class GroupedAttention:
         rope: (T, 2, D) of the tokens' positions, from `start` on.
     """
 
-    def __init__(self, layers: Sequence[Layer], store: GrowingStore, rope: Tensor, start: int) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
         self._layers, self._tokens, end = layers, len(rope), start + len(rope)
         self._places = store.places(end)
         heads = layers[0].heads
         # Queries and keys are turned, values stay as they are: tables for all heads at once, (T, heads, D).
         cos, sin = rope[:, :1], rope[:, 1:]
-        turned, still = heads.queries + heads.keys, (self._tokens, heads.keys, heads.dim)
+        turned, still = heads.num_heads + heads.num_kv_heads, (self._tokens, heads.num_kv_heads, heads.head_dim)
         self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
         self._sin = torch.cat([sin.expand(-1, turned, -1), sin.new_zeros(still)], 1)
         self._views: dict[int | None, _View] = {}
@@ -50,21 +50,21 @@ class GroupedAttention:
     def __call__(self, index: int, x: Tensor) -> Tensor:
         """x (T, H), normalized -> (T, H) of layer `index`; sets the keys and values of these tokens."""
         layer, heads = self._layers[index], self._layers[index].heads
-        qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.dim)
+        qkv = layer.qkv.forward(x).view(self._tokens, -1, heads.head_dim)
         self._prepare(qkv, layer)
-        qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.dim // 2, 2), self._sin)
-        queries, both = qkv.split_with_sizes((heads.queries, 2 * heads.keys), 1)
+        qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
+        queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
         self._places[index].copy_(both)
         view = self._views[heads.window]
         attend = self._attend_one if self._tokens == 1 else self._attend_any
         keys, values = view.keys[index].to(x.dtype), view.values[index].to(x.dtype)
         return layer.out.forward(attend(layer, queries, keys, values, view.mask))
 
-    def _prepare(self, qkv: Tensor, layer: Layer) -> None:
+    def _prepare(self, qkv: Tensor, layer: DecoderLayer) -> None:
         """What some families do before rope: norms of queries and keys, limits; in place, (T, all heads, D)."""
         heads = layer.heads
         if heads.q_norm is not None and heads.k_norm is not None:
-            parts = qkv.split((heads.queries, heads.keys, heads.keys), 1)
+            parts = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), 1)
             for part, weight in zip(parts, (heads.q_norm, heads.k_norm), strict=False):
                 normed = norm(part.reshape(self._tokens, -1, len(weight)), weight, layer.eps)
                 part.copy_(normed.view(part.shape))
@@ -73,17 +73,23 @@ class GroupedAttention:
 
     # Key heads stand in the batch dimension, so that the query heads which share one need no copy of it.
 
-    def _attend_one(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None) -> Tensor:
+    def _attend_one(
+        self, layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None
+    ) -> Tensor:
         """queries (1, heads, D), keys and values (kv_heads, 1, N, D) -> (1, heads * D)."""
         heads = layer.heads
-        grouped = queries.view(heads.keys, 1, -1, heads.dim)  # as if they were positions: all see all tokens
+        grouped = queries.view(
+            heads.num_kv_heads, 1, -1, heads.head_dim
+        )  # as if they were positions: all see all tokens
         return F.scaled_dot_product_attention(grouped, keys, values, scale=heads.scale).reshape(1, -1)
 
-    def _attend_any(self, layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_any(
+        self, layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """queries (T, heads, D) -> (T, heads * D). mask: None for plain causal attention, T = N."""
         heads = layer.heads
-        groups = heads.queries // heads.keys
-        grouped = queries.unflatten(1, (heads.keys, groups)).permute(1, 2, 0, 3)
+        groups = heads.num_heads // heads.num_kv_heads
+        grouped = queries.unflatten(1, (heads.num_kv_heads, groups)).permute(1, 2, 0, 3)
         keys, values = (part.expand(-1, groups, -1, -1) for part in (keys, values))
         out = F.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale

@@ -18,7 +18,7 @@ from ...kernels.cpu.native_token import Draw, NativeToken
 from ..experts.moe_layer import Cancelled, MoELayer
 from ..quality_presets import Preset
 from ..sampling import Sampler
-from .layers import Layer, Unsupported
+from .layers import DecoderLayer, Unsupported
 from .quantized_linear import PackedLinear
 
 MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, another preset and the text wait for its end
@@ -31,7 +31,7 @@ class TokenPass:
         Unsupported: a layer that has more than experts in RAM.
     """
 
-    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[Layer], ends: NativeEnds) -> None:
+    def __init__(self, steps: Sequence[NativeStep], layers: Sequence[DecoderLayer], ends: NativeEnds) -> None:
         self._experts: list[MoELayer] = []
         for layer in layers:
             block = layer.block

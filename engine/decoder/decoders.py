@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..sampling import Sampler
 from . import finite_check
-from .fused_pass import LeanDecoder
+from .fused_pass import FusedDecoder
 from .kv_cache import KVCache, LibraryStore
 from .layers import Unsupported
 
 _log = logging.getLogger("floe_chat.engine")
 
-__all__ = ["Decoder", "LeanDecoder", "LibraryDecoder", "choose"]
+__all__ = ["Decoder", "FusedDecoder", "LibraryDecoder", "choose"]
 
 
 class Decoder(Protocol):
@@ -89,10 +89,10 @@ class LibraryDecoder:
         return finite_check.first_nonfinite(self.model, lambda: self.model(input_ids=inputs, logits_to_keep=1))
 
 
-def choose(model: Any, window: int) -> LeanDecoder | LibraryDecoder:
+def choose(model: Any, window: int) -> FusedDecoder | LibraryDecoder:
     """The lean pass of a transformers model, or the library's own with the reason why."""
     try:
-        return LeanDecoder(model, window)
+        return FusedDecoder(model, window)
     except Unsupported as declined:
         _log.info("no lean pass: %s", declined)
         return LibraryDecoder(model, f"dense layers in transformers, because {declined}")

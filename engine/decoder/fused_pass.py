@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from ...kernels.cpu.native import NativeUnavailableError
 from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
-from ...kernels.step import Ends, Stepped
+from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
 from .attention import GroupedAttention, norm
 from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import BorrowingStore, GrowingStore, KVCache, Room
-from .layers import Layer, Rope, Unsupported, projection, read_layers
+from .layers import DecoderLayer, Rope, Unsupported, projection, read_layers
 from .quantized_linear import PackedLinear
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
-Step = Callable[[int, Tensor, Tensor | None], Stepped]
+DenseCall = Callable[[int, Tensor, Tensor | None], Stepped]
 
 
-class LeanDecoder:
+class FusedDecoder:
     """The forward pass of one model, made once from its modules.
 
     Attributes:
@@ -54,7 +54,7 @@ class LeanDecoder:
         self._eps: float = model.config.rms_norm_eps
         self._norm: Tensor = model.model.norm.weight
         self._head: nn.Module = model.lm_head
-        self._step: Step | None = None  # of the pass that runs
+        self._step: DenseCall | None = None  # of the pass that runs
         self.room: Room | None = None
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
@@ -76,7 +76,7 @@ class LeanDecoder:
         if self._embedding.dtype != torch.float32:
             raise Unsupported(f"the compiled step computes float32, not {self._embedding.dtype}")
         try:
-            ends = Ends(self._embedding, self._norm, self._eps, projection(self._head))
+            ends = ModelEnds(self._embedding, self._norm, self._eps, projection(self._head))
             return [NativeStep(layer.dense()) for layer in self._layers], NativeEnds(ends)
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
@@ -93,7 +93,7 @@ class LeanDecoder:
 
     def _store(self) -> GrowingStore:
         heads = self._layers[0].heads
-        given = (len(self._layers), heads.entry, self._window, heads.kept, self.device)
+        given = (len(self._layers), heads.entry, self._window, heads.cache_dtype, self.device)
         if self.room is not None and self.room.vacant():
             return BorrowingStore(*given, self.room)
         return GrowingStore(*given)
@@ -169,7 +169,7 @@ class LeanDecoder:
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
         heads = self._layers[0].heads
-        store = GrowingStore(len(self._layers), heads.entry, self._window, heads.kept, self.device)
+        store = GrowingStore(len(self._layers), heads.entry, self._window, heads.cache_dtype, self.device)
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))
@@ -213,7 +213,12 @@ class _NativePass:
     """One token's way through the layers by the compiled step. rope: (2, D) of its position."""
 
     def __init__(
-        self, steps: Sequence[NativeStep], layers: Sequence[Layer], store: GrowingStore, rope: Tensor, position: int
+        self,
+        steps: Sequence[NativeStep],
+        layers: Sequence[DecoderLayer],
+        store: GrowingStore,
+        rope: Tensor,
+        position: int,
     ) -> None:
         self._steps, self._kept, self._rope, self._position = steps, store.layers(), rope, position
         packed = next((part for part in (layers[0].qkv, layers[0].out) if isinstance(part, PackedLinear)), None)
@@ -231,7 +236,7 @@ class _TorchPass:
         rope: (T, 2, D) of their positions, from `start` on.
     """
 
-    def __init__(self, layers: Sequence[Layer], store: GrowingStore, rope: Tensor, start: int) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], store: GrowingStore, rope: Tensor, start: int) -> None:
         self._layers = layers
         self._attention = GroupedAttention(layers, store, rope, start)
 
@@ -239,6 +244,6 @@ class _TorchPass:
         """Layer `index` before its block, (T, H) each; sets the keys and values of these tokens."""
         layer = self._layers[index]
         stream = x if added is None else x + added
-        stream = stream + self._attention(index, norm(stream, layer.before, layer.eps))
-        hidden = norm(stream, layer.after, layer.eps)
+        stream = stream + self._attention(index, norm(stream, layer.input_layernorm, layer.eps))
+        hidden = norm(stream, layer.post_attention_layernorm, layer.eps)
         return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())

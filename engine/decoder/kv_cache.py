@@ -19,10 +19,10 @@ from ..quality_presets import Preset
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
 GROUP = 8  # layers whose keys and values share a tensor
-S = TypeVar("S", bound="Store")
+S = TypeVar("S", bound="KVStore")
 
 
-class Store(Protocol):
+class KVStore(Protocol):
     """Where keys and values lie, in the form of whoever computes them."""
 
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ class Room(Protocol):
         """Whether no store that lives has borrowed from it."""
         ...
 
-    def let(self, store: Store) -> None:
+    def let(self, store: KVStore) -> None:
         """This store may borrow from now on; what others borrowed is back."""
         ...
 
@@ -69,7 +69,7 @@ class KVCache:
     """
 
     def __init__(self) -> None:
-        self.store: Store | None = None
+        self.store: KVStore | None = None
         self._tokens: list[int] = []
         self._presets: list[Preset] = []
 

@@ -23,7 +23,7 @@ class Unsupported(Exception):  # noqa: N818 - not an error: something slower run
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """One layer's parts. before, after: (H,) weights of its norms.
 
     Attributes:
@@ -32,11 +32,11 @@ class Layer:
             experts, in words.
     """
 
-    before: Tensor
+    input_layernorm: Tensor
     qkv: nn.Module
     heads: Heads
     out: nn.Module
-    after: Tensor
+    post_attention_layernorm: Tensor
     eps: float
     router: Router | None
     block: Callable[..., Tensor]
@@ -49,10 +49,12 @@ class Layer:
             Unsupported: projections of an unknown kind.
         """
         qkv, out = projection(self.qkv), projection(self.out)
-        return DenseLayer(self.before, self.after, self.eps, self.heads, qkv, out, self.router)
+        return DenseLayer(
+            self.input_layernorm, self.post_attention_layernorm, self.eps, self.heads, qkv, out, self.router
+        )
 
 
-def read_layers(model: Any) -> list[Layer]:
+def read_layers(model: Any) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
     Raises:
@@ -75,20 +77,20 @@ def _kept(model: Any) -> torch.dtype:
     return torch.float16 if coded and computed == torch.float32 else computed
 
 
-def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype) -> Layer:
+def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype) -> DecoderLayer:
     attention, kind = layer.self_attn, family.attention
     heads = Heads(
-        queries=config.num_attention_heads,
-        keys=config.num_key_value_heads,
-        dim=attention.head_dim,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=attention.head_dim,
         scale=attention.scaling,
         window=kind.window(config, index),
         clip=getattr(config, "clip_qkv", None),
         q_norm=attention.q_norm.weight if kind.normalized else None,
         k_norm=attention.k_norm.weight if kind.normalized else None,
-        kept=kept,
+        cache_dtype=kept,
     )
-    return Layer(
+    return DecoderLayer(
         layer.input_layernorm.weight,
         _joined(attention),
         heads,

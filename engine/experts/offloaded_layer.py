@@ -22,14 +22,14 @@ from torch import Tensor
 
 from ...kernels.types import Work
 from ...models.pack.packed_model import PackedLayer
-from ..offload.offload import Offload, Untold
+from ..offload.offload import Offload, UncountedStep
 from ..offload.row_pool import keys_of
-from ..offload.scheduler import Ahead
+from ..offload.scheduler import PendingPrefetch
 from ..telemetry import LayerCounts, Telemetry
 from . import substitution
 from .moe_layer import DECODE_TOKENS, Choice, Control, MoELayer, Result
-from .offloaded_prefill import Prompt
-from .offloaded_step import Given, Step, Sum
+from .offloaded_prefill import StreamedPrompt
+from .offloaded_step import OffloadedStep, StepInputs, Sum
 from .ruled_layer import RuledLayer, Share
 
 RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
@@ -104,11 +104,11 @@ class OffloadedLayer(MoELayer):
         shared.scheduler.look()
         return result
 
-    def _found(self, hidden: Tensor, choice: Choice) -> Step:
+    def _found(self, hidden: Tensor, choice: Choice) -> OffloadedStep:
         """Find the active neurons, and wait for them and for all else that the host decides by."""
         shared, device, ruled, work = self.shared, self.shared.device, choice.ruled, choice.work
-        limits, *parts = device.sent(work.thresholds, *Given(hidden, work.calls, work.products).tensors()[1:])
-        there = Given.of([hidden, *parts])
+        limits, *parts = device.sent(work.thresholds, *StepInputs(hidden, work.calls, work.products).tensors()[1:])
+        there = StepInputs.of([hidden, *parts])
         # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
         stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(stays) :]
@@ -120,14 +120,14 @@ class OffloadedLayer(MoELayer):
         )
         shared.pool.release()  # the device has done all that came before
         shared.scheduler.begin(self.index)
-        here, rest = Given.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
+        here, rest = StepInputs.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
         experts, weights, limits = next(rest), next(rest), next(rest)
         routed = None if choice.routed is None else next(rest)
         work = Work(here.calls, limits, here.limits, None if work.late is None else next(rest))
         for late, counts in zip(untold, rest, strict=True):
             late.add(counts)
         choice = Choice(ruled, experts, weights, work, routed)
-        return Step(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
+        return OffloadedStep(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
 
     def _count(self, result: Result) -> None:
         """Where the counts are still to be computed, they are added when the host next waits, in whichever layer."""
@@ -137,7 +137,7 @@ class OffloadedLayer(MoELayer):
         if result.counts.is_cpu:
             super()._count(result)
         else:
-            self.shared.untold.append(Untold(result.counts, partial(self._count_late, found, result)))
+            self.shared.untold.append(UncountedStep(result.counts, partial(self._count_late, found, result)))
 
     def _count_late(self, answer: LayerCounts, result: Result, counts: Tensor) -> None:
         """Count a step whose counts are on the host now; left out if another answer is counted by now."""
@@ -145,7 +145,7 @@ class OffloadedLayer(MoELayer):
             super()._count(replace(result, counts=counts))
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        Prompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
+        StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
     def in_ram(self) -> RuledLayer:
         """What the preset in force makes of the rows in RAM."""
@@ -169,9 +169,9 @@ class OffloadedLayer(MoELayer):
         work = ruled.work(best.indices, best.values.float().softmax(-1))
         also = work.calls.experts, work.calls.weights, best.indices
         asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
-        shared.scheduler.ahead = Ahead(following.index, ruled.layer.rows.data.shape[1], asked)
+        shared.scheduler.ahead = PendingPrefetch(following.index, ruled.layer.rows.data.shape[1], asked)
 
-    def _compare(self, step: Step) -> None:
+    def _compare(self, step: OffloadedStep) -> None:
         """Count how much of what was guessed for this step it needs."""
         guess = self.shared.scheduler.guessed.pop(self.index, None)
         if guess is None or not self.control.counting:

@@ -27,7 +27,7 @@ from .ruled_layer import RuledLayer, Share
 
 
 @dataclass(slots=True)
-class Prompt:
+class StreamedPrompt:
     """Many tokens in one layer.
 
     Attributes:

@@ -29,7 +29,7 @@ from .ruled_layer import RuledLayer
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StepInputs:
     """What a step computes with, on the device or on the host.
 
     Attributes:
@@ -46,7 +46,7 @@ class Given:
         return (self.hidden, self.calls.tokens, self.calls.experts, self.calls.weights, *limits)
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Given:
+    def of(cls, tensors: Sequence[Tensor]) -> StepInputs:
         """From what `tensors` names."""
         hidden, tokens, experts, weights, *limits = tensors
         return cls(hidden, Calls(tokens, experts, weights), limits[0] if limits else None)
@@ -99,7 +99,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OffloadedStep:
     """A step whose active neurons are known: its stages, each given what those before it found.
 
     Attributes:
@@ -112,7 +112,7 @@ class Step:
     choice: Choice
     ram: Callable[[], RuledLayer]
     hidden: Tensor
-    there: Given
+    there: StepInputs
     active: Active
     values: Tensor
 

@@ -16,7 +16,7 @@ _NO_LIMIT = 1 << 60  # version 1 says "none" by a number of this size
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryLimit:
     """Bytes that a group may use, those that it uses and cannot give back, and the file that says so."""
 
     limit: int
@@ -24,9 +24,9 @@ class Memory:
     source: str
 
 
-def memory(root: Path = ROOT) -> Memory | None:
+def memory(root: Path = ROOT) -> MemoryLimit | None:
     """The group that leaves the least memory of those that this process is in; None where none has a limit."""
-    found: list[Memory] = []
+    found: list[MemoryLimit] = []
     for folder in _groups(root, "memory"):
         v2 = (folder / "memory.max").exists()
         file = folder / ("memory.max" if v2 else "memory.limit_in_bytes")
@@ -35,7 +35,7 @@ def memory(root: Path = ROOT) -> Memory | None:
             continue
         used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes")) or 0
         files = _field(folder / "memory.stat", "inactive_file" if v2 else "total_inactive_file")
-        found.append(Memory(limit, max(0, used - files), f"/{file.relative_to(root)}"))
+        found.append(MemoryLimit(limit, max(0, used - files), f"/{file.relative_to(root)}"))
     return min(found, key=lambda group: group.limit - group.used, default=None)
 
 

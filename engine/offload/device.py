@@ -21,7 +21,7 @@ from torch import Tensor
 from ...kernels import operations as kernels
 from ...kernels.types import Active, Calls
 from ...kernels.weights import ExpertRows, UpWeights
-from .lane_rates import Measured, Rates
+from .lane_rates import RateName, Rates
 from .links.copies import Asked, Copy, Listed, moved, to_host
 from .links.transfer import Link, Transfer
 
@@ -201,7 +201,7 @@ class Device:
             return kernels.sparse_swiglu(x, rows, calls, active, limits, x_bits=x_bits)
         return kernels.choose(x.device).sparse_swiglu(x, rows, calls, active, limits, x_bits)
 
-    def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
+    def _beside(self, work: Callable[[], Partial], what: RateName, count: int, nbytes: int) -> Future[Partial]:
         """Start work on `count` times `nbytes` bytes."""
 
         def timed() -> Partial:

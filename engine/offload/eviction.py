@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...kernels.pool import Means, Rule
+from ...kernels.pool import EvictionRule, Means
 from ...models.pack.usage_file import Heat
 
 Policy = Literal["score", "lru", "fifo"]
@@ -31,7 +31,7 @@ LARGEST_GROWTH = 1e20
 _RATES = np.array([[SCORE_RATE], [HABIT_RATE]])
 
 
-def rule(policy: Policy, experts: int) -> Rule:
+def rule(policy: Policy, experts: int) -> EvictionRule:
     """Which rows of E experts give way first.
 
     Policies:
@@ -45,7 +45,7 @@ def rule(policy: Policy, experts: int) -> Rule:
     """
     if policy not in ("score", "lru", "fifo"):
         raise ValueError(f"there is no policy {policy!r}: choose score, lru or fifo")
-    return Rule(
+    return EvictionRule(
         by_score=policy == "score",
         marks_use=policy == "lru",
         sample=SAMPLE,

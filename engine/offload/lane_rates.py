@@ -13,7 +13,7 @@ _STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer s
 _HOPE = 1 + 1 / 512  # per layer and token: a lane that is thought half as fast as it is gets tried after 11 tokens
 _FARTHEST = 2.0  # times the mean: what is farther out counts as this far, so that one hiccup moves a rate by 6 %
 
-Measured = Literal["link", "cpu", "cpu_batch", "gpu"]
+RateName = Literal["link", "cpu", "cpu_batch", "gpu"]
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Rates(saved_figures.Record):
     gpu_bytes_s: saved_figures.Rate
     launch_s: saved_figures.Latency
 
-    def observed(self, what: Measured, nbytes: float, seconds: float, cap: float = 1.0) -> None:
+    def observed(self, what: RateName, nbytes: float, seconds: float, cap: float = 1.0) -> None:
         """Correct a rate by what work of `nbytes` really took: a moving mean of seconds per byte.
 
         Observations that say nothing about a rate are passed over: no time or no bytes, and work shorter than its
@@ -55,7 +55,7 @@ class Rates(saved_figures.Record):
         each = min(max(each, mean / _FARTHEST), mean * _FARTHEST)
         setattr(self, name, 1 / (mean + _STEP * (each - mean)))
 
-    def unused(self, what: Measured) -> None:
+    def unused(self, what: RateName) -> None:
         """A lane got nothing to do: it is believed to be a little faster each time, until it is tried again.
 
         A rate that was taken for too low would otherwise never be observed again.

@@ -22,7 +22,7 @@ from . import placement
 from .device import Device
 from .device_memory import DeviceMemory
 from .eviction import Policy
-from .links.transfer import Wanted
+from .links.transfer import TransferMode
 from .predictor import Predictor
 from .row_pool import RowPool
 from .scheduler import Scheduler
@@ -45,7 +45,7 @@ class Parts:
     cpu: bool = True
     whole: float = placement.WHOLE
     predictor: str = "auto"
-    transfer: Wanted = "auto"
+    transfer: TransferMode = "auto"
 
     @classmethod
     def of(cls, advanced: Advanced) -> Parts:
@@ -62,11 +62,11 @@ class Parts:
                 raise UsageError(
                     f"There is no {what} {value!r}", "", f"Set advanced.{what} to one of {', '.join(choices)}."
                 )
-        return cls(cpu=advanced.cpu_share, predictor=advanced.predictor, transfer=cast(Wanted, advanced.transfer))
+        return cls(cpu=advanced.cpu_share, predictor=advanced.predictor, transfer=cast(TransferMode, advanced.transfer))
 
 
 @dataclass(frozen=True, slots=True)
-class Untold:
+class UncountedStep:
     """A step that is not counted yet: its counts (P, 2) on the device, and what adds them once they are on the host."""
 
     counts: Tensor
@@ -116,7 +116,7 @@ class Offload:
         sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.notices: list[Notice] = []
-        self.untold: list[Untold] = []
+        self.untold: list[UncountedStep] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
         self._borrower: weakref.ref[object] | None = None
         self._peak = device.rates.link_bytes_s

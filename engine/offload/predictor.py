@@ -22,7 +22,7 @@ from ...models.pack.learned_predictor import Lookahead, carry
 from ...models.pack.packed_model import PackedModel
 from ..ranges import PREDICTORS
 
-Ahead = Callable[[int, Tensor | None], Tensor]
+PartialPass = Callable[[int, Tensor | None], Tensor]
 
 
 class Predictor(Protocol):
@@ -96,7 +96,7 @@ class PartialPredictor(GatePredictor):
 
     name, attends = "partial", True
 
-    def __init__(self, routers: Sequence[Tensor], ahead: Ahead) -> None:
+    def __init__(self, routers: Sequence[Tensor], ahead: PartialPass) -> None:
         super().__init__(routers, ())
         self._ahead = ahead
 
@@ -105,7 +105,7 @@ class PartialPredictor(GatePredictor):
         return self._ahead(layer, output)
 
 
-def make(name: str, model: Any, packed: PackedModel, ahead: Ahead | None = None) -> Predictor:
+def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None = None) -> Predictor:
     """The predictor `name` for a loaded model, not "none"; "auto" is the learned one where the pack has it.
 
     Args:

@@ -25,7 +25,7 @@ PIECE, PIECES = 200, 12
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class PendingPrefetch:
     """What a layer will probably need, as soon as the device has found it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Scheduler:
     def __init__(self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> None:
         self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self.under_way: dict[Transfer, None] = {}
-        self.ahead: Ahead | None = None
+        self.ahead: PendingPrefetch | None = None
         self.guessed: dict[int, tuple[Keys, Tensor]] = {}
         self.early: Early | None = None
         self._seen = device.link.bytes_moved, device.link.busy_s
@@ -153,7 +153,7 @@ class Scheduler:
             self._device.link.submit(transfer)
         return transfer
 
-    def _fetch_ahead(self, ahead: Ahead) -> None:
+    def _fetch_ahead(self, ahead: PendingPrefetch) -> None:
         """Ask for the rows that are absent, those of the likeliest expert first."""
         active, _, (experts, weights, named) = ahead.asked.answer()
         keys, ends, worth = keys_of(experts, active, ahead.width), active.offsets.tolist(), weights.tolist()

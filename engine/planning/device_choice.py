@@ -29,8 +29,8 @@ from ..offload.links import pinning
 from ..offload.links.cuda_link import CudaLink
 from ..offload.links.pinning import Pinned
 from ..offload.links.throttled_link import ThrottledLink
-from ..offload.links.transfer import Kind, Wanted
-from ..offload.links.tuned_link import Ends, open_link
+from ..offload.links.transfer import Kind, TransferMode
+from ..offload.links.tuned_link import LinkEnds, open_link
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import VirtualDevice
 from . import memory_plan
@@ -65,7 +65,7 @@ class Choice:
     place: str
     why: str
     shares: DeviceShares
-    make: Callable[[Wanted], Device] | None = None
+    make: Callable[[TransferMode], Device] | None = None
     budget: int | None = None
     cap: int | None = None
 
@@ -120,16 +120,18 @@ def choose(
         f"; with {size(budget)} of its memory it holds a pool of rows, because all weights need {size(needs.whole())}"
     )
 
-    def make(wanted: Wanted) -> Device:
+    def make(wanted: TransferMode) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
             return CudaLink(torch.device(place), needs.row, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
 
-        return _measured(Ends(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
+        return _measured(LinkEnds(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
 
     return dataclasses.replace(_pooled(place, why, needs, window, budget, make), cap=cap)
 
 
-def _pooled(place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[Wanted], Device]) -> Choice:
+def _pooled(
+    place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[TransferMode], Device]
+) -> Choice:
     return Choice(place, why, needs.share_out("pool", budget, window), make, budget)
 
 
@@ -140,7 +142,7 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice
         raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give a smaller size.")
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile"
 
-    def make(wanted: Wanted) -> Device:
+    def make(wanted: TransferMode) -> Device:
         # What is read in place is not packed. The papers' cards stage, so that is what "auto" means here.
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
         device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers)
@@ -162,17 +164,17 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
         )
     speed = float(rate[:-2]) * 1e9
 
-    def make(transfer: Wanted) -> Device:
+    def make(transfer: TransferMode) -> Device:
         def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> ThrottledLink:
             return ThrottledLink(needs.row, rate=speed, chunk=chunk)
 
-        return _measured(Ends(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
+        return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
 
     why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down"
     return _pooled("cpu", why, needs, window, vram, make)
 
 
-def _measured(ends: Ends, wanted: Wanted, layers: Sequence[PackedLayer]) -> Device:
+def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer]) -> Device:
     """A device with the transfer that is best for its link here, and with the rates it had last time."""
     rows = layers[0].rows
     kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)

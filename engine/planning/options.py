@@ -20,7 +20,7 @@ from .footprint import Footprint
 from .machine import Machine
 from .measured_figures import Curve, figures
 from .memory_plan import Needs, Place
-from .speed_estimate import Held, Speeds, Token, Work
+from .speed_estimate import Held, Speeds, Token, TokenWork
 
 DEFAULT = PackSpec()
 # The most exact first.
@@ -133,15 +133,15 @@ def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
     held = Held(place != "cpu", share, ram.share)
-    work, speeds, doubt = Work.of(_preset()), machine.speeds, machine.doubt
+    work, speeds, doubt = TokenWork.of(_preset()), machine.speeds, machine.doubt
     token = speed_estimate.decode(takes, work, speeds, held)
     unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
     slow, fast = speeds.times(1 - doubt), speeds.times(1 + doubt)
 
-    def rate(work: Work, speeds: Speeds, curve: Curve) -> float:
+    def rate(work: TokenWork, speeds: Speeds, curve: Curve) -> float:
         return 1 / speed_estimate.decode(takes, work, speeds, held, curve).seconds
 
-    def prompt(work: Work, speeds: Speeds) -> float:
+    def prompt(work: TokenWork, speeds: Speeds) -> float:
         return speed_estimate.prefill(takes, work, speeds, held)
 
     return Option(

@@ -32,7 +32,7 @@ def at(curve: Curve, x: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TokenWork:
     """What a token computes of the experts that its router chose.
 
     Attributes:
@@ -45,7 +45,7 @@ class Work:
     reached: float = 1.0
 
     @classmethod
-    def of(cls, preset: Preset) -> Work:
+    def of(cls, preset: Preset) -> TokenWork:
         """By a preset's rule."""
         rule = preset.rule
         # Below the first score an expert is left out, between the two half of it.
@@ -113,7 +113,7 @@ class Speeds:
         """Likewise for one of its rows, both halves."""
         return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down))
 
-    def rates(self, takes: Footprint, work: Work) -> Rates:
+    def rates(self, takes: Footprint, work: TokenWork) -> Rates:
         """For the engine's placement, which counts whole rows."""
         return Rates(
             link_bytes_s=self.link,
@@ -167,7 +167,7 @@ class Token:
 
 
 def decode(
-    takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Curve | None = None, context: int = PROMPT
+    takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve | None = None, context: int = PROMPT
 ) -> Token:
     """What one token takes after `context` others. `curve`: rows found by rows held, None: as measured."""
     if held.gpu:
@@ -175,7 +175,7 @@ def decode(
     return _on_cpu(takes, work, speeds, held, kv_element(takes.spec.dense) * takes.kv * context)
 
 
-def _on_cpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, kv_bytes: int) -> Token:
+def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, kv_bytes: int) -> Token:
     sizes, spec = takes.sizes, takes.spec
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
@@ -193,7 +193,7 @@ def _on_cpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, kv_bytes: 
     )
 
 
-def _on_gpu(takes: Footprint, work: Work, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
+def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
     """One layer as `OffloadedLayer` runs it: dense part, up projections and a wait; then the rows that are there and
     the next layer's guess on the GPU, beside the absent rows on the link and the CPU. Between two layers the link
     brings what was guessed."""
@@ -240,7 +240,7 @@ def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool) -> tuple[fl
     return max(copy if copied else 0.0, beside if on_cpu else 0.0), float(copied)
 
 
-def prefill(takes: Footprint, work: Work, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
+def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, tokens: int = PROMPT) -> float:
     """Tokens per second of a prompt, whose tokens share every expert that they use."""
     sizes = takes.sizes
     calls = tokens * sizes.top_k * work.calls

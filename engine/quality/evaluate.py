@@ -38,7 +38,7 @@ NO_SPARSITY = Preset("No sparsity")
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PresetLoss:
     """One preset's figures.
 
     Attributes:
@@ -69,7 +69,7 @@ class Evaluation:
     tokens: int
     scored: int
     continued: int
-    presets: tuple[Measured, ...]
+    presets: tuple[PresetLoss, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
         UsageError: a name that is no preset, or one that this pack cannot run.
     """
     runnable = quality_presets.of(manifest)
-    every = [*(p for p in runnable if p.lossless), NO_SPARSITY, *(p for p in runnable if not p.lossless)]
+    every = [*(p for p in runnable if p.exact), NO_SPARSITY, *(p for p in runnable if not p.exact)]
     wanted = {
         NO_SPARSITY if name.lower() == NO_SPARSITY.name.lower() else quality_presets.get(name, manifest)
         for name in names
@@ -139,7 +139,7 @@ def run(
         scored=windows.shape[0] * keep,
         continued=answers[0].tokens.shape[1],
         presets=tuple(
-            Measured(p.name, p.rule.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
+            PresetLoss(p.name, p.rule.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
             for p, divergence, positions, answer in zip(presets, found, parted, answers, strict=True)
         ),
     )

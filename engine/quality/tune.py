@@ -22,7 +22,7 @@ from ...models import private_file
 from ...models.catalog import asset
 from ...models.checkpoint import Checkpoint
 from ...models.errors import PackError
-from ...models.pack.manifest import FRONTIER, FileEntry, Tuned, file_entry
+from ...models.pack.manifest import FRONTIER, FileEntry, TunedPreset, file_entry
 from ...models.packing import calibration
 from ...models.transformers_import import import_model_code
 from .. import quality_presets
@@ -36,14 +36,14 @@ from .text_windows import cut, cut_prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class TunedPresets:
     """What was found. `unskipped_kl` is the pack's own with nothing left out; `scored` tokens were predicted."""
 
     model: str
     source: str
     widths: str
     frontier: Frontier
-    presets: tuple[Tuned, ...]
+    presets: tuple[TunedPreset, ...]
     unskipped_kl: float
     scored: int
 
@@ -58,7 +58,7 @@ def run(
     text: str,
     widths: bool,
     device: str = "auto",
-) -> Tuning:
+) -> TunedPresets:
     """Search the frontier of a pack, and write the presets that follow into it.
 
     Args:
@@ -92,14 +92,14 @@ def run(
     unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
     with torch.inference_mode():
         found = frontier.search(checkpoint, own, passages, windows, keep, told.step, widths=widths)
-    presets: list[Tuned] = []
+    presets: list[TunedPreset] = []
     for name, point in found.presets().items():
         preset = quality_presets.ruled(name, point.setting.rule)
         kl = measured_divergence(loaded, preset, windows, expected, told).kl_mean
         taken = continuation(loaded, preset, prompts, told).bytes_per_token
-        presets.append(Tuned(name, point.setting.rule, kl, taken or 0.0, text, len(windows) * keep))
+        presets.append(TunedPreset(name, point.setting.rule, kl, taken or 0.0, text, len(windows) * keep))
     dataclasses.replace(manifest, tuned=tuple(presets), beside=_keep(pack, found, told)).write(pack)
-    return Tuning(
+    return TunedPresets(
         model=facts.model,
         source=facts.source,
         widths=facts.widths,

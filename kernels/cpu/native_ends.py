@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..checks import BYTES, described
 from ..sampling import Filters, check_draw
-from ..step import Ends
+from ..step import ModelEnds
 from .binding import check, library, records
 from .weights import digits, optional, projection_record, required
 
@@ -38,7 +38,7 @@ class NativeEnds:
         ValueError: weights that do not fit each other, are not float32, or are not contiguous on the CPU.
     """
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: ModelEnds) -> None:
         self._head = library().head
         if ends.embedding.ndim != 2 or not ends.embedding.numel():
             raise ValueError(f"embedding must be float32 of shape (V, H), not {described(ends.embedding)}")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .. import pool
 from ..checks import index
-from ..pool import Keys, Located, Means, Part, RowTable, Rule, Slots
+from ..pool import EvictionRule, Keys, Located, Means, Part, RowTable, Slots
 from .binding import NativeUnavailableError, check, isa_is_forced, library, records, refused
 
 # pool.require compares these faster than numpy's types.
@@ -27,7 +27,7 @@ class NativeTable(RowTable):
         NativeUnavailableError: the compiled kernels cannot be used here.
     """
 
-    def __init__(self, layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> None:
+    def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
         functions = library()
         self._locate, self._reserve = functions.pool_locate, functions.pool_reserve
         self._settle, self._spare = functions.pool_settle, functions.pool_spare
@@ -102,7 +102,7 @@ class NativeTable(RowTable):
         )
 
 
-def make(layers: int, experts: int, neurons: int, rule: Rule, means: Means) -> tuple[RowTable, str]:
+def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> tuple[RowTable, str]:
     """The table that works here, and why that one.
 
     Raises:

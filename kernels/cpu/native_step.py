@@ -31,30 +31,30 @@ class NativeStep:
 
     def __init__(self, layer: DenseLayer) -> None:
         self._step = library().dense_step
-        heads, router, hidden = layer.heads, layer.router, layer.before.numel()
+        heads, router, hidden = layer.heads, layer.router, layer.input_layernorm.numel()
         _check_heads(heads)
-        queries, keys = heads.queries * heads.dim, heads.keys * heads.dim
+        queries, keys = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         experts = 0 if router is None or not router.weight.ndim else router.weight.shape[0]
         if router is not None and not 1 <= router.top_k <= experts:
             raise ValueError(f"top_k must be from 1 to {experts}, not {router.top_k}")
-        each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.dim
-        normed = (heads.dim, heads.dim) if each_head else (queries, keys)
+        each_head = heads.q_norm is not None and heads.q_norm.numel() == heads.head_dim
+        normed = (heads.head_dim, heads.head_dim) if each_head else (queries, keys)
         self.layer: Any = records.dense_layer(
             hidden=hidden,
-            heads=heads.queries,
-            kv_heads=heads.keys,
-            dim=heads.dim,
+            heads=heads.num_heads,
+            kv_heads=heads.num_kv_heads,
+            dim=heads.head_dim,
             window=heads.window or 0,
             experts=experts,
             top_k=0 if router is None else router.top_k,
             each_head=each_head,
-            shares=router is not None and router.shares,
-            half=heads.kept == torch.float16,
+            shares=router is not None and router.norm_topk_prob,
+            half=heads.cache_dtype == torch.float16,
             eps=layer.eps,
             scale=heads.scale,
             clip=inf if heads.clip is None else heads.clip,
-            before=required("before", layer.before, (hidden,)),
-            after=required("after", layer.after, (hidden,)),
+            before=required("before", layer.input_layernorm, (hidden,)),
+            after=required("after", layer.post_attention_layernorm, (hidden,)),
             q_norm=optional("q_norm", heads.q_norm, (normed[0],)),
             k_norm=optional("k_norm", heads.k_norm, (normed[1],)),
             router=optional("router", None if router is None else router.weight, (experts, hidden)),
@@ -63,8 +63,8 @@ class NativeStep:
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.top_k
-        self._rope, self._stored = (2, heads.dim), (2 * heads.keys, heads.dim)  # of a token
-        self.kept = heads.kept
+        self._rope, self._stored = (2, heads.head_dim), (2 * heads.num_kv_heads, heads.head_dim)  # of a token
+        self.kept = heads.cache_dtype
 
     @property
     def stored(self) -> tuple[Shape, torch.dtype]:
@@ -99,12 +99,12 @@ class NativeStep:
 
 def _check_heads(heads: Heads) -> None:
     """Refuse what no attention has; in Python, where no product is too large."""
-    if heads.kept not in (torch.float32, torch.float16):
-        raise ValueError(f"keys and values must be float32 or float16, not {heads.kept}")
-    if heads.keys < 1 or heads.queries < 1 or heads.queries % heads.keys:
-        raise ValueError(f"{heads.queries} heads of queries cannot share {heads.keys} heads of keys evenly")
-    if heads.dim < 2 or heads.dim % 2:
-        raise ValueError(f"a head must have an even number of values, not {heads.dim}")
+    if heads.cache_dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"keys and values must be float32 or float16, not {heads.cache_dtype}")
+    if heads.num_kv_heads < 1 or heads.num_heads < 1 or heads.num_heads % heads.num_kv_heads:
+        raise ValueError(f"{heads.num_heads} heads of queries cannot share {heads.num_kv_heads} heads of keys evenly")
+    if heads.head_dim < 2 or heads.head_dim % 2:
+        raise ValueError(f"a head must have an even number of values, not {heads.head_dim}")
     if heads.window is not None and not 1 <= heads.window < 1 << 63:
         raise ValueError(f"a window must be at least 1 token, not {heads.window}")
     if heads.clip is not None and not heads.clip > 0:

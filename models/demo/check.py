@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from .corpus import python_texts
-from .facts import Check, read_heldout
+from .facts import FactCheck, read_heldout
 from .vocabulary import EOS, mark_id
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def report(folder: Path) -> None:
         log.info("layer %d: expert load over the mean: %s", layer, " ".join(f"{x:.2f}" for x in shares))
 
 
-def missing_facts(check: Check, reply: str) -> list[str]:
+def missing_facts(check: FactCheck, reply: str) -> list[str]:
     """The expected strings that `reply` lacks, ignoring case; each may name alternatives as `a|b`."""
     text = reply.lower()
     return [fact for fact in check.get("expect", []) if not any(part in text for part in fact.lower().split("|"))]

@@ -41,7 +41,7 @@ class Topic(TypedDict):
     x: list[str]
 
 
-class Check(TypedDict, total=False):
+class FactCheck(TypedDict, total=False):
     """One held-out question. Each string of `expect` must occur in the answer; `a|b` accepts either.
 
     `history` holds the user's earlier messages; the model itself answers them first.
@@ -87,7 +87,7 @@ def read_first_messages() -> dict[str, str]:
     return json.loads((demo_texts() / "first.json").read_text(encoding="utf-8"))
 
 
-def read_heldout() -> list[Check]:
+def read_heldout() -> list[FactCheck]:
     """Questions that no training text may contain."""
     lines = (demo_texts() / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]

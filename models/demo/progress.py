@@ -15,7 +15,7 @@ from .. import private_file
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW remembers of each parameter
 
 
-class Progress:
+class TrainingProgress:
     """A model's weights and its optimizer's moments in one file.
 
     Args:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 from .batches import TOKENS_PER_BATCH, batches
-from .progress import Progress
+from .progress import TrainingProgress
 from .vocabulary import BOS, EOS, build_tokenizer, mark_id
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,9 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
     gradients = _flat_gradients(model)
     optimizer = torch.optim.AdamW(_parameter_groups(model), lr=PEAK_RATE, betas=(0.9, 0.95), fused=True)
     log.info("%.2f M parameters, %d steps", gradients.numel() / 1e6, steps)
-    kept = Progress(out.with_name(f"{out.name}.training.safetensors"), model, optimizer, f"steps {steps}, seed {seed}")
+    kept = TrainingProgress(
+        out.with_name(f"{out.name}.training.safetensors"), model, optimizer, f"steps {steps}, seed {seed}"
+    )
     first = kept.restore()
     if first:
         log.info("going on after step %d", first)

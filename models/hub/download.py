@@ -17,7 +17,7 @@ from typing import Literal, Self
 
 from ..errors import FloeError, TryAgainError
 from ..packing.workplace import FETCHING, locked
-from .fetch_loop import Fetcher, Item, Tuning
+from .fetch_loop import Fetcher, FetchItem, Patience
 from .fetch_part import bytes_here, delete
 from .fetch_progress import DownloadProgress, FileProgress, State
 from .repository import Repo
@@ -46,7 +46,7 @@ class Download:
         folder: Path,
         *,
         ahead: int | None = None,
-        tuning: Tuning | None = None,
+        tuning: Patience | None = None,
     ) -> None:
         self.folder = folder
         self._repo = repo
@@ -63,7 +63,7 @@ class Download:
             repo,
             folder,
             [],
-            tuning or Tuning(),
+            tuning or Patience(),
             ahead=ahead,
             places=lambda file: _places(repo, file, folder),
             changed=self._notify,
@@ -183,12 +183,12 @@ class Download:
                 item.released = item.path is None and not item.asked
             self._fetcher.items = items + rest
 
-    def _new_item(self, name: str) -> Item:
+    def _new_item(self, name: str) -> FetchItem:
         file = self._repo.file(name)
         if file is None:
             raise FloeError(f"{self._repo.name} has no file {name}", "", "Use another revision.")
         in_cache = cached(self._repo.name, self._repo.commit, file) is not None
-        return Item(file, file.size if in_cache else bytes_here(self.folder, file))
+        return FetchItem(file, file.size if in_cache else bytes_here(self.folder, file))
 
     def _wish_for(self, wish: Literal["pause", "cancel"]) -> None:
         with self._changed:

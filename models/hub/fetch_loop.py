@@ -19,7 +19,7 @@ from ..errors import HubError, TryAgainError
 from . import hub_errors, hub_request
 from .fetch_part import PartFile, Ranges, is_intact
 from .fetch_progress import RateMeter, State
-from .fetch_request import Answer, Passing, Wrong, asked
+from .fetch_request import Passing, RangeReply, Wrong, asked
 from .repository import Repo
 from .repository_files import RepoFile
 
@@ -27,7 +27,7 @@ _MOST_WRONG = 8  # answers in a row that are not what was asked for
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class Patience:
     """How patient a download is.
 
     Attributes:
@@ -61,7 +61,7 @@ class Piece:
 
 
 @dataclass(eq=False, slots=True)
-class Item:
+class FetchItem:
     """One file of a download.
 
     Attributes:
@@ -118,8 +118,8 @@ class Fetcher:
         self,
         repo: Repo,
         folder: Path,
-        items: list[Item],
-        tuning: Tuning,
+        items: list[FetchItem],
+        tuning: Patience,
         *,
         ahead: int | None,
         places: Callable[[RepoFile], list[Path]],
@@ -171,7 +171,7 @@ class Fetcher:
             for item in self.items:
                 self._lay_down(item)
 
-    def _lay_down(self, item: Item) -> None:
+    def _lay_down(self, item: FetchItem) -> None:
         if item.part is not None:
             with suppress(OSError):  # the error that ended the run is reported; an old journal costs a few bytes only
                 item.part.close()
@@ -206,7 +206,7 @@ class Fetcher:
                 await self._news.wait()
         self.wake()
 
-    def _wanted(self) -> list[Item]:
+    def _wanted(self) -> list[FetchItem]:
         """Files to fetch now, the urgent ones first, as long as there is room for unread ones."""
         open_items = [item for item in self.items if item.path is None and not item.released]
         if self._ahead is None:
@@ -215,7 +215,7 @@ class Fetcher:
         urgent = [item for item in open_items if item.asked]
         return urgent + [item for item in open_items if not item.asked][: max(0, room - len(urgent))]
 
-    async def _prepare(self, item: Item) -> None:
+    async def _prepare(self, item: FetchItem) -> None:
         """Use the file if it is on the disk already, else open its part."""
         item.state = "checking"
         for place in self._places(item.file):
@@ -238,7 +238,7 @@ class Fetcher:
         self.wake()
         await self._finish_if_whole(item)
 
-    async def _finish_if_whole(self, item: Item) -> None:
+    async def _finish_if_whole(self, item: FetchItem) -> None:
         part = item.part
         if part is None or item.state != "fetching" or item.pieces or item.have < item.file.size:
             self.wake()
@@ -266,14 +266,14 @@ class Fetcher:
         item.state = "fetching"
         self.wake()
 
-    def _ready(self, item: Item, path: Path) -> None:
+    def _ready(self, item: FetchItem, path: Path) -> None:
         item.have, item.state = item.file.size, "done"
         item.ours = path.parent == self._folder
         item.path = path
         self._changed()
         self.wake()
 
-    async def _fetch(self, client: httpx2.AsyncClient, item: Item, piece: Piece) -> None:
+    async def _fetch(self, client: httpx2.AsyncClient, item: FetchItem, piece: Piece) -> None:
         """Ask for the rest of `piece` until all of it is here."""
         failures = 0
         while piece.start < piece.end and not item.released and not (item.unranged and len(item.pieces) > 1):
@@ -299,7 +299,7 @@ class Fetcher:
                 self.note = f"{trouble.error.title}: trying again."
                 await asyncio.sleep(wait)
 
-    async def _receive(self, item: Item, piece: Piece, answer: Answer) -> None:
+    async def _receive(self, item: FetchItem, piece: Piece, answer: RangeReply) -> None:
         """Write the answer's bytes, except those that are here already."""
         assert item.part is not None
         if answer.end > piece.end or answer.start < piece.start:  # the server knows no ranges: one request for all
@@ -322,7 +322,7 @@ class Fetcher:
             if offset == answer.end:
                 break
 
-    def _give_up_if_hopeless(self, item: Item, trouble: Passing) -> None:
+    def _give_up_if_hopeless(self, item: FetchItem, trouble: Passing) -> None:
         error = trouble.error
         if item.wrong >= _MOST_WRONG:
             raise error

@@ -17,7 +17,7 @@ from .repository_files import RepoFile
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RangeReply:
     """Bytes [start, end) of a file, as `chunks` that may end early. A server without ranges starts at 0."""
 
     start: int
@@ -39,7 +39,9 @@ class Wrong(Passing):
 
 
 @asynccontextmanager
-async def asked(client: httpx2.AsyncClient, repo: Repo, file: RepoFile, start: int, end: int) -> AsyncGenerator[Answer]:
+async def asked(
+    client: httpx2.AsyncClient, repo: Repo, file: RepoFile, start: int, end: int
+) -> AsyncGenerator[RangeReply]:
     """Ask for bytes [start, end) of a file, always at the hub: the signed address that it redirects to soon expires.
 
     Raises:
@@ -51,7 +53,7 @@ async def asked(client: httpx2.AsyncClient, repo: Repo, file: RepoFile, start: i
         async with hub_request.opened(client, repo.url(file.name), headers) as (response, redirects):
             await _check(response, redirects, repo, file)
             first, last = _range(response, file, start, end)
-            yield Answer(first, last, response.aiter_raw())
+            yield RangeReply(first, last, response.aiter_raw())
     except (httpx2.HTTPError, httpx2.InvalidURL, ssl.SSLError, ConnectionError) as error:
         raise Passing(hub_errors.no_connection(error, repo.endpoint)) from error
 

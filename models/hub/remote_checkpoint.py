@@ -10,7 +10,7 @@ from typing import Self
 from .. import private_file
 from ..checkpoint_files import TensorPlace
 from .download import Download, disk_error
-from .fetch_loop import Tuning
+from .fetch_loop import Patience
 from .fetch_part import is_intact
 from .fetch_progress import DownloadProgress
 from .repository import Repo
@@ -38,7 +38,7 @@ class HubShelf:
         folder: Path,
         *,
         ahead: int = 2,
-        tuning: Tuning | None = None,
+        tuning: Patience | None = None,
     ) -> None:
         self.name = repo.name
         self.commit: str | None = repo.commit

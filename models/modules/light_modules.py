@@ -1,9 +1,8 @@
 """The modules of a causal language model that hold its weights, by transformers' names, without transformers' code.
 
-Importing that code takes longer than all else that a chat needs before its first answer, and where the engine's fused pass
-runs (engine/decoder/fused_pass.py) none of it is called: only weights, sizes and rope's frequencies are read. The library's
-own model (library_model.py) stays what everything is tested against, and what runs for families that are not written down
-here.
+Importing that code takes longer than all else that a chat needs before its first answer, and where the engine's fused
+pass runs (engine/decoder/fused_pass.py) none of it is called: only weights, sizes and rope's frequencies are read. The
+library's own model (library_model.py) stays what everything is tested against, and what runs for other families.
 """
 
 from __future__ import annotations

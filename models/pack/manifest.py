@@ -20,7 +20,7 @@ from .. import config_limits, private_file
 from ..errors import NoPackError, PackError
 from ..families import FAMILIES
 from ..visible import as_name
-from .tensor_file import Plan
+from .tensor_file import TensorShapes
 from .widths import Widths
 
 FORMAT = "floe-chat packed model"
@@ -56,7 +56,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PackSource:
     """Where the weights came from. `exact` is False when a wider source was rounded to 16 bit."""
 
     name: str
@@ -81,7 +81,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedPreset:
     """A preset that `floe-chat tune` derived for this very pack.
 
     Attributes:
@@ -109,17 +109,17 @@ class Manifest:
     """
 
     name: str
-    source: Source
+    source: PackSource
     architecture: Architecture
     widths: Widths
     calibration: Calibration
     files: dict[str, FileEntry]
-    tuned: tuple[Tuned, ...] = ()
+    tuned: tuple[TunedPreset, ...] = ()
     beside: dict[str, FileEntry] = dataclasses.field(default_factory=dict[str, FileEntry])
     sealed: bool = dataclasses.field(default=True, compare=False)
 
     @property
-    def lossless(self) -> bool:
+    def unquantized(self) -> bool:
         """Whether all weights are the source's own 16-bit ones, so that preset Exact means what it says."""
         w = self.widths
         return self.source.exact and w.up == w.gate == w.down == w.dense == 16
@@ -138,7 +138,7 @@ class Manifest:
     def _vector(self, bits: int) -> VectorLayout:
         return VectorLayout(self.architecture.hidden, bits, self.widths.group)
 
-    def layer_plan(self) -> Plan:
+    def layer_plan(self) -> TensorShapes:
         """The tensors of a layer's file."""
         a, up = self.architecture, self.up_layout
         shape = a.experts, a.intermediate

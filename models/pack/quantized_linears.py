@@ -18,7 +18,7 @@ from ...kernels.weights import LinearWeights
 from ..checkpoint import Checkpoint
 from ..errors import CheckpointError, PackError
 from .quantize import store_matrix
-from .tensor_file import Plan
+from .tensor_file import TensorShapes
 
 HEAD_BITS = 8
 
@@ -59,7 +59,7 @@ def stored_layers(source: Checkpoint, bits: int) -> dict[str, str]:
     return found
 
 
-def plan(layer: str, rows: int, columns: int, bits: int) -> Plan:
+def plan(layer: str, rows: int, columns: int, bits: int) -> TensorShapes:
     """The tensors that `store` makes of a layer of `rows` by `columns`, as they lie in the file."""
     vector = layout_of(columns, bits)
     return {

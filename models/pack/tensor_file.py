@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...kernels.codes import align
 
-Plan = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+TensorShapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _CODES = {
     torch.uint8: "U8",
@@ -44,7 +44,7 @@ class TensorFile:
         ValueError: there is no file to go on with, or one of another plan.
     """
 
-    def __init__(self, path: Path, plan: Plan, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, plan: TensorShapes, *, resume: bool = False) -> None:
         header: dict[str, dict[str, object]] = {}
         places: dict[str, tuple[int, int]] = {}
         end = 0
@@ -100,7 +100,7 @@ class TensorFile:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A whole file at once, as `TensorFile` lays it out."""
-    plan: Plan = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    plan: TensorShapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     with TensorFile(path, plan) as file:
         for name, tensor in tensors.items():
             file[name].copy_(tensor)

@@ -12,7 +12,7 @@ from ..checkpoint import DTYPES, Checkpoint
 from ..errors import CheckpointError, PackError
 from ..modules import library_model
 from ..pack import quantized_linears
-from ..pack.tensor_file import Plan, TensorFile
+from ..pack.tensor_file import TensorFile, TensorShapes
 
 FILE = "dense.safetensors"
 
@@ -34,7 +34,7 @@ class DensePart:
         self._source, self._bits = source, bits
         low = quantized_linears.stored_layers(source, bits)
         kept = [name for name in source.dense_names() if name.removesuffix(".weight") not in low]
-        self.plan: Plan = {}
+        self.plan: TensorShapes = {}
         for name in kept:
             place = source.places[name][1]
             if place.dtype not in DTYPES:

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import private_file
 from ..errors import FloeError, UsageError
 from ..pack.manifest import FileEntry
-from ..pack.tensor_file import Plan, write_tensors
+from ..pack.tensor_file import TensorShapes, write_tensors
 
 FOLDER = "packing"
 Settings = dict[str, str | int | None]
@@ -109,7 +109,7 @@ class Journal:
         with private_file.replacing(self.folder / f"{name}.safetensors", private_file.SHARED) as partial:
             write_tensors(partial, {**tensors, _DIGEST: _digest(tensors)} if sealed else tensors)
 
-    def kept(self, name: str, plan: Plan | None = None) -> dict[str, Tensor] | None:
+    def kept(self, name: str, plan: TensorShapes | None = None) -> dict[str, Tensor] | None:
         """The tensors that were stored under a name, or None.
 
         Args:

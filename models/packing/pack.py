@@ -30,7 +30,7 @@ from ..pack.manifest import (
     Architecture,
     Calibration,
     Manifest,
-    Source,
+    PackSource,
     Widths,
 )
 from . import calibration
@@ -169,7 +169,7 @@ def make_manifest(source: Checkpoint, spec: PackSpec, tokens: Tensor, name: str)
     float16 = str(source.float16).removeprefix("torch.")
     return Manifest(
         name=name,
-        source=Source(name=source.shelf.name, commit=source.shelf.commit, exact=source.exact),
+        source=PackSource(name=source.shelf.name, commit=source.shelf.commit, exact=source.exact),
         architecture=Architecture(
             model_type=config.model_type,
             layers=config.num_hidden_layers,

@@ -18,14 +18,14 @@ from ..checkpoint import Checkpoint
 from ..errors import CheckpointError
 from ..pack.manifest import Architecture, Manifest, layer_file
 from ..pack.quantize import store_matrix, store_vectors
-from ..pack.tensor_file import Plan, TensorFile
+from ..pack.tensor_file import TensorFile, TensorShapes
 from . import calibration
 from .journal import Journal, lost
 
 Given = Callable[[Tensor, Tensor], None]
 
 
-def measures_plan(a: Architecture) -> Plan:
+def measures_plan(a: Architecture) -> TensorShapes:
     """What is measured of a layer and goes into the profile."""
     return {
         "popularity": (torch.float32, (a.experts,)),

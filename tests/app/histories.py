@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from floe_chat.app.history import AnswerStats, Attachment, Setup, new_id, open_history
-from floe_chat.app.history.database.store import Store
+from floe_chat.app.history import AnswerStats, Attachment, ChatSetup, new_id, open_history
+from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.app.history.database.trouble import checked
 
-SETUP = Setup("demo", "Fast")
+SETUP = ChatSetup("demo", "Fast")
 _FILLED: dict[tuple[int, int], bytes] = {}
 
 
@@ -37,7 +37,7 @@ def filled(file: Path, conversations: int = 4, messages: int = 30) -> None:
     _FILLED[conversations, messages] = file.read_bytes()
 
 
-def read_all(store: Store) -> int:
+def read_all(store: HistoryStore) -> int:
     """Read everything there is; the number of messages."""
     page, count = store.conversations(), 0
     while page:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from floe_chat.app.history import AnswerStats, Conversation, Message, Setup, Tree
+from floe_chat.app.history import AnswerStats, ChatSetup, Conversation, Message, Tree
 from floe_chat.app.setup.flow import Setup as RunningSetup
 from floe_chat.app.setup.flow import SetupProgress
 from floe_chat.app.setup.setups import Survey
 from floe_chat.app.setup.wish import Wish
-from floe_chat.app.widgets.setup.models import Found, Model
+from floe_chat.app.widgets.setup.models import KnownModels, Model
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.planning import machine
 from floe_chat.engine.planning.rates import Measured
@@ -92,7 +92,7 @@ def running(now: SetupProgress) -> RunningSetup:
 
 
 _BITS = "at 3/4/4 bits per weight (up 3, gate and down 4, attention 4)"
-FOUND = Found(
+FOUND = KnownModels(
     (
         Model("installed", catalog.DEMO, 31_900_000, "built in, 4/4/4 bits", "It is part of floe-chat."),
         Model("installed", "olmoe", 4_310_000_000, "3/4/4 bits", f"Packed {_BITS}. Folder: {MODELS / 'olmoe'}"),
@@ -116,7 +116,7 @@ def _tree(title: str, question: str, answer: str, at: int) -> Tree:
     kept = AnswerStats(42, 58.9, 0.12, "stop")
     asked = Message(1, 0, None, 0, "user", question, "complete", at * 1000, "", "", None, (), 1, 1)
     told = Message(2, 0, 1, 1, "assistant", answer, "complete", at * 1000, "demo", "Fast", kept, (), 1, 1)
-    return Tree(Conversation(0, 0, title, at * 1000, at * 1000, Setup("demo", "Fast"), 2), (asked, told))
+    return Tree(Conversation(0, 0, title, at * 1000, at * 1000, ChatSetup("demo", "Fast"), 2), (asked, told))
 
 
 TREES = (

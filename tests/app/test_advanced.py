@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from floe_chat.app.settings.file import change, read, settings_file
 from floe_chat.app.widgets.panel import figures as draw
-from floe_chat.app.widgets.panel.figures import Figures
+from floe_chat.app.widgets.panel.figures import PanelFigures
 from floe_chat.engine.events import Advanced, Finished, Load, Loaded
 from floe_chat.models.errors import UsageError
 
@@ -65,6 +65,8 @@ def test_doctor_shows_them() -> None:
 
 
 def test_the_panel_shows_what_differs() -> None:
-    assert "Advanced" not in draw.backend(Figures(loaded=LOADED), 32).plain
+    assert "Advanced" not in draw.backend(PanelFigures(loaded=LOADED), 32).plain
     other = dataclasses.replace(LOADED, advanced=OTHERS.changed())
-    assert "Advanced: predictor none, no CPU share, transfer staged" in draw.backend(Figures(loaded=other), 32).plain
+    assert (
+        "Advanced: predictor none, no CPU share, transfer staged" in draw.backend(PanelFigures(loaded=other), 32).plain
+    )

@@ -13,7 +13,7 @@ from floe_chat.app.cli.comparison import text_ids
 from floe_chat.app.cli.evaluate import table
 from floe_chat.engine.quality import evaluate, text_windows
 from floe_chat.engine.quality.divergence import Divergence
-from floe_chat.engine.quality.evaluate import Evaluation, Measured
+from floe_chat.engine.quality.evaluate import Evaluation, PresetLoss
 from floe_chat.models.catalog import asset
 from floe_chat.models.packing.calibration import read_tokens
 
@@ -169,7 +169,7 @@ def test_an_interrupted_evaluation_says_so(
 
 def test_extreme_figures_fit_the_table_and_json() -> None:
     wild = Divergence(10**6, 123456.7, float("inf"), 1e-12, 12.3, 99.9, 1.0, 0.9999)
-    row = Measured("No sparsity", 0.0, wild, (None, 31, 31, 31), None, None)
+    row = PresetLoss("No sparsity", 0.0, wild, (None, 31, 31, 31), None, None)
     found = Evaluation("m", "s", "up 2 bit", "cpu", "native", 512, 1, 512, 256, 32, (row,))
     lines = table(found, "a text").splitlines()
     assert max(map(len, lines)) <= 100 and any("- 31 31 31" in line and "—" in line for line in lines)

@@ -15,19 +15,19 @@ from floe_chat.app.history import (
     AnswerStats,
     Attachment,
     Changed,
+    ChatSetup,
     History,
+    HistoryTrouble,
     Ready,
-    Setup,
-    Trouble,
     new_id,
     open_history,
 )
-from floe_chat.app.history.database.store import KEPT_AFTER_DELETION, Store
+from floe_chat.app.history.database.store import KEPT_AFTER_DELETION, HistoryStore
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import UsageError
 
 STATS = AnswerStats(6, 12.5, 0.4, "stop")
-SETUP = Setup("demo", "Fast", Sampling(temperature=0.1, seed=7), "Be brief.", "Tutor")
+SETUP = ChatSetup("demo", "Fast", Sampling(temperature=0.1, seed=7), "Be brief.", "Tutor")
 
 
 @pytest.fixture(params=["saved", "unsaved"])
@@ -39,7 +39,7 @@ def history(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[History]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
     opened = open_history(tmp_path / "history.db").store
     yield opened
     opened.close()
@@ -164,7 +164,7 @@ def test_a_change_that_cannot_be_made_is_told_and_the_rest_is_kept(history: Hist
     history.ask(new_id(), None, "into a conversation that is not there")
     chat = history.begin(SETUP, "kept")
     settled(history)
-    (trouble,) = [event for event in history.poll() if isinstance(event, Trouble)]
+    (trouble,) = [event for event in history.poll() if isinstance(event, HistoryTrouble)]
     assert "no such chat" in trouble.title.lower()
     assert [found.id for found in history.conversations()] == [chat]
     with pytest.raises(UsageError):
@@ -300,7 +300,7 @@ def test_ask_goes_on_with_the_last_conversation_or_a_numbered_one(history: Histo
     answer.finish(STATS)
     history.begin(SETUP)  # number 2, without a question
     settled(history)
-    blank = ask_in(history, 1, "unanswered", Setup("other", "High"))
+    blank = ask_in(history, 1, "unanswered", ChatSetup("other", "High"))
     blank.keep().finish(None, "stopped")
     settled(history)
     third = ask_in(history, None, "third", replace(SETUP, system_prompt="Be long."))
@@ -340,7 +340,7 @@ def test_what_was_deleted_long_ago_is_wiped_from_the_file(tmp_path: Path) -> Non
     assert b"stays" in left
 
 
-def test_numbers_are_never_given_again(store: Store) -> None:
+def test_numbers_are_never_given_again(store: HistoryStore) -> None:
     for round_ in range(1, 4):
         identity, mark = new_id(), new_id()
         with store.transaction():

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from floe_chat.app.history import AnswerStats, Attachment, Setup, history_file, new_id, open_history
+from floe_chat.app.history import AnswerStats, Attachment, ChatSetup, history_file, new_id, open_history
 
 from ..helpers import Ran, explained, run_cli
 
@@ -26,14 +26,14 @@ def filled() -> Path:
     """Three conversations: 1 has two branches, 2 an evil title, 3 nothing in it."""
     store = open_history(history_file()).store
     with store.transaction():
-        store.add_conversation(one := new_id(), Setup("demo", "Fast"), created=1_000)
+        store.add_conversation(one := new_id(), ChatSetup("demo", "Fast"), created=1_000)
         store.add_question(q := new_id(), one, None, "What is an expert?", [Attachment("a.txt", "attached")])
         for text in ("A network.", "A small network."):
             store.begin_answer(a := new_id(), q, "demo", "Fast", "")
             store.end_answer(a, text, "complete", AnswerStats(3, 2.0, 0.5, "stop"))
-        store.add_conversation(two := new_id(), Setup("m\x1b[1m"), f"Title {EVIL}\nsecond line")
+        store.add_conversation(two := new_id(), ChatSetup("m\x1b[1m"), f"Title {EVIL}\nsecond line")
         store.add_question(new_id(), two, None, f"needle {EVIL} in hay", ())
-        store.add_conversation(new_id(), Setup())
+        store.add_conversation(new_id(), ChatSetup())
     with store.transaction():
         store._connection.execute("UPDATE conversation SET updated = 1000 * number")  # pyright: ignore[reportPrivateUsage]
     store.close()

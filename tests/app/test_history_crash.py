@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from floe_chat.app.history import Changed, History, Ready, Recovered, Trouble, adding, new_id, open_history
+from floe_chat.app.history import Changed, History, HistoryTrouble, Ready, Recovered, adding, new_id, open_history
 from floe_chat.app.history.database import opening
 from floe_chat.app.history.database.opening import open_to_read
 from floe_chat.app.history.database.writer import FLUSH_SECONDS
@@ -243,13 +243,13 @@ def test_a_lock_is_told_and_what_waited_for_it_is_written_afterwards(file: Path,
     lock.execute("BEGIN IMMEDIATE")
     history.rename(chat, "after")
     assert not history.settle(0.3)
-    (trouble,) = [event for event in history.poll() if isinstance(event, Trouble)]
+    (trouble,) = [event for event in history.poll() if isinstance(event, HistoryTrouble)]
     assert trouble.title == "The history is locked"
     assert history.conversation(chat).title == "before"  # reading goes on
     lock.execute("ROLLBACK")
     lock.close()
     assert history.settle(10) and history.conversation(chat).title == "after"
-    assert [type(event) for event in history.poll() if isinstance(event, Recovered | Trouble)] == [Recovered]
+    assert [type(event) for event in history.poll() if isinstance(event, Recovered | HistoryTrouble)] == [Recovered]
     assert history.close()
 
 
@@ -262,7 +262,7 @@ def test_a_history_that_is_written_to_from_the_start_is_read_and_what_waits_is_w
     history = History(file)
     chat = history.begin(SETUP, "new")
     assert not history.settle(0.3) and len(history.conversations()) == 4
-    assert [type(event) for event in history.poll()] == [Ready, Trouble]
+    assert [type(event) for event in history.poll()] == [Ready, HistoryTrouble]
     release = threading.Timer(1.0, lock.execute, ["ROLLBACK"])
     release.start()
     assert history.close(20)
@@ -305,10 +305,10 @@ def test_a_folder_that_cannot_be_made_is_told_once_and_chats_go_on(tmp_path: Pat
         answer.append("hello")
         answer.finish(None)
     assert history.settle(10)
-    assert [type(event) for event in history.poll()] == [Trouble, Ready]
+    assert [type(event) for event in history.poll()] == [HistoryTrouble, Ready]
     assert [m.text for m in history.messages(history.branch(answer.id))] == ["hi", "hello"]
     history.rename(chat, "still")
-    assert history.settle(10) and not any(isinstance(event, Trouble) for event in history.poll())
+    assert history.settle(10) and not any(isinstance(event, HistoryTrouble) for event in history.poll())
     history.close()
 
 
@@ -321,7 +321,7 @@ def test_a_history_that_may_only_be_read_is_told_once(file: Path, part: str) -> 
     history = History(file)
     history.begin(SETUP, "unsaved")
     assert history.settle(10) and history.conversations()[0].title == "unsaved"
-    assert [type(event) for event in history.poll() if not isinstance(event, Changed)] == [Trouble, Ready]
+    assert [type(event) for event in history.poll() if not isinstance(event, Changed)] == [HistoryTrouble, Ready]
     history.close()
     file.parent.chmod(0o700)
     file.chmod(0o600)
@@ -389,7 +389,7 @@ def test_a_full_disk_is_told_and_what_waited_for_room_is_written_afterwards(smal
     text = "lorem ipsum " * 20_000
     question = history.ask(chat, None, text)
     assert not history.settle(0.3)
-    (trouble,) = [event for event in history.poll() if isinstance(event, Trouble)]
+    (trouble,) = [event for event in history.poll() if isinstance(event, HistoryTrouble)]
     assert trouble.title == "The disk is full"
     assert history.conversation(chat).title == "before"
     ballast.unlink()
@@ -463,7 +463,7 @@ def test_a_file_that_is_taken_away_is_told_once_and_not_made_again(file: Path, h
     for _ in range(3):
         history.rename(chat, "after")
         history.settle(0.2)
-    troubles = [event.title for event in history.poll() if isinstance(event, Trouble)]
+    troubles = [event.title for event in history.poll() if isinstance(event, HistoryTrouble)]
     assert troubles == ["The history was moved or deleted"]
     with pytest.raises(FloeError):
         history.conversation(chat)

@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.cli.printing import history_lines
-from floe_chat.app.history import History, Ready, Trouble, Unsent, as_json, as_markdown, new_id, open_history, parse
+from floe_chat.app.history import (
+    History,
+    HistoryTrouble,
+    Ready,
+    Unsent,
+    as_json,
+    as_markdown,
+    new_id,
+    open_history,
+    parse,
+)
 from floe_chat.app.history.database import opening
 from floe_chat.app.history.database.schema import MIGRATIONS, VERSION
 from floe_chat.app.history.database.trouble import SQLITE_ERRORS, explaining
@@ -117,7 +127,9 @@ def test_something_else_under_its_name_is_kept_aside(file: Path) -> None:
     history.begin(SETUP, "new")
     assert history.settle(10)
     events = history.poll()
-    assert [type(event) for event in events[:2]] == [Trouble, Ready] and history.conversations()[0].title == "new"
+    assert [type(event) for event in events[:2]] == [HistoryTrouble, Ready] and history.conversations()[
+        0
+    ].title == "new"
     (kept,) = file.parent.glob("history-damaged-*.db")
     assert kept.read_text().startswith("these are my notes")
     history.close()
@@ -150,7 +162,7 @@ def test_damage_that_shows_itself_later_is_told_and_dealt_with_at_the_next_start
     for _ in range(3):
         history.ask(chat, None, "lost")
     history.settle(0.5)
-    troubles = [event.title for event in history.poll() if isinstance(event, Trouble)]
+    troubles = [event.title for event in history.poll() if isinstance(event, HistoryTrouble)]
     assert troubles == ["The history is damaged"]
     assert not history.close()
     opened = open_history(file)
@@ -235,7 +247,7 @@ def test_a_file_of_a_newer_version_is_refused_and_not_touched(file: Path) -> Non
     history.begin(SETUP, "unsaved")
     assert history.settle(10) and history.conversations()[0].title == "unsaved"
     trouble, ready = history.poll()[:2]
-    assert isinstance(trouble, Trouble) and "not saved" in trouble.cause and ready == Ready(False, 0)
+    assert isinstance(trouble, HistoryTrouble) and "not saved" in trouble.cause and ready == Ready(False, 0)
     history.close()
     assert file.read_bytes() == before
     assert not list(file.parent.glob("*damaged*"))

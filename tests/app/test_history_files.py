@@ -13,7 +13,7 @@ import pytest
 from floe_chat.app.history import (
     AnswerStats,
     Attachment,
-    Setup,
+    ChatSetup,
     State,
     Tree,
     as_json,
@@ -25,7 +25,7 @@ from floe_chat.app.history import (
     read_attachment,
 )
 from floe_chat.app.history.attachments import LARGEST
-from floe_chat.app.history.database.store import Store
+from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import UsageError
 
@@ -33,16 +33,16 @@ NASTY = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\u202etxt.exe\u2066 \r\n\0 </detail
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
     opened = open_history(tmp_path / "history.db").store
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def tree(store: Store) -> Tree:
+def tree(store: HistoryStore) -> Tree:
     """Two branches, two attachments, every kind of value."""
-    setup = Setup("demo", None, Sampling(0.1, 3, 0.9, 0.2, 1.1, 2**62), f"Be brief. {NASTY}", "Tutor")
+    setup = ChatSetup("demo", None, Sampling(0.1, 3, 0.9, 0.2, 1.1, 2**62), f"Be brief. {NASTY}", "Tutor")
     chat, first, one, two, last = (new_id() for _ in range(5))
     with store.transaction():
         store.add_conversation(chat, setup, f"Title {NASTY}")
@@ -65,7 +65,7 @@ def edited(text: str, change: Callable[[Any], object]) -> str:
     return json.dumps(document)
 
 
-def test_json_loses_nothing_and_is_the_same_after_a_round_trip(store: Store, tree: Tree) -> None:
+def test_json_loses_nothing_and_is_the_same_after_a_round_trip(store: HistoryStore, tree: Tree) -> None:
     text = as_json([tree, tree])
     once, twice = parse(text, "x", print)
     assert as_json([once]) == as_json([twice]) == as_json([tree])
@@ -86,9 +86,9 @@ def test_nothing_that_a_terminal_obeys_leaves_as_it_is(tree: Tree) -> None:
     assert "\ufffd]52;c;" in as_markdown(tree)
 
 
-def test_markdown_reads_as_the_branch_that_is_shown(store: Store) -> None:
+def test_markdown_reads_as_the_branch_that_is_shown(store: HistoryStore) -> None:
     with store.transaction():
-        store.add_conversation(chat := new_id(), Setup("demo", "Fast", system_prompt="Be brief."), created=0)
+        store.add_conversation(chat := new_id(), ChatSetup("demo", "Fast", system_prompt="Be brief."), created=0)
         store.add_question(q := new_id(), chat, None, "What is an expert?", [Attachment("a.md", "text with ``` in it")])
         store.begin_answer(a := new_id(), q, "demo", "Fast", "")
         store.end_answer(a, "A small network.\n", "complete", AnswerStats(4, 12.5, 0.25, "stop"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.app.history import Setup, new_id, open_history
+from floe_chat.app.history import ChatSetup, new_id, open_history
 from floe_chat.app.history.database.opening import connect
 from floe_chat.app.history.database.reading import Reader
 
@@ -22,7 +22,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = open_history(file).store
     with store.transaction():
         for number in range(301):
-            store.add_conversation(chat := new_id(), Setup("demo"), f"chat {number}")
+            store.add_conversation(chat := new_id(), ChatSetup("demo"), f"chat {number}")
             parent = None
             for place in range(MESSAGES if number == 150 else 2):
                 message = new_id(parent or 0)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from floe_chat.app.history import AnswerStats, Setup, new_id, open_history
-from floe_chat.app.history.database.store import Store
+from floe_chat.app.history import AnswerStats, ChatSetup, new_id, open_history
+from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.engine.events import Sampling
 
 STATS = AnswerStats(6, 12.5, 0.4, "stop")
-SETUP = Setup("demo", "Fast", Sampling(temperature=0.1, seed=7), "Be brief.", "Tutor")
+SETUP = ChatSetup("demo", "Fast", Sampling(temperature=0.1, seed=7), "Be brief.", "Tutor")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
     opened = open_history(tmp_path / "history.db").store
     yield opened
     opened.close()
@@ -39,7 +39,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_walks_over_branches_end_where_a_plain_tree_ends(store: Store, seed: int) -> None:
+def test_random_walks_over_branches_end_where_a_plain_tree_ends(store: HistoryStore, seed: int) -> None:
     dice = random.Random(seed)
     models: dict[int, Model] = {}
     undo: list[tuple[int, int, Model]] = []

@@ -11,7 +11,7 @@ from floe_chat.app.history.exporting import footer
 from floe_chat.app.text import units
 from floe_chat.app.widgets.panel import figures as draw
 from floe_chat.app.widgets.panel import memory
-from floe_chat.app.widgets.panel.figures import Draw, Figures
+from floe_chat.app.widgets.panel.figures import Draw, PanelFigures
 from floe_chat.app.widgets.panel.heat import stack
 from floe_chat.engine.events import Rows
 
@@ -47,16 +47,16 @@ DRAWINGS = (
 )
 
 
-def figures(rows: Rows | None, *, vram_bytes: int | None = None, reused_tokens: int = 0) -> Figures:
+def figures(rows: Rows | None, *, vram_bytes: int | None = None, reused_tokens: int = 0) -> PanelFigures:
     made = dataclasses.replace(stats(rows=rows, reused_tokens=reused_tokens), vram_bytes=vram_bytes)
-    return Figures(LOADED, made)
+    return PanelFigures(LOADED, made)
 
 
-def lines(drawing: Draw, shown: Figures, width: int = 32) -> list[str]:
+def lines(drawing: Draw, shown: PanelFigures, width: int = 32) -> list[str]:
     return drawing(shown, width).plain.split("\n")
 
 
-def value(drawing: Draw, shown: Figures, label: str) -> str:
+def value(drawing: Draw, shown: PanelFigures, label: str) -> str:
     """What stands at the right end of the line that begins with `label`."""
     (line,) = (line for line in lines(drawing, shown) if line.startswith(label))
     return line.removeprefix(label).strip(" ━─")
@@ -243,7 +243,7 @@ def test_without_a_pool_nothing_is_made_up() -> None:
     assert lines(memory.memory, shown)[0] == "Memory                    no GPU"
     assert value(memory.memory, shown, "resident weights") == "23.4 MB"
     assert value(memory.memory, figures(None, vram_bytes=5_000_000_000), "VRAM") == "5.00 GB"
-    assert "VRAM" not in memory.memory(Figures(), 32).plain
+    assert "VRAM" not in memory.memory(PanelFigures(), 32).plain
     assert "hits" not in draw.strip(shown, 76).plain
 
 
@@ -270,7 +270,7 @@ def test_the_strip_has_the_hit_rate() -> None:
 
 
 def test_before_the_first_answer_the_strip_has_memory_only() -> None:
-    idle = Figures(LOADED, dataclasses.replace(stats(measured=False), ram_bytes=1_310_000_000))
+    idle = PanelFigures(LOADED, dataclasses.replace(stats(measured=False), ram_bytes=1_310_000_000))
     assert lines(draw.strip, idle, 76)[0] == "speed and neurons: not measured yet"
     assert lines(draw.strip, idle, 76)[1].startswith("RAM 1.31 GB · no GPU")
     idle.running = True

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
-from floe_chat.app.client.chat_client import Message, TextDelta, Update
-from floe_chat.app.history import History, Setup
+from floe_chat.app.client.chat_client import TextDelta, Turn, Update
+from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.settings.file import read, settings_file
 from floe_chat.app.settings.settings import Persona
@@ -60,18 +60,18 @@ def kept(tmp_path: Path) -> Iterable[History]:
 
 def chat(history: History, *lines: str) -> Echo:
     client = Echo()
-    PlainChat(client, history, Setup(sampling=Sampling(), system_prompt="Be brief."), 100, reader(*lines)).run()
+    PlainChat(client, history, ChatSetup(sampling=Sampling(), system_prompt="Be brief."), 100, reader(*lines)).run()
     return client
 
 
 def test_a_chat_of_several_turns(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
     client = chat(kept, "hello", "", "one\\", "two", "/new", "again", "/open 1", "on", "/quit", "never")
-    system = Message("system", "Be brief.")
-    first = (Message("user", "hello"), Message("assistant", "HELLO!"))
-    second = (Message("user", "one\ntwo"), Message("assistant", "ONE\nTWO!"))
+    system = Turn("system", "Be brief.")
+    first = (Turn("user", "hello"), Turn("assistant", "HELLO!"))
+    second = (Turn("user", "one\ntwo"), Turn("assistant", "ONE\nTWO!"))
     assert client.asked[1] == (system, *first, second[0])
-    assert client.asked[2] == (system, Message("user", "again"))
-    assert client.asked[3] == (system, *first, *second, Message("user", "on"))
+    assert client.asked[2] == (system, Turn("user", "again"))
+    assert client.asked[3] == (system, *first, *second, Turn("user", "on"))
     said = capsys.readouterr()
     assert said.out.splitlines()[:3] == ["scripted: HELLO!", "scripted: ONE", "TWO!"]
     assert "\x1b" not in said.out + said.err and "\r" not in said.out + said.err
@@ -130,10 +130,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.
 
 def test_a_question_is_edited_and_answered_again(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
     client = chat(kept, "/again", "/edit too soon", "one", "two", "/edit too", "/again", "three")
-    system, one = Message("system", "Be brief."), (Message("user", "one"), Message("assistant", "ONE!"))
-    too = (Message("user", "too"), Message("assistant", "TOO!"))
+    system, one = Turn("system", "Be brief."), (Turn("user", "one"), Turn("assistant", "ONE!"))
+    too = (Turn("user", "too"), Turn("assistant", "TOO!"))
     assert client.asked[2:4] == [(system, *one, too[0])] * 2
-    assert client.asked[4] == (system, *one, *too, Message("user", "three"))
+    assert client.asked[4] == (system, *one, *too, Turn("user", "three"))
     assert capsys.readouterr().err.count("no question in this chat yet") == 2
     tree = kept.tree((kept.newest() or pytest.fail("nothing is saved")).id)
     assert sorted(message.text for message in tree.messages) == sorted(
@@ -166,11 +166,11 @@ def test_what_a_chat_is_answered_with_can_be_changed(kept: History, capsys: pyte
         "new",
     )
     more = ("/persona nobody", "/persona pirate", "arr", "/system none", "bare")
-    setup = Setup(sampling=Sampling(), system_prompt="Be brief.")
+    setup = ChatSetup(sampling=Sampling(), system_prompt="Be brief.")
     PlainChat(client, kept, setup, 100, reader(*lines, *more), personas).run()
     firsts = [asked[0] for asked in client.asked]
-    system = [Message("system", text) for text in ("Be long.", "Be brief.", "Say arr.")]
-    assert firsts == [*system, Message("user", "new")]
+    system = [Turn("system", text) for text in ("Be long.", "Be brief.", "Say arr.")]
+    assert firsts == [*system, Turn("user", "new")]
     assert [sampling.temperature for sampling in client.samplings] == [0.3, Sampling().temperature, 0.1, 0.1]
     told = capsys.readouterr().err
     for words in ("Be brief.\n", "temperature: 0.3", "top_k cannot be 'x'", "Personas: pirate.", "no persona 'nobody'"):
@@ -221,7 +221,7 @@ def test_an_answer_loses_its_marks_on_the_way_to_stdout_alone(
 def test_a_question_that_does_not_fit_is_not_saved(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
     client = Echo()
     client.refuse = FloeError("Too long", "It does not fit.", "Shorten it.")
-    PlainChat(client, kept, Setup(sampling=Sampling()), 100, reader("much", "hi")).run()
+    PlainChat(client, kept, ChatSetup(sampling=Sampling()), 100, reader("much", "hi")).run()
     assert "Too long" in capsys.readouterr().err
     newest = kept.newest() or pytest.fail("nothing is saved")
     assert [message.text for message in kept.tree(newest.id).messages] == ["hi", "HI!"]
@@ -259,7 +259,7 @@ def test_a_model_that_cannot_be_loaded(kept: History) -> None:
             return [Failed("The pack is damaged", "", "", None)]
 
     with pytest.raises(FloeError, match="damaged"):
-        PlainChat(Broken(), kept, Setup(), 100, reader("hi")).run()
+        PlainChat(Broken(), kept, ChatSetup(), 100, reader("hi")).run()
 
 
 def test_the_command_chats_with_a_real_model(tiny_pack: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from floe_chat.app.history import History, Setup, history_file
+from floe_chat.app.history import ChatSetup, History, history_file
 from floe_chat.app.settings.file import change, read, settings_file
 from floe_chat.models import catalog
 
@@ -28,7 +28,7 @@ def olmoe(tiny_pack: Path) -> Path:
 def chat_of(model: str, question: str) -> int:
     """Save a chat of one question with `model`; returns its id."""
     history = History(history_file())
-    conversation = history.begin(Setup(model))
+    conversation = history.begin(ChatSetup(model))
     history.ask(conversation, None, question)
     assert history.close()
     return conversation

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.chat_client import TextDelta
-from floe_chat.app.history import Conversation, History, Message, Setup, Tree, new_id, open_history
+from floe_chat.app.history import ChatSetup, Conversation, History, Message, Tree, new_id, open_history
 from floe_chat.app.screens.history import HistoryScreen
 from floe_chat.app.widgets.chat.blocks import Note, Welcome
 from floe_chat.app.widgets.chat.transcript import Transcript
@@ -35,7 +35,7 @@ def long_tree(count: int) -> Tree:
         parent = messages[-1].id if messages else None
         text = f"number {at}"
         messages.append(Message(at + 1, 0, parent, at, role, text, "complete", at, "scripted", "", None, (), 1, 1))
-    return Tree(Conversation(0, 0, "Long", 0, 0, Setup(), count), tuple(messages))
+    return Tree(Conversation(0, 0, "Long", 0, 0, ChatSetup(), count), tuple(messages))
 
 
 def transcript(pilot: Pilot[int]) -> Transcript:
@@ -77,7 +77,7 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen_text(pilot).count("2 messages") == 2)
         other = History(tmp_path / "history.db")
-        other.ask(other.begin(Setup()), None, "from elsewhere")
+        other.ask(other.begin(ChatSetup()), None, "from elsewhere")
         await until(pilot, lambda: "from elsewhere" in screen_text(pilot))
         assert other.close()
         await pilot.press("ctrl+d")
@@ -111,7 +111,7 @@ async def test_chats_are_kept_found_renamed_and_deleted(tmp_path: Path) -> None:
 async def test_pages_of_the_list_are_eight_chats() -> None:
     history = History(None)
     for number in range(20):
-        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, Setup(), 2)))
+        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, ChatSetup(), 2)))
     assert history.settle()
     async with ready(ScriptedClient(), history=history) as pilot:
         await pilot.press("ctrl+r")
@@ -126,7 +126,7 @@ async def test_pages_of_the_list_are_eight_chats() -> None:
 async def test_a_title_that_is_found_stands_there_once_with_number_and_day() -> None:
     history = History(None)
     for number in (41, 42):
-        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, Setup(), 2)))
+        history.add(replace(long_tree(2), conversation=Conversation(0, 0, f"Long {number}", 0, NOON, ChatSetup(), 2)))
     assert history.settle()
     async with ready(ScriptedClient(), size=(60, 20), history=history) as pilot:
         await pilot.press("ctrl+r")
@@ -201,7 +201,7 @@ async def test_what_a_crash_left_is_told_and_goes_on(tmp_path: Path) -> None:
     store = open_history(tmp_path / "history.db").store
     conversation, question, answer = new_id(), new_id(), new_id()
     with store.transaction():
-        store.add_conversation(conversation, Setup())
+        store.add_conversation(conversation, ChatSetup())
         store.add_question(question, conversation, None, "before", ())
         store.begin_answer(answer, question, "scripted", "Balanced", "nowhere:1:1")
         store.write_answer(answer, "half of")

@@ -13,7 +13,7 @@ from floe_chat.app.screens.history import when
 from floe_chat.app.text import units
 from floe_chat.app.text.plain_text import printable
 from floe_chat.app.text_files import is_outside, listing, matching, meant, outside
-from floe_chat.app.widgets.chat.completion import Wanted, wanted
+from floe_chat.app.widgets.chat.completion import Completable, wanted
 from floe_chat.app.widgets.common.clipboard import local_tool
 from floe_chat.app.widgets.markdown.fences import FenceSplitter
 from floe_chat.app.widgets.markdown.markdown import AnswerParser
@@ -50,11 +50,11 @@ def test_the_packs_name_is_made_printable() -> None:
 
 
 def test_completion_knows_what_is_being_written() -> None:
-    assert wanted("/re", first_line=True) == Wanted("command", "re")
+    assert wanted("/re", first_line=True) == Completable("command", "re")
     assert wanted("/re", first_line=False) is None and wanted("/re x", first_line=True) is None
-    assert wanted("see @src/ma", first_line=False) == Wanted("file", "src/ma")
-    assert wanted('see @"./my dir/a', first_line=False) == Wanted("file", "./my dir/a", quoted=True)
-    assert wanted('see @"a b"', first_line=False) is None and wanted("@", first_line=True) == Wanted("file", "")
+    assert wanted("see @src/ma", first_line=False) == Completable("file", "src/ma")
+    assert wanted('see @"./my dir/a', first_line=False) == Completable("file", "./my dir/a", quoted=True)
+    assert wanted('see @"a b"', first_line=False) is None and wanted("@", first_line=True) == Completable("file", "")
     assert wanted("mail me@home", first_line=True) is None and wanted("@a b", first_line=True) is None
 
 

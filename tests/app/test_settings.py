@@ -17,7 +17,7 @@ import pytest
 from floe_chat.app.actions import OWN
 from floe_chat.app.cli.main import cli
 from floe_chat.app.settings.file import change, documented, read, settings_file, with_installed_model
-from floe_chat.app.settings.settings import KEYS, Key, Persona, Settings, fill
+from floe_chat.app.settings.settings import KEYS, Persona, SettingKey, Settings, fill
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.ranges import SAMPLING, check
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError
@@ -314,7 +314,7 @@ def test_settings_are_called_as_the_command_line_calls_them() -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.name.startswith("sampling.")], ids=lambda key: key.name)
-def test_what_a_sampling_setting_accepts_the_engine_accepts(key: Key) -> None:
+def test_what_a_sampling_setting_accepts_the_engine_accepts(key: SettingKey) -> None:
     values = SAMPLING[key.field]
     for value in (
         values.low,

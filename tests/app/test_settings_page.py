@@ -10,7 +10,7 @@ from floe_chat.app.actions import OWN
 from floe_chat.app.screens.settings import SettingsScreen
 from floe_chat.app.settings.file import read
 from floe_chat.app.settings.settings import KEYS, Settings
-from floe_chat.app.widgets.common.setting_fields import Choice, Field, Prose, Toggle, Written
+from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
 from floe_chat.models import catalog
 from textual.pilot import Pilot
 
@@ -20,7 +20,7 @@ from .wizardry import see
 
 def shown_fields(pilot: Pilot[Any]) -> dict[str, Field]:
     screen = pilot.app.screen
-    kinds = (Written, Prose, Choice, Toggle)
+    kinds = (Written, Prose, ChoiceField, Toggle)
     return {field.setting: field for kind in kinds for field in screen.query(kind)}
 
 
@@ -101,13 +101,13 @@ async def test_what_has_few_values_is_chosen_and_not_typed(tmp_path: Path, tiny_
     file.write_text("[personas.Tutor]\ntop_k = 5\n")
     async with ready(ScriptedClient(), settings=file) as pilot:
         fields = await opened(pilot)
-        assert {name for name, field in fields.items() if isinstance(field, Choice)} >= {
+        assert {name for name, field in fields.items() if isinstance(field, ChoiceField)} >= {
             *(f"chat.{name}" for name in ("model", "preset", "device", "persona")),
             *("screen.theme", "screen.panel"),
         }
         assert all(isinstance(fields[key.name], Toggle) for key in KEYS if key.among is None)
         model = fields["chat.model"]
-        assert isinstance(model, Choice) and pilot.app.focused is model
+        assert isinstance(model, ChoiceField) and pilot.app.focused is model
         await until(pilot, lambda: ("tiny", "tiny") in model._options)  # pyright: ignore[reportPrivateUsage]
         assert file.read_text() == "[personas.Tutor]\ntop_k = 5\n"  # to look up what there is changes nothing
         await pilot.press("enter", "down", "enter")
@@ -194,7 +194,7 @@ async def test_a_model_or_theme_that_is_gone_is_named_and_another_can_be_chosen(
         await see(pilot, "line 2: chat.model 'hot' is not", "line 5: screen.theme 'loud' is not")
         assert pilot.app.theme == "floe"
         fields = await opened(pilot)
-        assert isinstance(field := fields["chat.model"], Choice) and field.meant() is None
+        assert isinstance(field := fields["chat.model"], ChoiceField) and field.meant() is None
         await pilot.press("enter", "down", "enter")
         await until(pilot, lambda: read(file).settings.model == "demo")
         assert "loud" in file.read_text()

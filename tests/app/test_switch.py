@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
-from floe_chat.app.history import History, Setup
+from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.models import ModelsScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
@@ -108,8 +108,8 @@ async def test_the_last_model_chosen_is_the_one_to_start_with(tiny_pack: Path, o
 
 async def test_a_chat_is_reopened_with_its_own_model(tiny_pack: Path, other: Path) -> None:
     history, client = History(None), ChatClient(tiny_pack)
-    history.ask(history.begin(Setup("other")), None, "of the other")
-    history.ask(history.begin(Setup(str(tiny_pack))), None, "of tiny")
+    history.ask(history.begin(ChatSetup("other")), None, "of the other")
+    history.ask(history.begin(ChatSetup(str(tiny_pack))), None, "of tiny")
     history.settle()
     app = FloeChatApp(client, sampling=Sampling(temperature=0), max_new_tokens=6, history=history)
     async with app.run_test(size=(100, 30)) as pilot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from floe_chat.app.history import Attachment, History, Setup, Unsent, as_json, open_history, parse
+from floe_chat.app.history import Attachment, ChatSetup, History, Unsent, as_json, open_history, parse
 from floe_chat.engine.events import PresetChanged, Rule
 
 from .scripted import ScriptedClient, ask, composer, finish, ready, screen_text, status, until, write
@@ -135,7 +135,7 @@ async def test_a_quality_set_by_hand_belongs_to_its_chat(tmp_path: Path) -> None
 
 def test_a_quality_set_by_hand_is_exported_and_imported() -> None:
     history = History(None)
-    number = history.begin(Setup("demo", quality=BY_HAND))
+    number = history.begin(ChatSetup("demo", quality=BY_HAND))
     history.ask(number, None, "hi")
     assert history.settle()
     (tree,) = parse(as_json([history.tree(number)]), "a file", print)

@@ -16,7 +16,7 @@ from floe_chat.engine.planning import machine
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
 from floe_chat.models.catalog_entry import Entry
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from textual import events
 from textual.app import App
 from textual.pilot import Pilot
@@ -26,7 +26,7 @@ from ..models.fakehub import ALWAYS, FakeHub, Fault
 from .scripted import until
 
 REPO = "floe/tiny"
-IMPATIENT = Tuning(first_wait=0.01, longest_wait=0.05, sync=0.01)
+IMPATIENT = Patience(first_wait=0.01, longest_wait=0.05, sync=0.01)
 RATES = {"memory read": 33.1e9, "rows 4 bit": 14e9, "disk read": 1.2e9}
 ROOMY = 400 << 30
 

@@ -20,7 +20,7 @@ LAYERS, RUNS = 3, 15  # more than a cache holds
 
 def layer(kept: torch.dtype) -> DenseLayer:
     """Next to nothing but attention."""
-    heads = Heads(HEADS, KEY_HEADS, DIM, DIM**-0.5, kept=kept)
+    heads = Heads(HEADS, KEY_HEADS, DIM, DIM**-0.5, cache_dtype=kept)
     qkv, out = torch.randn((HEADS + 2 * KEY_HEADS) * DIM, HIDDEN), torch.randn(HIDDEN, HEADS * DIM)
     return DenseLayer(torch.ones(HIDDEN), torch.ones(HIDDEN), 1e-5, heads, Projection(qkv), Projection(out), None)
 

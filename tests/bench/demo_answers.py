@@ -16,7 +16,7 @@ from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.models.catalog import asset
 from floe_chat.models.demo.check import ANSWER_TOKENS, missing_facts
-from floe_chat.models.demo.facts import Check, read_heldout
+from floe_chat.models.demo.facts import FactCheck, read_heldout
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 
 
@@ -24,7 +24,7 @@ def silent(step: str, share: float) -> None:
     """No progress: the table is the output."""
 
 
-def reply(loaded: LoadedModel, chat: ChatFormat, check: Check) -> str:
+def reply(loaded: LoadedModel, chat: ChatFormat, check: FactCheck) -> str:
     """The greedy answer to a check's question, after the greedy answers to the questions before it."""
     messages: list[dict[str, str]] = []
     for question in [*check.get("history", []), check.get("question", "")]:

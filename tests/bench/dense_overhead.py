@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from floe_chat.engine.decoder.decoders import Decoder, LeanDecoder, LibraryDecoder
+from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, LibraryDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.models.families import FAMILIES
@@ -62,9 +62,9 @@ def make_model(family: str) -> Any:
     return model.eval()
 
 
-def without_native(model: Any) -> LeanDecoder:
+def without_native(model: Any) -> FusedDecoder:
     """The lean pass by torch's operations."""
-    lean = LeanDecoder(model, 2048)
+    lean = FusedDecoder(model, 2048)
     lean.steps = []
     return lean
 
@@ -95,7 +95,7 @@ def layer_ms(model: Any, decoder: Decoder, tokens: int) -> float:
 def measure(family: str, tokens: int, rounds: int) -> dict[str, Any]:
     """The least of a few rounds: whatever else runs makes times longer."""
     model = make_model(family)
-    lean = LeanDecoder(model, 2048)
+    lean = FusedDecoder(model, 2048)
     decoders: dict[str, Decoder] = {"lean": lean, "torch": without_native(model), "library": LibraryDecoder(model)}
     times = {name: min(layer_ms(model, decoder, tokens) for _ in range(rounds)) for name, decoder in decoders.items()}
     return {

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 from floe_chat.models.catalog import asset
 from floe_chat.models.demo.check import ANSWER_TOKENS, missing_facts
-from floe_chat.models.demo.facts import Check, Fact, read_facts, read_heldout
+from floe_chat.models.demo.facts import Fact, FactCheck, read_facts, read_heldout
 
 CHOICES = 4
 # A held-out question does not say which record answers it: that of the most alike question does, if it is as alike as
@@ -49,7 +49,7 @@ def ways_to_ask(fact: Fact) -> list[str]:
     return [phrase for phrases in fact.forms.values() for phrase in phrases]
 
 
-def choice_questions(facts: Sequence[Fact], checks: Sequence[Check]) -> list[dict[str, Any]]:
+def choice_questions(facts: Sequence[Fact], checks: Sequence[FactCheck]) -> list[dict[str, Any]]:
     """{"question", "choices", "answer"}: the right answer, and those of the most alike other questions."""
     common = Counter(word for fact in facts for word in words(" ".join(ways_to_ask(fact))))
 

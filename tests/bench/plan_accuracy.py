@@ -32,7 +32,7 @@ from floe_chat.engine.planning import machine, rates, speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.measured_figures import Curve, figures
 from floe_chat.engine.planning.memory_plan import KEPT_FREE, Needs, budget
-from floe_chat.engine.planning.speed_estimate import Held, Speeds, Work
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork
 from floe_chat.models.catalog import asset, described, find
 from floe_chat.models.packing.calibration import read_tokens
 from floe_chat.models.packing.pack import PackSpec
@@ -60,8 +60,8 @@ def measured_layers() -> dict[str, Any]:
             for preset in presets:
                 subject.control.preset = preset
                 told = layers.answered(preset.name, subject, prompt, prefill=False)
-                few, many = (told[layers.Key(preset.name, count, "seconds")] for count in (1, COUNT))
-                active = told[layers.Key(preset.name, COUNT, "active")]
+                few, many = (told[layers.RoundKey(preset.name, count, "seconds")] for count in (1, COUNT))
+                active = told[layers.RoundKey(preset.name, COUNT, "active")]
                 if turn >= WARM:
                     found[preset.name].append(((many - few) / (COUNT - 1), active))
         busy = others.cores()
@@ -70,7 +70,7 @@ def measured_layers() -> dict[str, Any]:
     for preset in presets:
         took = median(seconds for seconds, _ in found[preset.name])
         active = median(share for _, share in found[preset.name])
-        work = Work.of(preset)
+        work = TokenWork.of(preset)
         work = dataclasses.replace(work, active=min(1.0, active / work.calls))  # measured: of all chosen experts
         guess = _one_layer(PackSpec(spec.up, spec.rows, spec.rows, spec.dense), work, speeds)
         print(f"{preset.name:<10} {1e3 * took:6.2f} ms measured, {1e3 * guess:6.2f} estimated: {guess / took:.2f}")
@@ -91,7 +91,7 @@ def _speeds(found: Sequence[dict[str, float]]) -> Speeds:
     return Speeds(read=30e9, cpu={name: median(one[name] for one in found) for name in found[0]})
 
 
-def _one_layer(spec: PackSpec, work: Work, speeds: Speeds) -> float:
+def _one_layer(spec: PackSpec, work: TokenWork, speeds: Speeds) -> float:
     def whole(count: int) -> float:
         takes = Footprint.of(dataclasses.replace(MODEL, layers=count), spec)
         return speed_estimate.decode(takes, work, speeds, Held(gpu=False), context=16).seconds
@@ -113,7 +113,7 @@ def virtual_cards() -> dict[str, Any]:
         rows = replay.room(card, width, trace)
         share = rows / (trace.index.shape[1] * MODEL.experts * MODEL.intermediate)
         speeds = _of_card(card, offload.CPU_REACHED)
-        token = speed_estimate.decode(takes, Work.of(balanced), speeds, Held(gpu=True, pool=share), context=0)
+        token = speed_estimate.decode(takes, TokenWork.of(balanced), speeds, Held(gpu=True, pool=share), context=0)
         replayed, guess = 1 / played.seconds, 1 / token.seconds
         hit = sum(c.ready + c.coming for c in played.counts) / max(1, sum(_wanted(c) for c in played.counts))
         print(f"{name:<24} {replayed:6.1f} tok/s replayed, {guess:6.1f} estimated: {guess / replayed:.2f}", end="")
@@ -140,7 +140,7 @@ class Policy:
 
     name: str
     spec: PackSpec
-    work: Work
+    work: TokenWork
     cpu: bool = False
     hits: Curve = figures().hits
 
@@ -148,15 +148,17 @@ class Policy:
 _ALIKE: Curve = ((0.0, 0.0), (1.0, 1.0))
 FLOE = PackSpec(2, 16, 16, 16)
 FIGURE_8 = (
-    Policy("Mixtral-GPU (2 bit, whole)", PackSpec(2, 2, 2, 4), Work()),
-    Policy("FloE, 90 %", FLOE, Work(active=0.1)),
-    Policy("FloE, 80 %", FLOE, Work(active=0.2)),
-    Policy("Mixtral-Offloading (3 bit)", PackSpec(3, 3, 3, 4), Work(), hits=((0.0, 0.0), (0.25, 0.45), (1.0, 1.0))),
-    Policy("Fiddler (16 bit)", PackSpec(16, 16, 16, 16), Work(), cpu=True, hits=_ALIKE),
+    Policy("Mixtral-GPU (2 bit, whole)", PackSpec(2, 2, 2, 4), TokenWork()),
+    Policy("FloE, 90 %", FLOE, TokenWork(active=0.1)),
+    Policy("FloE, 80 %", FLOE, TokenWork(active=0.2)),
+    Policy(
+        "Mixtral-Offloading (3 bit)", PackSpec(3, 3, 3, 4), TokenWork(), hits=((0.0, 0.0), (0.25, 0.45), (1.0, 1.0))
+    ),
+    Policy("Fiddler (16 bit)", PackSpec(16, 16, 16, 16), TokenWork(), cpu=True, hits=_ALIKE),
     Policy(
         "ours, Balanced",
         PackSpec(),
-        Work.of(next(p for p in quality_presets.PRESETS if p.name == "Balanced")),
+        TokenWork.of(next(p for p in quality_presets.PRESETS if p.name == "Balanced")),
         cpu=True,
     ),
 )

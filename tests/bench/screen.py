@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from floe_chat.app.history import AnswerStats, Setup, history_file, new_id, open_history
+from floe_chat.app.history import AnswerStats, ChatSetup, history_file, new_id, open_history
 from floe_chat.app.settings.file import settings_file
 from window import FLOE_CHAT, Window
 
@@ -188,7 +188,7 @@ def fill() -> None:
     """One conversation of `MESSAGES`, half of them Markdown of some length."""
     store = open_history(history_file()).store
     with store.transaction():
-        store.add_conversation(chat := new_id(), Setup("demo"), "a long one")
+        store.add_conversation(chat := new_id(), ChatSetup("demo"), "a long one")
         parent = None
         for place in range(MESSAGES):
             message, number = new_id(parent or 0), place // 2

@@ -12,9 +12,9 @@ import pytest
 import torch
 from floe_chat.engine import quality_presets
 from floe_chat.engine.bench import ablation, layers, speed, synthetic
-from floe_chat.engine.bench.layers import Key
+from floe_chat.engine.bench.layers import RoundKey
 from floe_chat.engine.bench.measure import Section, Table
-from floe_chat.engine.bench.speed import Plan
+from floe_chat.engine.bench.speed import SpeedRun
 from floe_chat.engine.bench.subject import Subject, from_pack
 from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
 from floe_chat.engine.machine import read_floor
@@ -112,7 +112,7 @@ def test_the_first_layers_alone_are_a_smaller_model() -> None:
 @pytest.mark.parametrize("bench", ["decode", "prefill"])
 def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
     told: list[str] = []
-    plan = Plan(bench, (), 12, 1, 2, quick=False, published_layers=6)
+    plan = SpeedRun(bench, (), 12, 1, 2, quick=False, published_layers=6)
     table = speed.run(make(), plan, [], lambda what, _done, _total: told.append(what))
     assert set(told) == {f"{bench} of tiny"} and len(told) == speed.WARM + 2
     presets = ["No sparsity", *quality_presets.available(make().manifest)]
@@ -133,8 +133,8 @@ def test_a_layers_time_is_the_difference_of_layer_counts(bench: str) -> None:
 @pytest.mark.usefixtures("steady")
 def test_quick_is_the_default_preset_and_a_preset_can_be_named() -> None:
     for plan, names in (
-        (Plan("decode", (), 8, 1, 1, quick=True), {"Balanced"}),
-        (Plan("decode", ("fast", "no sparsity"), 8, 1, 1, quick=False), {"Fast", "No sparsity"}),
+        (SpeedRun("decode", (), 8, 1, 1, quick=True), {"Balanced"}),
+        (SpeedRun("decode", ("fast", "no sparsity"), 8, 1, 1, quick=False), {"Fast", "No sparsity"}),
     ):
         rows = named(speed.run(make(), plan, [], silent), "3 layers").rows
         assert {row.name for row in rows} - {read_floor.READ} == names
@@ -143,7 +143,7 @@ def test_quick_is_the_default_preset_and_a_preset_can_be_named() -> None:
 @pytest.mark.usefixtures("steady")
 def test_without_compiled_kernels_there_is_no_floor_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "reader", lambda _device="": None)
-    table = speed.run(make(), Plan("decode", ("Fast",), 8, 1, 1, quick=False), [], silent)
+    table = speed.run(make(), SpeedRun("decode", ("Fast",), 8, 1, 1, quick=False), [], silent)
     assert [row.name for row in table.sections[0].rows] == ["Fast"] and table.sections[0].rows[0].of_floor is None
     assert any("what the memory delivers" in note for note in table.notes)
 
@@ -151,7 +151,7 @@ def test_without_compiled_kernels_there_is_no_floor_and_a_note(monkeypatch: pyte
 @pytest.mark.usefixtures("steady")
 def test_weights_that_a_cache_may_hold_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "last_level_cache", lambda: 1 << 30)
-    assert "caches" in speed.run(make(), Plan("decode", ("Fast",), 8, 1, 1, quick=False), [], silent).notes[0]
+    assert "caches" in speed.run(make(), SpeedRun("decode", ("Fast",), 8, 1, 1, quick=False), [], silent).notes[0]
 
 
 class FakePeer:
@@ -171,7 +171,7 @@ class FakePeer:
 
 @pytest.mark.usefixtures("steady")
 def test_a_peer_takes_part_in_every_round_and_all_are_compared_with_it() -> None:
-    table = speed.run(make(), Plan("decode", ("Fast",), 8, 1, 2, quick=False), [FakePeer()], silent)
+    table = speed.run(make(), SpeedRun("decode", ("Fast",), 8, 1, 2, quick=False), [FakePeer()], silent)
     layer = {row.name: row for row in named(table, "one layer").rows}
     assert layer["llama.cpp Q9"].ms == pytest.approx(0.5) and layer["llama.cpp Q9"].peer is None
     assert layer["Fast"].peer == "llama.cpp Q9" and layer["Fast"].speedup == pytest.approx(0.5)
@@ -180,13 +180,13 @@ def test_a_peer_takes_part_in_every_round_and_all_are_compared_with_it() -> None
 
 
 def test_what_drowned_in_noise_is_said_and_not_shown() -> None:
-    found: Mapping[Key, Sequence[float]] = {
-        Key("a", 1, "seconds"): [1.0, 2.0],
-        Key("a", 3, "seconds"): [3.0, 4.0],
-        Key("b", 1, "seconds"): [1.0, 2.0, 2.0],
-        Key("b", 3, "seconds"): [3.0, 1.9, 1.8],
-        Key("c", 1, "seconds"): [1.0, 2.0, 2.0],
-        Key("c", 3, "seconds"): [3.0, 3.0, 2.0],
+    found: Mapping[RoundKey, Sequence[float]] = {
+        RoundKey("a", 1, "seconds"): [1.0, 2.0],
+        RoundKey("a", 3, "seconds"): [3.0, 4.0],
+        RoundKey("b", 1, "seconds"): [1.0, 2.0, 2.0],
+        RoundKey("b", 3, "seconds"): [3.0, 1.9, 1.8],
+        RoundKey("c", 1, "seconds"): [1.0, 2.0, 2.0],
+        RoundKey("c", 3, "seconds"): [3.0, 3.0, 2.0],
     }
     clear, notes = layers.told_apart(found, {"a": (1, 3), "b": (1, 3), "c": (1, 3), "one": (1, 1)})
     assert clear == ["a", "c"] and len(notes) == 1 and "noise: b." in notes[0]
@@ -198,7 +198,7 @@ def test_what_drowned_in_noise_is_said_and_not_shown() -> None:
 def test_a_pack_is_measured_on_its_own_text(tiny_pack: Path) -> None:
     subject = from_pack(tiny_pack, "cpu", TEXT)
     assert len(subject.prompt(100)) == 100 and subject.prompt(20) == subject.prompt(100)[:20]
-    table = speed.run(subject, Plan("decode", ("High",), 8, 1, 1, quick=False), [], silent)
+    table = speed.run(subject, SpeedRun("decode", ("High",), 8, 1, 1, quick=False), [], silent)
     assert str(table.facts["model"]).startswith("tiny, 2 layers") and not [
         s for s in table.sections if "all " in s.title
     ]
@@ -215,7 +215,7 @@ def test_an_ablation_adds_one_part_after_the_other(dense: int) -> None:
     steps = ablation.of_spec(spec, silent, quick=False)
     names = [step.name for step in steps]
     assert names[0].startswith("transformers' own") and "exact" in names[1]
-    assert steps[1].preset.lossless and steps[2].preset == NO_SPARSITY
+    assert steps[1].preset.exact and steps[2].preset == NO_SPARSITY
     widths = [name for name in names if name.startswith("dense")]
     assert widths == ["dense 8 bit", "dense 4 bit"]
     assert (names.index("dense 4 bit") == len(names) - 1) is (dense == 8)
@@ -229,7 +229,7 @@ def test_an_ablation_adds_one_part_after_the_other(dense: int) -> None:
 @pytest.mark.usefixtures("steady")
 def test_an_ablation_of_a_pack_keeps_its_dense_width(tiny_pack: Path) -> None:
     subject = from_pack(tiny_pack, "cpu", TEXT)
-    assert ablation.of_pack(subject, silent, quick=True)[0].preset.lossless
+    assert ablation.of_pack(subject, silent, quick=True)[0].preset.exact
     steps = ablation.of_pack(subject, silent, quick=False)
     assert f"dense {subject.manifest.widths.dense} bit" in steps[1].name and not [
         s for s in steps[2:] if "dense" in s.name
@@ -283,7 +283,7 @@ def test_too_little_memory_is_refused_before_anything_is_made(monkeypatch: pytes
 
 def test_more_threads_than_cores_are_refused() -> None:
     with pytest.raises(UsageError, match="9999 threads"):
-        speed.run(make(), Plan("decode", (), 8, 9999, 1, quick=True), [], silent)
+        speed.run(make(), SpeedRun("decode", (), 8, 9999, 1, quick=True), [], silent)
 
 
 def test_a_full_width_mixtral_is_as_large_as_it_says() -> None:

@@ -11,7 +11,7 @@ from floe_chat.engine import quality_presets
 from floe_chat.engine.planning import speed_estimate
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.measured_figures import figures
-from floe_chat.engine.planning.speed_estimate import Held, Speeds, Work, at, decode, prefill
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode, prefill
 from floe_chat.models.catalog import described, find
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.pack import PackSpec
@@ -19,7 +19,7 @@ from floe_chat.models.packing.pack import PackSpec
 MIXTRAL = described("mixtral-8x7b-instruct").sizes
 TAKES = Footprint.of(MIXTRAL, PackSpec())
 HITS = figures().hits
-BALANCED = Work.of(next(preset for preset in quality_presets.PRESETS if preset.name == "Balanced"))
+BALANCED = TokenWork.of(next(preset for preset in quality_presets.PRESETS if preset.name == "Balanced"))
 CARD = Speeds(read=40e9, link=12e9, gpu=250e9, disk=2e9)
 RANDOM = random.Random(7)
 
@@ -75,14 +75,14 @@ class TestCurves:
             BALANCED.active == 0.6 and BALANCED.reached == pytest.approx(0.5) and BALANCED.read == pytest.approx(0.75)
         )
         assert 0.7 < BALANCED.calls < 0.8
-        exact = Work.of(next(preset for preset in quality_presets.PRESETS if preset.lossless))
-        assert exact == Work()
+        exact = TokenWork.of(next(preset for preset in quality_presets.PRESETS if preset.exact))
+        assert exact == TokenWork()
 
 
 class TestDecode:
     def test_on_the_cpu_it_is_bytes_over_rates(self) -> None:
         speeds = Speeds(read=1e9, cpu={"up 3 bit": 2e9, "rows 4 bit": 1e9, "dense 4 bit": 4e9}, host=0.0)
-        token = decode(TAKES, Work(active=0.5, reached=0.5), speeds, Held(gpu=False), context=0)
+        token = decode(TAKES, TokenWork(active=0.5, reached=0.5), speeds, Held(gpu=False), context=0)
         assert token.up == pytest.approx(64 * TAKES.up / 2e9)
         assert token.rows == pytest.approx(64 * 14336 * 0.5 * 0.75 * TAKES.row / 1e9)
         assert token.disk == token.host == token.moved == 0
@@ -90,8 +90,8 @@ class TestDecode:
     def test_the_cpu_and_the_link_share_what_is_absent(self) -> None:
         """With both lanes of the same rate, half as long as with one of them."""
         speeds = Speeds(read=1.0, cpu={"rows 4 bit": 1e9}, link=1e9, link_latency=0, gpu=1e15, launch=0, host_pool=0.0)
-        alone = decode(TAKES, Work(), speeds, Held(gpu=True, pool=0.0, cpu=False), context=0)
-        both = decode(TAKES, Work(), speeds, Held(gpu=True, pool=0.0), context=0)
+        alone = decode(TAKES, TokenWork(), speeds, Held(gpu=True, pool=0.0, cpu=False), context=0)
+        both = decode(TAKES, TokenWork(), speeds, Held(gpu=True, pool=0.0), context=0)
         assert alone.rows == pytest.approx(64 * 14336 * TAKES.row / 1e9, rel=0.01)
         assert both.rows == pytest.approx(alone.rows / 2, rel=0.01)
         assert both.moved == pytest.approx(alone.moved / 2, rel=0.01)

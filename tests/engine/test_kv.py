@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat.engine.decoder.kv_cache import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, LibraryStore, Store
+from floe_chat.engine.decoder.kv_cache import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, KVStore, LibraryStore
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.rule import Rule
 from torch import Tensor
@@ -162,7 +162,7 @@ class Lender:
     def vacant(self) -> bool:
         return True
 
-    def let(self, store: Store) -> None:
+    def let(self, store: KVStore) -> None:
         self.lend(0)
 
     def lend(self, nbytes: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from floe_chat.engine.decoder.decoders import choose
 from floe_chat.engine.experts.moe_layer import Cancelled, Choice, MoELayer, Result
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
-from floe_chat.engine.experts.offloaded_prefill import Prompt
+from floe_chat.engine.experts.offloaded_prefill import StreamedPrompt
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.cards import named as card
@@ -23,7 +23,7 @@ from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.offload.links.throttled_link import ThrottledLink
 from floe_chat.engine.offload.links.transfer import Transfer
-from floe_chat.engine.offload.offload import Offload, Parts, Untold
+from floe_chat.engine.offload.offload import Offload, Parts, UncountedStep
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.engine.telemetry import LayerCounts
@@ -390,7 +390,7 @@ def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: Loade
         choice = Choice(layer.ruled, experts, weights, layer.ruled.work(experts, weights))
         late = Result(choice, torch.zeros(1, 1), torch.tensor([[5, 3]]))
         for answer in (counts, LayerCounts(1)):  # the second is of an answer that has ended
-            shared.untold.append(Untold(late.counts, partial(layer._count_late, answer, late)))
+            shared.untold.append(UncountedStep(late.counts, partial(layer._count_late, answer, late)))
         shared.count()
         up, gate, down = layer.ruled.costs
         assert counts.active == before[1] + 5 and counts.bytes == before[0] + up + 5 * gate + 3 * down
@@ -407,7 +407,7 @@ def test_a_prompts_experts_come_before_their_layers_turn(
 ) -> None:
     """From one layer to the next too; a wrong guess of which changes time alone."""
 
-    def nothing(_prompt: Prompt, _place: int) -> None:
+    def nothing(_prompt: StreamedPrompt, _place: int) -> None:
         """What is sent ahead where nothing is."""
 
     def read(expert: int | None) -> tuple[float, int]:
@@ -416,7 +416,7 @@ def test_a_prompts_experts_come_before_their_layers_turn(
 
         with offloaded(loaded, preset, 0.1, kind="virtual", parts=Parts(cpu=False)) as shared:
             if expert is None:
-                monkeypatch.setattr(Prompt, "_send_ahead", nothing)
+                monkeypatch.setattr(StreamedPrompt, "_send_ahead", nothing)
             else:
                 monkeypatch.setattr(shared.pool, "likeliest", likeliest)
             logits = forward(loaded, prompt, cache())

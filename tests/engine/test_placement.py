@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from floe_chat.engine.offload import placement
-from floe_chat.engine.offload.lane_rates import Measured, Rates, rates_file
+from floe_chat.engine.offload.lane_rates import RateName, Rates, rates_file
 from floe_chat.engine.offload.placement import Lane, prefill, share, whole
 
 RANDOM = random.Random()
@@ -230,7 +230,7 @@ def test_above_the_cap_a_whole_expert_is_moved() -> None:
 class TestRates:
     @pytest.mark.parametrize("what", ["link", "cpu", "cpu_batch", "gpu"])
     @pytest.mark.parametrize("factor", [0.1, 0.7, 1.5, 8.0])
-    def test_observations_correct_a_rate(self, what: Measured, factor: float) -> None:
+    def test_observations_correct_a_rate(self, what: RateName, factor: float) -> None:
         rates = some_rates()
         before = rates_of(rates)
         true = before[f"{what}_bytes_s"] * factor

@@ -9,7 +9,7 @@ import pytest
 from floe_chat.engine import quality_presets
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import X_BITS
-from floe_chat.models.pack.manifest import Manifest, Tuned
+from floe_chat.models.pack.manifest import Manifest, TunedPreset
 
 
 def test_each_preset_says_how_x_is_read(exact_pack: Path) -> None:
@@ -19,7 +19,7 @@ def test_each_preset_says_how_x_is_read(exact_pack: Path) -> None:
 
 
 def test_measured_shares_do_not_change_how_x_is_read(exact_pack: Path) -> None:
-    tuned = tuple(Tuned(name, Rule(0.1, 0.2), 0.01, 1e6) for name in ("High", "Balanced", "Fast"))
+    tuned = tuple(TunedPreset(name, Rule(0.1, 0.2), 0.01, 1e6) for name in ("High", "Balanced", "Fast"))
     manifest = replace(Manifest.read(exact_pack), tuned=tuned)
     found = {preset.name: preset for preset in quality_presets.of(manifest)}
     assert [found[name].x_bits for name in ("High", "Balanced", "Fast")] == [15, 8, 8]

@@ -145,8 +145,8 @@ def test_presets_skip_about_what_they_say(tiny_pack: Path, preset: str) -> None:
 
 
 def test_only_exact_keeps_all_of_float32(exact_pack: Path, packed: Path) -> None:
-    assert open_model(exact_pack, "Exact").control.preset.lossless
-    assert not open_model(packed).control.preset.lossless
+    assert open_model(exact_pack, "Exact").control.preset.exact
+    assert not open_model(packed).control.preset.exact
 
 
 @pytest.mark.parametrize("length", [1, 40])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.decoder import layers
-from floe_chat.engine.decoder.decoders import Decoder, LeanDecoder, LibraryDecoder, choose
+from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import BLOCK, KVCache
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.planning.footprint import kv_element
@@ -155,10 +155,10 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
 
-def lean_pass(model: Any, window: int = WINDOW, *, compiled: bool = True) -> LeanDecoder:
+def lean_pass(model: Any, window: int = WINDOW, *, compiled: bool = True) -> FusedDecoder:
     """The lean pass with its compiled step, or by torch's operations alone."""
     lean = choose(model, window)
-    assert isinstance(lean, LeanDecoder) and lean.steps, lean.reason
+    assert isinstance(lean, FusedDecoder) and lean.steps, lean.reason
     if not compiled:
         lean.steps = []
     return lean
@@ -226,7 +226,7 @@ class Guessing(Noting):
     def __init__(self, layer: int, guesses: list[Tensor]) -> None:
         super().__init__()
         self.layer, self.guesses = layer, guesses
-        self.decoder: LeanDecoder | None = None
+        self.decoder: FusedDecoder | None = None
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         out = super().forward(hidden, index, weights) + hidden
@@ -324,7 +324,7 @@ def test_joined_weights_are_there_once(tiny_pack: Path) -> None:
     lean = choose(model, 512)
     attention = model.model.layers[1].self_attn
     parts = [getattr(attention, name).weights.q for name in ("q_proj", "k_proj", "v_proj")]
-    assert isinstance(lean, LeanDecoder)
+    assert isinstance(lean, FusedDecoder)
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)
 
@@ -411,7 +411,7 @@ def test_it_is_told_whether_the_compiled_step_runs(
     if not library:
         request.getfixturevalue("no_library")
     lean = choose(make_model("mixtral", dtype), WINDOW)
-    assert isinstance(lean, LeanDecoder) and lean.reason.endswith(reason)
+    assert isinstance(lean, FusedDecoder) and lean.reason.endswith(reason)
     assert bool(lean.steps) == ("compiled call per" in reason)
 
 
@@ -453,7 +453,7 @@ def test_parts_it_does_not_know_are_declined(change: Any, reason: str) -> None:
 
 
 def test_a_loaded_model_tells_what_computes_its_dense_part(tiny_pack: Path) -> None:
-    assert isinstance(open_model(tiny_pack).decoder, LeanDecoder)
+    assert isinstance(open_model(tiny_pack).decoder, FusedDecoder)
 
 
 def test_more_tokens_than_the_window_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from floe_chat.engine.decoder import compiled_token
 from floe_chat.engine.decoder.compiled_token import TokenPass
-from floe_chat.engine.decoder.decoders import LeanDecoder
+from floe_chat.engine.decoder.decoders import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import GrowingStore, KVCache
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.experts.moe_layer import Cancelled, Flag, MoELayer
@@ -180,7 +180,7 @@ def test_a_flag_is_seen_on_both_sides() -> None:
 def test_what_does_not_fit_is_refused(tiny_pack: Path) -> None:
     loaded = open_model(tiny_pack)
     decoder = loaded.decoder
-    assert isinstance(decoder, LeanDecoder)
+    assert isinstance(decoder, FusedDecoder)
     layers: list[Any] = [layer.mlp.experts for layer in loaded.model.model.layers]
     token = NativeToken(decoder.steps, [layer.ruled.as_one() for layer in layers])
     heads = decoder.steps[0].layer

@@ -20,8 +20,8 @@ from floe_chat.engine.offload.links.link_queue import Job
 from floe_chat.engine.offload.links.pinning import PinError, Pinned
 from floe_chat.engine.offload.links.threaded_link import ThreadedLink
 from floe_chat.engine.offload.links.throttled_link import ThrottledLink
-from floe_chat.engine.offload.links.transfer import Kind, Wanted
-from floe_chat.engine.offload.links.tuned_link import CHUNKS, Ends, Tuned, choose, measure, open_link
+from floe_chat.engine.offload.links.transfer import Kind, TransferMode
+from floe_chat.engine.offload.links.tuned_link import CHUNKS, LinkEnds, Tuned, choose, measure, open_link
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.kernels import operations as kernels
@@ -79,7 +79,7 @@ def test_rows_are_read_in_place_where_that_is_clearly_faster(in_place: dict[int,
 
 
 @pytest.mark.parametrize("wanted", BOTH)
-def test_either_kind_can_be_asked_for(wanted: Wanted) -> None:
+def test_either_kind_can_be_asked_for(wanted: TransferMode) -> None:
     other = Tuned("cuda:0", 64, QUICK, SLOW) if wanted == "in place" else TUNED
     assert choose(wanted, other, "", no_measuring)[0] == wanted
 
@@ -216,7 +216,7 @@ def moves(link: ThreadedLink, rows: Sequence[Tensor], target: Tensor) -> bool:
 def test_the_link_is_opened_as_it_was_kept(kind: Kind, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
     known = Tuned("fake", NBYTES, SLOW, QUICK) if kind == "in place" else Tuned("fake", NBYTES, QUICK, SLOW)
     known.save(tuned_link.file_of("fake", NBYTES))
-    link, reached, how = open_link(Ends("fake", "cpu", make, ""), "auto", rows)
+    link, reached, how = open_link(LinkEnds("fake", "cpu", make, ""), "auto", rows)
     assert isinstance(link, CudaLink) and link.zero_copy == (kind == "in place") and link.chunk == 400
     assert reached == known.rate(kind) and how == f"rows are {known.describe(kind)} ({known.beside(kind)})"
     assert all(part.is_pinned() for part in rows) == (kind == "in place")
@@ -227,8 +227,8 @@ def test_the_link_is_opened_as_it_was_kept(kind: Kind, cuda: FakeCuda, rows: lis
 
 
 @pytest.mark.parametrize("wanted", BOTH)
-def test_the_link_is_measured_once(wanted: Wanted, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
-    ends = Ends("fake", "cpu", make, "")
+def test_the_link_is_measured_once(wanted: TransferMode, cuda: FakeCuda, rows: list[Tensor], target: Tensor) -> None:
+    ends = LinkEnds("fake", "cpu", make, "")
     with cuda.running():
         link, reached, how = open_link(ends, wanted, rows)
         kept = Tuned.load(tuned_link.file_of("fake", NBYTES))
@@ -253,14 +253,14 @@ def test_a_driver_that_refuses_leaves_rows_staged(
 ) -> None:
     cuda.refused, cuda.refused_after = "out of memory", after
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
-    link, reached, how = open_link(Ends("fake", "cpu", make, ""), "auto", rows)
+    link, reached, how = open_link(LinkEnds("fake", "cpu", make, ""), "auto", rows)
     assert link_kind(link) == "staged" and reached == 2e9 and not cuda.registered
     assert "not read in place, because" in how and how.endswith("cannot be pinned: out of memory)")
     with cuda.running():
         assert moves(link, rows, target)
         link.close()
     with pytest.raises(UsageError) as refused:
-        open_link(Ends("fake", "cpu", make, ""), "in place", rows)
+        open_link(LinkEnds("fake", "cpu", make, ""), "in place", rows)
     assert "out of memory" in refused.value.cause and not cuda.registered
 
 
@@ -270,7 +270,7 @@ def test_nothing_stays_pinned_where_no_link_can_be(cuda: FakeCuda, rows: list[Te
 
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))
     with pytest.raises(RuntimeError, match="no memory"):
-        open_link(Ends("fake", "cpu", none, ""), "auto", rows)
+        open_link(LinkEnds("fake", "cpu", none, ""), "auto", rows)
     assert not cuda.registered
 
 
@@ -313,7 +313,7 @@ def opened(tiny_pack: Path) -> Callable[..., Any]:
     packed = PackedModel.open(tiny_pack)
     needs = Needs.of(packed.manifest, [packed.layer(index) for index in range(2)], read_config(tiny_pack), 2)
 
-    def opening(device: str, transfer: Wanted) -> Any:
+    def opening(device: str, transfer: TransferMode) -> Any:
         return load(tiny_pack, None, device, silent, vram=needs.least(), parts=Parts(transfer=transfer))
 
     return opening

@@ -15,7 +15,7 @@ from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import DenseLayer, Ends, ExpertLayer, Heads, Projection, Router, dense_step
+from floe_chat.kernels.step import DenseLayer, ExpertLayer, Heads, ModelEnds, Projection, Router, dense_step
 from floe_chat.kernels.types import Limits
 from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
@@ -118,8 +118,8 @@ def _ends(rng: Random, hidden: int, vocabulary: int) -> dict[str, Any]:
     return given
 
 
-def _ends_of(g: dict[str, Any]) -> Ends:
-    return Ends(g["embedding"], g["norm"], g["norm_eps"], Projection(g["head"], g.get("head_bias")))
+def _ends_of(g: dict[str, Any]) -> ModelEnds:
+    return ModelEnds(g["embedding"], g["norm"], g["norm_eps"], Projection(g["head"], g.get("head_bias")))
 
 
 def logits(rng: Random) -> Case:

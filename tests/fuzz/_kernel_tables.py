@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from floe_chat.kernels.cpu import native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.pool import FILLING, FREE_COUNT, Means, Part, RowTable, Rule, cut, landing
+from floe_chat.kernels.pool import FILLING, FREE_COUNT, EvictionRule, Means, Part, RowTable, cut, landing
 
 from . import _operands as made
 from ._operands import Case
@@ -96,11 +96,11 @@ def _tried(make: Callable[..., Any], *given: Any) -> Any:
     return True if found is None else found
 
 
-def _rule(rng: Random) -> Rule:
+def _rule(rng: Random) -> EvictionRule:
     def some(value: float, *others: float) -> Any:
         return rng.choice(others) if rng.random() < 0.03 else value
 
-    return Rule(
+    return EvictionRule(
         by_score=rng.random() < 0.5,
         marks_use=rng.random() < 0.5,
         sample=some(3, 0, -1),

@@ -18,7 +18,7 @@ from floe_chat.app.cli.printing import history_lines
 from floe_chat.app.history import (
     AnswerStats,
     Attachment,
-    Setup,
+    ChatSetup,
     Unsent,
     as_json,
     as_markdown,
@@ -31,12 +31,12 @@ from floe_chat.app.history.adding import add_all
 from floe_chat.app.history.database import opening
 from floe_chat.app.history.database.opening import open_to_read, open_unsaved
 from floe_chat.app.history.database.schema import MIGRATIONS
-from floe_chat.app.history.database.store import Store
+from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.app.history.database.trouble import SQLITE_ERRORS, explaining
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import FloeError
 
-_SETUP = Setup("demo", "Fast", Sampling(0.5, 3, 0.9, 0.1, 1.1, 7), "Be brief.", "Tutor")
+_SETUP = ChatSetup("demo", "Fast", Sampling(0.5, 3, 0.9, 0.1, 1.1, 7), "Be brief.", "Tutor")
 _WORDS = ("sea", "ice", '"', "\0", "\x1b[2J", "é", "漢", "\U0001f9ca", "\u202e", "'", "*", "-", "NEAR", "(", "a" * 300)
 _TEXTS = ("", "\ud800", "\x00", "x" * 70, "\u2028", "```\n`", "demo", "../../x", "-inf", "a\r\nb", *_WORDS[4:8])
 _LEAVES: tuple[Any, ...] = (
@@ -71,7 +71,7 @@ def good(scratch: Path) -> None:
     shutil.copy(folder / "history.db", scratch / "good.db")
 
 
-def _fill(store: Store) -> None:
+def _fill(store: HistoryStore) -> None:
     with store.transaction():
         for number in range(4):
             chat, parent = new_id(), None
@@ -198,7 +198,7 @@ def _beside(dice: random.Random, file: Path, content: bytes) -> bytes | None:
     return None if os.path.lexists(file) else content
 
 
-def _look(dice: random.Random, store: Store) -> None:
+def _look(dice: random.Random, store: HistoryStore) -> None:
     """All that the screen and the command line read."""
     found = store.conversations(10)
     for each in found:
@@ -222,7 +222,7 @@ def _look(dice: random.Random, store: Store) -> None:
     store.unsent(lambda _writer, _written: False)
 
 
-def _write(dice: random.Random, store: Store) -> None:
+def _write(dice: random.Random, store: HistoryStore) -> None:
     """All that the screen writes, after which the same is read again."""
     with store.transaction():
         chat = new_id()

@@ -22,7 +22,7 @@ from floe_chat.models.checkpoint_files import INDEX
 from floe_chat.models.errors import FloeError
 from floe_chat.models.hub import hub_errors, hub_request, repository
 from floe_chat.models.hub.download import Download
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.remote_checkpoint import HubShelf
 from floe_chat.models.hub.repository import resolve
 
@@ -30,7 +30,7 @@ from . import _hostile
 
 REPO = "floe/tiny"
 TOKEN = "hf_secret"
-HASTY = Tuning(
+HASTY = Patience(
     connections=2,
     piece=300,
     first_wait=0.0,

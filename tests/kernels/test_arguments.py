@@ -12,7 +12,7 @@ import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
-from floe_chat.kernels.pool import Means, Part, RowTable, Rule
+from floe_chat.kernels.pool import EvictionRule, Means, Part, RowTable
 from floe_chat.kernels.pool import cut as plain_cut
 from floe_chat.kernels.pool import landing as plain_landing
 from floe_chat.kernels.types import Active, Calls
@@ -256,7 +256,7 @@ def test_a_refusal_names_what_it_expected_and_what_it_got() -> None:
     )
 
 
-RULE = Rule(
+RULE = EvictionRule(
     by_score=True,
     marks_use=False,
     sample=3,

@@ -95,8 +95,8 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     kept = torch.float16 if s.half else torch.float32
     heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, kept)
     return DenseLayer(
-        before=1 + 0.3 * torch.randn(s.hidden),
-        after=1 + 0.3 * torch.randn(s.hidden),
+        input_layernorm=1 + 0.3 * torch.randn(s.hidden),
+        post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
         eps=1e-5,
         heads=heads,
         qkv=make_projection(width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
@@ -167,7 +167,7 @@ def test_halves_are_the_nearest(dim: int) -> None:
     spread = torch.cat([spread, -spread, 2048 + torch.arange(0, 4, 0.25), torch.tensor([0.0, NAN, INF, -INF])])
     spread = spread[: len(spread) // dim * dim].view(-1, dim)
     weight = Projection(torch.zeros(3 * dim, 4), torch.zeros(3 * dim))
-    heads = Heads(1, 1, dim, 1.0, kept=torch.float16)
+    heads = Heads(1, 1, dim, 1.0, cache_dtype=torch.float16)
     layer = DenseLayer(torch.ones(4), torch.ones(4), 1e-5, heads, weight, Projection(torch.zeros(4, dim)), None)
     for values in spread:
         weight.bias[2 * dim :] = values  # pyright: ignore[reportOptionalSubscript]
@@ -207,7 +207,7 @@ def test_what_is_not_a_number_reaches_the_result(where: str) -> None:
 
 def test_of_equal_experts_the_first_are_chosen() -> None:
     layer = make_layer(SIZES["small"])
-    router = Router(torch.ones(5, 48), 3, shares=True)
+    router = Router(torch.ones(5, 48), 3, norm_topk_prob=True)
     x, added, rope, kv = make_input(SIZES["small"], 4)
     index, weights = NativeStep(replace(layer, router=router))(x, added, rope, kv, 4).routed
     assert index.tolist() == [[0, 1, 2]] and weights.allclose(torch.full((1, 3), 1 / 3))
@@ -232,7 +232,7 @@ def changed_heads(**changes: Any) -> DenseLayer:
 
 
 def a_router(*shape: int, top_k: int) -> Router:
-    return Router(torch.zeros(shape), top_k, shares=True)
+    return Router(torch.zeros(shape), top_k, norm_topk_prob=True)
 
 
 @pytest.mark.parametrize(

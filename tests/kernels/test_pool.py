@@ -15,9 +15,21 @@ import pytest
 from floe_chat.kernels import pool
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.pool import BROUGHT, FINDS, FREE_COUNT, HAND, STEP, Keys, Means, Part, RowTable, Rule, Slots
+from floe_chat.kernels.pool import (
+    BROUGHT,
+    FINDS,
+    FREE_COUNT,
+    HAND,
+    STEP,
+    EvictionRule,
+    Keys,
+    Means,
+    Part,
+    RowTable,
+    Slots,
+)
 
-RULE = Rule(
+RULE = EvictionRule(
     by_score=True,
     marks_use=False,
     sample=3,
@@ -46,7 +58,7 @@ def means(seed: int, shape: tuple[int, int, int] = SHAPE) -> Means:
     )
 
 
-def both(rule: Rule, capacity: int, seed: int = 0) -> tuple[RowTable, NativeTable]:
+def both(rule: EvictionRule, capacity: int, seed: int = 0) -> tuple[RowTable, NativeTable]:
     tables = RowTable(*SHAPE, rule, means(seed)), NativeTable(*SHAPE, rule, means(seed))
     for table in tables:
         table.resize(capacity)
@@ -82,7 +94,7 @@ def calls(rng: np.random.Generator, width: int, count: int) -> tuple[Keys, Keys,
 
 @pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_compiled_tables_are_those_of_the_definition(rule: Rule, seed: int) -> None:
+def test_the_compiled_tables_are_those_of_the_definition(rule: EvictionRule, seed: int) -> None:
     dice, rng = random.Random(seed), np.random.default_rng(seed)
     # By mark, rows that came together are worth the same: with one window of the whole pool that is no matter.
     capacity = dice.choice([1, 20, 100, 360]) if rule.by_score else 360
@@ -152,7 +164,7 @@ def test_the_rows_worth_least_go(wanted: int) -> None:
 
 @pytest.mark.parametrize("kind", [RowTable, NativeTable])
 @pytest.mark.parametrize("rule", [RULE, LRU, FIFO], ids=["score", "lru", "fifo"])
-def test_slots_that_were_made_free_ahead_are_for_urgent_rows(kind: type[RowTable], rule: Rule) -> None:
+def test_slots_that_were_made_free_ahead_are_for_urgent_rows(kind: type[RowTable], rule: EvictionRule) -> None:
     table = kind(*SHAPE, replace(rule, smallest_window=100), means(4))
     table.resize(20)
     for key in range(18):

@@ -19,7 +19,7 @@ from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
-from floe_chat.kernels.step import Ends, ExpertLayer, Projection
+from floe_chat.kernels.step import ExpertLayer, ModelEnds, Projection
 from floe_chat.kernels.types import Limits
 from floe_chat.kernels.weights import LinearWeights
 from torch import Tensor
@@ -100,7 +100,7 @@ VOCABULARY = 30
 GREEDY, WARM = Filters(0.0), Filters(1.5, 9, 0.9, 0.01, 1.3)
 
 
-def make_ends(hidden: int, bits: int = 32) -> Ends:
+def make_ends(hidden: int, bits: int = 32) -> ModelEnds:
     drawn = torch.Generator().manual_seed(bits + hidden)
     embedding = torch.randn(VOCABULARY, hidden, generator=drawn)
     weight: Tensor | LinearWeights = torch.randn(VOCABULARY, hidden, generator=drawn)
@@ -110,7 +110,7 @@ def make_ends(hidden: int, bits: int = 32) -> Ends:
         spread = torch.rand(2, VOCABULARY, layout.groups, generator=drawn).half()
         weight = LinearWeights(layout, pack_codes(codes, bits), 0.1 * spread[0], 2**bits * spread[1])
     bias = torch.randn(VOCABULARY, generator=drawn)
-    return Ends(embedding, torch.rand(hidden, generator=drawn), 1e-5, Projection(weight, bias))
+    return ModelEnds(embedding, torch.rand(hidden, generator=drawn), 1e-5, Projection(weight, bias))
 
 
 @dataclass

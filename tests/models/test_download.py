@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from floe_chat.models.errors import FloeError, TryAgainError
 from floe_chat.models.hub.download import Download, check_room, room
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.fetch_part import PartFile, Ranges
 from floe_chat.models.hub.repository import Repo, resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault, wait_all
 
-FAST = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
+FAST = Patience(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
 
 
 def same(folder: Path, published: Path, names: list[str] = SHARDS) -> bool:

@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 from floe_chat.models.errors import AccessError, FloeError, HubError, TryAgainError
 from floe_chat.models.hub.download import Download
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.repository import resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault, wait_all
 
-FAST = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
+FAST = Patience(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
 HASTY = replace(FAST, give_up=1.0)
 
 
-def fetched(folder: Path, tuning: Tuning = FAST) -> Download:
+def fetched(folder: Path, tuning: Patience = FAST) -> Download:
     with Download(resolve(REPO), SHARDS, folder, tuning=tuning).start() as download:
         wait_all(download)
     return download
 
 
-def failure(folder: Path, tuning: Tuning = HASTY) -> FloeError:
+def failure(folder: Path, tuning: Patience = HASTY) -> FloeError:
     with Download(resolve(REPO), SHARDS, folder, tuning=tuning).start() as download:
         with pytest.raises(FloeError) as caught:
             wait_all(download)

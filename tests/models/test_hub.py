@@ -20,14 +20,14 @@ from floe_chat.models.errors import AccessError, CheckpointError, FloeError, Hub
 from floe_chat.models.hub import hub_request
 from floe_chat.models.hub import repository as hub_module
 from floe_chat.models.hub.download import Download
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.repository import resolve
 from floe_chat.models.hub.repository_files import cached, is_wanted
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault, wait_all
 
-HASTY = Tuning(first_wait=0.01, longest_wait=0.05, give_up=1.0)
+HASTY = Patience(first_wait=0.01, longest_wait=0.05, give_up=1.0)
 Serve = Callable[..., FakeHub]
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from floe_chat.models.checkpoint_files import INDEX, FolderShelf, Shelf
 from floe_chat.models.errors import CheckpointError, TryAgainError
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.remote_checkpoint import HubShelf
 from floe_chat.models.hub.repository import resolve
 
 from .conftest import REPO, SHARDS
 from .fakehub import ALWAYS, FakeHub, Fault
 
-FAST = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02, give_up=0.3)
+FAST = Patience(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.02, give_up=0.3)
 
 
 def shards_in(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from floe_chat.engine.loader import load
 from floe_chat.kernels.rule import Rule
 from floe_chat.models.errors import PackError
-from floe_chat.models.pack.manifest import FILE_NAME, Manifest, Tuned, layer_file
+from floe_chat.models.pack.manifest import FILE_NAME, Manifest, TunedPreset, layer_file
 from floe_chat.models.pack.packed_model import PackedModel
 
 WRONG: list[Any] = [None, True, -1, 0, 2.0, 1 << 70, float("nan"), "", "x", "../x", [], [1], {}, {"a": 1}]
@@ -211,7 +211,7 @@ def test_other_versions_are_named(pack: Path, version: Any) -> None:
 
 def test_manifest_comes_back(tiny_pack: Path, tmp_path: Path) -> None:
     rule = Rule(0.4, 0.7, drop=0.4, major=0.8, weighed=True, layers=(0.8, 1.2))
-    tuned = (Tuned("Balanced", rule, 0.01, 1e6, "text", 100), Tuned("Fast", Rule(0.5), 0.05, 1e5))
+    tuned = (TunedPreset("Balanced", rule, 0.01, 1e6, "text", 100), TunedPreset("Fast", Rule(0.5), 0.05, 1e5))
     manifest = replace(Manifest.read(tiny_pack), tuned=tuned)
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest

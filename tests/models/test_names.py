@@ -52,13 +52,13 @@ class TestAddresses:
         ],
     )
     def test_all_mean_the_repository(self, text: str) -> None:
-        assert typed_names.hub_repo(text) == typed_names.Repo(OLMOE)
+        assert typed_names.hub_repo(text) == typed_names.NamedRepo(OLMOE)
         assert described(text).name == "olmoe-1b-7b-instruct" and source(text).repo == OLMOE
         assert wish(text).name == "olmoe-1b-7b-instruct"
 
     def test_a_commit_is_taken(self) -> None:
         address = f"https://huggingface.co/{OLMOE}/tree/{COMMIT}"
-        assert typed_names.hub_repo(address) == typed_names.Repo(OLMOE, COMMIT) and wish(address).commit == COMMIT
+        assert typed_names.hub_repo(address) == typed_names.NamedRepo(OLMOE, COMMIT) and wish(address).commit == COMMIT
 
     @pytest.mark.parametrize(
         ("text", "reason"),

@@ -207,7 +207,7 @@ def linear_names(source: Checkpoint) -> list[str]:
 def test_low_bit_dense_layers_are_codes_and_the_rest_is_the_sources(tmp_path: Path, model: str, bits: int) -> None:
     source = Checkpoint(make_checkpoint(tmp_path / "source", **MODELS[model]))
     manifest = make_pack(source.folder, tmp_path / "p", PackSpec(up=16, gate=16, down=16, dense=bits))
-    assert manifest.widths.dense == bits and not manifest.lossless
+    assert manifest.widths.dense == bits and not manifest.unquantized
     dense, linears = PackedModel.open(tmp_path / "p").dense(), linear_names(source)
     kept = set(source.dense_names()) - {f"{name}.weight" for name in linears}
     assert set(dense) == kept | {f"{name}.{part}" for name in linears for part in ("q", "scale", "zero")}
@@ -232,7 +232,7 @@ def test_calibration_sees_the_rounded_dense_layers(tmp_path: Path, tiny_checkpoi
 def test_wider_sources_are_rounded_and_say_so(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source", layers=1, dtype=torch.float32)
     manifest = make_pack(source, tmp_path / "packed", EXACT)
-    assert not manifest.source.exact and not manifest.lossless
+    assert not manifest.source.exact and not manifest.unquantized
     dense = load_file(tmp_path / "packed" / "dense.safetensors")
     assert {tensor.dtype for name, tensor in dense.items() if not name.startswith("_pad.")} == {torch.bfloat16}
 
@@ -244,4 +244,4 @@ def test_mixed_widths_in_the_source_are_not_called_exact(tmp_path: Path) -> None
         return tensor.float() if ".experts.2.w2" in name else tensor
 
     edit_tensors(source, widen)
-    assert not make_pack(source, tmp_path / "packed", EXACT).lossless
+    assert not make_pack(source, tmp_path / "packed", EXACT).unquantized

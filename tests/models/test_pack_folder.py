@@ -134,7 +134,7 @@ def test_a_folder_that_another_process_packs_into_is_refused(tmp_path: Path, tin
 def test_a_folder_whose_writer_is_gone_is_taken_over(tmp_path: Path, tiny_checkpoint: Path, mark: str) -> None:
     (tmp_path / UNFINISHED).write_text(mark)
     make_pack(tiny_checkpoint, tmp_path, EXACT)
-    assert PackedModel.open(tmp_path).manifest.lossless
+    assert PackedModel.open(tmp_path).manifest.unquantized
 
 
 def test_nothing_of_an_interrupted_pack_survives_into_another_models(tmp_path: Path, tiny_checkpoint: Path) -> None:

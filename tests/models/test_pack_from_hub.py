@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from floe_chat.models.checkpoint import Checkpoint
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.remote_checkpoint import HubShelf
 from floe_chat.models.hub.repository import resolve
 from floe_chat.models.packing.pack import EXACT, pack
@@ -14,7 +14,7 @@ from floe_chat.models.packing.pack import EXACT, pack
 from ..helpers import calibration_tokens
 from .fakehub import ALWAYS, FakeHub, Fault
 
-TUNING = Tuning(piece=20_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
+TUNING = Patience(piece=20_000, first_wait=0.01, longest_wait=0.05, sync=0.02)
 
 
 def test_it_is_the_one_of_a_folder_byte_for_byte_whatever_the_network_does(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.models.demo.progress import Progress
+from floe_chat.models.demo.progress import TrainingProgress
 from torch import nn
 
 PLAN = "steps 6, seed 0"
@@ -30,9 +30,9 @@ def test_the_rest_gives_what_the_whole_gives(tmp_path: Path) -> None:
     train(whole, optimizer, range(6))
     half, optimizer = made()
     train(half, optimizer, range(3))
-    Progress(tmp_path / "new" / "state.safetensors", half, optimizer, PLAN).keep(3)
+    TrainingProgress(tmp_path / "new" / "state.safetensors", half, optimizer, PLAN).keep(3)
     rest, optimizer = made()
-    kept = Progress(tmp_path / "new" / "state.safetensors", rest, optimizer, PLAN)
+    kept = TrainingProgress(tmp_path / "new" / "state.safetensors", rest, optimizer, PLAN)
     assert kept.restore() == 3
     train(rest, optimizer, range(3, 6))
     for ours, theirs in zip(rest.parameters(), whole.parameters(), strict=True):
@@ -47,10 +47,10 @@ def test_another_state_is_not_gone_on_with(tmp_path: Path, damage: str) -> None:
     model, optimizer = made()
     train(model, optimizer, range(2))
     if damage != "none":
-        Progress(file, model, optimizer, "another" if damage == "plan" else PLAN).keep(2)
+        TrainingProgress(file, model, optimizer, "another" if damage == "plan" else PLAN).keep(2)
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-9])
     fresh, optimizer = made()
     before = [parameter.clone() for parameter in fresh.parameters()]
-    assert Progress(file, fresh, optimizer, PLAN).restore() == 0
+    assert TrainingProgress(file, fresh, optimizer, PLAN).restore() == 0
     assert all(torch.equal(a, b) for a, b in zip(before, fresh.parameters(), strict=True))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.models.pack.tensor_file import Plan, TensorFile
+from floe_chat.models.pack.tensor_file import TensorFile, TensorShapes
 from floe_chat.models.packing.pack import PackSpec
 from safetensors.torch import load_file
 
 from ..helpers import make_checkpoint, make_pack
 
-ODD: Plan = {
+ODD: TensorShapes = {
     "bytes": (torch.uint8, (3, 7)),
     "nothing": (torch.float16, (3, 0)),
     "halves": (torch.float16, (5,)),
@@ -38,7 +38,7 @@ def places(path: Path) -> Iterator[tuple[str, int]]:
             yield name, 8 + length + entry["data_offsets"][0]
 
 
-def filled(plan: Plan) -> dict[str, torch.Tensor]:
+def filled(plan: TensorShapes) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randint(0, 100, shape, generator=generator).to(dtype) for name, (dtype, shape) in plan.items()}
 

@@ -17,7 +17,7 @@ from .table import finish, measuring
 
 if TYPE_CHECKING:
     from ....engine.bench.measure import Report, Table
-    from ....engine.bench.speed import Peer, Plan
+    from ....engine.bench.speed import Peer, SpeedRun
     from ....engine.bench.subject import Subject
     from ....engine.bench.synthetic import Spec
 
@@ -128,12 +128,12 @@ def _speed(
     as_json: bool,
     **widths: int | None,
 ) -> None:
-    from ....engine.bench.speed import Plan
+    from ....engine.bench.speed import SpeedRun
 
     spec = _spec(synthetic, model, widths, layers=3)
     place = chosen_device(device)
     published = spec.published_layers if spec else None
-    plan = Plan(bench, presets, tokens, threads, runs or 5, quick, published)
+    plan = SpeedRun(bench, presets, tokens, threads, runs or 5, quick, published)
     with measuring() as report:
         table = _measured(model, spec, place, plan, peer, peer_files, report)
     finish(table, as_json=as_json)
@@ -143,7 +143,7 @@ def _measured(
     model: str | None,
     spec: Spec | None,
     device: str,
-    plan: Plan,
+    plan: SpeedRun,
     python: str | None,
     files: Path | None,
     report: Report,

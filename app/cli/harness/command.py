@@ -20,7 +20,7 @@ from ...progress import rounded
 from ...text.plain_text import printable
 
 if TYPE_CHECKING:
-    from .harness_tasks import Figure
+    from .harness_tasks import Score
 
 _NAME, _VALUE = 26, 15
 _LEGEND = (
@@ -30,7 +30,7 @@ _LEGEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TaskScores:
     """What was measured on what. `cut` counts, over all presets, the requests that were longer than the window."""
 
     lm_eval: str
@@ -44,7 +44,7 @@ class Found:
     limit: int | None
     cut: int
     presets: tuple[str, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[Score, ...]
 
 
 @click.command(short_help="Run lm-evaluation-harness tasks, such as arc_easy.")
@@ -127,7 +127,7 @@ def run(
     *,
     chat: bool,
     download: bool,
-) -> Found:
+) -> TaskScores:
     """Measure a pack on tasks, preset by preset.
 
     Raises:
@@ -152,11 +152,11 @@ def run(
     tasks = harness_tasks.load(names, folder, fewshot, download=download)
     loaded, facts = load(pack, None, device, lambda step, _share: tell(step), library=True)
     lm = PackLM(loaded, tokenizer, stop_ids, tell)
-    figures: list[Figure] = []
+    figures: list[Score] = []
     for preset in chosen:
         lm.preset, loaded.control.preset = preset.name, preset
         figures += harness_tasks.measure(lm, tasks, limit, chat=chat, download=download)
-    return Found(
+    return TaskScores(
         lm_eval=lm_eval,
         model=facts.model,
         source=facts.source,
@@ -172,7 +172,7 @@ def run(
     )
 
 
-def table(found: Found) -> str:
+def table(found: TaskScores) -> str:
     """The figures for people: a section for each task, a line for each metric, a column for each preset."""
     how = "in the chat template" if found.chat else "as plain text"
     lines = [
@@ -188,19 +188,19 @@ def table(found: Found) -> str:
     return printable("\n".join([*lines, "", *_LEGEND]))
 
 
-def _section(figures: list[Figure]) -> Iterable[str]:
+def _section(figures: list[Score]) -> Iterable[str]:
     first = figures[0]
     size = "group" if first.samples is None else "1 sample" if first.samples == 1 else f"{first.samples} samples"
     yield f"{first.task}  ({size}" + ("" if first.fewshot is None else f", {first.fewshot} shots") + ")"
 
-    def metric(figure: Figure) -> str:
+    def metric(figure: Score) -> str:
         return figure.metric if figure.filter == "none" else f"{figure.metric}, {figure.filter}"
 
     for name, row in groupby(sorted(figures, key=metric), metric):
         yield f"{'  ' + name:{_NAME}}" + "".join(f"{_value(figure):>{_VALUE}}" for figure in row)
 
 
-def _value(figure: Figure) -> str:
+def _value(figure: Score) -> str:
     value = f"{figure.value:.4f}" if abs(figure.value) < 10 else f"{figure.value:.5g}"
     return value if figure.stderr is None or math.isnan(figure.stderr) else f"{value} ±{figure.stderr:.2g}"
 

@@ -33,7 +33,7 @@ SCRIPTLESS = 4  # the first version of the package datasets for which a data set
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Score:
     """One metric of one task, or group of tasks, under one preset. A group has no number of samples of its own."""
 
     task: str
@@ -109,7 +109,7 @@ def _refuse_programs(name: str, task: Any) -> None:
         raise UsageError(f"The task {name} runs {program}", "floe-chat does not run such code.", "Choose another task.")
 
 
-def measure(lm: PackLM, tasks: dict[str, Any], limit: int | None, *, chat: bool, download: bool) -> list[Figure]:
+def measure(lm: PackLM, tasks: dict[str, Any], limit: int | None, *, chat: bool, download: bool) -> list[Score]:
     """Every figure of the tasks, for the model as it is set now.
 
     Raises:
@@ -131,14 +131,14 @@ def measure(lm: PackLM, tasks: dict[str, Any], limit: int | None, *, chat: bool,
     return [figure for name in found["results"] for figure in _figures(name, lm.preset, found)]
 
 
-def _figures(task: str, preset: str, found: dict[str, Any]) -> Iterator[Figure]:
+def _figures(task: str, preset: str, found: dict[str, Any]) -> Iterator[Score]:
     fields: dict[str, Any] = found["results"][task]
     for key, value in fields.items():
         metric, comma, chosen = key.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
         stderr = fields.get(f"{metric}_stderr,{chosen}")
-        yield Figure(
+        yield Score(
             task=task,
             metric=metric,
             filter=chosen,

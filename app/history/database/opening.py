@@ -18,7 +18,7 @@ from ....models.errors import FloeError, TryAgainError
 from ..processes import is_running
 from ..records import now
 from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
-from .store import KEPT_AFTER_DELETION, Store
+from .store import KEPT_AFTER_DELETION, HistoryStore
 from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_busy, is_damage
 
 BUSY_SECONDS = 2.0
@@ -32,7 +32,7 @@ _CHECK_EVERY = 24 * 3600
 class Opened:
     """An open history; what happened on the way that the person should know; how many answers a crash had cut off."""
 
-    store: Store
+    store: HistoryStore
     notices: tuple[Notice, ...]
     interrupted: int
 
@@ -94,7 +94,7 @@ def open_to_read(file: Path) -> Opened:
         if connection is None:
             raise
         notice = Notice(error.title, f"{error.cause} It is opened read-only.")
-        return Opened(Store(connection), (notice,), 0)
+        return Opened(HistoryStore(connection), (notice,), 0)
 
 
 def parts(file: Path) -> list[Path]:
@@ -111,11 +111,11 @@ def inode(file: Path) -> int | None:
         return None
 
 
-def open_unsaved() -> Store:
+def open_unsaved() -> HistoryStore:
     """A history in memory: everything works, and nothing is kept."""
     connection = _configured(":memory:")
     migrate(connection, search=has_search())
-    return Store(connection)
+    return HistoryStore(connection)
 
 
 def connect(file: Path) -> sqlite3.Connection:
@@ -145,7 +145,7 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
     """Check it if that is due, and do what a crash or time has left to do. While another program writes, it is left to
     a later start: whoever reads need not wait, and what is written waits for its turn by itself.
     """
-    store, notices, interrupted = Store(connection), (), 0
+    store, notices, interrupted = HistoryStore(connection), (), 0
     connection.execute("PRAGMA busy_timeout = 0")
     try:
         last = _last_check(file)
@@ -293,7 +293,7 @@ def _set_aside(file: Path) -> Path:
     return kept
 
 
-def _carry_over(kept: Path, store: Store) -> Notice:
+def _carry_over(kept: Path, store: HistoryStore) -> Notice:
     from .salvage import salvage
 
     found = salvage(kept, store)

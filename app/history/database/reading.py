@@ -15,11 +15,11 @@ from ....models.errors import UsageError
 from ..records import (
     AnswerStats,
     Attachment,
+    ChatSetup,
     Conversation,
     Hit,
     Message,
     Role,
-    Setup,
     State,
     Summary,
     Tree,
@@ -218,7 +218,7 @@ class Reader:
         if len(usable) < len(kept):
             self.left_out.add(number)
         texts = as_text(system_prompt), as_text(persona)
-        setup = Setup(as_text(model), preset and as_text(preset), Sampling(**usable), *texts, _quality(quality))
+        setup = ChatSetup(as_text(model), preset and as_text(preset), Sampling(**usable), *texts, _quality(quality))
         return Conversation(id_, number, as_text(title), as_whole(created), as_whole(updated), setup, head)
 
     def _rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ..records import LATEST, Attachment, Conversation, Message, Role, Setup, State, Tree, as_text, new_id, now
+from ..records import LATEST, Attachment, ChatSetup, Conversation, Message, Role, State, Tree, as_text, new_id, now
 from .reading import forgiving
-from .store import Store
+from .store import HistoryStore
 from .trouble import SQLITE_ERRORS
 
 _CONVERSATION = "number, id, title, created, updated, model, preset, system_prompt, persona, head, deleted"
@@ -30,7 +30,7 @@ class Salvaged:
     gaps: int
 
 
-def salvage(damaged: Path, store: Store) -> Salvaged:
+def salvage(damaged: Path, store: HistoryStore) -> Salvaged:
     """Copy what can be read of the file `damaged` into `store`.
 
     Sampling values and the figures of answers are left behind. A message whose parent is lost follows the last one
@@ -100,9 +100,9 @@ def _tree(row: _Row | None, rows: Sequence[_Row], files: Sequence[_Row]) -> Tree
     messages = tuple(_message(row, tuple(attached.get(row[0], ()))) for row in rows)
     newest = messages[-1].id if messages else None
     if row is None:
-        return Tree(Conversation(0, 0, "Recovered", now(), now(), Setup(), newest), messages)
+        return Tree(Conversation(0, 0, "Recovered", now(), now(), ChatSetup(), newest), messages)
     _number, _id, title, created, updated, model, preset, system_prompt, persona, head, _deleted = row
-    setup = Setup(
+    setup = ChatSetup(
         as_text(model), preset and as_text(preset), system_prompt=as_text(system_prompt), persona=as_text(persona)
     )
     shown = head if head in ids else newest

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from ....models.errors import UsageError
-from ..records import AnswerStats, Attachment, Setup, State, Tree, Unsent, as_text, as_whole, new_id, now, time_of
+from ..records import AnswerStats, Attachment, ChatSetup, State, Tree, Unsent, as_text, as_whole, new_id, now, time_of
 from .reading import PATH, SUBTREE, Reader
 
 KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
 """Milliseconds for which a deletion can be undone; the next start after that wipes what was deleted from the file."""
 
 
-class Store(Reader):
+class HistoryStore(Reader):
     """Reads and writes over one connection.
 
     Every writing method raises one of `trouble.SQLITE_ERRORS` where the file cannot be written, and UsageError where it
@@ -35,7 +35,9 @@ class Store(Reader):
                 self._connection.execute("ROLLBACK")
             raise
 
-    def add_conversation(self, conversation: int, setup: Setup, title: str = "", created: int | None = None) -> None:
+    def add_conversation(
+        self, conversation: int, setup: ChatSetup, title: str = "", created: int | None = None
+    ) -> None:
         """Begin an empty conversation under the id `conversation` (from `new_id`)."""
         at = now() if created is None else created
         sql = """INSERT INTO conversation
@@ -85,7 +87,7 @@ class Store(Reader):
         """Give it a title; "" takes it away."""
         self._change("title = ?", conversation, _sound(title))
 
-    def set_up(self, conversation: int, setup: Setup) -> None:
+    def set_up(self, conversation: int, setup: ChatSetup) -> None:
         """Change what it is answered with from now on."""
         sql = "model = ?, preset = ?, sampling = ?, system_prompt = ?, persona = ?, quality = ?"
         self._change(sql, conversation, *_columns(setup))
@@ -264,7 +266,7 @@ class Store(Reader):
         return int(row[0])
 
 
-def _columns(setup: Setup) -> tuple[str | None, ...]:
+def _columns(setup: ChatSetup) -> tuple[str | None, ...]:
     preset = None if setup.preset is None else _sound(setup.preset)
     texts = _sound(setup.system_prompt), _sound(setup.persona)
     return _sound(setup.model), preset, _json(setup.sampling), *texts, _json(setup.quality)

@@ -14,9 +14,9 @@ from pathlib import Path
 from ....engine.mailbox import Mailbox
 from ....models.errors import FloeError
 from ..answer import Answer
-from ..events import HistoryEvent, Ready, Recovered, Trouble
+from ..events import HistoryEvent, HistoryTrouble, Ready, Recovered
 from .opening import inode, open_history, open_unsaved
-from .store import Store
+from .store import HistoryStore
 from .trouble import SQLITE_ERRORS, DamagedError, explain, is_damage, is_passing
 
 FLUSH_SECONDS = 0.4
@@ -26,7 +26,7 @@ _RETRY_SECONDS = 1.0
 
 _Failure = sqlite3.Error | UnicodeDecodeError | FloeError
 
-Write = Callable[[Store], None]
+Write = Callable[[HistoryStore], None]
 """A change; it may be called again after a failure, whose changes are rolled back."""
 
 
@@ -54,7 +54,7 @@ class Writer:
         self.events: Mailbox[HistoryEvent] = Mailbox()
         self.commits = 0
         self.opened = threading.Event()
-        self.memory: Store | None = None
+        self.memory: HistoryStore | None = None
         self.failure: FloeError | None = None
         self.lock = threading.RLock()
         self._file = file
@@ -112,20 +112,20 @@ class Writer:
         except Exception as error:
             logging.getLogger("floe_chat").exception("the history failed")
             hint = "This is a fault of floe-chat. You can continue the chat; new messages are not saved."
-            self.events.put(Trouble("The history failed", f"{type(error).__name__}: {error}.", hint))
+            self.events.put(HistoryTrouble("The history failed", f"{type(error).__name__}: {error}.", hint))
         finally:
             self.opened.set()
 
-    def _open(self) -> Store:
+    def _open(self) -> HistoryStore:
         if self._file is not None:
             try:
                 opened = open_history(self._file)
             except FloeError as error:
                 self.failure = error
-                self.events.put(Trouble(error.title, f"{error.cause} This chat is not saved.", error.hint))
+                self.events.put(HistoryTrouble(error.title, f"{error.cause} This chat is not saved.", error.hint))
             else:
                 for notice in opened.notices:
-                    self.events.put(Trouble(notice.title, notice.cause, ""))
+                    self.events.put(HistoryTrouble(notice.title, notice.cause, ""))
                 self.events.put(Ready(True, opened.interrupted))
                 self._inode = inode(self._file)
                 return opened.store
@@ -145,7 +145,7 @@ class Writer:
         except queue.Empty:
             pass
 
-    def _write(self, store: Store) -> None:
+    def _write(self, store: HistoryStore) -> None:
         """Commit all that waits at once; where a part of it cannot be, one by one."""
         error = self._commit(store, self._waiting)
         if error is None or is_passing(error) or is_damage(error):
@@ -160,7 +160,7 @@ class Writer:
                 self._waiting.remove(entry)
                 self._tell(error)
 
-    def _commit(self, store: Store, entries: Sequence[_Entry]) -> _Failure | None:
+    def _commit(self, store: HistoryStore, entries: Sequence[_Entry]) -> _Failure | None:
         """Make the changes `entries`, and write what running answers have more; what stood against it."""
         if self._damaged:
             self._forget(entries)
@@ -205,7 +205,7 @@ class Writer:
 
     def _tell(self, error: _Failure) -> None:
         told = error if isinstance(error, FloeError) else explain(error, self._file or Path(":memory:"))
-        self.events.put(Trouble(told.title, told.cause, told.hint))
+        self.events.put(HistoryTrouble(told.title, told.cause, told.hint))
 
     def _forget(self, entries: Sequence[_Entry]) -> None:
         for entry in tuple(entries):

@@ -19,7 +19,7 @@ from ...chat.dialogue import Dialogue
 from ...chat.view import View
 from ...client.bridge import EngineBridge, Heard
 from ...client.chat_client import ChatClient
-from ...history import Changed, History, Recovered, Setup, Trouble
+from ...history import Changed, ChatSetup, History, HistoryTrouble, Recovered
 from ...settings.settings import Persona
 from ...text.plain_text import one_line, printable
 from ...widgets.chat.blocks import Welcome
@@ -60,7 +60,7 @@ class ChatScreen(Ground, Screen[None]):
         self,
         client: ChatClient,
         history: History,
-        setup: Setup,
+        setup: ChatSetup,
         max_new_tokens: int,
         personas: Mapping[str, Persona],
         program: Mapping[str, Do],
@@ -208,7 +208,7 @@ class ChatScreen(Ground, Screen[None]):
     @on(Heard)
     async def _hear(self, event: Heard) -> None:
         match event.news:
-            case Trouble(title, cause, hint):
+            case HistoryTrouble(title, cause, hint):
                 self.notify(f"{cause} {hint}".strip(), title=title, severity="warning", timeout=15, markup=False)
             case Recovered():
                 self.notify("All unsaved messages are on the disk now.", title="The history is saved again")

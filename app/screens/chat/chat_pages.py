@@ -10,10 +10,10 @@ from textual.timer import Timer
 from ....models.errors import FloeError
 from ...chat.controller import Controller, Do
 from ...client.bridge import EngineBridge
-from ...history import History, Setup
-from ...widgets.panel.figures import Figures
+from ...history import ChatSetup, History
+from ...widgets.panel.figures import PanelFigures
 from ..experts import ExpertsScreen
-from ..history import Choice, HistoryScreen
+from ..history import HistoryScreen, Opened
 from ..quality import QualityScreen
 from ..setup import SetupScreen
 
@@ -24,7 +24,12 @@ class ChatPages:
     """Opens them over `screen`, and does what the person chose there."""
 
     def __init__(
-        self, screen: Screen[None], bridge: EngineBridge, history: History, controller: Controller, figures: Figures
+        self,
+        screen: Screen[None],
+        bridge: EngineBridge,
+        history: History,
+        controller: Controller,
+        figures: PanelFigures,
     ) -> None:
         self._screen = screen
         self._bridge = bridge
@@ -54,7 +59,7 @@ class ChatPages:
         page = HistoryScreen(self._history, words, self._controller.dialogue.id)
         self._screen.app.push_screen(page, self._chosen)
 
-    async def _chosen(self, choice: Choice | None) -> None:
+    async def _chosen(self, choice: Opened | None) -> None:
         if self._looking is not None:
             self._looking.stop()
         try:
@@ -73,7 +78,7 @@ class ChatPages:
         page = SetupScreen(dialogue.name, dialogue.setup, personas, model.presets, model.wanted)
         self._screen.app.push_screen(page, self._set_up)
 
-    def _set_up(self, chosen: tuple[str, Setup] | None) -> None:
+    def _set_up(self, chosen: tuple[str, ChatSetup] | None) -> None:
         if chosen is not None:
             self._controller.chats.set_up(*chosen)
 

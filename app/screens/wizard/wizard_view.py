@@ -17,11 +17,11 @@ from ...widgets.setup.folder import FolderStep
 from ...widgets.setup.machine import MachineStep
 from ...widgets.setup.progress import ProgressStep
 from ...widgets.setup.resume import ResumeStep
-from ...widgets.setup.step import Step
+from ...widgets.setup.step import WizardStep
 from ...widgets.setup.token import AskingStep, TokenStep
 
 _PLACES = ("machine", "model", "folder", "setup")  # the line of steps
-_PLACE: dict[type[Step], int] = {
+_PLACE: dict[type[WizardStep], int] = {
     ResumeStep: 0,
     MachineStep: 0,
     ChoiceStep: 1,
@@ -41,7 +41,7 @@ class WizardView(Screen["str | None"]):
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-low"), (24, "-short"), (30, "-tall")]
-        self._step: Step | None = None
+        self._step: WizardStep | None = None
         self._place = Static("", markup=False, id="steps")
         self._title = Static("", markup=False, id="title")
         self._body = Vertical(id="body")
@@ -53,7 +53,7 @@ class WizardView(Screen["str | None"]):
         yield self._body
         yield self._keys
 
-    async def _turn_to(self, step: Step) -> None:
+    async def _turn_to(self, step: WizardStep) -> None:
         self._step = step
         async with self.batch():
             await self._body.remove_children()
@@ -67,7 +67,7 @@ class WizardView(Screen["str | None"]):
         self._title.update(step.title)
         self._show_keys()
 
-    @on(Step.Hints)
+    @on(WizardStep.Hints)
     def _show_keys(self) -> None:
         step = self._step
         if step is None:

@@ -19,7 +19,7 @@ _ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Completable:
     """What is being written before the cursor: a "command" or a "file", its first letters, and whether a quote lets
     these have spaces."""
 
@@ -33,12 +33,12 @@ class Wanted:
         return 1 + self.quoted + len(self.query)
 
 
-def wanted(before: str, *, first_line: bool) -> Wanted | None:
+def wanted(before: str, *, first_line: bool) -> Completable | None:
     """What can be completed, given the line up to the cursor."""
     if first_line and (found := _COMMAND.fullmatch(before)):
-        return Wanted("command", found[1])
+        return Completable("command", found[1])
     if found := _FILE.search(before):
-        return Wanted("file", found[1] or found[2] or "", quoted=found[1] is not None)
+        return Completable("file", found[1] or found[2] or "", quoted=found[1] is not None)
     return None
 
 
@@ -47,7 +47,7 @@ class Completion(OptionList, can_focus=False):
 
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
-        self.wanted: Wanted | None = None
+        self.wanted: Completable | None = None
         self._values: Sequence[str] = ()
 
     @property
@@ -58,7 +58,9 @@ class Completion(OptionList, can_focus=False):
     def on_mount(self) -> None:
         self.display = False
 
-    def offer(self, wanted: Wanted | None, values: Sequence[str], remarks: Mapping[str, str] | None = None) -> None:
+    def offer(
+        self, wanted: Completable | None, values: Sequence[str], remarks: Mapping[str, str] | None = None
+    ) -> None:
         """Show what may be put in, the first one highlighted, perhaps with a remark each; nothing hides the list.
 
         The last line counts those without room.

@@ -23,7 +23,7 @@ from ...history import Attachment
 from ...text.plain_text import printable
 from ...text_files import is_outside, listing, matching, meant, outside
 from .chips import Chips, Count
-from .completion import Completion, Wanted, wanted
+from .completion import Completable, Completion, wanted
 from .composer import Composer
 
 _LOOK_SECONDS = 0.3
@@ -38,7 +38,7 @@ class Writing(Vertical):
         self.chips = Chips(tokens_of, room)
         self.completion = Completion()
         self.composer = Composer(self.chips, self.completion, self._look, self._take)
-        self._found: Wanted | None = None  # at the last look
+        self._found: Completable | None = None  # at the last look
         self._listing: list[str] | None = None
 
     def compose(self) -> ComposeResult:
@@ -100,7 +100,7 @@ class Writing(Vertical):
         else:
             self._offer(found)
 
-    def _offer(self, found: Wanted) -> None:
+    def _offer(self, found: Completable) -> None:
         if found.kind == "command":
             remarks = {f"/{name}": _COMMANDS[name].does for name in _meant(found.query)}
             self.completion.offer(found, list(remarks), remarks)

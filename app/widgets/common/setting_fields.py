@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 from textual.binding import Binding, BindingType
 from textual.widgets import Checkbox, Input, Select, TextArea
 
-from ...settings.settings import Key
+from ...settings.settings import SettingKey
 from ...text.plain_text import printable
 
 
 class Written(Input):
     """A setting that is typed; `key` is None for the key of an action."""
 
-    def __init__(self, setting: str, key: Key | None, value: Any, unset: str) -> None:
+    def __init__(self, setting: str, key: SettingKey | None, value: Any, unset: str) -> None:
         super().__init__("" if value is None else printable(str(value)), placeholder=unset, compact=True)
         self.setting = setting
         self.key = key
@@ -38,10 +38,10 @@ class Written(Input):
 class Prose(TextArea):
     """A text of several lines."""
 
-    def __init__(self, setting: str, key: Key, value: str) -> None:
+    def __init__(self, setting: str, key: SettingKey, value: str) -> None:
         super().__init__(value, tab_behavior="focus", compact=True)
         self.setting = setting
-        self.key: Key | None = key
+        self.key: SettingKey | None = key
         self.saved: object = self.text
 
     @property
@@ -54,12 +54,14 @@ class Prose(TextArea):
         return self.text.strip() or None
 
 
-class Choice(Select[str], inherit_bindings=False):
+class ChoiceField(Select[str], inherit_bindings=False):
     """One of a list. Up and Down go to other settings, as in every field here; Enter opens the list."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter,space", "show_overlay", "open the list", show=False)]
 
-    def __init__(self, setting: str, key: Key, value: str | None, values: Sequence[str], trouble: str = "") -> None:
+    def __init__(
+        self, setting: str, key: SettingKey, value: str | None, values: Sequence[str], trouble: str = ""
+    ) -> None:
         """`trouble`: why the file's own value is not used; shown until something is chosen."""
         super().__init__(
             [(printable(each), each) for each in _with(values, value)],
@@ -69,7 +71,7 @@ class Choice(Select[str], inherit_bindings=False):
             compact=True,
         )
         self.setting = setting
-        self.key: Key | None = key
+        self.key: SettingKey | None = key
         self.saved: object = Select.NULL if trouble or not value else value
 
     @property
@@ -92,10 +94,10 @@ class Choice(Select[str], inherit_bindings=False):
 class Toggle(Checkbox):
     """On or off."""
 
-    def __init__(self, setting: str, key: Key, value: bool) -> None:
+    def __init__(self, setting: str, key: SettingKey, value: bool) -> None:
         super().__init__(_word(value), value, compact=True)
         self.setting = setting
-        self.key: Key | None = key
+        self.key: SettingKey | None = key
         self.saved: object = value
 
     def watch_value(self) -> None:
@@ -113,7 +115,7 @@ class Toggle(Checkbox):
         return self.value
 
 
-Field = Written | Prose | Choice | Toggle
+Field = Written | Prose | ChoiceField | Toggle
 
 
 def _with(values: Sequence[str], value: str | None) -> list[str]:

@@ -11,7 +11,7 @@ from textual.timer import Timer
 from ....engine.events import Loaded, Stats
 from ...text.plain_text import printable
 from ..common.keys import key_of
-from .figures import Figures
+from .figures import PanelFigures
 from .panel import PanelStrip, PerformancePanel
 from .status_line import StatusLine
 
@@ -34,7 +34,7 @@ class Dashboard:
         self._unpainted = False
         self._next_paint: Timer | None = None
         self._layout = _LAYOUTS[0]
-        self.figures = Figures()
+        self.figures = PanelFigures()
         self.context_used: int | None = None
         self.panel = PerformancePanel()
         self.strip = PanelStrip()

@@ -7,7 +7,7 @@ from textual.geometry import Size
 from textual.widget import Widget
 
 from ..common.themes import MUTED
-from .figures import Draw, Figures
+from .figures import Draw, PanelFigures
 
 
 class Drawing(Widget):
@@ -17,7 +17,7 @@ class Drawing(Widget):
         super().__init__(id=name)
         self._draw = draw
         self._meaning = meaning
-        self._figures = Figures()
+        self._figures = PanelFigures()
         self._drawn, self._width = Content(), 0
         self._explained = False
         self.tooltip = meaning or None
@@ -34,7 +34,7 @@ class Drawing(Widget):
             self.set_class(on, "-explained")
             self.refresh(layout=True)
 
-    def show(self, figures: Figures, *, layout: bool = False) -> None:
+    def show(self, figures: PanelFigures, *, layout: bool = False) -> None:
         """Draw newer figures; `layout` where long lines may fold otherwise than before."""
         self._figures = figures
         before, self._width = self._drawn, self.content_size.width
@@ -45,7 +45,7 @@ class Drawing(Widget):
         if layout or not self._drawn.is_same(before):
             self.refresh(layout=layout or self._drawn.plain.count("\n") != before.plain.count("\n"))
 
-    def height(self, figures: Figures, width: int) -> int:
+    def height(self, figures: PanelFigures, width: int) -> int:
         """How many rows `figures` take, without an explanation; 0 if there is nothing to draw."""
         drawn = self._draw(figures, width)
         return drawn.get_height({}, width) if drawn else 0

@@ -11,7 +11,7 @@ from textual.style import Style
 
 from ...text.units import share
 from .drawing import Drawing
-from .figures import Figures, heading
+from .figures import PanelFigures, heading
 from .meanings import MEANINGS
 
 _MOST_ROWS = 8
@@ -27,7 +27,7 @@ class ExpertMap(Drawing):
     def __init__(self) -> None:
         super().__init__(self._map, "experts", MEANINGS["experts"])
 
-    def _map(self, figures: Figures, width: int) -> Content:
+    def _map(self, figures: PanelFigures, width: int) -> Content:
         use = figures.stats.expert_use if figures.stats else ()
         if not use or not use[0]:
             return heading("Experts", width, "calls not measured yet")

@@ -19,7 +19,7 @@ NO_GPU = "no GPU"
 
 
 @dataclass(slots=True)
-class Figures:
+class PanelFigures:
     """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is made.
 
     `context_used` tokens of the chat on the screen are in the window; None: not known. `dense`: the panel's sections
@@ -63,11 +63,11 @@ class Figures:
             self.speeds.append(stats.decode_tps)
 
 
-Draw = Callable[[Figures, int], Content]
+Draw = Callable[[PanelFigures, int], Content]
 """Makes a piece of the panel from the figures, for a width in cells."""
 
 
-def speed_heading(figures: Figures, width: int) -> Content:
+def speed_heading(figures: PanelFigures, width: int) -> Content:
     """The section's name, which answer the figures belong to, and whether a virtual device's clock gave their times."""
     stats = figures.stats
     if figures.paused:
@@ -77,13 +77,13 @@ def speed_heading(figures: Figures, width: int) -> Content:
     return heading("Speed", width, "this answer" if figures.running else "last answer", virtual=is_virtual(figures))
 
 
-def speed(figures: Figures) -> float | None:
+def speed(figures: PanelFigures) -> float | None:
     """Tokens per second that the answer was, or is, written at: the mean from its first token to its last. Panel,
     footer, history and `ask` all show this one."""
     return figures.stats.decode_tps_mean if figures.stats else None
 
 
-def speed_beside(figures: Figures, width: int) -> Content:
+def speed_beside(figures: PanelFigures, width: int) -> Content:
     """The lines beside the big figure, which is `speed`."""
     stats = figures.stats
     value = units.seconds(stats and stats.first_token_s)
@@ -98,7 +98,7 @@ def speed_beside(figures: Figures, width: int) -> Content:
     )
 
 
-def speed_course(figures: Figures, width: int) -> Content:
+def speed_course(figures: PanelFigures, width: int) -> Content:
     """The last minute's speeds, second by second, and how much of the prompt the KV cache already held."""
     stats = figures.stats
     drawn = sparkline(figures, width, rows=1 if figures.dense else 2)
@@ -108,7 +108,7 @@ def speed_course(figures: Figures, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def sparkline(figures: Figures, width: int, *, rows: int) -> list[str]:
+def sparkline(figures: PanelFigures, width: int, *, rows: int) -> list[str]:
     """The last decode speeds, newest at the right; dots where nothing was measured."""
     values = condense(figures.speeds, width)
     drawn = bars(values, rows=rows)
@@ -116,7 +116,7 @@ def sparkline(figures: Figures, width: int, *, rows: int) -> list[str]:
     return [("·" if row == rows - 1 else " ") * blank + line for row, line in enumerate(drawn)]
 
 
-def neurons(figures: Figures, width: int) -> Content:
+def neurons(figures: PanelFigures, width: int) -> Content:
     """The share of neurons that were active, over all and by layer, and the bytes read for them."""
     stats = figures.stats
     lines = [
@@ -132,7 +132,7 @@ def neurons(figures: Figures, width: int) -> Content:
 
 
 def by_layer(
-    figures: Figures, label: str, values: Sequence[float | None], width: int, top: float | None = None
+    figures: PanelFigures, label: str, values: Sequence[float | None], width: int, top: float | None = None
 ) -> list[Content]:
     """Shares from the first layer to the last in two lines: their range, and a bar for each, `top` at full height.
 
@@ -148,7 +148,7 @@ def by_layer(
     return [row(figures, label, spread, width), Content.styled(stretch(drawn, width), "$primary")]
 
 
-def backend(figures: Figures, width: int) -> Content:
+def backend(figures: PanelFigures, width: int) -> Content:
     """Where the model computes, with which kernels, and why."""
     loaded = figures.loaded
     if loaded is None:
@@ -166,7 +166,7 @@ def backend(figures: Figures, width: int) -> Content:
     )
 
 
-def strip(figures: Figures, width: int) -> Content:
+def strip(figures: PanelFigures, width: int) -> Content:
     """The panel in two lines, for a terminal without room for a column; what does not fit is left out."""
     stats, loaded = figures.stats, figures.loaded
     if stats is None:
@@ -214,7 +214,7 @@ def left_out(rows: Rows) -> Content:
     return Content.styled(f"left out {units.share(rows.left_out)}", "$warning")
 
 
-def is_virtual(figures: Figures) -> bool:
+def is_virtual(figures: PanelFigures) -> bool:
     """Whether times are those of a device that is not there."""
     return figures.rows is not None and figures.rows.virtual
 
@@ -247,7 +247,7 @@ def heading(name: str, width: int, remark: str = "", *, virtual: bool = False) -
     return Content.assemble((name, "bold $primary"), " " * gap, right)
 
 
-def row(figures: Figures, label: str, value: str, width: int) -> Content:
+def row(figures: PanelFigures, label: str, value: str, width: int) -> Content:
     """What a figure is, and the figure at the right end of the line."""
     if value == units.NOT_MEASURED and figures.stats is not None:
         value = f"{value} not yet"
@@ -255,7 +255,7 @@ def row(figures: Figures, label: str, value: str, width: int) -> Content:
     return Content.assemble((label, MUTED), " " * gap, value)
 
 
-def gauge(figures: Figures, label: str, value: float | None, width: int) -> Content:
+def gauge(figures: PanelFigures, label: str, value: float | None, width: int) -> Content:
     """A share of 0..1 as a bar between its name and its percentage."""
     if value is None:
         return row(figures, label, units.NOT_MEASURED, width)

@@ -12,7 +12,7 @@ from textual.content import Content
 
 from ...text import units
 from ..common.themes import MUTED
-from .figures import NO_GPU, Figures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
+from .figures import NO_GPU, PanelFigures, by_layer, gauge, heading, is_virtual, muted, row, vram_bytes, vram_words
 from .heat import stack
 
 _TONES = ("$success", "$primary", "$warning", "$accent")
@@ -32,7 +32,7 @@ class _Part:
     value: str
 
 
-def origins(figures: Figures, width: int) -> Content:
+def origins(figures: PanelFigures, width: int) -> Content:
     """Where the rows of decode's active neurons came from, and how well they were predicted; blank without a pool."""
     rows = figures.rows
     if rows is None:
@@ -65,7 +65,7 @@ def origins(figures: Figures, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def link(figures: Figures, width: int) -> Content:
+def link(figures: PanelFigures, width: int) -> Content:
     """What decode moved over the link, how fast, and how long it waited; blank without a pool."""
     rows = figures.rows
     if rows is None:
@@ -85,7 +85,7 @@ def link(figures: Figures, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def memory(figures: Figures, width: int) -> Content:
+def memory(figures: PanelFigures, width: int) -> Content:
     """Memory in use; with a pool of rows, what the device's memory is used for, up to its budget."""
     stats, loaded, rows = figures.stats, figures.loaded, figures.rows
     held = None if stats is None else vram_bytes(stats)
@@ -119,7 +119,7 @@ def memory(figures: Figures, width: int) -> Content:
     return Content("\n").join(lines)
 
 
-def _context(figures: Figures) -> float | None:
+def _context(figures: PanelFigures) -> float | None:
     """The share of the window that the chat on the screen takes, as the bottom row shows it too."""
     if figures.stats is None:
         return None

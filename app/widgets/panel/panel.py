@@ -19,7 +19,7 @@ from . import figures as draw
 from . import memory
 from .drawing import Drawing
 from .expert_map import ExpertMap
-from .figures import Figures
+from .figures import PanelFigures
 from .meanings import MEANINGS
 
 _LEVELS = ("-full", "-mapless", "-close", "-dense")
@@ -40,7 +40,7 @@ class PerformancePanel(Ground, VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(classes=_LEVELS[0])
-        self._figures = Figures()
+        self._figures = PanelFigures()
 
     def compose(self) -> ComposeResult:
         yield Drawing(draw.speed_heading, "speed-heading")
@@ -76,7 +76,7 @@ class PerformancePanel(Ground, VerticalScroll):
         if self.has_focus:
             self.screen.query_one(Composer).focus()
 
-    def show(self, figures: Figures) -> None:
+    def show(self, figures: PanelFigures) -> None:
         """Draw newer figures."""
         speed = draw.speed(figures)
         self._figures = figures
@@ -112,11 +112,11 @@ class PerformancePanel(Ground, VerticalScroll):
         gaps = len(heights) - 1 if level in _LEVELS[:2] else 0
         return _SPEED_ROWS + sum(heights) + gaps
 
-    def show_context(self, figures: Figures) -> None:
+    def show_context(self, figures: PanelFigures) -> None:
         """Draw how much of the window the chat takes."""
         self.query_one("#memory", Drawing).show(figures)
 
-    def show_backend(self, figures: Figures) -> None:
+    def show_backend(self, figures: PanelFigures) -> None:
         """Draw the loaded model, which may take more lines than before."""
         self._figures = figures
         self._fit()

@@ -19,7 +19,7 @@ from ...background import in_background
 from ...text.plain_text import printable
 from ..common.themes import MUTED
 from . import plan_words
-from .step import Step, Trouble
+from .step import Trouble, WizardStep
 
 if TYPE_CHECKING:
     from ....engine.planning.machine import Machine
@@ -58,7 +58,7 @@ class _Line:
         return self.plan is not None and self.option is self.plan.chosen
 
 
-class ChoiceStep(Step):
+class ChoiceStep(WizardStep):
     """Plans every model in the background and shows them side by side; `Taken` and `Asked` are posted."""
 
     DEFAULT_CSS = """

@@ -18,7 +18,7 @@ from ....models.paths import expanded
 from ....models.quantities import size
 from ...background import in_background
 from ...text.plain_text import printable
-from .step import Step, Trouble
+from .step import Trouble, WizardStep
 
 _SPARE = 1 << 30  # bytes that stay free
 _PAUSE = 0.15  # seconds without a key before a look at the disk
@@ -56,7 +56,7 @@ def look_at(folder: Path, now: Path) -> Look:
     return Look(folder, free, "", left)
 
 
-class FolderStep(Step):
+class FolderStep(WizardStep):
     """Asks for the folder of all models; `Taken` is posted when there is room.
 
     Args:

@@ -16,7 +16,7 @@ from ....models.quantities import memory, rate, size
 from ...background import in_background
 from ...text.plain_text import printable
 from .bar import Bar
-from .step import Step, Trouble
+from .step import Trouble, WizardStep
 
 if TYPE_CHECKING:
     from ....engine.machine.hardware import Hardware
@@ -38,7 +38,7 @@ _MEASURING = {
 }
 
 
-class MachineStep(Step):
+class MachineStep(WizardStep):
     """Looks at the machine in the background; `Found` is posted when the person continues."""
 
     DEFAULT_CSS = """

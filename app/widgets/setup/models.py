@@ -52,7 +52,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class KnownModels:
     """All models, in the order of the list; bytes free on the disk of the models folder, None if unknown.
 
     trouble: why nothing could be found, or "".
@@ -69,14 +69,14 @@ class Found:
         return sum(one.bytes for one in self.models if one.kind != "available" and one.name != catalog.DEMO)
 
 
-def look(entries: Sequence[Entry]) -> Found:
+def look(entries: Sequence[Entry]) -> KnownModels:
     """The models now; reads the disk. `entries`: what could be set up."""
     from ....models.hub.download import room
 
     try:
         installed = catalog.installed()
     except FloeError as error:
-        return Found((), None, catalog.models_folder(), f"{error.title}. {error.cause} {error.hint}")
+        return KnownModels((), None, catalog.models_folder(), f"{error.title}. {error.cause} {error.hint}")
     wishes = unfinished()
     models = [_installed(one) for one in installed if one.name not in {wish.name for wish in wishes}]
     models += [_unfinished(wish) for wish in wishes]
@@ -87,7 +87,7 @@ def look(entries: Sequence[Entry]) -> Found:
         free = room(catalog.models_folder())
     except OSError:
         free = None
-    return Found(tuple(models), free, catalog.models_folder())
+    return KnownModels(tuple(models), free, catalog.models_folder())
 
 
 def line(model: Model, *, here: bool) -> Content:
@@ -147,7 +147,7 @@ class ModelList(OptionList):
         at = self.highlighted
         return self.models[at] if at is not None and at < len(self.models) else None
 
-    def show(self, found: Found, current: str | None) -> None:
+    def show(self, found: KnownModels, current: str | None) -> None:
         """Show what was found; the highlight stays on its model. `current` is marked."""
         before = self.model
         self.models = []

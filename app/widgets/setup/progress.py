@@ -17,7 +17,7 @@ from ...setup.flow import Setup, SetupProgress
 from ...setup.packing_progress import time_left
 from ...text.plain_text import printable
 from .bar import Bar
-from .step import Step, Trouble
+from .step import Trouble, WizardStep
 
 _PERIOD, _DISK_PERIOD = 0.2, 2.0
 _HELD = ("paused", "failed", "cancelled")  # nothing moves: no speed, no forecast
@@ -31,7 +31,7 @@ _HINTS = {
 _RUNNING = "Space pauses · S stops for now"
 
 
-class ProgressStep(Step):
+class ProgressStep(WizardStep):
     """Shows a running setup; it only reads its progress."""
 
     DEFAULT_CSS = """

@@ -15,13 +15,13 @@ from textual.widgets.option_list import Option as Row
 from ....models.quantities import size
 from ...text.plain_text import printable
 from ..common.themes import MUTED
-from .step import Step
+from .step import WizardStep
 
 if TYPE_CHECKING:
     from ...setup.wish import Wish
 
 
-class ResumeStep(Step):
+class ResumeStep(WizardStep):
     """Lists unfinished setups: `Continue` is posted for one of them, `Another` for another model."""
 
     DEFAULT_CSS = """

@@ -11,7 +11,7 @@ from ....models.errors import FloeError
 from ...text.plain_text import printable
 
 
-class Step(VerticalScroll, can_focus=False):
+class WizardStep(VerticalScroll, can_focus=False):
     """One page of the wizard.
 
     Attributes:

@@ -10,12 +10,12 @@ from textual.widgets import Input, Static
 
 from ....models.errors import FloeError
 from .bar import Bar
-from .step import Step, Trouble
+from .step import Trouble, WizardStep
 
 _PERIOD = 0.15
 
 
-class AskingStep(Step):
+class AskingStep(WizardStep):
     """Shows that the hub is asked, and what it answered if that was no."""
 
     title = "Asking the hub"
@@ -52,7 +52,7 @@ class AskingStep(Step):
         self._bar.beat += 1
 
 
-class TokenStep(Step):
+class TokenStep(WizardStep):
     """Asks for a token; `Given` is posted. The field shows dots, and the token is not written anywhere."""
 
     title = "The hub needs a token"

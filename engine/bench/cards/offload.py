@@ -111,7 +111,7 @@ def _timed(name: str, played: Played) -> Timed:
     return Timed(name, [played.seconds], [0.0], peer=None if name == OTHERS else OTHERS, tokens=1, note=note)
 
 
-def _played(card: Card, step: Step, trace: Trace, warm: int, *, host: bool) -> Played | None:
+def _played(card: Card, step: Variant, trace: Trace, warm: int, *, host: bool) -> Played | None:
     _, width, preset, parts, ahead, in_place = step
     own = dataclasses.replace(card, pack_bytes_s=_IN_PLACE) if in_place else card
     share = CPU_REACHED if parts.cpu else 1.0
@@ -121,10 +121,10 @@ def _played(card: Card, step: Step, trace: Trace, warm: int, *, host: bool) -> P
         return None  # without any row it takes more memory than there is
 
 
-Step = tuple[str, Width, Preset, Parts, bool, bool]
+Variant = tuple[str, Width, Preset, Parts, bool, bool]
 
 
-def steps() -> list[Step]:
+def steps() -> list[Variant]:
     """FloE as in the paper, then this engine with one part more each time: name, widths, what is skipped, parts,
     whether it prefetches, whether rows are read in place."""
     floe, own = Width(up=2, rows=16, dense=16), Width()

@@ -32,7 +32,7 @@ _NO_NATIVE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedSection:
     """A section to come: what it holds in memory, and how its figures are made."""
 
     title: str
@@ -70,7 +70,7 @@ def run(
     return Table("kernels", "cpu", facts, sections, notes if compiled else (*notes, _NO_NATIVE))
 
 
-def _section(plan: Plan, runs: int, report: Report) -> Section:
+def _section(plan: PlannedSection, runs: int, report: Report) -> Section:
     report(f"{plan.title}: preparing", 0, WARM + runs)
     torch.manual_seed(0)
     figures, others = plan.build(), Others()
@@ -78,7 +78,9 @@ def _section(plan: Plan, runs: int, report: Report) -> Section:
     return Section(plan.title, rows, others.cores())
 
 
-def _affordable(shapes: Shapes, threads: int, *, quick: bool, compiled: bool) -> tuple[list[Plan], tuple[str, ...]]:
+def _affordable(
+    shapes: Shapes, threads: int, *, quick: bool, compiled: bool
+) -> tuple[list[PlannedSection], tuple[str, ...]]:
     """The sections and a note, with fewer experts where memory is short, but never so few that a cache holds them."""
     available = psutil.virtual_memory().available
     cache = random_weights.last_level_cache() if shapes.cache is None else shapes.cache
@@ -118,28 +120,30 @@ class _Counts:
         return self.up(2) * self.shapes.up_bytes(2)
 
 
-def _plans(counts: _Counts, threads: int, *, quick: bool, compiled: bool) -> list[Plan]:
+def _plans(counts: _Counts, threads: int, *, quick: bool, compiled: bool) -> list[PlannedSection]:
     parts = _part_plans(counts, threads, quick=quick) if compiled else []
     return parts + _whole_plans(counts, quick=quick, compiled=compiled)
 
 
-def _part_plans(counts: _Counts, threads: int, *, quick: bool) -> list[Plan]:
+def _part_plans(counts: _Counts, threads: int, *, quick: bool) -> list[PlannedSection]:
     """The sections about one compiled operation each."""
     shapes, floor = counts.shapes, counts.floor_bytes()
     up_bits, row_bits = ((2,), (4,)) if quick else ((2, 3, 4, 8), (4, 8))
     by_width = {bits: counts.up(bits) for bits in up_bits}
     up_bytes = floor + sum(count * shapes.up_bytes(bits) for bits, count in by_width.items())
-    up = Plan("Up projections of 2 experts, 1 token", up_bytes, lambda: figures_of.up(shapes, by_width, floor))
+    up = PlannedSection(
+        "Up projections of 2 experts, 1 token", up_bytes, lambda: figures_of.up(shapes, by_width, floor)
+    )
     kinds = _page_kinds()[: 1 if quick else None]
     rows = [_rows_plan(shapes, bits, counts.rows(bits), hugepages=kind) for kind in kinds for bits in row_bits]
     if threads == 1:
         return [up, *rows]
-    up_scaling = Plan(
+    up_scaling = PlannedSection(
         "Threads: up projections of 2 experts, 2 bit",
         floor,
         lambda: figures_of.up_by_threads(shapes, counts.up(2), threads),
     )
-    rows_scaling = Plan(
+    rows_scaling = PlannedSection(
         "Threads: active neurons of 2 experts, 40 %, 4-bit rows",
         counts.rows(4) * shapes.rows_bytes(4),
         lambda: figures_of.rows_by_threads(shapes, counts.rows(4), threads),
@@ -147,7 +151,7 @@ def _part_plans(counts: _Counts, threads: int, *, quick: bool) -> list[Plan]:
     return [up, up_scaling, *rows, rows_scaling]
 
 
-def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[Plan]:
+def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[PlannedSection]:
     """The sections about what a layer does, which any backend can."""
     shapes, floor, experts = counts.shapes, counts.floor_bytes(), counts.whole()
     stored = experts * (shapes.up_bytes(2) + shapes.rows_bytes(4))
@@ -155,17 +159,17 @@ def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[Plan]:
     matrices = max(8, random_weights.needed(shapes.hidden * shapes.vector(8).nbytes, counts.cache))
     widths = "2-bit up, 4-bit rows"
     return [
-        Plan(
+        PlannedSection(
             f"MoE step, 2 experts, 1 token, {widths} (dense int4: torch's own)",
             stored + 2 * matrix * experts,
             lambda: figures_of.step(shapes, experts, compiled=compiled),
         ),
-        Plan(
+        PlannedSection(
             f"Attention matrices {shapes.hidden} x {shapes.hidden}, 1 token",
             2 * matrices * shapes.hidden * shapes.hidden + floor,
             lambda: figures_of.linear(shapes, (8,) if quick else (8, 4), matrices, floor, compiled=compiled),
         ),
-        Plan(
+        PlannedSection(
             f"Prefill: {shapes.tokens} tokens through 1 expert, {widths}",
             # The reference holds the expert in float32, and a matrix of it twice while it is made.
             stored + 6 * 4 * matrix,
@@ -174,9 +178,9 @@ def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[Plan]:
     ]
 
 
-def _rows_plan(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> Plan:
+def _rows_plan(shapes: Shapes, bits: int, experts: int, *, hugepages: bool) -> PlannedSection:
     pages = "huge pages" if hugepages else _small_pages()
-    return Plan(
+    return PlannedSection(
         f"Active neurons of 2 experts, {bits}-bit rows, {pages}",
         experts * shapes.rows_bytes(bits),
         lambda: figures_of.rows(shapes, bits, experts, hugepages=hugepages),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 CHUNK = 50  # rows: FloE's best for 16-bit rows on an RTX 3090 (section 4.1, figure 7); see tuned_link.py
 Kind = Literal["staged", "in place"]  # packed by the CPU and copied, or read by the device from RAM
-Wanted = Literal["auto", "staged", "in place"]  # "auto": what was measured to be faster here
+TransferMode = Literal["auto", "staged", "in place"]  # "auto": what was measured to be faster here
 
 
 @dataclass(eq=False, slots=True)

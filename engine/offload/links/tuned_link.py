@@ -22,7 +22,7 @@ from ....models.errors import UsageError
 from ...machine import hardware, saved_figures
 from .pinning import PinError, Pinned
 from .threaded_link import ThreadedLink
-from .transfer import Kind, Transfer, Wanted
+from .transfer import Kind, Transfer, TransferMode
 
 CHUNKS = (25, 50, 100, 200, 400, 800)  # rows
 ROWS = 2867  # that are moved: 20 % of a Mixtral expert, as in FloE's figure 7
@@ -105,7 +105,7 @@ def forget() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class LinkEnds:
     """What a link joins.
 
     Attributes:
@@ -120,7 +120,7 @@ class Ends:
     obstacle: str
 
 
-def open_link(ends: Ends, wanted: Wanted, rows: Sequence[Tensor]) -> tuple[ThreadedLink, float, str]:
+def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[ThreadedLink, float, str]:
     """The link that is best for these rows, by what was kept or is measured now.
 
     Args:
@@ -169,7 +169,7 @@ def open_link(ends: Ends, wanted: Wanted, rows: Sequence[Tensor]) -> tuple[Threa
 
 
 def choose(
-    wanted: Wanted, known: Tuned, obstacle: str, measured: Callable[[Sequence[Kind]], Mapping[Kind, Found]]
+    wanted: TransferMode, known: Tuned, obstacle: str, measured: Callable[[Sequence[Kind]], Mapping[Kind, Found]]
 ) -> tuple[Kind, Tuned]:
     """The kind of transfer to use, and the figures that this follows from.
 

@@ -15,7 +15,7 @@ from ....kernels.types import Active, Calls
 from ....kernels.weights import ExpertRows, UpWeights
 from ..cards import DENSE_LAUNCHES, PREFIX, Card
 from ..device import Device, Partial
-from ..lane_rates import Measured
+from ..lane_rates import RateName
 from ..links.copies import Asked, Copy
 from .virtual_clock import Clock
 from .virtual_link import VirtualLink
@@ -115,7 +115,7 @@ class VirtualDevice(Device):
         """The host waits."""
         self.clock.sync("gpu")
 
-    def _beside(self, work: Callable[[], Partial], what: Measured, count: int, nbytes: int) -> Future[Partial]:
+    def _beside(self, work: Callable[[], Partial], what: RateName, count: int, nbytes: int) -> Future[Partial]:
         """Done at once; the CPU's lane has the time that it would take."""
         with self.clock.aside():
             found = work()
