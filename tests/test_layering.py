@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,9 @@ BAD_IMPORTS = {
     "engine/events.py": "import floe_chat.app.log",
     "app/log.py": "from ..kernels import layouts",
     "models/transformers_import.py": "from ..kernels.backend import choose",
+    "engine/offload/placement.py": "from ..experts import moe_layer",
+    "models/pack/manifest.py": "from ..packing import pack",
+    "app/client/prompt.py": "from ..widgets.chat import turns",
 }
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 # What a layer must not know, whatever library it comes from.
@@ -62,27 +64,10 @@ def test_imports_that_point_up_are_noticed(copy: Path) -> None:
             file.write(f"\n{line}\n")
     done = lint(copy)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "0 kept, 3 broken" in done.stdout
+    assert "0 kept, 7 broken" in done.stdout
     told = done.stdout.split("Broken contracts", maxsplit=1)[1]
     for name in BAD_IMPORTS:
         assert "floe_chat." + name.removesuffix(".py").replace("/", ".") + " ->" in told, name
-
-
-def inside(path: Path) -> Iterator[Path]:
-    """Our own files that a file imports, wherever in it: inside functions and for type checking too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            source = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            for alias in node.names:
-                names = source / f"{alias.name}.py", source.with_suffix(".py"), source / "__init__.py"
-                yield from [name for name in names if name.is_file()][:1]
-
-
-@pytest.mark.parametrize("package", ["engine", "models", "kernels"])
-def test_no_import_comes_back_to_where_it_began(package: str) -> None:
-    graph = {path: set(inside(path)) - {path} for path in (ROOT / package).rglob("*.py")}
-    assert any(graph.values())
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def imported(path: Path) -> Iterator[str]:

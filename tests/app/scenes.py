@@ -308,7 +308,7 @@ async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("floe_chat.app.screens.wizard.wizard_access.look_up", ask_for_terms)
     begun = [WISH] if name == "wizard-resume" else []
     for module in ("wizard", "wizard_intent"):
-        monkeypatch.setattr(f"floe_chat.app.screens.{module}.unfinished", lambda: begun)
+        monkeypatch.setattr(f"floe_chat.app.screens.wizard.{module}.unfinished", lambda: begun)
     monkeypatch.setattr(Wish, "taken", property(lambda _wish: 12_300_000_000))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

@@ -224,7 +224,7 @@ def test_a_step_that_fails_leaves_the_older_version(file: Path, monkeypatch: pyt
     filled(file, 1, 2)
     broken = (*MIGRATIONS, ("CREATE TABLE extra (x)", "CREATE TABLE message (x)"))
     for name, value in (("schema.MIGRATIONS", broken), ("opening.VERSION", VERSION + 1)):
-        monkeypatch.setattr(f"floe_chat.app.history.{name}", value)
+        monkeypatch.setattr(f"floe_chat.app.history.database.{name}", value)
     monkeypatch.setattr(opening.migrate, "__defaults__", (VERSION + 1,))
     with pytest.raises(FloeError):
         open_history(file)
