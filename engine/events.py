@@ -222,7 +222,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters of the answer that runs or of the last one (DESIGN section 8 has the words).
+    """Counters of the answer that runs or of the last one.
 
     What was not measured is None: a screen says so and never shows a zero in its place.
 

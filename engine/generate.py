@@ -47,10 +47,9 @@ def generate(
     control: Control,
     telemetry: Telemetry,
 ) -> Generator[Progress, None, str]:
-    """Yield a step for every prefill chunk and every new token; the generator's return value says why it ended.
+    """Yield the progress of every prefill chunk and every new token; the generator's return value says why it ended.
 
-    What of the prompt `kv` holds already is not computed again, except for the prompt's last token; if there is some,
-    a step says so first.
+    What `kv` holds of the prompt is not computed again, except for the last token; if there is some, it is said first.
 
     Args:
         model: what computes the next tokens; a transformers model is called as it is.

@@ -1,4 +1,4 @@
-"""Counters of one answer (DESIGN section 8). The MoE layers and the decode loop write, `stats` reads.
+"""Counters of one answer. The MoE layers and the decode loop write, `stats` reads.
 
 Counting is cheap: a layer adds a few integers per step; nothing here waits, locks or allocates tensors.
 """

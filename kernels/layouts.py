@@ -26,8 +26,7 @@ from .codes import align, check_width, dequantize, pack_codes, packed_bytes
 class VectorLayout:
     """One stored vector of `n` values: [scales f16 | zeros f16 | codes], or plain 16-bit values.
 
-    Its scales lie in front of its codes, so that a neuron is one contiguous read (DESIGN section 4 keeps them
-    apart; a second place to read from would cost one more memory latency per neuron).
+    Its scales lie in front of its codes, so that a neuron is one contiguous read.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""One MoE layer, start to end: the module that stands where transformers' experts stand (DESIGN section 5).
+"""One MoE layer, start to end: the module that stands where transformers' experts stand.
 
 This version reads rows where they lie, in RAM or in the mapped file: route (the model's own), find the active
 neurons, compute. Locating, placing and looking ahead slot in between.

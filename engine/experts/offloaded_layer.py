@@ -1,4 +1,4 @@
-"""One layer whose rows lie in RAM: a decode step, start to end (DESIGN section 5).
+"""One layer whose rows lie in RAM: a decode step, start to end.
 
 Find the active neurons; locate their rows; place what is absent, copied or computed by the CPU where it lies; compute
 what is there; look ahead to the next layer; add up what has come: those in between are offloaded_step.py's. Prompts go

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.cpu.native_pool import cut
-from ...kernels.pool import Located, Part
+from ...kernels.located import Located, Part
 from ...kernels.types import Active, Calls
 from ...kernels.weights import ExpertRows
 from ..offload import placement

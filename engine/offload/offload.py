@@ -1,6 +1,6 @@
 """What the layers of a model share whose rows do not fit device memory: the pool of rows, and how it changes its size.
 
-The up projections of all layers are on the device, all rows in RAM, and some of them in the pool (DESIGN section 6).
+The up projections of all layers are on the device, all rows in RAM, and some of them in the pool.
 """
 
 from __future__ import annotations

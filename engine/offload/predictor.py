@@ -1,4 +1,4 @@
-"""What the next layer will want, named one layer ahead so that it can be fetched meanwhile (DESIGN section 5, step 6).
+"""What the next layer will want, named one layer ahead so that it can be fetched meanwhile.
 
 A predictor says two things: what the next MoE block will be given, and from that or otherwise how likely each of its
 experts is. Neurons follow from the former by the next layer's own up projection (FloE section 3.3.2). A wrong guess

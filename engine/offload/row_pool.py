@@ -1,4 +1,4 @@
-"""Which neurons' rows are in device memory, and in which slots: one pool for all layers (DESIGN section 6).
+"""Which neurons' rows are in device memory, and in which slots: one pool for all layers.
 
 Bookkeeping only, on one thread: the bytes are in `device_memory.py`'s tensor. Caching is per neuron, as CORM's
 limitations ask for, and no expert has a share of its own. A slot is free, filling (its row is on the way) or ready. It
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels.cpu.native_pool import make
-from ...kernels.pool import FREE_COUNT, STEP, Keys, Located, Slots
+from ...kernels.located import Keys, Located, Slots
+from ...kernels.pool import FREE_COUNT, STEP
 from ...kernels.types import Active
 from ...models.pack.usage_file import Heat
 from . import eviction

@@ -1,4 +1,4 @@
-"""`floe-chat tune`: quality against bytes, measured, and the presets that follow (DESIGN section 9).
+"""`floe-chat tune`: quality against bytes, measured, and the presets that follow.
 
 First every dial alone, at all its levels; then combinations. What a combination will cost is predicted by adding up
 what its dials cost alone, which is good enough to name the few that may lie on the frontier; those are measured, and

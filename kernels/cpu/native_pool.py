@@ -10,12 +10,13 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import pool
+from .. import located
 from ..checks import index
-from ..pool import EvictionRule, Keys, Located, Means, Part, RowTable, Slots
+from ..located import Keys, Located, Part, Slots
+from ..pool import EvictionRule, Means, RowTable
 from .binding import NativeUnavailableError, check, isa_is_forced, library, records, refused
 
-# pool.require compares these faster than numpy's types.
+# located.require compares these faster than numpy's types.
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _log = logging.getLogger("floe_chat.kernels")
 
@@ -39,9 +40,9 @@ class NativeTable(RowTable):
     ) -> Located:
         """See `RowTable`."""
         calls, total = experts.size, neurons.size
-        pool.require("experts", experts, _INT64, (calls,))
-        pool.require("offsets", offsets, _INT64, (calls + 1,))
-        pool.require("neurons", neurons, _INT64, (total,))
+        located.require("experts", experts, _INT64, (calls,))
+        located.require("offsets", offsets, _INT64, (calls + 1,))
+        located.require("neurons", neurons, _INT64, (total,))
         parts, lists = np.empty((3, calls + 1), np.int64), np.empty((6, total), np.int64)
         # An offset that ends elsewhere would have the library read beyond the neurons.
         fits = offsets[-1] == total and 0 <= layer < self.layers and 1 <= width <= self.neurons
@@ -55,7 +56,7 @@ class NativeTable(RowTable):
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
         """See `RowTable`."""
         index("layer", layer, self.layers)
-        pool.require("keys", keys, _INT64, (keys.size,))
+        located.require("keys", keys, _INT64, (keys.size,))
         slots = np.empty(keys.size, np.int32)
         taken = self._reserve(self._tables, layer, keys.size, keys, urgent, slots)
         return super().reserve(layer, keys, urgent=urgent) if refused(taken) else slots[:taken]
@@ -66,7 +67,7 @@ class NativeTable(RowTable):
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
         """See `RowTable`."""
-        pool.require("slots", slots, _INT32, (slots.size,))
+        located.require("slots", slots, _INT32, (slots.size,))
         if refused(self._settle(self._tables, slots.size, slots, arrived)):
             super().settle(slots, arrived=arrived)
 
@@ -118,34 +119,34 @@ def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Mea
 
 
 def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
-    """See `pool.cut`, which runs where the library is not there."""
+    """See `located.cut`, which runs where the library is not there."""
     calls, total = kept.size, part.at.size
     try:
         functions = library()
     except NativeUnavailableError:
-        return pool.cut(part, kept)
-    pool.require("offsets", part.offsets, _INT64, (calls + 1,))
-    pool.require("kept", kept, _INT64, (calls,))
-    pool.require("at", part.at, _INT64, (total,))
-    pool.require("places", part.places, _INT64, (total,))
+        return located.cut(part, kept)
+    located.require("offsets", part.offsets, _INT64, (calls + 1,))
+    located.require("kept", kept, _INT64, (calls,))
+    located.require("at", part.at, _INT64, (total,))
+    located.require("places", part.places, _INT64, (total,))
     offsets, lists = np.empty((2, calls + 1), np.int64), np.empty((2, total), np.int64)
     # An offset that ends elsewhere would have the library read beyond the neurons.
     if part.offsets[-1] != total or refused(
         functions.cut(calls, part.offsets, kept, part.at, part.places, offsets, lists[0], lists[1])
     ):
-        return pool.cut(part, kept)
+        return located.cut(part, kept)
     middle = int(offsets[0, -1])
     return Part(offsets[0], *lists[:, :middle]), Part(offsets[1], *lists[:, middle:])
 
 
 def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
-    """See `pool.landing`, which runs where the library is not there."""
+    """See `located.landing`, which runs where the library is not there."""
     try:
         functions = library()
     except NativeUnavailableError:
-        return pool.landing(source, slots, rows, capacity)
-    pool.check_landing(source, slots, rows, capacity)
+        return located.landing(source, slots, rows, capacity)
+    located.check_landing(source, slots, rows, capacity)
     places = np.empty(source.size, np.int64)
     if refused(functions.landing(source.size, source, slots, rows, capacity, places)):
-        return pool.landing(source, slots, rows, capacity)
+        return located.landing(source, slots, rows, capacity)
     return places

@@ -1,4 +1,4 @@
-"""transformers' own model with the experts replaced (DESIGN section 3): built without memory, then filled.
+"""transformers' own model with the experts replaced: built without memory, then filled.
 
 Linear layers that the pack holds as codes are replaced likewise. Norms, rope, routers, the rest of attention and the
 KV cache stay the library's. Every family whose block calls `experts(hidden, top_k_index, top_k_weights)` works with a

@@ -45,7 +45,7 @@ DENSE_WIDTHS = (4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The sizes that the packed tensors follow (DESIGN section 1: words and shapes)."""
+    """The sizes that the packed tensors follow."""
 
     model_type: str
     layers: int

@@ -1,4 +1,4 @@
-"""Reading a packed model (DESIGN section 4): checks first, then tensors that are views of the mapped files."""
+"""Reading a packed model: checks first, then tensors that are views of the mapped files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense part's linear layers at low width: attention projections and head as HQQ codes (DESIGN section 4).
+"""The dense part's linear layers at low width: attention projections and head as HQQ codes.
 
 dense.safetensors holds such a layer as three tensors, named as published with .q, .scale and .zero for .weight.
 Norms, routers, embeddings and biases stay as published, and with `dense` at 16 bit so do the linear layers. The head is

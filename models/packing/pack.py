@@ -1,7 +1,7 @@
 """Packing: one forward pass over calibration text in which every layer packs itself when its turn comes.
 
 Layer after layer, its dense tensors are read, rounded and written, the text's hidden states pass through what was
-written, and its experts are packed one at a time (DESIGN section 4). So the states that a layer is calibrated on are
+written, and its experts are packed one at a time. So the states that a layer is calibrated on are
 those that the packed layers before it produce; memory holds one layer's dense part, one expert of the source and the
 states; and a shard of the source is not needed any more once its last tensor is packed. A journal says what is
 finished, so that an interrupted pack goes on where it was and ends in the same bytes.

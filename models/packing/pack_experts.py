@@ -1,7 +1,7 @@
 """One layer's experts while they are packed: measured, ordered, quantized and written one at a time.
 
 The module stands where transformers keeps the experts, so that it is given what the packed layers before it produce,
-and answers as the packed experts will (DESIGN section 4).
+and answers as the packed experts will.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from floe_chat.kernels.cpu import native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.pool import FILLING, FREE_COUNT, EvictionRule, Means, Part, RowTable, cut, landing
+from floe_chat.kernels.located import Part, cut, landing
+from floe_chat.kernels.pool import FILLING, FREE_COUNT, EvictionRule, Means, RowTable
 
 from . import _operands as made
 from ._operands import Case

@@ -12,22 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from floe_chat.kernels import pool
+from floe_chat.kernels import located
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.pool import (
-    BROUGHT,
-    FINDS,
-    FREE_COUNT,
-    HAND,
-    STEP,
-    EvictionRule,
-    Keys,
-    Means,
-    Part,
-    RowTable,
-    Slots,
-)
+from floe_chat.kernels.located import Keys, Part, Slots
+from floe_chat.kernels.pool import BROUGHT, FINDS, FREE_COUNT, HAND, STEP, EvictionRule, Means, RowTable
 
 RULE = EvictionRule(
     by_score=True,
@@ -260,7 +249,7 @@ def test_more_neurons_than_a_key_can_name_are_refused() -> None:
         RowTable(1 << 10, 1 << 10, 1 << 11, RULE, means(0))
 
 
-@pytest.mark.parametrize("cut", [pool.cut, native_pool.cut])
+@pytest.mark.parametrize("cut", [located.cut, native_pool.cut])
 def test_a_part_is_cut_call_by_call(cut: Callable[[Part, Keys], tuple[Part, Part]]) -> None:
     part = Part(np.array([0, 3, 3, 7, 9]), np.arange(20, 29), np.arange(50, 59))
     first, rest = cut(part, np.array([1, 0, 4, 0]))
@@ -273,7 +262,7 @@ def test_a_part_is_cut_call_by_call(cut: Callable[[Part, Keys], tuple[Part, Part
             cut(part, keys_of(*kept))
 
 
-@pytest.mark.parametrize("land", [pool.landing, native_pool.landing])
+@pytest.mark.parametrize("land", [located.landing, native_pool.landing])
 def test_a_transfer_names_rows_and_slots_that_exist_and_no_slot_twice(
     land: Callable[[Keys, Slots, int, int], Keys],
 ) -> None:

@@ -1,0 +1,115 @@
+"""Lists of active neurons by where their rows are: cut, and checked before rows land in a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FREE, FILLING, READY = 0, 1, 2  # a slot's state
+STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE = range(7)  # places in `RowTable.counters`
+
+
+Keys = NDArray[np.int64]
+Slots = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of the active neurons of P calls, in their order.
+
+    Attributes:
+        offsets: (P + 1,) int64, as in `Active`. at: (M,) int64, their positions among all active neurons.
+        places: (M,) int64, the slots of their rows, or of absent ones the keys.
+    """
+
+    offsets: NDArray[np.int64]
+    at: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The active neurons of a step by where their rows are: there, on their way, or absent."""
+
+    ready: Part
+    coming: Part
+    absent: Part
+
+
+def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
+    """The first `kept` (P,) neurons of each call, and the rest.
+
+    Raises:
+        ValueError: more than a call has, or less than none; arrays that do not fit each other.
+    """
+    require("kept", kept, np.int64, (kept.size,))
+    require("offsets", part.offsets, np.int64, (kept.size + 1,))
+    require("at", part.at, np.int64, (part.at.size,))
+    require("places", part.places, np.int64, (part.at.size,))
+    check_offsets(part.offsets, part.at.size)
+    starts, ends = part.offsets[:-1], part.offsets[1:]
+    if (kept < 0).any() or (kept > ends - starts).any():
+        raise ValueError("a call cannot keep more neurons than it has")
+    cuts = starts + kept
+    return _pieces(part, starts, cuts), _pieces(part, cuts, ends)
+
+
+def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Part:
+    pieces = [np.zeros(0, np.int64), *(np.arange(*bounds) for bounds in zip(starts, ends, strict=True))]
+    of = np.concatenate(pieces)
+    return Part(np.concatenate(([0], np.cumsum(ends - starts))), part.at[of], part.places[of])
+
+
+def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
+    """The slots (N,) of a transfer as int64, once it is known that nothing in it is out of range.
+
+    Args:
+        source: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.
+
+    Raises:
+        ValueError: a row or slot out of range, or a slot named twice; not as many rows as slots.
+    """
+    check_landing(source, slots, rows, capacity)
+    if source.size:
+        ordered = np.sort(slots)
+        if source.min() < 0 or source.max() >= rows:
+            raise ValueError(f"row out of range 0..{rows - 1}")
+        if ordered[0] < 0 or ordered[-1] >= capacity:
+            raise ValueError(f"slot out of range 0..{capacity - 1}")
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ValueError("a slot is written twice")
+    return slots.astype(np.int64)
+
+
+def check_landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> None:
+    """Refuse arguments of `landing` of other shapes or types.
+
+    Raises:
+        ValueError: what an argument must be and what it is.
+    """
+    require("source", source, np.int64, (source.size,))
+    require("slots", slots, np.int32, (source.size,))
+    for name, count in (("rows", rows), ("capacity", capacity)):
+        if not 0 <= count < 1 << 63:
+            raise ValueError(f"{name} must be a number from 0 on, not {count}")
+
+
+def require(name: str, array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> None:
+    """Refuse an array that an operation cannot take.
+
+    Raises:
+        ValueError: another type or shape, or not contiguous; names what it must be and what it is.
+    """
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(
+            f"{name} must be contiguous {np.dtype(dtype)} of shape {shape}, "
+            f"not {array.dtype} of shape {array.shape} with strides {array.strides}"
+        )
+
+
+def check_offsets(offsets: NDArray[np.int64], count: int) -> None:
+    if offsets[0] or (np.diff(offsets) < 0).any() or offsets[-1] != count:
+        raise ValueError(f"offsets must rise from 0 to the number of neurons, {count}")
