@@ -34,8 +34,8 @@ class Range:
         from msgspec import Meta, convert  # takes time, and many commands draw no token
 
         limits = Meta(gt=self.low, le=self.high) if self.above_low else Meta(ge=self.low, le=self.high)
-        kind = Annotated[int if self.whole else float, limits]
-        return convert(value.strip() if typed else value, kind, strict=not typed)
+        kind = int if self.whole else float
+        return convert(kind(value) if typed else value, Annotated[kind, limits])
 
     def __contains__(self, value: object) -> bool:
         try:
@@ -69,7 +69,7 @@ def check(sampling: Sampling) -> None:
     for name, values in SAMPLING.items():
         value = getattr(sampling, name)
         if not may_be(name, value):
-            raise UsageError(f"{name} cannot be {value}", f"It must be {values}.")
+            raise UsageError(f"{name} cannot be {value}", "", f"Use {values}.")
 
 
 def may_be(name: str, value: Any) -> bool:

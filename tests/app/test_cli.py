@@ -47,13 +47,13 @@ LIGHT: list[list[str]] = [
 def test_what_needs_no_model_imports_no_heavy_library() -> None:
     program = """
 import io, json, sys
-from floe_chat.app import cli
+from floe_chat.app.cli import main
 out, heavy = sys.stdout, {}
 for arguments in json.loads(sys.argv[1]):
     sys.argv[1:] = arguments
     sys.stdout = sys.stderr = io.StringIO()
     try:
-        cli.main()
+        main.main()
     except SystemExit:
         pass
     heavy[" ".join(arguments)] = [name for name in json.loads(WANTED) if name in sys.modules]
@@ -246,12 +246,12 @@ def test_a_fault_of_the_programs_goes_to_the_log_not_the_screen(
 def test_the_log_holds_the_traceback_and_is_private(own_folders: Path) -> None:
     program = """
 import sys
-from floe_chat.app import cli, doctor
+from floe_chat.app.cli import doctor, main
 def broken(**options):
     raise RuntimeError("something nobody thought of")
 doctor.report = broken
 sys.argv = ["floe-chat", "doctor"]
-cli.main()
+main.main()
 """
     done = python(program)
     assert done.returncode == 1 and "Traceback" not in done.stderr

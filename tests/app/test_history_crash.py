@@ -30,9 +30,9 @@ from .histories import SETUP, filled, read_all
 WRITING = """
 import sys, time
 from pathlib import Path
-from floe_chat.app.history import History, Setup
+from floe_chat.app.history import ChatSetup, History
 history = History(Path(sys.argv[1]))
-question = history.ask(history.begin(Setup("demo")), None, "count")
+question = history.ask(history.begin(ChatSetup("demo")), None, "count")
 answer = history.answering(question, "demo", "Fast")
 for number in range(100_000):
     answer.append(f"{number} ")
@@ -43,10 +43,10 @@ for number in range(100_000):
 ADDING = """
 import sys
 from pathlib import Path
-from floe_chat.app.history import History, Setup
+from floe_chat.app.history import ChatSetup, History
 history = History(Path(sys.argv[1]))
 for number in range(40):
-    chat = history.begin(Setup("demo"), f"{sys.argv[2]} {number}")
+    chat = history.begin(ChatSetup("demo"), f"{sys.argv[2]} {number}")
     with history.answering(history.ask(chat, None, "question"), "demo", "") as answer:
         answer.append("answer")
         answer.finish(None)

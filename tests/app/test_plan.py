@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from floe_chat.app.cli import plan
 from floe_chat.engine.planning import rates
 from floe_chat.engine.planning.rates import Measured
+from floe_chat.models.catalog import asset
 
 from ..helpers import explained, run_cli
 
@@ -183,12 +183,9 @@ def test_a_model_that_is_none_names_those_that_are(tmp_path: Path) -> None:
 def test_names_from_outside_cannot_paint_the_terminal(tmp_path: Path) -> None:
     folder = tmp_path / "a\x1b[31mb"
     folder.mkdir()
-    (folder / "config.json").write_text(Path(plan.__file__).parents[1].joinpath(CONFIG).read_text())
+    (folder / "config.json").write_text(asset("demo", "packed", "config.json").read_text())
     ran = run_cli("plan", str(folder), *DESCRIBED)
     assert ran.code == 0 and "\x1b" not in ran.out + ran.err
-
-
-CONFIG = "assets/demo/packed/config.json"
 
 
 def test_doctor_tells_measured_rates(measured: list[Path]) -> None:

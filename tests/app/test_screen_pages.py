@@ -60,7 +60,7 @@ async def test_what_a_chat_is_answered_with(tmp_path: Path) -> None:
         page = pilot.app.screen
         page.query_one("#temperature", Input).value = "9"
         await pilot.press("ctrl+s")
-        await until(pilot, lambda: "temperature cannot be 9" in screen_text(pilot))
+        await until(pilot, lambda: "temperature cannot be '9'" in screen_text(pilot))
         page.query_one("#temperature", Input).value = "1.5"
         page.query_one(TextArea).load_text("In French.")
         page.query_one("#title", Input).value = "Lessons"

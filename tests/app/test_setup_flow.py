@@ -214,18 +214,22 @@ def test_given_up_leaves_nothing(hub: FakeHub) -> None:
 PARENT = """
 import os, sys
 from pathlib import Path
-from floe_chat.app import setup_flow, setup_wish
-from floe_chat.models import checkpoint, hub_shelf, pack, packed, skeleton
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.app.setup import flow, wish
+from floe_chat.models import checkpoint
+from floe_chat.models.hub import remote_checkpoint
+from floe_chat.models.modules import library_model
+from floe_chat.models.pack import packed_model
+from floe_chat.models.packing import pack
+from floe_chat.models.hub.fetch_loop import Patience
 from transformers import AutoModelForCausalLM, MixtralForCausalLM
 
 for line in sys.stdin:
     os.environ["HF_ENDPOINT"] = line.strip()
     child = os.fork()
     if child == 0:
-        running = setup_flow.Setup(
-            (setup_wish.unfinished() or [setup_wish.wish("floe/tiny")])[0],
-            tuning=Tuning(piece=100_000, first_wait=0.01, longest_wait=0.05, sync=0.01),
+        running = flow.Setup(
+            (wish.unfinished() or [wish.wish("floe/tiny")])[0],
+            tuning=Patience(piece=100_000, first_wait=0.01, longest_wait=0.05, sync=0.01),
         )
         running.start()
         running.wait(600)

@@ -56,13 +56,18 @@ async def test_the_chat_goes_on_with_another_model(tiny_pack: Path, other: Path)
             pilot,
             lambda: chat.controller.model.name == "other" and not chat.query_one(StatusLine).state.startswith("load"),
         )
-        await until(pilot, lambda: len(chat.query(AnswerTurn)) == 3 and "ready" in chat.query_one(StatusLine).state)
+
+        def answered() -> list[str]:
+            assert history.settle()
+            (kept,) = history.conversations(10)
+            branch = history.branch(history.conversation(kept.id).head)
+            return [message.model for message in history.messages(branch) if message.role == "assistant"]
+
+        # An answer that was stopped before its first word is none.
+        await until(pilot, lambda: answered()[-1] == "other" and "ready" in chat.query_one(StatusLine).state)
         assert chat.query_one(StatusLine).context_window == 300
-        assert history.settle()
+        assert answered()[0] == "tiny"
         (kept,) = history.conversations(10)
-        branch = history.branch(history.conversation(kept.id).head)
-        answered = [message.model for message in history.messages(branch) if message.role == "assistant"]
-        assert answered[0] == "tiny" and answered[-1] == "other"
         assert history.conversation(kept.id).setup.model == "other"
         # A pack outside the models folder is noted by its path.
         chat.controller.model.switch(tiny_pack)

@@ -116,7 +116,7 @@ def widened(layer: DenseLayer) -> DenseLayer:
 
     heads = replace(layer.heads, q_norm=wide(layer.heads.q_norm), k_norm=wide(layer.heads.k_norm))
     router = layer.router and replace(layer.router, weight=wide(layer.router.weight))
-    names = ("before", "after", "qkv", "out")
+    names = ("input_layernorm", "post_attention_layernorm", "qkv", "out")
     return replace(layer, heads=heads, router=router, **{name: wide(getattr(layer, name)) for name in names})
 
 
@@ -238,28 +238,28 @@ def a_router(*shape: int, top_k: int) -> Router:
 @pytest.mark.parametrize(
     "layer",
     [
-        pytest.param(replace(LAYER, before=torch.ones(47)), id="narrow-norm"),
-        pytest.param(replace(LAYER, after=torch.ones(48).bfloat16()), id="norm-of-16-bit"),
+        pytest.param(replace(LAYER, input_layernorm=torch.ones(47)), id="narrow-norm"),
+        pytest.param(replace(LAYER, post_attention_layernorm=torch.ones(48).bfloat16()), id="norm-of-16-bit"),
         pytest.param(replace(LAYER, qkv=Projection(torch.zeros(95, 48))), id="fewer-rows"),
         pytest.param(replace(LAYER, qkv=Projection(torch.zeros(96, 47))), id="narrow-projection"),
         pytest.param(replace(LAYER, qkv=Projection(torch.zeros(48, 96).T)), id="not-in-one-piece"),
         pytest.param(replace(LAYER, qkv=Projection(torch.zeros(96, 48), torch.zeros(95))), id="short-bias"),
         pytest.param(replace(LAYER, out=Projection(torch.zeros(48, 47))), id="narrow-output"),
-        pytest.param(changed_heads(queries=5), id="heads-that-share-unevenly"),
-        pytest.param(changed_heads(dim=13), id="odd-heads"),
-        pytest.param(changed_heads(keys=0), id="no-key-heads"),
+        pytest.param(changed_heads(num_heads=5), id="heads-that-share-unevenly"),
+        pytest.param(changed_heads(head_dim=13), id="odd-heads"),
+        pytest.param(changed_heads(num_kv_heads=0), id="no-key-heads"),
         pytest.param(changed_heads(window=-1), id="negative-window"),
         pytest.param(changed_heads(window=0), id="no-window"),
         pytest.param(changed_heads(clip=NAN), id="clipped-to-nan"),
         pytest.param(changed_heads(clip=-1.0), id="clipped-below-zero"),
         pytest.param(changed_heads(window=1 << 64), id="window-beyond-64-bit"),
-        pytest.param(changed_heads(queries=1 << 62, keys=1 << 62), id="more-heads-than-numbers"),
+        pytest.param(changed_heads(num_heads=1 << 62, num_kv_heads=1 << 62), id="more-heads-than-numbers"),
         pytest.param(changed_heads(q_norm=torch.ones(12)), id="one-norm"),
         pytest.param(changed_heads(q_norm=torch.ones(12), k_norm=torch.ones(24)), id="norms-of-two-kinds"),
         pytest.param(replace(LAYER, router=a_router(5, 47, top_k=2)), id="narrow-router"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=6)), id="more-than-all-experts"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=0)), id="no-expert"),
-        pytest.param(changed_heads(kept=torch.bfloat16), id="store-of-bfloat16"),
+        pytest.param(changed_heads(cache_dtype=torch.bfloat16), id="store-of-bfloat16"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(layer: DenseLayer) -> None:

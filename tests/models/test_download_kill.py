@@ -26,13 +26,13 @@ PARENT = """
 import os, sys
 from pathlib import Path
 from floe_chat.models.hub.download import Download
-from floe_chat.models.hub.fetch_loop import Tuning
+from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.repository import resolve
 from floe_chat.models.hub.hub_request import new_client
 from huggingface_hub import get_token, try_to_load_from_cache
 
 new_client("")
-tuning = Tuning(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.01)
+tuning = Patience(piece=400_000, first_wait=0.01, longest_wait=0.05, sync=0.01)
 for line in sys.stdin:
     os.environ["HF_ENDPOINT"], folder = line.split()
     child = os.fork()

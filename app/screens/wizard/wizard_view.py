@@ -35,7 +35,7 @@ _PLACE: dict[type[WizardStep], int] = {
 class WizardView(Screen["str | None"]):
     """Shows one step of the wizard at a time."""
 
-    CSS_PATH = "../setup.tcss"
+    CSS_PATH = "../../setup.tcss"
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ class WizardStep(VerticalScroll, can_focus=False):
     """
 
     DEFAULT_CSS = """
-    Step {
+    WizardStep {
         height: 1fr;
         scrollbar-size-vertical: 1;
 
