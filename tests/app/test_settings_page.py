@@ -56,7 +56,9 @@ async def test_settings_are_saved_and_comments_stay(tmp_path: Path) -> None:
         fields["sampling.min_p"].focus()
         await write(pilot, "much")
         await pilot.press("enter")
-        await until(pilot, lambda: "sampling.min_p cannot be 'much'. It must be a number from 0 to 1." in screen_text(pilot))
+        await until(
+            pilot, lambda: "sampling.min_p cannot be 'much'. It must be a number from 0 to 1." in screen_text(pilot)
+        )
         fields["keys.stop"].focus()
         field = fields["keys.stop"]
         assert isinstance(field, Written)
