@@ -94,9 +94,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
     const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (row_bytes - c.gate_bytes + 63) / 64;
-    const auto row = [&](int64_t i) {
-        return stored_rows.data + (first_row + c.active->neurons[i]) * row_bytes;
-    };
+    const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active->neurons[i]) * row_bytes; };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
     // While gates of a batch are computed, those of the next one arrive; while down columns are added, those of the
