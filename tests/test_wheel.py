@@ -41,11 +41,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_program_and_its_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for needed in (
-        "floe_chat/app/cli.py",
+        "floe_chat/app/cli/main.py",
         "floe_chat/app/floe.tcss",
-        "floe_chat/engine/moe.py",
+        "floe_chat/engine/experts/moe_layer.py",
+        "floe_chat/kernels/cpu/floe.h",
         "floe_chat/kernels/reference.py",
-        "floe_chat/models/packed.py",
+        "floe_chat/models/pack/packed_model.py",
         "floe_chat/assets/calibration.txt",
         "floe_chat/assets/demo/packed/manifest.json",
     ):

@@ -298,6 +298,7 @@ async def test_a_link_is_copied_instead_of_opened() -> None:
         request = await ask(pilot, client)
         client.say(TextDelta(request, "- see [here](https://a.example/%20x)\n\nor [there](https://b.example)"))
         await finish(pilot, client, request)
+        await until(pilot, lambda: "end of turn" in screen_text(pilot))  # the last that moves the answer's lines
         for kind, column, address in ((TextList, 7, "https://a.example/ x"), (Paragraph, 5, "https://b.example")):
             await pilot.click(answer(pilot).query_one(kind), offset=(column, 0))
             await until(pilot, lambda address=address: pilot.app.clipboard == address)
