@@ -95,7 +95,7 @@ def load(
             parts: the same in full, for measurements.
         report: called with a step in words and the share that is done, 0..1.
         library: whether `model` has to be transformers' own, which can be called. Importing that takes longer than all
-            else here, so it is left out where the lean pass can do without.
+            else here, so it is left out where the fused pass can do without.
 
     Raises:
         PackError: the pack is incomplete, of another version, or damaged.

@@ -40,10 +40,10 @@ class Heads:
     """How a layer attends.
 
     Attributes:
-        queries: heads of queries. keys: heads of keys, and of values; each serves queries / keys query heads.
-        dim: D, even. scale: of the products of queries and keys. window: how many tokens a query sees, itself included.
-        clip: limit of all three. q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,)
-            of all heads together. kept: in which form keys and values are stored.
+        num_heads: of queries. num_kv_heads: of keys, and of values; each serves num_heads / num_kv_heads of queries.
+        head_dim: D, even. scale: of the products of queries and keys. clip: limit of all three.
+        window: how many tokens a query sees, itself included. cache_dtype: in which form keys and values are stored.
+        q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,) of all heads together.
     """
 
     num_heads: int
@@ -67,7 +67,7 @@ class Router:
     """How a layer chooses its experts.
 
     Attributes:
-        weight: (E, H). shares: whether the weights of the chosen are made to sum to 1. dtype: of those.
+        weight: (E, H). norm_topk_prob: whether the weights of the chosen are made to sum to 1. dtype: of those.
     """
 
     weight: Tensor
@@ -89,7 +89,7 @@ class DenseLayer:
     """The weights of a layer without its experts.
 
     Attributes:
-        before, after: (H,) of the RMS norms before attention and after it. eps: of all norms. qkv: to queries, keys and
+        input_layernorm, post_attention_layernorm: (H,) of the RMS norms. eps: of all norms. qkv: to queries, keys and
             values of all heads. out: back to H. router: None where the block does more than route.
     """
 
@@ -154,7 +154,7 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
         x: (1, H) the residual stream after the attention before. added: (1, H) what the block since then gave, or None.
         rope: (2, D) cosines and sines of the position, the first half of the sines negated.
         kv: (C, 2 * key heads, D) keys, then values, of the tokens before; the token's own are written to its place. In
-            the form that `heads.kept` says.
+            the form that `heads.cache_dtype` says.
         position: of the token.
     """
     heads, width = layer.heads, x.shape[-1]

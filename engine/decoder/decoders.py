@@ -1,6 +1,6 @@
-"""Which code computes the dense part of a forward pass: the lean pass (lean.py), or transformers' own modules.
+"""Which code computes the dense part of a forward pass: the fused pass (fused_pass.py), or transformers' own modules.
 
-Those stay the reference that the lean pass is tested against, and what runs where it declines; the reason is kept and
+Those stay the reference that the fused pass is tested against, and what runs where it declines; the reason is kept and
 shown.
 """
 
@@ -90,9 +90,9 @@ class LibraryDecoder:
 
 
 def choose(model: Any, window: int) -> FusedDecoder | LibraryDecoder:
-    """The lean pass of a transformers model, or the library's own with the reason why."""
+    """The fused pass of a transformers model, or the library's own with the reason why."""
     try:
         return FusedDecoder(model, window)
     except Unsupported as declined:
-        _log.info("no lean pass: %s", declined)
+        _log.info("no fused pass: %s", declined)
         return LibraryDecoder(model, f"dense layers in transformers, because {declined}")

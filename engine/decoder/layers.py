@@ -1,4 +1,4 @@
-"""What the lean pass (lean.py) takes from transformers' modules: layers as their family has them, rope's tables."""
+"""What the fused pass takes from transformers' modules: layers as their family has them, rope's tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Unsupported(Exception):  # noqa: N818 - not an error: something slower run
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's parts. before, after: (H,) weights of its norms.
+    """One layer's parts. input_layernorm, post_attention_layernorm: (H,) weights of its norms.
 
     Attributes:
         qkv, out: the projections, as modules. router: None where the block is called with the hidden state alone.
@@ -58,11 +58,11 @@ def read_layers(model: Any) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
 
     Raises:
-        Unsupported: a family or a layer that the lean pass does not compute.
+        Unsupported: a family or a layer that the fused pass does not compute.
     """
     family = FAMILIES.get(model.config.model_type)
     if family is None:
-        raise Unsupported(f"the lean pass does not know the family {model.config.model_type}")
+        raise Unsupported(f"the fused pass does not know the family {model.config.model_type}")
     kept = _kept(model)
     return [_read(layer, index, family, model.config, kept) for index, layer in enumerate(model.model.layers)]
 

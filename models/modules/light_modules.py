@@ -18,7 +18,7 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # whose tables do not cha
 
 
 def knows(config: Any) -> bool:
-    """Whether `tree` makes all of this model, and the engine's lean pass computes it without the library."""
+    """Whether `tree` makes all of this model, and the engine's fused pass computes it without the library."""
     rope: Any = config.rope_parameters
     return config.model_type in FAMILIES and rope["rope_type"] in STATIC_ROPE and not rope.get("partial_rotary_factor")
 
