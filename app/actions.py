@@ -102,8 +102,8 @@ ACTIONS: tuple[Action, ...] = (
     _command("rename", "Rename", "Give this chat a title", "TITLE"),
     _command("delete", "Delete", "Delete this chat", careful=True),
     _command("undo", "Undo", "Restore what was deleted last"),
-    _command("history", "History", "Earlier chats, with a search", "[WORDS]", keys="ctrl+r"),
-    _command("last", "Last chat", "Open the chat that was written to last"),
+    _command("history", "History", "Earlier chats, with search", "[WORDS]", keys="ctrl+r"),
+    _command("last", "Last chat", "Open the last used chat"),
     _command("file", "Attach", "Attach a text file to the next question", "PATH"),
     _command("cut", "Cut", "Shorten attached texts that are too large"),
     _command("export", "Export", "Write this chat to a .md or .json file", "[FILE]"),
@@ -113,14 +113,14 @@ ACTIONS: tuple[Action, ...] = (
     _command("set", "Sampling", "Show sampling values, or set one", "[NAME VALUE]"),
     _command("quality", "Quality", "Presets and fine controls, with the quality loss of each", keys="f4"),
     _command("preset", "Preset", "List quality presets, or use one", "[NAME]"),
-    Action("next_preset", "Next quality preset, also in mid-answer", "f3"),
+    Action("next_preset", "Next quality preset, even in mid-answer", "f3"),
     _command("panel", "Panel", "Switch the panel: column, two lines, hidden", keys="f2", name="toggle_panel"),
     _command("pause", "Pause", "Pause the panel's figures, or resume them", keys="f8", name="pause_panel"),
     _command("experts", "Experts", "Expert use, layer by layer", keys="f9"),
     Action("editor", "Write the question in $EDITOR", "ctrl+g"),
     _command("models", "Models", "Switch, check or remove models", keys="f6"),
     _command("setup", "Set up a model", "Download and pack a model, step by step", name="wizard"),
-    _command("settings", "Settings", "Every setting, with what it means"),
+    _command("settings", "Settings", "Every setting and its meaning"),
     _command("theme", "Theme", "Choose the colours"),
     Action(
         "help",
@@ -134,7 +134,7 @@ ACTIONS: tuple[Action, ...] = (
         yields=True,
     ),
     Action("palette", "Every command by name", "ctrl+p", Place.ANYWHERE, "command_palette", hint="commands"),
-    Action("redraw", "Draw the screen again", "ctrl+l", Place.ANYWHERE, "redraw"),
+    Action("redraw", "Redraw the screen", "ctrl+l", Place.ANYWHERE, "redraw"),
     Action(
         "quit",
         "Quit floe-chat; the answer so far is saved",
@@ -212,7 +212,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _ELSEWHERE = {
     "save": "Chats are saved as you write; /export writes this one to a file",
     "rm": "/models removes models, /delete deletes this chat",
-    "serve": "There is no server; for scripts there is: floe-chat ask --json",
+    "serve": "There is no server; for scripts, use: floe-chat ask --json",
 }
 """What other programs' commands are here, where one of ours alone is not the answer."""
 
@@ -231,4 +231,4 @@ def unknown(name: str) -> str:
     close = dict.fromkeys(meant[known] for known in difflib.get_close_matches(name, meant, n=3, cutoff=_CLOSE))
     if close:
         return f"There is no command /{name}. Did you mean {' or '.join(f'/{known}' for known in list(close)[:2])}?"
-    return f"There is no command /{name}. Put a space first to send it as text"
+    return f"There is no command /{name}. Start with a space to send it as text"

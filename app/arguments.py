@@ -16,7 +16,7 @@ from ..models.errors import FloeError, UsageError
 
 _MOST_ASKED = 64 << 20  # characters of one part of a question: no model reads that many
 _SILENCE = 2.0  # seconds
-_WAITING = f"floe-chat: waiting for the end of the piped input; <{os.devnull} gives none\n"
+_WAITING = f"floe-chat: waiting for piped input to end; add <{os.devnull} for none\n"
 
 
 def need_folder() -> None:
@@ -57,7 +57,7 @@ def memory_size(text: str | None) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([mgt])(?:i?b)?)?\s*", text, re.IGNORECASE | re.ASCII)
     size = float(match[1]) * 2 ** {"m": 20, "g": 30, "t": 40}[(match[2] or "g").lower()] if match else 0.0
     if not 1 <= size < 2**60:
-        raise UsageError(f"{text!r} is not a size of memory", "", "Give it in GB, such as 10, or with a unit: 900mb.")
+        raise UsageError(f"{text!r} is not a memory size", "", "Give it in GB, such as 10, or with a unit: 900mb.")
     return int(size)
 
 
@@ -119,7 +119,7 @@ def read_text(file: Path, most: int = 1 << 30) -> str:
 
 def _too_large(what: str, most: int) -> UsageError:
     return UsageError(
-        f"{what} is too large", f"It has more than {most >> 20:,} million characters.", "Give a part of it."
+        f"{what} is too large", f"It has more than {most >> 20:,} million characters.", "Give a shorter part of it."
     )
 
 
@@ -141,10 +141,10 @@ def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
         try:
             piped = sys.stdin.buffer.read(_MOST_ASKED + 1)
             if len(piped) > _MOST_ASKED:
-                raise _too_large("What was piped in", _MOST_ASKED)
+                raise _too_large("The piped input", _MOST_ASKED)
             parts.append(piped.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            raise UsageError("What was piped in is not text", "It is not UTF-8.", "Pipe text.") from error
+            raise UsageError("The piped input is not text", "It is not UTF-8.", "Pipe text.") from error
         finally:
             telling.cancel()
     text = "\n\n".join(part.strip() for part in parts if part.strip())

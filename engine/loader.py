@@ -316,7 +316,7 @@ def _compare(folder: Path, config: Any, a: Architecture) -> None:
         ("number of neurons per expert", FAMILIES[config.model_type].neurons(config), a.intermediate),
     ):
         if configured != packed:
-            raise damaged(folder, f"Its {name} is {packed} by the manifest and {configured} by config.json.")
+            raise damaged(folder, f"Its {name} is {packed} in the manifest and {configured} in config.json.")
 
 
 def _to(layer: PackedLayer, device: str, *, rows: bool) -> PackedLayer:

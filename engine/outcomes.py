@@ -15,7 +15,7 @@ def explained(error: BaseException) -> FloeError | None:
     if any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return FloeError(
             "The graphics card ran out of memory",
-            "The model, this chat and what computes them need more than may be used.",
+            "The model, this chat and the computation need more memory than floe-chat may use.",
             "Start a new chat, close other programs that use the card, or load the model with a lower --vram: more of "
             "it then stays in RAM.",
         )

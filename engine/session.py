@@ -115,7 +115,7 @@ class Session:
                     continue
                 _log.exception("%s failed", type(command).__name__)
                 title = "The answer stopped" if isinstance(command, Generate) else "The engine failed"
-                hint = "This is a fault of floe-chat; the log has the details. Try again, or load the model again."
+                hint = "This is a bug in floe-chat; the log has the details. Try again, or load the model again."
                 self._fail(title, f"{type(error).__name__}: {error}", hint, command, 1)
 
     def _obey(self, command: Command) -> None:

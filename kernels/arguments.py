@@ -24,7 +24,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
     require("weights", weights, FLOATS, tuple(index.shape), index.device, whole=False)
     experts = limits.signal.numel()
     if experts % rule.parts:
-        raise ValueError(f"limits of {experts} parts are not of experts in {rule.parts} parts")
+        raise ValueError(f"limits of {experts} parts do not divide into experts of {rule.parts} parts")
     for name, table in (("signal", limits.signal), ("product", limits.product), ("late", limits.late)):
         if table is not None:
             require(name, table, (torch.float32,), (experts,), index.device)

@@ -158,13 +158,13 @@ class RowTable:
         if keys.size and int(keys.view(np.uint64).max()) >= self.width:
             raise ValueError(f"a key is out of range 0..{self.width - 1}")
         if (table[keys] != -1).any():
-            raise ValueError("a neuron that is to be brought has a slot already")
+            raise ValueError("a neuron to be loaded already has a slot")
         order = np.arange(keys.size, dtype=np.int32)
         table[keys] = order
         twice = (table[keys] != order).any()
         table[keys] = -1
         if twice:
-            raise ValueError("a neuron is to be brought twice")
+            raise ValueError("a neuron is to be loaded twice")
         taken = self._take_free(keys.size, urgent)
         if taken.size < keys.size:
             taken = np.concatenate([taken, self._evict(keys.size - taken.size, urgent)])
@@ -225,7 +225,7 @@ class RowTable:
         before, kept = self.capacity, min(self.capacity, capacity)
         words = self.words[kept:before]
         if ((words & 3 == FILLING) | (words == self._stamp() + READY)).any():
-            raise ValueError("rows in the slots to be given up are filling or in use")
+            raise ValueError("rows in the slots to be removed are filling or in use")
         self._drop(kept + np.flatnonzero(words & 3))
         free = self.free[: self.counters[FREE_COUNT]]
         fresh = np.arange(capacity - 1, before - 1, -1, dtype=np.int32)

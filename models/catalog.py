@@ -249,7 +249,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
             if cached := _cached_config(repo.id):
                 return Entry(repo.id.rpartition("/")[2].lower(), _sizes(_config(cached), repo.id), repo.id)
             raise supported.refused(repo.id) or UsageError(
-                f"Nothing is known of {repo.id} on this machine",
+                f"{repo.id} is not known on this machine",
                 "`floe-chat plan` does not use the network, and its config.json was not downloaded before.",
                 f"`floe-chat setup {repo.id}` asks the hub, and shows the plan before it downloads anything.",
             )
@@ -262,7 +262,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
     entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
     if name == DEMO:
-        return replace(entry, licence="Apache-2.0", gated=False, chat="turns by its own template")
+        return replace(entry, licence="Apache-2.0", gated=False, chat="turns, from its own template")
     return entry
 
 

@@ -178,7 +178,7 @@ class Checkpoint:
         if extra := next((name for name in beyond if name in self.places), None):
             raise CheckpointError(
                 f"The checkpoint at {self.folder} does not fit its config.json",
-                f"It has {layers} layers of {self.experts} experts by config.json, but also holds {extra}.",
+                f"By config.json it has {layers} layers of {self.experts} experts, but it also holds {extra}.",
                 "Download config.json and the weights of the same model.",
             )
         wide, narrow = self.neurons, self.config.hidden_size

@@ -169,7 +169,7 @@ class _Stream(io.TextIOWrapper):
 def explained(ran: Ran, code: int) -> str:
     """What a command that failed as it should says: nothing on stdout, and not that the program is at fault."""
     assert (ran.code, ran.out) == (code, ""), ran
-    assert ran.err and "Traceback" not in ran.err and "fault of floe-chat" not in ran.err, ran.err
+    assert ran.err and "Traceback" not in ran.err and "bug in floe-chat" not in ran.err, ran.err
     return ran.err
 
 

@@ -71,9 +71,9 @@ class ChatModel:
     def next_preset(self) -> None:
         """Ask for the next quality preset."""
         if not self.presets:
-            self._view.gauges.remark("The presets are known when the model is loaded")
+            self._view.gauges.remark("The presets are known once the model is loaded")
         elif len(self.presets) == 1:
-            self._view.gauges.remark(f"This model has one preset only: {self.presets[0]}")
+            self._view.gauges.remark(f"This model has only one preset: {self.presets[0]}")
         else:
             now = self.presets.index(self.wanted) if self.wanted in self.presets else -1
             self.choose_preset(self.presets[(now + 1) % len(self.presets)])
@@ -87,11 +87,11 @@ class ChatModel:
         """Use a preset, by its name in any case, or list all presets."""
         known = ", ".join(f"{preset} (now)" if preset == self.preset else preset for preset in self.presets)
         if not name:
-            self._view.gauges.remark(f"Presets: {known or 'known when the model is loaded'}")
+            self._view.gauges.remark(f"Presets: {known or 'known once the model is loaded'}")
             return
         preset = next((preset for preset in self.presets if preset.lower() == name.lower()), None)
         if preset is None and not self.presets:
-            raise UsageError(f"This model has no preset {name!r}", "", "Its presets are known when it is loaded.")
+            raise UsageError(f"This model has no preset {name!r}", "", "Its presets are known once it is loaded.")
         if preset is None:
             from ...engine import quality_presets as quality
             from ...models.pack.manifest import Manifest

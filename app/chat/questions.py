@@ -51,7 +51,7 @@ class Questions:
     @property
     def busy(self) -> str:
         """What to say while an answer stands in the way."""
-        return f"{self._view.gauges.key('stop')} stops the running answer first"
+        return f"Stop the running answer first ({self._view.gauges.key('stop')})"
 
     async def send(self, text: str, files: tuple[Attachment, ...]) -> None:
         """Ask now, or queue the question; a message that is being edited gets a new version."""

@@ -97,7 +97,7 @@ def _close(history: History, wait: float) -> bool:
     """Let the history keep what it has not kept yet; False if it could not."""
     if wait and not history.settle():
         _tell(history)
-        sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s, to save this chat; Ctrl+C stops waiting.\n")
+        sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s to save this chat; Ctrl+C stops waiting.\n")
         with suppress(KeyboardInterrupt):
             history.settle(wait)
     saved = history.close()
@@ -112,7 +112,7 @@ def _tell(history: History) -> None:
         if isinstance(event, HistoryTrouble):
             sys.stderr.write(f"floe-chat: {event.title}. {event.cause} {event.hint}\n")
         elif isinstance(event, Recovered):
-            sys.stderr.write("floe-chat: This chat is saved now.\n")
+            sys.stderr.write("floe-chat: This chat is now saved.\n")
 
 
 def _answer(client: ChatClient, request: int, sampling: Sampling, loaded: Loaded, kept: Answer, form: Form) -> None:

@@ -30,7 +30,7 @@ _LEGEND = (
     "            0 is identical, below 0.01 hard to notice, above 0.1 noticeable",
     "same top    how often both find the same token most likely",
     "rms dp      root-mean-square change of the probability of the token that really follows",
-    "greedy      after how many of {continued} tokens each continuation leaves the source's; - never",
+    "greedy      tokens, of {continued}, until each continuation differs from the source's; - never",
     "active      share of the chosen experts' neurons that were computed during the continuations",
     "bytes       of experts' weights read for each of those tokens",
 )
@@ -44,7 +44,7 @@ _LEGEND = (
     "presets",
     multiple=True,
     metavar="NAME",
-    help='Measure only this preset, or "No sparsity"; may be repeated.  [default: all that the pack can run]',
+    help='Measure only this preset, or "No sparsity"; may be repeated.  [default: every preset the pack can run]',
 )
 def evaluate(
     model: str,

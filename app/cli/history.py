@@ -36,7 +36,7 @@ class _Number(click.ParamType[int]):
         text = str(value)
         if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= 2**62):
             text = text if len(text) < 40 else f"{text[:40]}…"
-            self.fail(f"{text!r} is not the number of a chat; `floe-chat history list` shows them.", param, ctx)
+            self.fail(f"{text!r} is not a chat number; `floe-chat history list` shows the numbers.", param, ctx)
         return int(text)
 
 
@@ -90,7 +90,7 @@ def list_(limit: int, as_json_lines: bool) -> None:
         progress.note("there are more; show them with --limit")
 
 
-@history.command(short_help="Find titles and messages by their words.")
+@history.command(short_help="Search titles and messages.")
 @click.argument("words", nargs=-1, required=True)
 @click.option(
     "--limit", "-n", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Show at most this many."
@@ -285,7 +285,8 @@ def _folder(output: str) -> Path | None:
         try:
             private_file.make_folder(path)
         except OSError as error:
-            raise UsageError(f"The folder {path} cannot be made", f"{error.strerror}.", "Give another one.") from error
+            title = f"The folder {path} cannot be created"
+            raise UsageError(title, f"{error.strerror}.", "Give another one.") from error
     return path if path.is_dir() else None
 
 

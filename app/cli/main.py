@@ -77,7 +77,7 @@ _SAMPLING = (
         type=click.IntRange(int(MAX_TOKENS.low), int(MAX_TOKENS.high)),
         default=512,
         show_default=True,
-        help="The longest answer, in tokens.",
+        help="Maximum length of an answer, in tokens.",
     ),
     click.option("--system", metavar="TEXT", help="The system prompt of new chats."),
 )
@@ -326,7 +326,7 @@ def _run() -> int:
         context = error.ctx if isinstance(error, click.UsageError) else None
         path = context.command_path if context else "floe-chat"
         title, _, more = error.format_message().removesuffix(".").partition(". ")
-        _explain(FloeError(title, more.strip("()"), f"`{path} --help` prints what it accepts."))
+        _explain(FloeError(title, more.strip("()"), f"`{path} --help` lists what it accepts."))
         return error.exit_code
     except FloeError as error:
         _explain(error)
@@ -347,7 +347,7 @@ def _run() -> int:
     # The program's border: the person gets a sentence, the log gets the traceback.
     except Exception as error:
         logging.getLogger("floe_chat").exception("floe-chat failed")
-        hint = f"This is a fault of floe-chat. The details are in {log_file()}."
+        hint = f"This is a bug in floe-chat. The details are in {log_file()}."
         _explain(FloeError("floe-chat failed", f"{type(error).__name__}: {error}", hint))
         return 1
 

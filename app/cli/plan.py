@@ -137,7 +137,7 @@ def text_of(plan: Plan) -> str:
         if entry.folder is None:
             lines += [f"Set it up: floe-chat setup {entry.name}", ""]
     if len(plan.options) > 1:
-        lines += ["Choices, the most exact first (* recommended)", *_table(plan), ""]
+        lines += ["Choices, most exact first (* recommended)", *_table(plan), ""]
     note = "Speeds are estimates, with their ranges, for the preset Balanced."
     legend = (BITS, KL, note) if plan.chosen is None else (BITS, KL, MEMORY, note)
     return "\n".join([*lines, *(_wrapped(text).strip() for text in legend)])
@@ -169,7 +169,7 @@ def text_of_all(plans: Sequence[Plan]) -> str:
         KL,
         "Speeds are estimates, with their ranges, for the preset Balanced. Sizes of downloads are computed.",
     ]
-    lines = [*_machine_lines(plans[0]), "", "Models, the recommended one first", *rows, ""]
+    lines = [*_machine_lines(plans[0]), "", "Models, recommended first", *rows, ""]
     return "\n".join([*lines, *(_wrapped(note).strip() for note in notes if note)])
 
 

@@ -33,13 +33,13 @@ _HEAD = (
 _LEGEND = (
     "widths       bits per weight of up/gate/down; rank: of a compensator for the quantization of up",
     "sparse       share of neurons left out by |up · x|",
-    "             in an expert of mean score; more in those of a lower one (but in FloE's rows)",
+    "             in an expert of mean score; more in experts with lower scores (except in FloE's rows)",
     "product      share of neurons whose down half is left out, by |silu(gate · x) up · x|",
-    "drop, major  router's score over the chosen ones' mean, below which an expert or half is left out",
+    "drop, major  router score over the chosen experts' mean below which an expert, or half, is skipped",
     "KL           how far next-word probabilities move from the 16-bit source's, in nats (mean)",
     "bytes        of experts' weights per token; bits: the same per weight of the chosen experts",
     "+20 %        all four rise from layer to layer, to 20 % above their mean; -20 %: they fall",
-    "absent       share of those bytes in experts not resident, if the last used half of them is",
+    "absent       share of those bytes in experts outside memory, if it holds the half used last",
 )
 
 

@@ -89,7 +89,7 @@ class PlainCommands:
             _Command("/set [NAME VALUE]", "shows the sampling values, or sets one: /set temperature 0.3", self._set),
             _Command("/stats", "shows the figures of the last answer", self._stats),
             _Command("/help", "shows this list", self._help),
-            _Command("/quit", "leaves, as Ctrl+D does", self._help),
+            _Command("/quit", "quits, as Ctrl+D does", self._help),
         )
         self._commands = {command.usage.partition(" ")[0]: command for command in commands}
         same = {"/?": "/help", "/clear": "/new", "/retry": "/again", "/list": "/history", "/model": "/models"}
@@ -143,7 +143,7 @@ class PlainCommands:
 
     def _open(self, number: str) -> None:
         if not number.isdecimal() or len(number) > _DIGITS:
-            raise UsageError(f"{number!r} is not the number of a chat", "", "/history lists the numbers.")
+            raise UsageError(f"{number!r} is not a chat number", "", "/history lists the numbers.")
         self._show(self._chat.history.numbered(int(number)))
 
     def _last(self, _argument: str) -> None:

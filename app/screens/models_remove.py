@@ -38,6 +38,6 @@ class RemoveScreen(ModalScreen[bool]):
             yield Static(
                 Content.assemble(
                     (f"{printable(self._model)}, {size(self._bytes)}", "bold"),
-                    f"\n{where}\n\nThis is deleted, with everything in it. {self._again}",
+                    f"\n{where}\n\nThis will be deleted, with everything in it. {self._again}",
                 )
             )

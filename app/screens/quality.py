@@ -40,7 +40,7 @@ _DIALS = (
         "halve experts below",
         "Run only the more important half of experts whose score is below this share of the mean.",
     ),
-    ("alpha", "substitute within", "Replace an expert outside GPU memory by one inside whose score is this close."),
+    ("alpha", "substitute within", "Replace an expert outside GPU memory with one inside whose score is this close."),
     (
         "late",
         "weak rows not in VRAM",

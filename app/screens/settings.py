@@ -135,7 +135,7 @@ class SettingsScreen(ModalScreen[None]):
 
     def _explain(self, field: Field) -> None:
         if field.key is None:
-            said = f"{OWN[field.setting.removeprefix('keys.')].does}. Several keys are separated by commas."
+            said = f"{OWN[field.setting.removeprefix('keys.')].does}. Separate several keys with commas."
         else:
             said = f"{field.key.description} {field.key.hint if isinstance(field, Written) else ''}".rstrip()
         if not field.setting.startswith(_AT_ONCE):
@@ -152,7 +152,7 @@ class SettingsScreen(ModalScreen[None]):
         try:
             value = field.meant()
             if field.setting == "folders.models" and value is not None and not expanded(value).is_dir():
-                raise UsageError(f"There is no folder {value}", "", "Make it first, or give another one.")
+                raise UsageError(f"There is no folder {value}", "", "Create it first, or give another one.")
             change(self._file, {field.setting: value})
         except FloeError as error:
             return self._refuse(field, " ".join(part for part in (f"{error.title}.", error.cause, error.hint) if part))

@@ -181,7 +181,7 @@ def _unchangeable(file: Path, text: str, path: _Path) -> UsageError:
     line, (_settings, problems) = line_of(text, path), check(text)
     reason = next((str(problem) for problem in problems if f"{name}.".startswith(f"{problem.name}.")), "")
     where = f"line {line}" if line is not None else "the file"
-    cause = f"{reason}." if reason else f"{where} has a form that floe-chat cannot change."
+    cause = f"{reason}." if reason else f"{where} is written in a form that floe-chat cannot change."
     return UsageError(f"{file} was not changed", f"{cause[:1].upper()}{cause[1:]}", f"Set {name} there by hand.")
 
 

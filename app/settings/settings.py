@@ -193,7 +193,7 @@ class Settings:
         unset="all that is free when the model loads",
         example="10gb",
     )
-    max_tokens: int = _key("chat.max_tokens", 512, "The longest answer, in tokens.", MAX_TOKENS)
+    max_tokens: int = _key("chat.max_tokens", 512, "Maximum length of an answer, in tokens.", MAX_TOKENS)
     system_prompt: str = _key("chat.system_prompt", "", "The system prompt of new chats.", _ANY_TEXT)
     persona: str = _key(
         "chat.persona", "", "The persona of new chats: the name of one of the personas below.", _MAYBE_LINE
@@ -262,8 +262,8 @@ class Settings:
     transfer: str = _key(
         "advanced.transfer",
         "auto",
-        "How weights reach the GPU: staged copies them in chunks, in place lets the GPU read RAM, auto uses the faster "
-        "of both as measured.",
+        "How weights reach the GPU: staged copies them in chunks, in place lets the GPU read RAM, auto uses whichever "
+        "was measured to be faster.",
         TRANSFERS,
     )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})

@@ -159,7 +159,7 @@ class Setup:
         # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
         except BaseException as error:  # noqa: BLE001
             _log.exception("setup failed")
-            hint = "This is a fault of floe-chat; the log has the details. Everything done so far is saved."
+            hint = "This is a bug in floe-chat; the log has the details. Everything done so far is saved."
             self._fail(FloeError("The setup failed", f"{type(error).__name__}: {error}", hint))
 
     def _fail(self, error: FloeError) -> None:

@@ -116,7 +116,7 @@ def remove(name: str) -> None:
         elif not is_ours(folder):
             raise FloeError(
                 f"{name} cannot be deleted",
-                f"{folder} holds files that are not a packed model's.",
+                f"{folder} holds files that do not belong to a packed model.",
                 "Delete it by hand.",
             )
         else:
@@ -171,7 +171,7 @@ class PackCheck:
         # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
         except BaseException as error:  # noqa: BLE001
             _log.exception("the check failed")
-            hint = "This is a fault of floe-chat; the log has the details."
+            hint = "This is a bug in floe-chat; the log has the details."
             self.error = FloeError(f"{self.name} could not be checked", f"{type(error).__name__}: {error}", hint)
             self._reach("failed")
 

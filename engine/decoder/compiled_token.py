@@ -36,7 +36,7 @@ class TokenPass:
         for layer in layers:
             block = layer.block
             if not isinstance(block, MoELayer) or type(block) is not MoELayer:
-                raise Unsupported("a layer has more than experts in RAM")
+                raise Unsupported("a layer does not have all its experts in RAM")
             self._experts.append(block)
         self._steps, self._ends, self._control = steps, ends, self._experts[0].control
         self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))

@@ -92,7 +92,7 @@ class KVCache:
         if self.store is None:
             self.store = make()
         if not isinstance(self.store, kind):
-            raise TypeError(f"keys and values lie in a {type(self.store).__name__}, not in a {kind.__name__}")
+            raise TypeError(f"keys and values are in a {type(self.store).__name__}, not in a {kind.__name__}")
         return self.store
 
     def nbytes(self) -> int:

@@ -147,7 +147,7 @@ def choose_threads(hidden: int, intermediate: int) -> tuple[int, str]:
     """How many CPU threads torch should use for experts of this size, and why."""
     cores = min(_usable_cores(), psutil.cpu_count(logical=False) or _usable_cores())
     if hidden * intermediate < _SMALL_EXPERT:
-        return 1, "1 thread: experts this small are slower on several"
+        return 1, "1 thread: experts this small are slower with several"
     return cores, f"{cores} threads, one per usable core"
 
 
@@ -173,7 +173,7 @@ def _memory(sources: dict[str, str], root: Path) -> tuple[int, int, int | None]:
         sources["ram_total"] = f"the container's limit, {group.source}"
     available = min(memory.available, max(0, group.limit - group.used))
     if available < memory.available:
-        sources["ram_available"] = f"the container's limit without what it uses, {group.source}"
+        sources["ram_available"] = f"the container's limit less what it uses, {group.source}"
     return min(memory.total, group.limit), available, group.limit
 
 

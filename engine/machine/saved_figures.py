@@ -48,9 +48,9 @@ class Record:
         try:
             fields = private_file.read_json(file)
             if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
-                raise ValueError("it is of another format")
+                raise ValueError("it has another format")
             if fields.keys() != {field.name for field in dataclasses.fields(cls)}:  # pyright: ignore[reportArgumentType]
-                raise ValueError("its fields are others")
+                raise ValueError("its fields are different")
             return msgspec.convert(fields, cls, str_keys=True)
         except FileNotFoundError:
             return None

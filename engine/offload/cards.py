@@ -110,7 +110,7 @@ def named(text: str, *, study: bool = False) -> Card:
     has = f"The {found.title} has {memory(found.vram_bytes)}."
     size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gi?b?)?\s*", limit, re.IGNORECASE)
     if size is None:
-        raise UsageError(f'"{limit}" is not a size of memory', has, f'Write it as in "{name}@8gb".')
+        raise UsageError(f'"{limit}" is not a memory size', has, f'Write it as in "{name}@8gb".')
     vram = int(float(size[1]) * 2**30)
     if not 0 < vram <= found.vram_bytes:
         raise UsageError(f"{limit} is more than the card has", has, f"Give a limit up to that, such as {name}@8gb.")
@@ -146,7 +146,7 @@ def _unknown(text: str) -> UsageError:
         if re.match(pattern, letters):
             return UsageError(
                 f"{called} not supported yet",
-                "floe-chat computes on NVIDIA cards of the RTX 20 series and later (compute capability 7.5), or on the "
+                "floe-chat runs on NVIDIA cards of the RTX 20 series and later (compute capability 7.5), or on the "
                 "CPU alone.",
                 "--card none plans for a machine without a GPU.",
             )

@@ -160,7 +160,9 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
         )
     if vram is None:
         raise UsageError(
-            f"{wanted} has no memory of its own", "", "Give the amount of RAM that stands for it, such as --vram 1gb."
+            f"{wanted} has no memory of its own",
+            "",
+            "Give the amount of RAM that stands in for it, such as --vram 1gb.",
         )
     speed = float(rate[:-2]) * 1e9
 

@@ -117,7 +117,7 @@ def here(found: Hardware, measured: Measured | None) -> Machine:
         if usable[0].vram_free < FREE * vram:
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
     else:
-        told["gpu"] = f"It has no GPU that can be used: {found.gpu_reason}."
+        told["gpu"] = f"It has no usable GPU: {found.gpu_reason}."
     told["ram"] = _of_ram(found.ram_total)
     ram = found.ram_total - reserve(found.ram_total)
     if found.ram_available < FREE * ram:
@@ -137,7 +137,7 @@ def _of_ram(ram: int) -> str:
 def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str]) -> Speeds:
     """A GPU's rates as they were measured, or those of a slow card of today."""
     if rates.GPU not in known:
-        told["gpu"] = f"The GPU reads its memory at {rate(GPU_BYTES_S)}: assumed, as a slow card of today."
+        told["gpu"] = f"The GPU reads its memory at {rate(GPU_BYTES_S)}: assumed, as for a slow current card."
     if rates.PINNED not in known:
         told["link"] = f"Copies to the GPU reach {rate(LINK_BYTES_S)}: assumed, as over PCIe 4.0 x8."
     return dataclasses.replace(

@@ -19,13 +19,13 @@ BITS = (
 )
 KL = (
     "Quality loss (KL): how far the next-word probabilities move from the 16-bit original's, in nats. 0 is identical, "
-    "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22-million-parameter demo model, so a "
-    "guide only."
+    "below 0.01 is hard to notice, above 0.1 is noticeable. Measured on the 22-million-parameter demo model, so only "
+    "a guide."
 )
 MEMORY = (
     "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "
-    "down weights, and pool those of them that the GPU holds; context is the chat's keys and values; pages are the "
-    "part of the pack that is cached in RAM, and lacking the part that is read from the disk."
+    "down weights, and pool the rows that the GPU holds; context is the chat's keys and values; pages is the part of "
+    "the pack that is cached in RAM, and lacking the part that is read from the disk."
 )
 _PARTS = {
     "dense": "attention and the output layer",
@@ -132,10 +132,10 @@ def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> 
         return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
     if chosen.place == "pool":
         return (
-            f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. Beside attention, "
+            f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. Besides attention, "
             f"the up projections and {context:,} tokens of context, it has room for {share(chosen.pool_share)} of the "
-            f"neurons, about {share(chosen.token.hit)} of those a token needs. The rest is in RAM: the CPU computes "
-            "part of it and copies part of it to the GPU."
+            f"neurons, about {share(chosen.token.hit)} of those that a token needs. The rest is in RAM: the CPU "
+            "computes part of it and copies part of it to the GPU."
         )
     if not machine.vram:
         return "The CPU computes: there is no GPU to use."

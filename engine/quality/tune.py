@@ -73,8 +73,8 @@ def run(
     if not os.access(pack, os.W_OK):
         raise PackError(
             f"The presets of {pack} cannot be changed",
-            "Its folder may only be read.",
-            "Copy the folder to a place of your own and tune the copy.",
+            "Its folder is read-only.",
+            "Copy the folder to a place where you can write, and tune the copy.",
         )
     told.step("Starting transformers")
     import_model_code()

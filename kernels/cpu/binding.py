@@ -157,7 +157,7 @@ def check(code: int) -> None:
     if code == codes.NOT_A_NUMBER:
         raise NotNumbersError
     if code == codes.NO_MEMORY:
-        raise MemoryError("the CPU kernels got no memory")
+        raise MemoryError("the CPU kernels could not allocate memory")
     known = next((name for name, value in vars(codes).items() if value == code), "which this program does not know")
     raise RuntimeError(f"the CPU kernels failed with error {code}, {known}")
 
@@ -201,7 +201,7 @@ def library() -> Any:
         loaded = ctypes.CDLL(str(path))
         made = {_short(name): _function(loaded, name) for name in _INTERFACE.functions}
     except (OSError, AttributeError) as error:
-        raise NativeUnavailableError(f"the compiled CPU kernels do not load ({error}): install again") from error
+        raise NativeUnavailableError(f"the compiled CPU kernels cannot be loaded ({error}): install again") from error
     expected = [_INTERFACE.mark]
     for name, fields in _INTERFACE.records.items():
         structure = _structures[name]

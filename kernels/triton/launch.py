@@ -107,7 +107,7 @@ def check_reachable(device: torch.device, name: str, tensor: Tensor) -> None:
         if tensor.is_pinned():
             return
         raise ValueError(
-            f"{name} lies in pageable host memory, which kernels on {device} cannot read; "
+            f"{name} is in pageable host memory, which kernels on {device} cannot read; "
             "pin it (pin_memory) to have it read in place, or copy it to the GPU"
         )
     raise ValueError(f"{name} is on {tensor.device} but x is on {device}; move one of them")

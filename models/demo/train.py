@@ -73,7 +73,7 @@ def train(out: Path, *, steps: int, seed: int) -> None:
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        raise RuntimeError("a training process failed; its own message stands above")
+        raise RuntimeError("a training process failed; its own message is above")
 
 
 def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Path, steps: int, seed: int) -> None:
@@ -99,7 +99,7 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
     )
     first = kept.restore()
     if first:
-        log.info("going on after step %d", first)
+        log.info("continuing after step %d", first)
     meeting.wait()  # both have read it before one writes it anew
     started, totals = time.monotonic(), torch.zeros(2)
     for step, (ids, wanted) in zip(range(steps), batches(tokenizer, seed * WORKERS + rank), strict=False):

@@ -31,7 +31,7 @@ _8X22B = Sizes(
     vocab=32768,
     window=65536,
 )
-_INST = "[INST] turns by its own chat template"
+_INST = "[INST] turns, from its own chat template"
 
 
 def _entry(name: str, sizes: Sizes, repo: str, chat: str | None) -> Entry:

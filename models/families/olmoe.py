@@ -44,7 +44,7 @@ OLMOE = Family(
             "allenai/OLMoE-1B-7B-0924-Instruct",
             licence="Apache-2.0",
             gated=False,
-            chat="<|user|> and <|assistant|> turns by its own chat template",
+            chat="<|user|> and <|assistant|> turns, from its own chat template",
         ),
     ),
 )

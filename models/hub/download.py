@@ -216,7 +216,7 @@ class Download:
             if self._error is not None:
                 raise self._error
             if self._wish == "cancel":
-                raise TryAgainError("The download was cancelled", "", "Everything fetched so far is saved.")
+                raise TryAgainError("The download was cancelled", "", "Everything downloaded so far is saved.")
             self._changed.wait(1.0)  # not for ever: Ctrl+C would not be seen on Windows
 
     def _run(self) -> None:
@@ -287,7 +287,7 @@ def disk_error(error: OSError, folder: Path) -> FloeError:
         return FloeError(
             f"The disk of {folder} is full",
             f"{error.strerror}.",
-            "Everything fetched so far is saved. Free some space, then continue.",
+            "Everything downloaded so far is saved. Free some space, then continue.",
         )
     return FloeError(f"{folder} cannot be used", f"{error.strerror or error}.", "Choose a folder that you can write.")
 

@@ -224,12 +224,12 @@ class Fetcher:
             except InterruptedError:
                 raise
             except OSError as error:
-                self.notices.append(f"{place} cannot be read ({error.strerror}): {item.file.name} is fetched again.")
+                self.notices.append(f"{place} cannot be read ({error.strerror}): {item.file.name} is downloaded again.")
                 continue
             if intact:
                 self._ready(item, place)
                 return
-            self.notices.append(f"{place} is damaged: {item.file.name} is fetched again.")
+            self.notices.append(f"{place} is damaged: {item.file.name} is downloaded again.")
         item.part = PartFile(self._folder, item.file)
         if item.part.news:
             self.notices.append(item.part.news)
@@ -257,10 +257,10 @@ class Fetcher:
             item.part = None
             raise HubError(
                 f"{item.file.name} of {self._repo.name} arrived damaged",
-                "It was fetched twice and had the wrong hash both times.",
+                "It was downloaded twice and had the wrong hash both times.",
                 "Try again later, or from another network or mirror.",
             )
-        self.notices.append(f"{item.file.name} arrived damaged: it is fetched again.")
+        self.notices.append(f"{item.file.name} arrived damaged: it is downloaded again.")
         item.refetched = True
         item.part = PartFile(self._folder, item.file)
         item.state = "fetching"
@@ -327,9 +327,9 @@ class Fetcher:
         if item.wrong >= _MOST_WRONG:
             raise error
         why = " ".join(part for part in (f"{error.title}.", error.cause) if part)
-        hint = f"Everything fetched so far is saved. {error.hint}".strip()
+        hint = f"Everything downloaded so far is saved. {error.hint}".strip()
         if self._asked > self._tuning.longest_asked:
             raise TryAgainError("The hub asks for a long pause", why, hint)
         silence = time.monotonic() - self._last_byte - self._asked
         if silence > self._tuning.give_up:
-            raise TryAgainError(f"No byte has arrived for {self._tuning.give_up:.0f} seconds", why, hint)
+            raise TryAgainError(f"Nothing has arrived for {self._tuning.give_up:.0f} seconds", why, hint)

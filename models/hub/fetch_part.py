@@ -210,10 +210,10 @@ def _resumed(folder: Path, file: RepoFile) -> tuple[Ranges, str | None]:
     except FileNotFoundError:
         return Ranges(), None  # stopped before the first entry
     except (OSError, ValueError, KeyError, TypeError):
-        return Ranges(), f"The journal of {part.name} cannot be read: {file.name} is fetched again."
+        return Ranges(), f"The journal of {part.name} cannot be read: {file.name} is downloaded again."
     if not same:
-        return Ranges(), f"{file.name} has changed on the hub: it is fetched again."
+        return Ranges(), f"{file.name} has changed on the hub: it is downloaded again."
     here = part.stat().st_size
     if any(not 0 <= start < end <= here for start, end in intervals) or here > file.size:
-        return Ranges(), f"{part.name} does not fit its journal: {file.name} is fetched again."
+        return Ranges(), f"{part.name} does not fit its journal: {file.name} is downloaded again."
     return Ranges(intervals), None

@@ -79,7 +79,7 @@ async def _check(response: httpx2.Response, redirects: list[httpx2.Headers], rep
     linked = next((r for r in (*redirects, response.headers) if "x-linked-etag" in r), response.headers)
     etag = linked.get("x-linked-etag", "").removeprefix("W/").strip('"')
     if etag and etag != file.hash:
-        raise _wrong(repo, file, "It serves another file than the one in its listing.")
+        raise _wrong(repo, file, "It serves a different file from the one in its listing.")
     size = hub_request.number(linked.get("x-linked-size", ""))
     if size is not None and size != file.size:
         raise _wrong(repo, file, f"Its listing says {file.size:,} bytes, its address {size:,}.")

@@ -114,7 +114,7 @@ def refusal(response: httpx2.Response, body: bytes, repo: str, endpoint: str, *,
             f"Try again in {in_words(wait)}." if wait else "Try again in a few minutes.",
         )
     if is_passing(response):
-        return TryAgainError(f"{endpoint} is in trouble", said or answers, "Try again later.")
+        return TryAgainError(f"{endpoint} has a problem", said or answers, "Try again later.")
     return HubError(f"{endpoint} does not serve {repo}", said or answers)
 
 
@@ -137,7 +137,7 @@ def gated(repo: str, endpoint: str, *, token: bool) -> AccessError:
 def web_page(endpoint: str) -> TryAgainError:
     """The error for a login page in place of the data."""
     return TryAgainError(
-        f"Something else answers in place of {endpoint}",
+        f"Something else answered instead of {endpoint}",
         "A web page came instead of data, probably the login page of this network (a hotel, a train).",
         "Open any page in a browser, sign in to the network, and try again. If HF_ENDPOINT is set, check its address.",
     )

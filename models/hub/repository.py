@@ -66,7 +66,9 @@ def resolve(repo_id: str, revision: str = "main", token: str | None = None) -> R
         )
     token = (token or "").strip() or own_token()
     if token is not None and not re.fullmatch("[!-~]+", token):
-        raise AccessError("This is not a token", "It holds characters that no token has.", "Copy all of it again.")
+        raise AccessError(
+            "This is not a token", "It contains characters that tokens do not have.", "Copy all of it again."
+        )
     repo = Repo(repo_id, endpoint(), token)
     repo.look_up(revision)
     return repo
@@ -106,7 +108,7 @@ class Repo:
         named = sorted(set(self._index().values()))
         if missing := [name for name in named if name not in present]:
             raise CheckpointError(
-                f"{self.name} is not complete", f"Its index names {missing[0]}, which is not there.", _OTHER_REVISION
+                f"{self.name} is not complete", f"Its index names {missing[0]}, which is missing.", _OTHER_REVISION
             )
         return [present[name] for name in named]
 
@@ -271,7 +273,7 @@ async def _fill(content: bytearray, response: httpx2.Response, most: int, *, cut
         if cut and len(content) >= most:
             return
         if len(content) > most:
-            raise HubError("The hub sends more than it should", f"Over {most:,} bytes came.", "Try again later.")
+            raise HubError("The hub sent more than it should", f"It sent more than {most:,} bytes.", "Try again later.")
 
 
 def _check_id(repo_id: str) -> None:

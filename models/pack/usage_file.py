@@ -79,10 +79,10 @@ def read(path: Path, layers: int, experts: int, neurons: int) -> Heat | None:
                 raise ValueError(f"shapes are {shapes}")
             scores, uses = (file.get_tensor(name).astype(np.float32) for name in ("scores", "uses"))
     except (OSError, SafetensorError, ValueError, TypeError) as error:
-        _log.warning("what was used before is not known: %s cannot be read: %s", path, error)
+        _log.warning("earlier expert use is unknown: %s cannot be read: %s", path, error)
         return None
     if not (_within(scores, np.inf) and _within(uses, 1.0)):
-        _log.warning("what was used before is not known: %s holds values that are none", path)
+        _log.warning("earlier expert use is unknown: %s holds invalid values", path)
         return None
     return Heat(scores, uses)
 

@@ -125,7 +125,7 @@ class Journal:
             found = {name: tensor for name, tensor in load_file(path).items() if not name.startswith("_pad.")}
             if plan is not None:
                 if {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()} != plan:
-                    raise ValueError("it holds other tensors")
+                    raise ValueError("it holds different tensors")
             elif not torch.equal(found.pop(_DIGEST), _digest(found)):
                 raise ValueError("its checksum is wrong")
         except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:

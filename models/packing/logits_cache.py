@@ -53,7 +53,7 @@ def cached(key: str, shape: tuple[int, int, int], note: Callable[[str], None], c
     except FileNotFoundError:
         pass
     except (OSError, ValueError, SafetensorError) as error:
-        note(f"The stored logits of the source are unusable ({error}): they are computed again.")
+        note(f"The stored logits of the source are unusable ({error}) and are computed again.")
     logits = compute()
     try:
         _store(folder, key, logits)

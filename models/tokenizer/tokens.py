@@ -67,7 +67,7 @@ class Tokens:
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             self._added = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()} - {""}
             if not vocabulary:
-                raise ValueError("It knows no tokens.")
+                raise ValueError("It has no tokens.")
         text, number = max(vocabulary.items(), key=lambda item: item[1])
         self.largest = number, text
         self.longest = max(map(len, vocabulary))

@@ -65,7 +65,9 @@ def progress(state: str) -> SetupProgress:
     download = DownloadProgress(fetching, round(total * min(1.0, gone * 1.3)), total, 41e6, 1680.0, ())
     step = "Done" if state == "done" else "Packing layer 7 of 32"
     left = None if state == "done" else 2520.0
-    notices = ("model-00003-of-00019.safetensors arrived damaged and is fetched again.",) if state == "working" else ()
+    notices = (
+        ("model-00003-of-00019.safetensors arrived damaged and is downloaded again.",) if state == "working" else ()
+    )
     return SetupProgress(cast(Any, state), step, gone, left, download, notices, 37_400_000_000)
 
 

@@ -200,7 +200,7 @@ def test_a_chat_waits_for_the_history_at_its_end(tiny_pack: Path, other: sqlite3
     release.start()
     ran = ask(tiny_pack, "hi", *SHORT)
     release.join()
-    assert ran.code == 0 and "is locked" in ran.err and "This chat is saved now" in ran.err
+    assert ran.code == 0 and "is locked" in ran.err and "This chat is now saved" in ran.err
     assert len(run_cli("history", "list").out.splitlines()) == 1
 
 
@@ -316,7 +316,7 @@ def test_no_question_is_a_usage_error(tiny_pack: Path, stdin: bytes) -> None:
 
 def test_a_part_without_an_end_is_not_read_to_its_end(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("floe_chat.app.arguments._MOST_ASKED", 1000)
-    assert "piped in is too large" in explained(ask(tiny_pack, stdin=b"x" * 1001), 2)
+    assert "piped input is too large" in explained(ask(tiny_pack, stdin=b"x" * 1001), 2)
     if Path("/dev/zero").exists():
         assert "/dev/zero is too large" in explained(ask(tiny_pack, "-f", "/dev/zero"), 2)
 

@@ -70,7 +70,7 @@ def test_an_input_that_does_not_end_is_told(tiny_pack: Path) -> None:
     piped = subprocess.PIPE
     with subprocess.Popen(command, stdin=piped, stdout=piped, stderr=piped) as process:
         assert process.stdin and process.stdout and process.stderr
-        assert b"waiting for the end of the piped input" in process.stderr.readline()
+        assert b"waiting for piped input to end" in process.stderr.readline()
         process.stdin.close()
         assert process.stdout.read()
         assert b"waiting" not in process.stderr.read()

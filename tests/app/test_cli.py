@@ -316,5 +316,5 @@ def test_output_that_cannot_be_written_is_not_called_a_fault(tiny_pack: Path) ->
         )
     assert done.returncode == 1
     assert (
-        b"No space left" in done.stderr and b"fault of floe-chat" not in done.stderr and b"Traceback" not in done.stderr
+        b"No space left" in done.stderr and b"bug in floe-chat" not in done.stderr and b"Traceback" not in done.stderr
     )

@@ -105,7 +105,7 @@ def test_a_pack_that_may_only_be_read_is_refused_at_once(
         return False
 
     monkeypatch.setattr(tune, "os", SimpleNamespace(access=refuse, W_OK=os.W_OK))
-    assert "may only be read" in explained(run_tune(own_pack, tiny_checkpoint), 1)
+    assert "is read-only" in explained(run_tune(own_pack, tiny_checkpoint), 1)
 
 
 def test_points_are_drawn_where_they_lie() -> None:

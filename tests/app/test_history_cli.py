@@ -137,7 +137,7 @@ def test_export_makes_the_folder_that_a_slash_names(filled: Path, tmp_path: Path
     assert history("export", 1, 3, "-o", f"{tmp_path}/new/chats/").code == 0
     names = sorted(path.name for path in (tmp_path / "new" / "chats").iterdir())
     assert names == ["1-what-is-an-expert.md", "3-empty-conversation.md"]
-    assert "cannot be made" in explained(history("export", 1, "-o", f"{tmp_path}/new/chats/{names[0]}/"), 2)
+    assert "cannot be created" in explained(history("export", 1, "-o", f"{tmp_path}/new/chats/{names[0]}/"), 2)
 
 
 def test_export_to_a_dash_is_stdout_and_to_nothing_is_refused(
@@ -275,4 +275,4 @@ def test_numbers_that_are_none_are_usage_errors(filled: Path) -> None:
 @pytest.mark.parametrize("number", ["0", "x", "²", "1.5", "9" * 5000])
 def test_what_is_no_number_of_a_chat_is_a_usage_error(number: str) -> None:
     ran = run_cli("history", "show", number)
-    assert ran.code == 2 and "is not the number of a chat" in ran.err and len(ran.err) < 400
+    assert ran.code == 2 and "is not a chat number" in ran.err and len(ran.err) < 400

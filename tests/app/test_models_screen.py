@@ -227,7 +227,7 @@ async def test_a_failed_setup_can_be_deleted(published: Path, hub: FakeHub, setu
         if where == "list":
             await to(pilot, "tiny")
         await pilot.press("x")
-        await see(pilot, "This is deleted", "Y deletes")
+        await see(pilot, "This will be deleted", "Y deletes")
         await pilot.press("y")
         await until(pilot, lambda: not failed.wish.note.exists() and setups.setup is None)
         assert not failed.wish.folder.exists() and not failed.wish.fetched.exists()

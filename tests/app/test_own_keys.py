@@ -170,7 +170,7 @@ async def test_remarks_name_the_key_that_stops(tmp_path: Path) -> None:
         await ask(pilot, client, "more")
         composer(pilot).put("/again")
         await pilot.press("enter")
-        await see(pilot, "F10 stops the running answer first")
+        await see(pilot, "Stop the running answer first (F10)")
         await pilot.press("escape")
         assert client.cancelled == 0
         await pilot.press("f10")

@@ -108,8 +108,8 @@ def test_commands_and_what_is_wrong_are_said(kept: History, capsys: pytest.Captu
         "There is no command /nothing",
     ):
         assert words in told
-    assert "'99999999999999999999999' is not the number of a chat" in told and "The line is not text" in told
-    assert "no chat " in told and "'x' is not the number of a chat" in told
+    assert "'99999999999999999999999' is not a chat number" in told and "The line is not text" in told
+    assert "no chat " in told and "'x' is not a chat number" in told
 
 
 def test_the_last_chat_is_continued(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_other_names_and_mistyped_ones(kept: History, capsys: pytest.CaptureFixt
     client = chat(kept, "hi", "/retry", "/clear", "on", "/list", "/?", "/histroy", "/file", "/edit")
     assert [len(asked) for asked in client.asked] == [2, 2, 2]
     told = capsys.readouterr().err
-    assert "Did you mean /history?" in told and "1: hi, 2 messages" in told and "/quit: leaves" in told
+    assert "Did you mean /history?" in told and "1: hi, 2 messages" in told and "/quit: quits" in told
     assert "Write: /file PATH" in told and "Write: /edit TEXT" in told
 
 

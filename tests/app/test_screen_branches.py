@@ -134,7 +134,7 @@ async def test_while_an_answer_runs_messages_stay_as_they_are() -> None:
         request = await ask(pilot, client, "two")
         for key in "erdm":
             await pilot.press("ctrl+up", key)
-            await until(pilot, lambda: "Esc stops the running answer first" in screen_text(pilot))
+            await until(pilot, lambda: "Stop the running answer first (Esc)" in screen_text(pilot))
             await pilot.press("escape")
         client.say(TextDelta(request, "second"))
         await finish(pilot, client, request)

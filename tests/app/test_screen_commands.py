@@ -35,7 +35,7 @@ def test_every_alias_names_a_command_of_another_name() -> None:
         ("histroy", "Did you mean /history?"),
         ("setings", "Did you mean /settings"),
         ("regenrate", "Did you mean /again or"),
-        ("qqqqq", "Put a space first to send it as text"),
+        ("qqqqq", "Start with a space to send it as text"),
         ("save", "Chats are saved as you write; /export writes this one to a file"),
         ("rm", "/models removes models, /delete deletes this chat"),
     ],

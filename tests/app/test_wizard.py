@@ -76,7 +76,7 @@ async def test_the_network_goes_and_comes_back(published: Path, hub: FakeHub, se
     async with around(wizard(setups, published)) as pilot:
         await to_folder(pilot)
         await pilot.press("enter")
-        await see(pilot, "Something else answers", "Enter tries again")
+        await see(pilot, "Something else answered", "Enter tries again")
         gone = Fault("GET /storage/.*model-", times=ALWAYS, reset_after=100)
         hub.faults += [Fault("GET /storage/.*model-", times=2), gone]  # the headers come
         await pilot.press("enter")
@@ -188,7 +188,7 @@ async def test_another_folder_is_kept_when_the_setup_begins(
         await pilot.press("end", "ctrl+u")
         paste(pilot, str(tmp_path / "elsewhere"))
         await pilot.press("enter")
-        await see(pilot, "Something else answers", "Enter tries again")
+        await see(pilot, "Something else answered", "Enter tries again")
         assert catalog.models_folder() == tmp_path / "elsewhere"
         await pilot.press("escape", "escape", "escape", "escape")
         await until(pilot, lambda: results(pilot) == [None])

@@ -89,7 +89,7 @@ def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
 
 
 def test_where_all_rows_are_on_the_device_a_chat_is_no_longer_than_the_memory_left(needs: Needs) -> None:
-    """There is no pool that could give way: what was not there ended an answer as "a fault of floe-chat"."""
+    """There is no pool that could give way: what was not there ended an answer as "a bug in floe-chat"."""
     long = replace(needs, context=100)
 
     def longest(budget: int) -> int:

@@ -297,7 +297,7 @@ class TestMachine:
         assert (found.ram, found.vram, found.cores, found.disk_free) == (29 * GB, 0, 4, 100 * GB)
         assert found.speeds.of_cpu("rows", 4) == 8e9 and found.speeds.disk == 3e9
         assert any("2026-11-21" in told for told in found.told.values()) and any(
-            "no GPU" in told for told in found.told.values()
+            "no usable GPU" in told for told in found.told.values()
         )
 
     def test_what_was_not_measured_is_told_as_assumed(self) -> None:

@@ -388,4 +388,4 @@ def test_experts_that_make_no_numbers_are_named_by_their_layer(tiny_pack: Path, 
         engine.load(pack)
         engine.send(asking(1, PROMPT))
         failed = explained(engine.until((Failed, Finished)))
-    assert "layer 1" in failed.cause and "fault of floe-chat" not in failed.hint and str(pack) in failed.hint
+    assert "layer 1" in failed.cause and "bug in floe-chat" not in failed.hint and str(pack) in failed.hint

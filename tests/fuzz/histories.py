@@ -52,7 +52,7 @@ def attempt(seed: int, scratch: Path) -> str:
     try:
         return f"{kind.__name__[1:]}: {kind(dice, scratch)}"
     except FloeError as error:
-        if "fault of floe-chat" in str(error) or len(str(error)) > 4000:
+        if "bug in floe-chat" in str(error) or len(str(error)) > 4000:
             raise
         return f"{kind.__name__[1:]}: refused"
 
@@ -100,7 +100,7 @@ def _open(dice: random.Random, scratch: Path) -> str:
     if dice.random() < 0.5:
         (folder / "history.db-checked").touch()  # then nothing is checked before it is used
     opened = (open_history if dice.random() < 0.8 else open_to_read)(file)
-    assert all("fault of floe-chat" not in f"{notice.title} {notice.cause}" for notice in opened.notices)
+    assert all("bug in floe-chat" not in f"{notice.title} {notice.cause}" for notice in opened.notices)
     damaged = "damaged, " if opened.notices else ""
     try:
         with explaining(file):

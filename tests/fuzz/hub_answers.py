@@ -353,7 +353,7 @@ def attempt(seed: int, scratch: Path) -> str:
         return ACTS[seed % len(ACTS)](folder)
     except FloeError as error:
         said = str(error)
-        assert "fault of floe-chat" not in said and len(said) < 6100 and "inf " not in said, said[:300]
+        assert "bug in floe-chat" not in said and len(said) < 6100 and "inf " not in said, said[:300]
         assert TOKEN not in said
         return f"refused: {type(error).__name__}"
     finally:

@@ -50,7 +50,7 @@ def attempt(seed: int, scratch: Path) -> str:
     try:
         return f"{kind.__name__}: {kind(rng, folder)}"
     except FloeError as error:
-        if "fault of floe-chat" in str(error) or len(str(error)) > 6100:
+        if "bug in floe-chat" in str(error) or len(str(error)) > 6100:
             raise
         return f"{kind.__name__}: refused"
     finally:

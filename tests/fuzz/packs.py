@@ -187,7 +187,7 @@ def _until(client: ChatClient, kind: type[Any]) -> Any:
 
 def _check(*texts: str) -> None:
     for text in texts:
-        assert "fault of floe-chat" not in text and "Traceback" not in text, texts
+        assert "bug in floe-chat" not in text and "Traceback" not in text, texts
         assert len(text) < 5000, text[:300]
 
 

@@ -50,14 +50,14 @@ def attempt(seed: int, scratch: Path) -> str:
     found = with_known_theme(with_installed_model(read(file), file), file, ("floe",))
     assert found.settings.theme == "floe" and len(found.problems) < 60
     for problem in found.problems:
-        assert "fault of floe-chat" not in str(problem) and len(str(problem)) < 1000, problem
+        assert "bug in floe-chat" not in str(problem) and len(str(problem)) < 1000, problem
     assert found.problems or content is None or _is_toml(content)
     _type(dice)
     before = content or b""
     try:
         _change(dice, file)
     except FloeError as error:
-        assert "fault of floe-chat" not in str(error) and len(str(error)) < 2000
+        assert "bug in floe-chat" not in str(error) and len(str(error)) < 2000
         assert content is None or file.read_bytes() == before
         return "change refused"
     assert content is None or file.is_file()

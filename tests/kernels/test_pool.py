@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind: type[RowTable]) 
         "offsets must": lambda: table.locate(0, one, np.array([1, 2]), np.array([0, 1]), 30),
         "offsets must rise": lambda: table.locate(0, np.array([1, 1]), np.array([0, 3, 2]), np.array([0, 1]), 30),
         "a key": lambda: table.reserve(0, np.array([5, 120]), urgent=True),
-        "a slot already": lambda: table.reserve(1, np.array([9, 3]), urgent=True),
+        "already has a slot": lambda: table.reserve(1, np.array([9, 3]), urgent=True),
         "twice": lambda: table.reserve(0, np.array([9, 8, 9]), urgent=False),
         "a slot is out": lambda: table.settle(np.array([10], np.int32), arrived=True),
         "not filling": lambda: table.settle(np.array([*moving, 9], np.int32), arrived=True),

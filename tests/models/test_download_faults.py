@@ -159,7 +159,7 @@ def test_sizes_that_stay_wrong_are_an_error(hub: FakeHub, tmp_path: Path, fault:
 @pytest.mark.parametrize(
     ("fault", "word"),
     [
-        (Fault("GET /floe/.*-0000[23]-", status=503, times=ALWAYS), "trouble"),
+        (Fault("GET /floe/.*-0000[23]-", status=503, times=ALWAYS), "has a problem"),
         (Fault("GET /storage/.*-0000[23]-", status=403, times=ALWAYS), "storage"),
         (Fault("GET /storage/.*-0000[23]-", portal=True, times=ALWAYS), "login page"),
         (Fault("GET /storage/.*-0000[23]-", close_after=0, times=ALWAYS), "reached"),

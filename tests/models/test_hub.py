@@ -390,7 +390,7 @@ def test_cookies_are_not_taken(hub: FakeHub) -> None:
 def test_a_portal_in_place_of_a_shard_is_told(hub: FakeHub) -> None:
     repo = resolve(REPO)
     hub.faults.append(Fault("GET /storage", portal=True))
-    with pytest.raises(TryAgainError, match="Something else answers") as caught:
+    with pytest.raises(TryAgainError, match="Something else answered") as caught:
         repo.header(SHARDS[0])
     assert "sign in" in caught.value.hint
 

@@ -37,7 +37,7 @@ def kernels(device: str | None, threads: int | None, runs: int | None, quick: bo
     """
     on_gpu = chosen_device(device) == "cuda"
     if on_gpu and (threads or runs):
-        raise UsageError("--threads and --runs are for the CPU", "A GPU would be measured.", "Add --device cpu.")
+        raise UsageError("--threads and --runs are for the CPU", "They do not apply to a GPU.", "Add --device cpu.")
     with measuring() as report:
         if on_gpu:
             from ....engine.bench.kernels import gpu

@@ -32,7 +32,7 @@ _SPEED: tuple[Option, ...] = (
         "presets",
         multiple=True,
         metavar="NAME",
-        help='Measure only this preset, or "No sparsity"; may be repeated.  [default: all that the model can run]',
+        help='Measure only this preset, or "No sparsity"; may be repeated.  [default: every preset the model can run]',
     ),
     click.option(
         "--peer",
@@ -78,7 +78,7 @@ def prefill(**options: Any) -> None:
     _speed("prefill", **options)
 
 
-@click.command(short_help="Time what each part of the engine gains.")
+@click.command(short_help="Measure what each part of the engine gains.")
 @with_options(*MODEL, *TIMING)
 def ablation(
     model: str | None,

@@ -152,7 +152,7 @@ class PackLM(TemplateLM):
         if not 0 < len(continuation) <= self.max_length:
             raise FloeError(
                 f"A task asks for the likelihood of {len(continuation)} tokens",
-                f"One token to {self.max_length}, the model's window, is possible.",
+                f"One to {self.max_length} tokens, the model's window, are possible.",
                 "Choose another task.",
             )
         both = context + continuation
@@ -286,7 +286,7 @@ def _sampling(options: dict[str, Any], seed: int) -> Sampling:
     names = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
     if unknown := sorted(options.keys() - names):
         raise FloeError(
-            f"A task asks for {', '.join(unknown)} when it generates",
+            f"A task sets {', '.join(unknown)} for its answers",
             f"floe-chat knows {', '.join(sorted(names))}.",
             "Choose another task.",
         )

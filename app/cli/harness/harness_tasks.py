@@ -167,7 +167,7 @@ def _find(names: Sequence[str], folder: Path | None) -> tuple[Any, list[str]]:
         raise UsageError(
             f"There is no task {', '.join(missing)}",
             "" if folder is None else f"{folder} has {', '.join(there) or 'none that can be read'}.",
-            f"Did you mean {' or '.join(near)}." if near else "See the list: lm-eval ls tasks",
+            f"Did you mean {' or '.join(near)}?" if near else "See the list: lm-eval ls tasks",
         )
     return manager, list(dict.fromkeys(match for found in matches.values() for match in found))
 

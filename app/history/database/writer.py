@@ -111,7 +111,7 @@ class Writer:
         # The thread's border: the chat goes on without its history, and the person knows.
         except Exception as error:
             logging.getLogger("floe_chat").exception("the history failed")
-            hint = "This is a fault of floe-chat. You can continue the chat; new messages are not saved."
+            hint = "This is a bug in floe-chat. You can continue the chat; new messages are not saved."
             self.events.put(HistoryTrouble("The history failed", f"{type(error).__name__}: {error}.", hint))
         finally:
             self.opened.set()

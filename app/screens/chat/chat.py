@@ -211,7 +211,7 @@ class ChatScreen(Ground, Screen[None]):
             case HistoryTrouble(title, cause, hint):
                 self.notify(f"{cause} {hint}".strip(), title=title, severity="warning", timeout=15, markup=False)
             case Recovered():
-                self.notify("All unsaved messages are on the disk now.", title="The history is saved again")
+                self.notify("All unsaved messages have now been saved.", title="The history is saved again")
             case Changed():
                 self._pages.history_changed()
             case news:

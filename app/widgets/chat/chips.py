@@ -65,7 +65,7 @@ class Chip(Static):
         held = f"about {_estimate(self.file.text):,}" if self._tokens is None else f"{self._tokens:,}"
         return (
             f"{_short(self.file)} is too large: {held} tokens, and a question may have {self._room:,}. "
-            f"/cut attaches only its beginning, Backspace removes it, {key_of(self, 'models')} has other models"
+            f"/cut attaches only its beginning, Backspace removes it, {key_of(self, 'models')} lists other models"
         )
 
     def measured(self, tokens: int | None, room: int | None) -> None:

@@ -152,7 +152,7 @@ def backend(figures: PanelFigures, width: int) -> Content:
     """Where the model computes, with which kernels, and why."""
     loaded = figures.loaded
     if loaded is None:
-        return Content("\n").join([heading("Backend", width), muted("known when the model is loaded")])
+        return Content("\n").join([heading("Backend", width), muted("known once the model is loaded")])
     where = f"{loaded.device} · {loaded.backend}"
     fits = len("Backend ") + Content(where).cell_length <= width
     return Content("\n").join(
@@ -190,7 +190,7 @@ def strip(figures: PanelFigures, width: int) -> Content:
         vram = vram_words(stats)
         places = [Content(f"RAM {units.size(stats.ram_bytes)}"), Content(vram if vram == NO_GPU else f"VRAM {vram}")]
     if loaded is None:
-        places.append(muted("backend known when the model is loaded"))
+        places.append(muted("backend known once the model is loaded"))
     else:
         places.append(muted(f"{loaded.device} · {loaded.backend}: {loaded.reason}"))
     if figures.paused:

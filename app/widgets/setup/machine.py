@@ -112,7 +112,7 @@ class MachineStep(WizardStep):
                 return error
             # A driver can raise anything; without the machine nothing can be planned.
             except Exception as error:  # noqa: BLE001
-                _log.warning("the machine could not be looked at", exc_info=True)
+                _log.warning("the hardware could not be examined", exc_info=True)
                 return FloeError("The hardware of this machine could not be read", f"{type(error).__name__}: {error}")
 
         in_background(self, work, self._show)

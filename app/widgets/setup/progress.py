@@ -167,11 +167,11 @@ def _summary(name: str, now: SetupProgress) -> str:
         case "done":
             return f"{name} is ready and checked. Press Enter to chat with it."
         case "failed":
-            return f"{name} could not be set up. What is done so far is saved."
+            return f"{name} could not be set up. Everything done so far is saved."
         case "paused":
             return f"{name} is paused."
         case "cancelled":
-            return f"{name} is stopped. What is done so far is saved: continue now, or at a later start."
+            return f"{name} is stopped. Everything done so far is saved: continue now, or at a later start."
         case _:
             return f"Setting up {name}. You can leave this page, or chat with the demo model: the setup continues."
 

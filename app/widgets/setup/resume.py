@@ -55,7 +55,7 @@ class ResumeStep(WizardStep):
         self._begun = list(begun)
 
     def compose(self) -> ComposeResult:
-        yield Static("What is done so far is saved. A setup continues where it stopped.", classes="lead")
+        yield Static("Everything done so far is saved. A setup continues where it stopped.", classes="lead")
         rows = [Row(_line(one, taken)) for one, taken in self._begun]
         yield OptionList(*rows, Row(Content.styled("Set up another model …", "italic")), id="begun", markup=False)
 

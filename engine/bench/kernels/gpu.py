@@ -125,7 +125,7 @@ def _check_memory(shapes: Shapes, widths: tuple[tuple[int, int], ...]) -> None:
         raise FloeError(
             f"This benchmark needs {wanted / 1e9:.1f} GB of free GPU memory",
             f"{free / 1e9:.1f} GB are free.",
-            "Close what else uses the GPU, try --quick, which needs less, or --device cpu.",
+            "Close other programs that use the GPU, try --quick, which needs less, or use --device cpu.",
         )
 
 
@@ -148,8 +148,8 @@ def _check_result(expert: Expert, up: int, rows: int) -> None:
         if not error <= _TOLERANCE:
             raise FloeError(
                 "The GPU kernels give wrong results, so nothing was timed",
-                f"With up {up} bit and rows {rows} bit at {sparsity * 100:.0f} % sparsity the result is {error:.1e} "
-                "off the reference's.",
+                f"With up {up} bit and rows {rows} bit at {sparsity * 100:.0f} % sparsity the result differs "
+                f"from the reference's by {error:.1e}.",
                 "Please report it with the output of: floe-chat doctor",
             )
 

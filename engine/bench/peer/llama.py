@@ -232,7 +232,7 @@ def running(
     version = version_of(python)
     recipes = _recipes(widths)
     _make(python, recipes, folder, report)
-    report("llama.cpp loads its files", 0, 1)
+    report("llama.cpp is loading its files", 0, 1)
     files = [f"{kind}:{layers}:{recipe.file(folder)}" for (kind, layers), recipe in recipes.items()]
     worker = Worker(python, [str(threads), str(prompt + _ANSWER), str(widths.vocabulary), *files])
     try:

@@ -95,7 +95,7 @@ class CudaLink(ThreadedLink):
     def _accept(self, transfer: Transfer) -> Job:
         job, target = super()._accept(transfer), transfer.target
         if self.zero_copy and not transfer.source.is_pinned():
-            raise ValueError("source lies in pageable memory, which the device cannot read in place: pin it")
+            raise ValueError("source is in pageable memory, which the device cannot read in place: pin it")
         if self._target is None or self._target() is not target:
             # A new pool: what its own stream still does to that memory comes first, and once freed it is not given
             # away before the copies have ended.

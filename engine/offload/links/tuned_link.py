@@ -238,7 +238,7 @@ def measure(
                 if turn:  # the first one warms up
                     best[which] = min(best.get(which, math.inf), link.busy_s - before)
                 if turn == _ROUNDS and not torch.equal(target[:count].cpu(), source[torch.from_numpy(index)]):
-                    raise RuntimeError(f"rows that were {which[0]} did not arrive as they were")
+                    raise RuntimeError(f"rows that were {which[0]} did not arrive unchanged")
     finally:
         for link in links.values():
             link.close()
