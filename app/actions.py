@@ -1,7 +1,7 @@
 """Every action of the chat screen, declared once: its keys, command, palette entry, footer hint and help line.
 
-The screens bind the keys (`widgets/keys.py`), the settings check those that a person chose, and the help page, the
-palette, the text field's slash and the bottom row list what is here.
+The screens bind the keys (`widgets/common/keys.py`), the settings check the user's own keys, and the help page, the
+palette, the slash commands and the bottom row list these actions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
-_CLOSE = 0.6  # of 1: how alike a mistyped name is to one that it may mean
+_CLOSE = 0.6  # of 1: how similar a mistyped name must be to the one it may mean
 
 
 class Place(Enum):
@@ -27,7 +27,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a person can do.
+    """One thing that a user can do.
 
     Attributes:
         name: in the settings, under [keys]. does: one short sentence; "" for what the help page leaves out.

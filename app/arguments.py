@@ -1,4 +1,4 @@
-"""What a command was given: sampling values, the question, a terminal."""
+"""A command's arguments: sampling values, the question, a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAITING = f"floe-chat: waiting for piped input to end; add <{os.devnull} for no
 
 
 def need_folder() -> None:
-    """Raises FloeError: the current folder is gone, without which libraries of torch end with words of their own."""
+    """Raises FloeError: the current folder is gone; torch's libraries would then fail with messages of their own."""
     try:
         Path.cwd()
     except OSError as error:
@@ -29,7 +29,7 @@ def need_folder() -> None:
 
 
 def need_terminal() -> None:
-    """Raises UsageError: the screen was asked for where there is no terminal, or one that cannot be painted on."""
+    """Raises UsageError: the screen needs a terminal, and there is none or it cannot be painted on."""
     # The screen reads keys from stdin and is painted on stderr.
     if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise UsageError(
@@ -46,8 +46,8 @@ def need_terminal() -> None:
 
 
 def memory_size(text: str | None) -> int | None:
-    """Bytes of a size such as "8", "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold, and GB where no
-    unit is given; None stays None.
+    """Bytes of a size such as "8", "10gb", "1.5 TiB" or "900mb": multiples of 1024, as memory is sold; GB if no unit is
+    given; None stays None.
 
     Raises:
         UsageError: something else.
@@ -64,10 +64,10 @@ def memory_size(text: str | None) -> int | None:
 def sampling_from(options: dict[str, Any], pack: Path) -> tuple[Sampling, int, str | None]:
     """The command line's sampling options: how to draw, the longest answer, the system prompt.
 
-    What was not given comes from the model's own generation_config.json, where it is legal, then from our defaults.
+    Values not given come from the model's own generation_config.json if legal there, else from our defaults.
 
     Raises:
-        UsageError: a value out of its range, or a system prompt that is no text.
+        UsageError: a value out of its range, or a system prompt that is not text.
     """
     given = {name: value for name, value in options.items() if value is not None}
     max_tokens, system = int(given.pop("max_tokens")), given.pop("system", None)
@@ -90,7 +90,7 @@ def _published(pack: Path) -> dict[str, Any]:
 
 
 def need_text(what: str, text: str) -> None:
-    """Raises UsageError: `what` the person gave is no UTF-8."""
+    """Raises UsageError: `what` is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -98,7 +98,7 @@ def need_text(what: str, text: str) -> None:
 
 
 def read_text(file: Path, most: int = 1 << 30) -> str:
-    """A text of the user's, of at most so many characters.
+    """A text file of the user's, of at most `most` characters.
 
     Raises:
         UsageError: it cannot be read, is larger, or is not UTF-8.
@@ -124,7 +124,7 @@ def _too_large(what: str, most: int) -> UsageError:
 
 
 def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
-    """What to ask: the words, the files' text and what is piped in, with empty lines between.
+    """The question: the words, the files' text and the piped input, with empty lines between them.
 
     Raises:
         UsageError: nothing to ask, or a part that cannot be read as text, or is far too large.
@@ -134,7 +134,7 @@ def question(words: tuple[str, ...], files: tuple[Path, ...]) -> str:
     for file in files:
         parts.append(read_text(file, _MOST_ASKED))
     if sys.stdin and not sys.stdin.isatty():
-        # A program that starts this one may have left its own input open, and nobody would know what is waited for.
+        # A program that starts this one may have left its own input open, and nobody would know why this one waits.
         telling = threading.Timer(_SILENCE, sys.stderr.write, (_WAITING,))
         telling.daemon = True
         telling.start()

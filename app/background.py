@@ -1,4 +1,4 @@
-"""Work that a screen must not wait for."""
+"""Work that must not block a screen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def in_background(target: MessagePump, work: Callable[[], Result], then: Callable[[Result], object]) -> None:
-    """Do `work` on a thread of its own, and `then` what follows on the thread of `target`, if that still lives.
+    """Do `work` on its own thread, then `then` on the thread of `target`, if that still exists.
 
     A daemon: Textual's own thread workers cannot be left behind, and a disk that does not answer would keep the
     program from ending.

@@ -32,4 +32,4 @@ class _PrivateFile(RotatingFileHandler):
         return open(path, self.mode, encoding=self.encoding, opener=lambda p, f: private_file.open_for(Path(p), f))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """A log that cannot be written must not break what it reports on."""
+        """A log that cannot be written must not break the program."""

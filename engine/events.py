@@ -94,7 +94,7 @@ class SetPreset:
 
 @dataclass(frozen=True, slots=True)
 class SetQuality:
-    """Turn the quality dial by hand, from the next token on. Whether thresholds are weighed is the model's to know."""
+    """Set the quality by hand, from the next token on. Whether thresholds are weighed is the model's to know."""
 
     rule: Rule
 

@@ -1,1 +1,1 @@
-"""The conversation behind the chat screen: what is asked, answered, changed and saved, and which model answers."""
+"""The conversation behind the chat screen: questions, answers, changes, saving, and which model answers."""

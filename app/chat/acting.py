@@ -1,4 +1,4 @@
-"""What is done to one message: edit it, answer again, continue, fork, delete, and switch between its versions."""
+"""The actions on one message: edit it, answer again, continue, fork, delete, and switch between its versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .view import View
 
 @dataclass(frozen=True, slots=True)
 class Acting:
-    """Acts on messages by the names of actions; no version is lost."""
+    """Runs actions on messages, by name; no version is lost."""
 
     _dialogue: Dialogue
     _model: ChatModel
@@ -25,7 +25,7 @@ class Acting:
     _view: View
 
     async def act(self, action: str, message: Message) -> None:
-        """Do `action` to a message, if nothing stands in the way. Raises FloeError: the history cannot be read."""
+        """Do `action` to a message, if nothing prevents it. Raises FloeError: the history cannot be read."""
         remark = self._view.gauges.remark
         if self._model.phase is not Phase.READY and action in ("answer_again", "continue_answer"):
             loading = self._model.phase is Phase.LOADING

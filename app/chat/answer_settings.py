@@ -1,4 +1,5 @@
-"""What a chat is answered with, as a person changes it: `/set temperature 0.3`, `/persona NAME`, or a form."""
+"""A chat's sampling values and persona, as the user changes them: `/set temperature 0.3`, `/persona NAME`, or a form.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def changed(sampling: Sampling, name: str, value: str) -> Sampling:
     """`sampling` with one value, given as it was typed.
 
     Raises:
-        UsageError: no such value, or one out of range.
+        UsageError: no such name, or a value out of range.
     """
     if name not in NAMES:
         raise UsageError(f"There is no sampling value {name!r}", "", f"Choose one of {', '.join(NAMES)}.")
@@ -46,5 +47,5 @@ def with_persona(setup: ChatSetup, personas: Mapping[str, Persona], name: str) -
 
 
 def listed(personas: Mapping[str, Persona]) -> str:
-    """The personas there are, as a sentence."""
+    """A sentence that lists the personas."""
     return f"Personas: {', '.join(personas)}." if personas else "No persona is set up yet."

@@ -1,4 +1,4 @@
-"""One question and its answer: what the model gets, what comes of it, and how much of the window it takes."""
+"""One question and its answer: what the model receives, what it answers, and how much of the window that takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .view import View
 
 @dataclass(slots=True)
 class Running:
-    """The answer that is being written. `left`: its conversation is on the screen no more."""
+    """The answer that is being written. `left`: its conversation is no longer on the screen."""
 
     request: int
     message: Message
@@ -61,7 +61,7 @@ class Answering:
         return window - room_for_answer(window, self._max_new_tokens) if window else None
 
     async def start(self, instead: Message | None = None, more_of: Message | None = None) -> bool:
-        """Have the last question answered, `instead` of an answer that there is or as `more_of` it.
+        """Have the last question answered, `instead` of an existing answer or as `more_of` it.
 
         False if the engine refuses that, and why is on the screen.
         """
@@ -87,7 +87,7 @@ class Answering:
         self._mark_horizon(seen, submitted.dropped)
         gauges.show_context(submitted.prompt_tokens)
         gauges.say(f"reading prompt 0/{submitted.prompt_tokens}", "$accent")
-        # Not before all of this is painted: the one would slow the other down, and a small model has answered by then.
+        # Only once this is painted: each would slow the other down, and a small model has answered by then.
         self._view.pump.call_after_refresh(client.begin)
         return True
 
@@ -130,7 +130,7 @@ class Answering:
         return "stopped" if stopped and shown else "ready"
 
     async def end(self, state: State, stats: AnswerStats | None) -> None:
-        """Save how the answer ended; one without any text is taken away."""
+        """Save how the answer ended; an empty answer is removed."""
         if (running := self._live) is None:
             return
         messages = self._view.messages
@@ -154,7 +154,8 @@ class Answering:
 
     def measure_context(self) -> None:
         """Show how much of the window this branch takes, and what no longer fits. While the model answers, its figures
-        report that."""
+        show that.
+        """
         ids, gauges = self._dialogue.ids, self._view.gauges
         if self._model.phase is not Phase.READY or not ids:
             gauges.show_context(None)
@@ -171,5 +172,5 @@ class Answering:
         in_background(self._view.pump, lambda: client.context_of(turns, self._max_new_tokens), show)
 
     def _mark_horizon(self, seen: list[int], dropped: int) -> None:
-        """Mark what the model does not see: the first `dropped` of what it could see, and all before."""
+        """Mark what the model does not see: the first `dropped` messages it could have seen, and all before them."""
         self._view.messages.mark_horizon(seen[dropped:] if dropped else None)

@@ -1,4 +1,4 @@
-"""What a chat or a question begins with: settings, command line and a saved chat taken together."""
+"""The start of a chat or a question: settings, command line and a saved chat combined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What answers, and how.
+    """Which model answers, and how.
 
     Attributes:
         system: the system prompt, if one is set. chat: the saved chat to continue. own_model: `client` has that chat's

@@ -1,5 +1,4 @@
-"""Whole chats: another one is begun or opened, this one is renamed, deleted or exported, and what was deleted comes
-back."""
+"""Whole chats: begin or open one, rename, delete or export this one, and undo deletions."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class Chats:
     async def open(self, conversation: int, message: int | None = None, *, own_model: bool = True) -> None:
         """Show another chat; with `message`, on the branch that holds it and with it in view.
 
-        own_model: the model of that chat answers from now on, if it is still here.
+        own_model: that chat's model answers from now on, if it is still installed.
         """
         await self._leave()
         self._dialogue.open(conversation)
@@ -62,14 +61,14 @@ class Chats:
             await self._view.messages.note(remark)
 
     async def reopen(self, conversation: int, *, own_model: bool) -> None:
-        """`open` at the start of the program; what stands against it is shown."""
+        """`open` at the start of the program; a failure is shown."""
         try:
             await self.open(conversation, own_model=own_model)
         except FloeError as error:
             await self._view.messages.explain(error)
 
     async def open_last(self) -> None:
-        """Open the chat that was written to last."""
+        """Open the last used chat."""
         newest = self._history.newest()
         if newest is None:
             self._view.gauges.remark("There is no earlier chat")
@@ -110,7 +109,7 @@ class Chats:
         self._view.gauges.remark("Chat deleted; /undo restores it")
 
     async def delete_from(self, message: Message) -> None:
-        """Delete a message and all that follows it."""
+        """Delete a message and all that follow it."""
         self._deletions.append((self._dialogue.delete(message), message.conversation))
         await self._view.messages.change(self._dialogue.ids, follow=False)
         if not self._dialogue.ids:
@@ -120,7 +119,7 @@ class Chats:
         self._view.field.take_focus()
 
     async def undo(self) -> None:
-        """Restore the last deleted chat or messages, and show them; again restores the one before."""
+        """Restore the last deleted chat or messages, and show them; a second call restores the deletion before."""
         if not self._deletions:
             self._view.gauges.remark("There is nothing to restore")
             return
@@ -144,7 +143,7 @@ class Chats:
         await self._view.messages.note(f"Exported to {file.absolute()}")
 
     async def _leave(self) -> None:
-        """Stop what runs for the conversation on the screen; the text that waits goes back into the field."""
+        """Stop what runs for the conversation on the screen; queued text goes back into the field."""
         self._answering.leave()
         await self._questions.leave()
 
@@ -152,7 +151,7 @@ class Chats:
         """Show the conversation from its end."""
         await self._view.messages.show(self._dialogue.ids)
         if self._model.phase is Phase.READY:
-            self._view.gauges.say("ready", "$success")  # what it was before belongs to the conversation that was left
+            self._view.gauges.say("ready", "$success")  # its former value belongs to the conversation that was left
         self._answering.measure_context()
         self._questions.show_name()
         self._model.ask_for_its_quality()

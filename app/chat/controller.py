@@ -1,4 +1,4 @@
-"""One chat: composed of its parts, and what the engine and the history report to them."""
+"""One chat, composed of its parts, which hear what the engine and the history report."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .setting import Setting
 from .view import View
 
 Do = Callable[..., Awaitable[None] | None]
-"""Does an action. One with an argument gets what was written after the command, or ""."""
+"""Does an action. An action with an argument gets the text after the command, or ""."""
 
 
 class ModelNotLoaded(Message):
-    """The model in `pack` could not be loaded, and the chat does without it."""
+    """The model in `pack` could not be loaded; the chat continues without it."""
 
     def __init__(self, pack: Path) -> None:
         super().__init__()
@@ -38,8 +38,7 @@ class Controller:
     """Asks, stops, answers again, and changes branches and chats.
 
     Attributes:
-        view: what shows it. dialogue: the branch on the screen. model: what answers it. The others do what their
-            classes say.
+        view: shows the chat. dialogue: the branch on the screen. model: answers it. The others: see their classes.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Controller:
 
     @property
     def does(self) -> Mapping[str, Do]:
-        """What the actions of a conversation call, by their names."""
+        """The functions behind a conversation's actions, by action name."""
         last = self.acting.act_on_last
         return {
             "new_chat": self.chats.begin,
@@ -92,7 +91,7 @@ class Controller:
             await self.questions.take_back()
 
     async def hear(self, news: News) -> None:
-        """Something happened in the engine, or to the history."""
+        """Something happened in the engine or the history."""
         match news:
             case Loading(step, fraction):
                 self.model.show_loading(step, fraction)

@@ -1,4 +1,4 @@
-"""The chat on the screen: one branch of a conversation in the history, and what of it the model gets."""
+"""The chat on the screen: one branch of a conversation in the history, and the part of it that the model gets."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ..client.prompt import Turn as Turn
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, State, shortened
 from ..history.records import first_line, now
 
-_PAGE = 200  # messages read at once on the way back to what fits the window
-_CHARACTERS_PER_TOKEN = 16  # more than text of any kind has; what is older than that cannot fit
+_PAGE = 200  # messages per read while looking back for what fits the window
+_CHARACTERS_PER_TOKEN = 16  # more than any text has; older messages cannot fit
 
 
 class Dialogue:
-    """Keeps the ids of the branch that is shown, and the messages of it that were read or written here.
+    """Holds the ids of the branch on the screen, and those of its messages that were read or written here.
 
-    The history writes behind this object's back and in its own time; what was just written is remembered here.
+    The history writes later, on its own thread; what was just written is remembered here.
 
     Attributes:
-        setup: what it is answered with. title: the person's, or "".
+        setup: model, sampling and prompt that answer it. title: the user's, or "".
         ids: the messages from the first to the last.
     """
 
@@ -44,7 +44,7 @@ class Dialogue:
         return shortened(first_line(self.messages(self.ids[:1])[0].text)) if self.messages(self.ids[:1]) else ""
 
     def begin_anew(self, setup: ChatSetup) -> None:
-        """Leave this conversation; the next question begins another."""
+        """Leave this conversation; the next question begins a new one."""
         self._conversation, self.setup, self.title = None, setup, ""
         self._known.clear()
         self.ids = ()
@@ -57,7 +57,7 @@ class Dialogue:
         self._conversation, self.title, self.ids = found.id, found.title, ids
 
     def messages(self, ids: Sequence[int]) -> list[Message]:
-        """The messages `ids`; those that nobody has any more are left out."""
+        """The messages `ids`; those that no longer exist are left out."""
         unknown = [identity for identity in ids if identity not in self._known]
         read = {message.id: message for message in self._history.messages(unknown)} if unknown else {}
         return [self._known.get(identity) or read[identity] for identity in ids if identity in {**self._known, **read}]
@@ -84,13 +84,13 @@ class Dialogue:
         return self._add(answer.id, "assistant", "", "streaming", (), instead, model, preset), answer
 
     def continuing(self, message: Message, model: str, preset: str) -> tuple[Message, Answer]:
-        """Let the last answer go on."""
+        """Continue the last answer."""
         answer = self._history.continuing(message, model, preset)
         self._known[message.id] = replace(message, state="streaming", stats=None)
         return self._known[message.id], answer
 
     def rewrite(self, message: Message, text: str) -> Message:
-        """Put what the person wrote in an answer's place; the answer stays, on a branch of its own."""
+        """Put the user's text in an answer's place; the answer stays, on its own branch."""
         rewritten, answer = self.answering(message.model, message.preset, message)
         answer.append(text)
         answer.finish(None)
@@ -141,7 +141,7 @@ class Dialogue:
         self.reload()
 
     def reload(self) -> None:
-        """Show what the history has as this conversation's branch, once it has written all."""
+        """Show this conversation's branch as it is in the history, once all is written."""
         self._history.settle()
         if self._conversation is not None:
             self._show(self._history.branch(self._history.conversation(self._conversation).head))
@@ -153,16 +153,17 @@ class Dialogue:
             self._history.rename(self._conversation, title)
 
     def set_up(self, setup: ChatSetup) -> None:
-        """Answer with this from now on."""
+        """Answer with `setup` from now on."""
         self.setup = setup
         if self._conversation is not None:
             self._history.set_up(self._conversation, setup)
 
     def turns(self, window: int, before: Message | None = None) -> tuple[list[Turn], list[int]]:
-        """What the model gets up to the last question (the last one `before` an answer), and the id of each message.
+        """The messages that the model gets, up to the last question (the last one `before` an answer), and the id of
+        each.
 
         The system prompt comes first and has no id. Roles alternate, as chat templates require: a question without an
-        answer is left out. Messages so far back that `window` tokens cannot hold them are not even read.
+        answer is left out. Messages too old for `window` tokens to hold are not even read.
         """
         kept: list[Message] = []
         ids = self.ids if before is None else self.ids[: self.ids.index(before.id)]
@@ -215,7 +216,7 @@ class Dialogue:
 
 
 def prompt_of(message: Message) -> str:
-    """What the model gets of a message: what was written, and the files that came along."""
+    """A message as the model gets it: its text and the attached files."""
     parts = [message.text]
     for file in message.attachments:
         fence = "```"

@@ -1,4 +1,4 @@
-"""Going on with a kept conversation: what the model gets of it, and where question and answer go."""
+"""Continuing a saved conversation: which part of it the model gets, and where question and answer are saved."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Exchange:
 
     Attributes:
         turns: the whole conversation for `ChatClient.submit`, this question last.
-        keep: puts the question into the history. What it returns takes the answer's text as it comes; `finish` it (or
-            leave its context) at the end.
+        keep: saves the question in the history. The result takes the answer's text as it comes; `finish` it (or leave
+        its context) at the end.
     """
 
     turns: tuple[chat_client.Turn, ...]
@@ -30,10 +30,11 @@ class Exchange:
 def ask_in(
     history: History, number: int | None, text: str, setup: ChatSetup, attachments: Sequence[Attachment] = ()
 ) -> Exchange:
-    """A question at the end of conversation `number`, or of the one that was written to last (None).
+    """A question at the end of conversation `number`, or of the last used one (None).
 
-    `setup` is what answers: its model and preset are noted beside the answer, its system prompt takes the place of the
-    conversation's own unless it is "". `floe-chat ask --continue` is this, `submit(turns)`, and the answer written.
+    `setup` says what answers: its model and preset are saved with the answer, and its system prompt replaces the
+    conversation's own unless it is "". `floe-chat ask --continue` does this, then `submit(turns)`, then saves the
+    answer.
 
     Raises:
         UsageError: there is no such conversation, or none at all. FloeError: the history cannot be read.
@@ -52,7 +53,7 @@ def ask_in(
 
 
 def ask_anew(history: History, text: str, setup: ChatSetup, attachments: Sequence[Attachment] = ()) -> Exchange:
-    """A question that begins a conversation. Never fails here."""
+    """A question that begins a conversation. Never fails."""
 
     def keep() -> Answer:
         question = history.ask(history.begin(setup), None, text, attachments)
@@ -64,7 +65,7 @@ def ask_anew(history: History, text: str, setup: ChatSetup, attachments: Sequenc
 def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Turn]:
     """A branch as the model gets it: the system prompt if there is one, then user and assistant in turn.
 
-    A question that got no answer, or a blank one, is left out: chat templates want the roles to alternate.
+    A question without an answer, or with a blank one, is left out: chat templates require the roles to alternate.
     """
     kept: list[chat_client.Turn] = [chat_client.Turn("system", system_prompt)] if system_prompt else []
     question: Message | None = None

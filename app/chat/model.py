@@ -16,11 +16,11 @@ from . import model_choice
 from .dialogue import Dialogue
 from .view import View
 
-CUSTOM = "Custom"  # the engine's name for a quality that is no preset
+CUSTOM = "Custom"  # the engine's name for a quality set by hand
 
 
 class Phase(Enum):
-    """What the engine does for the chat."""
+    """What the engine is doing for the chat."""
 
     LOADING = auto()
     READY = auto()
@@ -34,8 +34,8 @@ class ChatModel:
 
     Attributes:
         name: "" before one is loaded. pack: its folder, None before. window: tokens of context, 0 before.
-        presets: best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one asked for last.
-        by_hand: the last quality without a name.
+        presets: best first; none while it loads. preset: the one in force, or `CUSTOM`. wanted: the one requested last.
+        by_hand: the last quality set by hand.
     """
 
     def __init__(self, client: ChatClient, dialogue: Dialogue, view: View) -> None:
@@ -100,12 +100,12 @@ class ChatModel:
         self.choose_preset(preset)
 
     def set_quality(self, rule: Rule) -> None:
-        """Turn the quality dial by hand; once the engine says so, the conversation remembers it."""
+        """Set the quality by hand; once the engine confirms it, the conversation remembers it."""
         self.by_hand = rule
         self._client.set_quality(rule)
 
     def ask_for_its_quality(self) -> None:
-        """Let what this conversation was answered with be in force."""
+        """Request the quality that this conversation was answered with."""
         setup = self._dialogue.setup
         if setup.quality is not None and self.presets:
             if self.wanted != CUSTOM or setup.quality != self.by_hand:
@@ -115,7 +115,7 @@ class ChatModel:
             self._ask_for(setup.preset)
 
     def setup_of_new(self, setup: ChatSetup) -> ChatSetup:
-        """`setup` for a new conversation, with the model and the quality that are in force."""
+        """`setup` for a new conversation, with the model and quality in force."""
         quality = self.by_hand if self.wanted == CUSTOM else None
         return replace(setup, model=catalog.reference(self._expected), quality=quality)
 
@@ -141,7 +141,7 @@ class ChatModel:
             self._change_to(pack)
 
     def change_to_its_own(self) -> str:
-        """Let this chat's own model answer. Returns a remark where it cannot, else ""."""
+        """Switch to this chat's own model. Returns a remark if that is impossible, else ""."""
         self._picked = None
         model, expected = self._dialogue.setup.model, catalog.reference(self._expected)
         if not model or model == expected:
@@ -155,7 +155,7 @@ class ChatModel:
         return ""
 
     def fall_back(self) -> bool:
-        """The model that is loading cannot be: the one before answers again. False if there was none."""
+        """The model could not be loaded: the previous one answers again. False if there was none."""
         before = self.pack
         if before is None or before == self._client.pack:
             self.phase = Phase.BROKEN
@@ -177,7 +177,7 @@ class ChatModel:
 
     @property
     def _expected(self) -> Path:
-        """The pack that answers the next question: another one may have to wait for the running answer's end."""
+        """The pack that will answer the next question: a switch may have to wait for the running answer to end."""
         return self._next_pack or self._client.pack
 
     def _open(self, pack: Path) -> None:
@@ -225,7 +225,7 @@ class ChatModel:
             self._dialogue.set_up(replace(self._dialogue.setup, quality=self.by_hand))
 
     def become_ready(self, words: str) -> None:
-        """The engine can answer, or answer again: a model that was asked for meanwhile comes first."""
+        """The engine can answer (again): a model that was requested meanwhile is loaded first."""
         if self._next_pack is not None:
             self._open(self._next_pack)
             return

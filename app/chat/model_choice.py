@@ -1,4 +1,4 @@
-"""Which model answers: the one to start with, which the settings save, and the one that a saved chat belongs to."""
+"""Which model answers: the start model, which the settings save, and the model of a saved chat."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..settings.file import change, read
 if TYPE_CHECKING:
     from ..history import Conversation
 
-_FIRST_ID = 1 << 40  # of a chat: what is below is one of the numbers that `floe-chat history list` shows
+_FIRST_ID = 1 << 40  # ids start here; smaller values are the numbers that `floe-chat history list` shows
 
 
 def start_with(file: Path, model: str) -> None:
-    """Save `model` (what `--model` takes) as the one that the next start uses; nothing is written if it is already.
+    """Save `model` (as `--model` takes it) as the one for the next start; nothing is written if it is saved already.
 
     Raises:
         FloeError: the settings cannot be written, see `settings_file.change`.
@@ -26,7 +26,7 @@ def start_with(file: Path, model: str) -> None:
 
 
 def missing(model: str, error: FloeError, instead: str) -> str:
-    """Says that the `model` of a saved chat cannot answer, and which one answers `instead` ("": none does).
+    """A sentence: the `model` of a saved chat cannot answer, and which one answers `instead` ("": none).
 
     `error`: what `catalog.find(model, saved=True)` raised.
     """
@@ -37,7 +37,7 @@ def missing(model: str, error: FloeError, instead: str) -> str:
 
 
 def saved_chat(number: int | None) -> Conversation:
-    """The saved chat with this number or id, or the one that was written to last (None).
+    """The saved chat with this number or id, or the last used one (None).
 
     Raises:
         UsageError: there is no such chat. FloeError: the history cannot be read.
@@ -46,7 +46,7 @@ def saved_chat(number: int | None) -> Conversation:
     from ..history.database.trouble import explaining
 
     file = history_file()
-    store = open_to_read(file).store if file.exists() else open_unsaved()  # to look for a chat makes no files
+    store = open_to_read(file).store if file.exists() else open_unsaved()  # looking for a chat creates no files
     try:
         with explaining(file):
             if number is not None:

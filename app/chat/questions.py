@@ -1,4 +1,4 @@
-"""What the person wrote and the model has not got yet: queued questions, drafts, and a message that is being edited."""
+"""What the user wrote and the model has not received yet: queued questions, drafts, and a message being edited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .dialogue import Dialogue
 from .model import ChatModel, Phase
 from .view import View, Waiting
 
-_SAVE_SECONDS = 0.5  # what a killed process loses of what is being written
+_SAVE_SECONDS = 0.5  # the most that a killed process loses of a draft
 _WAITS = {
     Phase.LOADING: "queued until the model is loaded",
     Phase.STOPPING: "queued until the last answer has stopped",
@@ -32,7 +32,7 @@ class Queued:
 
 
 class Questions:
-    """Sends questions, now or when their turn comes, and saves those that are not sent."""
+    """Sends questions, now or when it is their turn, and saves unsent ones."""
 
     def __init__(
         self, history: History, dialogue: Dialogue, model: ChatModel, answering: Answering, view: View
@@ -45,12 +45,12 @@ class Questions:
         self._queue: deque[Queued] = deque()
         self._editing: Message | None = None
         self._aside = Unsent("")  # what was in the field before that message
-        self._unsent: tuple[Unsent, ...] | None = None  # as the history knows it; None before that is open
+        self._unsent: tuple[Unsent, ...] | None = None  # as saved in the history; None before that is open
         self._next_save: Timer | None = None
 
     @property
     def busy(self) -> str:
-        """What to say while an answer stands in the way."""
+        """The remark shown while an answer is running."""
         return f"Stop the running answer first ({self._view.gauges.key('stop')})"
 
     async def send(self, text: str, files: tuple[Attachment, ...]) -> None:
@@ -109,7 +109,7 @@ class Questions:
         self._view.field.title(self._dialogue.name, self._dialogue.setup.persona)
 
     def _refusal(self) -> str:
-        """Why nothing can be sent now, or nothing."""
+        """Why nothing can be sent now, or None."""
         if self._model.phase is Phase.BROKEN:
             return "No model is loaded: the message above says why"
         if self._editing is not None and self._model.phase is not Phase.READY:
@@ -155,7 +155,7 @@ class Questions:
 
     @property
     def _drafts(self) -> tuple[Unsent, ...]:
-        """What was written and is not on its way; a message that is being edited only if it was changed."""
+        """All unsent text; a message being edited only if it was changed."""
         text, files = self._view.field.text, self._view.field.files
         edited = self._editing
         if edited is not None and text == printable(edited.text) and set(files) <= set(edited.attachments):

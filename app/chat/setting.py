@@ -1,4 +1,4 @@
-"""The commands that show and change what one chat is answered with: system prompt, persona, sampling."""
+"""The commands that show and change one chat's system prompt, persona and sampling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .view import View
 
 
 class Setting:
-    """Without an argument each command shows what there is."""
+    """Without an argument each command shows the current values."""
 
     def __init__(self, dialogue: Dialogue, questions: Questions, personas: Mapping[str, Persona], view: View) -> None:
         self._dialogue = dialogue

@@ -1,4 +1,4 @@
-"""What a conversation shows, and where the person writes: the little that the chat's parts need of a screen."""
+"""The little that the chat's parts need of a screen: a place for messages and a text field."""
 
 from __future__ import annotations
 

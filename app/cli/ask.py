@@ -1,6 +1,6 @@
 """`floe-chat ask`: one question in, one answer out, for pipes and scripts.
 
-Question and answer go into the history, so that the next `ask --continue`, or the screen, can go on from there.
+Question and answer are saved in the history, so that `ask --continue` or the screen can continue from there.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ..terminal.signals import ending_in_order
 from ..text.plain_text import printable
 
 Form = Literal["text", "json", "lines"]
-"""What goes to stdout: the text as it comes, one JSON object at the end, or one for each piece and one at the end."""
+"""The form of stdout: text as it comes, one JSON object at the end, or one for each piece and one at the end."""
 
 
-_WAIT = 60.0  # seconds at the end for a lock or a full disk to pass
+_WAIT = 60.0  # seconds to wait at the end for a lock or a full disk
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, and of whom.
+    """The question, and which model answers it.
 
     Attributes:
         setup: model and system prompt, as the history saves them. number: of the saved chat to continue, None: a new
@@ -47,10 +47,10 @@ class Question:
 
 
 def ask(client: ChatClient, question: Question, form: Form) -> int:
-    """Ask, print the answer in this form, keep both, and return the exit code.
+    """Ask, print the answer in this form, save both, and return the exit code.
 
     Raises:
-        FloeError: there is nothing to go on with, the model cannot be loaded, or the question does not fit.
+        FloeError: there is nothing to continue, the model cannot be loaded, or the question does not fit.
     """
     with ending_in_order():
         return _ask(client, question, form)
@@ -59,12 +59,12 @@ def ask(client: ChatClient, question: Question, form: Form) -> int:
 def _ask(client: ChatClient, question: Question, form: Form) -> int:
     client.start()
     file = history_file()
-    # What is not saved may still continue a chat that is: it is read then, and nothing is written.
+    # An unsaved question may still continue a saved chat: that is read, and nothing is written.
     history = History(file if question.saved or (question.number is not None and file.exists()) else None)
     wait = 0.0
     try:
         if question.number is not None and (failure := history.failure()) is not None:
-            history.poll()  # which would tell it again
+            history.poll()  # which would report it again
             raise failure
         loaded = _load(client)
         setup = replace(question.setup, preset=loaded.preset)
@@ -72,15 +72,15 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
             exchange = ask_in(history, question.number, question.text, setup)
         else:
             exchange = ask_anew(history, question.text, setup)
-        # Drawn here, so that --json can tell which seed gives this answer again.
+        # Drawn here, so that --json can report the seed that reproduces this answer.
         seed = setup.sampling.seed
         drawn = replace(setup.sampling, seed=secrets.randbelow(1 << 32) if seed is None else seed)
-        request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not kept
+        request = client.submit(exchange.turns, drawn, question.max_tokens).request  # what does not fit is not saved
         wait = _WAIT
         with exchange.keep() if question.saved else unsaved() as kept:
             try:
                 _answer(client, request, drawn, loaded, kept, form)
-            except BrokenPipeError:  # whoever read it had enough
+            except BrokenPipeError:  # the reader has closed the pipe
                 kept.finish(None, "stopped")
                 raise
     except (KeyboardInterrupt, SystemExit):
@@ -94,7 +94,7 @@ def _ask(client: ChatClient, question: Question, form: Form) -> int:
 
 
 def _close(history: History, wait: float) -> bool:
-    """Let the history keep what it has not kept yet; False if it could not."""
+    """Let the history save what is still unsaved; False if it could not."""
     if wait and not history.settle():
         _tell(history)
         sys.stderr.write(f"floe-chat: Waiting up to {wait:.0f} s to save this chat; Ctrl+C stops waiting.\n")
@@ -179,7 +179,7 @@ def _print_end(finished: Finished, loaded: Loaded, sampling: Sampling, text: str
         "rows": None if stats.rows is None else dataclasses.asdict(stats.rows),
     }
     sys.stdout.write(json_text(fields) + "\n")
-    sys.stdout.flush()  # the history may yet have to be waited for
+    sys.stdout.flush()  # the history may still have to finish
 
 
 def _error(failed: Failed) -> FloeError:

@@ -19,7 +19,7 @@ _SAME = {
     "info": "show",
     "cat": "show",
 }
-"""What a subcommand may be called elsewhere, and here."""
+"""Other programs' names for a subcommand, and ours."""
 
 
 class SuggestingGroup(click.Group):

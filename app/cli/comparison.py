@@ -1,4 +1,4 @@
-"""What `eval` and `tune` compare a pack with, and on what: its 16-bit source, and a text."""
+"""What `eval` and `tune` need: a pack's 16-bit source and a text."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def comparing(command: Command) -> Command:
 
 
 def source_of(pack: Path, given: Path | None) -> Path:
-    """The checkpoint that was packed: the folder given, or the one beside the pack of the name that it was packed from.
+    """The checkpoint that was packed: the folder given, or the folder beside the pack with the name of its source.
 
     Raises:
-        UsageError: the folder given is a pack, or none was given and none lies there.
+        UsageError: the folder given is a pack, or none was given and none is there.
     """
     if given is not None:
         if (given / "manifest.json").exists():
@@ -69,7 +69,7 @@ def source_of(pack: Path, given: Path | None) -> Path:
 
 
 HELD_OUT = "heldout.md"
-"""A text beside a pack that neither its training nor its packing has seen: what it is measured on by default."""
+"""A text beside a pack that neither its training nor its packing has seen: the default to measure on."""
 
 
 def _beside(pack: Path) -> Path | None:
@@ -101,7 +101,7 @@ def text_ids(pack: Path, file: Path | None) -> list[int]:
 
 
 def _without(ids: list[int], passages: list[list[int]]) -> list[int]:
-    """`ids` without `passages`, which lie in it in order."""
+    """`ids` without `passages`, which occur in it in order."""
     left: list[int] = []
     begin = 0
     for passage in passages:

@@ -1,4 +1,4 @@
-"""`floe-chat doctor`: what the machine has, each figure with its source, and what would run on it and why."""
+"""`floe-chat doctor`: the machine's hardware, each figure with its source, and which code would run on it and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(*, as_json: bool, measure: bool = False) -> str:
     paths = hardware.compute_paths()
     try:
         models, trouble = catalog.installed(), ""
-    except FloeError as error:  # the rest of the report may be what helps
+    except FloeError as error:  # the rest of the report may still help
         models, trouble = [], f"{error.title}: {error.cause}"
     measured = _measured() if measure else rates.Measured.load(rates.kept_file())
     links = tuple(tuned_link.all_kept())
@@ -148,7 +148,7 @@ def _rates(measured: Measured | None) -> Iterator[str]:
 
 
 def _links(found: Hardware, links: tuple[Tuned, ...]) -> Iterator[str]:
-    """How rows that do not fit a GPU's memory come to it."""
+    """How rows that do not fit a GPU's memory reach it."""
     if not links:
         why = "measured when a model that does not fit the GPU is first opened"
         yield _line("transfer", "not measured", why if found.gpus else f"there is no GPU: {found.gpu_reason}")

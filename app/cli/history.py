@@ -1,6 +1,6 @@
 """`floe-chat history`: the saved chats on the command line. Data goes to stdout, messages to stderr.
 
-Only the commands that need the history import it: it would double the start of every other command.
+Only the commands that need the history import it: it would double the start-up time of every other command.
 """
 
 from __future__ import annotations

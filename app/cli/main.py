@@ -212,7 +212,7 @@ def ask(
 
 
 def _use_own_models_folder() -> None:
-    """Let models lie where the settings say, for every command."""
+    """Use the models folder of the settings, for every command."""
     from ...models.catalog import use_models_folder
     from ..settings.file import read, settings_file
 
@@ -262,13 +262,13 @@ cli.add_command(verify)
 
 
 def main() -> None:
-    """Run the command: every failure ends in a sentence and an exit code (SystemExit), never in a traceback."""
+    """Run the command: every failure ends in a message and an exit code (SystemExit), never in a traceback."""
     # Read by huggingface_hub and transformers when they are imported: nothing here needs a network (`harness` asks for
-    # it by itself), and their advice to programmers would land between the person's lines.
+    # it itself), and their advice to programmers would appear between the user's lines.
     stay_private()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Torch's threads would otherwise wait for their next work busily and keep the cores from the kernels' own threads:
-    # a decode step of full width took half as long again.
+    # Torch's threads would otherwise spin while they wait and take the cores from the kernels' own threads: a decode
+    # step of full width took 1.5 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _take_streams()
     # Whatever the umask allows, no other user may change what this program writes: packs, downloads, caches.
@@ -278,14 +278,14 @@ def main() -> None:
 
 
 def _take_streams() -> None:
-    """A closed standard input is an empty one, and what a closed standard error is told is lost, as was wanted."""
+    """Treat a closed standard input as empty, and drop what is written to a closed standard error."""
     if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
         sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an output that cannot hold every character loses it, not the answer
+            stream.reconfigure(errors="replace")  # a character that the encoding lacks is lost, not the answer
 
 
 def command() -> None:
@@ -299,7 +299,7 @@ def command() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     logging.shutdown()
-    # What a signal ended has shown what it had: a reader that takes nothing any more would hold it up.
+    # After a signal nothing more is flushed: a reader that has stopped reading would block the exit.
     for stream in (sys.stdout, sys.stderr) if code < EXIT_SIGNAL else (sys.stderr,):
         try:
             if stream is not None:
@@ -335,7 +335,7 @@ def _run() -> int:
         click.echo("\nfloe-chat: interrupted", err=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has enough; closing stdout here keeps the interpreter from complaining at exit.
+        # The reader has closed the pipe; closing stdout here keeps the interpreter from complaining at exit.
         sys.stdout = None  # type: ignore[assignment]
         return 1
     except OSError as error:
@@ -353,6 +353,6 @@ def _run() -> int:
 
 
 def _explain(error: FloeError) -> None:
-    # Names and templates of a pack are somebody else's text.
+    # Names and templates of a pack are untrusted text.
     title, *rest = printable(str(error)).splitlines()
     click.echo("\n".join([f"floe-chat: {title}", *(f"  {line}" for line in rest)]), err=True)

@@ -257,7 +257,7 @@ def _speed(one: Option) -> str:
 
 
 def here() -> Machine:
-    """This machine; it is measured the first time, and again if other programs disturbed that: some seconds."""
+    """This machine, measured the first time and again if other programs disturbed that; takes some seconds."""
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
     from ...models.catalog import models_folder
@@ -271,7 +271,7 @@ def here() -> Machine:
 
 
 def _machine(said: Described) -> Machine:
-    """The machine that is meant. Where a card is named, this one only adds RAM and disk, so it is not measured."""
+    """The machine to plan for. With a named card, this machine only adds RAM and disk, so it is not measured."""
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
     from ...models.catalog import models_folder

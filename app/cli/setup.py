@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...models.catalog_entry import Entry
 
 _LOOK_S = 0.2
-_LEAVING_S = 2.0  # that Ctrl+C waits for the work in hand; it is done again later
+_LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated later
 
 
 @click.command(short_help="Download a model, pack it for this machine, and check it.")
@@ -110,7 +110,7 @@ def _begun(begun: list[Wish], model: str | None, name: str | None) -> Wish | Non
 
 
 def _meaning(model: str | None) -> tuple[str | None, str | None, str]:
-    """What `wish` would set up and call it, both None if the model means nothing; and the commit, if one is named."""
+    """What `wish` would set up, and its name, both None if there is no such model; and the commit, if one is named."""
     try:
         source = catalog.source(model) if model else None
     except UsageError:
@@ -152,7 +152,7 @@ def _names(begun: list[Wish]) -> str:
 
 
 def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) -> tuple[Wish, str | None]:
-    """What to set up, and the token that was asked for, once the plan was shown and agreed to."""
+    """What to set up, and the token if one was asked for, once the user has agreed to the plan."""
     from ...engine.planning.plan import make
     from .plan import here
 

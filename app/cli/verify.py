@@ -116,7 +116,7 @@ def _checkpoint(folder: Path, manifest: Manifest, source: Path | None) -> Genera
         for name in COPIED:
             shelf.small(name)
         yield Checkpoint(shelf)
-    shutil.rmtree(fetched)  # kept after an error, for the next try
+    shutil.rmtree(fetched)  # left there after an error, for the next try
 
 
 def _repair(

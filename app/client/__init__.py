@@ -1,1 +1,1 @@
-"""The engine as the screen and commands use it."""
+"""The engine, as the screen and the commands use it."""

@@ -1,7 +1,7 @@
 """Between the engine and the screen: the only file that turns what the engine and the history report into Textual's
 messages.
 
-Nothing here waits: what the engine leaves wakes the screen's thread, which posts it as messages. When nothing happens,
+Nothing here waits: the engine's events wake the screen's thread, which posts them as messages. When nothing happens,
 nothing runs.
 """
 
@@ -26,7 +26,7 @@ News = Update | HistoryEvent
 
 
 class Heard(Message):
-    """Something happened in the engine, or to the history."""
+    """Something happened in the engine or the history."""
 
     def __init__(self, news: News) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class EngineBridge:
         self._looked = -_PERIOD  # when the last one was, by `time.monotonic`
 
     def start(self, target: MessagePump) -> None:
-        """Begin loading, and drain whenever there is something, for as long as `target` lives."""
+        """Begin loading, and drain whenever there is something, as long as `target` exists."""
         self._target = target
         self._client.listen(self._hear)
         self._history.listen(self._hear)
@@ -57,7 +57,7 @@ class EngineBridge:
         self._recording = (request, answer)
 
     def drain(self, target: MessagePump) -> None:
-        """Post what has come, and save the running answer's text: once it is here, a crash does not lose it."""
+        """Post new events, and save the running answer's text, so that a crash does not lose it."""
         for update in merged(self._client.poll()):
             if isinstance(update, TextDelta) and self._recording and update.request == self._recording[0]:
                 self._recording[1].append(update.text)
@@ -73,7 +73,7 @@ class EngineBridge:
                 self._target.call_later(self._look_soon)
 
     def _look_soon(self) -> None:
-        # One look after the other: they cannot pile up behind a slow paint.
+        # One look at a time: they cannot pile up behind a slow paint.
         wait = self._looked + _PERIOD - time.monotonic()
         if wait > 0 and self._target is not None:
             self._target.set_timer(wait, self._look)
@@ -89,7 +89,7 @@ class EngineBridge:
 def merged(updates: Iterable[Update]) -> list[Update]:
     """One drain's updates in order, an answer's pieces of text joined and older figures left out.
 
-    Token ids reach the screen as text, and nothing is shown of a model that was let go.
+    Token ids reach the screen as text, and nothing is shown of a model that was unloaded.
     """
     found: list[Update] = []
     for update in updates:

@@ -1,7 +1,7 @@
-"""One engine and one model's chat format behind a small interface: messages in, text out. It knows no screen.
+"""One engine and one model's chat format behind a small interface: messages in, text out. Independent of any screen.
 
 The screen and `floe-chat ask` both use this class; they never see a token id. Tokenizer and chat template are programs
-by whoever published the model, so they run in a process of their own (models/tokenizer/chat_process.py).
+by the model's publisher, so they run in their own process (models/tokenizer/chat_process.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextDelta:
 class Submitted:
     """A question accepted by the engine.
 
-    `prompt_tokens` is its whole length; `dropped` counts the oldest messages that no longer fit the window.
+    `prompt_tokens` is the whole prompt's length; `dropped` counts the oldest messages that no longer fit the window.
     """
 
     request: int
@@ -60,7 +60,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A preset and its quality loss as measured on this very pack; None where `floe-chat tune` has not run.
+    """A preset and its quality loss as measured on this pack; None where `floe-chat tune` has not run.
 
     Attributes:
         kl: mean KL divergence from the 16-bit model, nats. bytes_per_token: of experts' weights read.
@@ -117,7 +117,7 @@ class ChatClient:
         self._session.listen(heard)
 
     def open(self, pack: Path) -> None:
-        """Let the model in `pack` answer from now on, on the same device; `poll` reports as after `start`.
+        """Switch to the model in `pack`, on the same device; `poll` reports as after `start`.
 
         A running answer ends first: cancel it, or wait for it.
         """
@@ -157,7 +157,7 @@ class ChatClient:
         return updates + self._text(ids)
 
     def _text(self, ids: list[int]) -> list[Update]:
-        """What these tokens of the running answer say; its failure where the model's tokenizer fails."""
+        """The text of these tokens of the running answer, or `Failed` if the model's tokenizer fails."""
         request = self._running
         if not ids or request is None or not isinstance(self._format, ChatProcess):
             return []
@@ -257,19 +257,19 @@ class ChatClient:
         self._session.send(SetPreset(preset))
 
     def set_quality(self, rule: Rule) -> None:
-        """Turn the quality dial by hand, from the next token on."""
+        """Set the quality by hand, from the next token on."""
         self._session.send(SetQuality(rule))
 
     def close(self) -> None:
-        """End the engine; never hangs: the thread is a daemon and gets half a second to end by itself."""
+        """End the engine; never hangs: the thread is a daemon and gets half a second to end."""
         self._closed = True
         self._close_format()
         self._session.send(Shutdown())
         self._session.join(0.5)
 
     def _model_ready(self, event: Loaded) -> list[Update]:
-        """Pass `event` on when the chat format is there too; the two load side by side."""
-        if event.folder != self._load.pack:  # another model was asked for meanwhile
+        """Pass `event` on once the chat format is ready too; the two load in parallel."""
+        if event.folder != self._load.pack:  # another model was requested meanwhile
             return []
         if not self._format_ready.is_set():
             self._held = event
@@ -282,7 +282,7 @@ class ChatClient:
         return [event]
 
     def _foreign_token(self, event: Loaded) -> FloeError | None:
-        """Why the tokenizer is not this model's; None if the model has all of its tokens."""
+        """Why the tokenizer does not belong to this model; None if the model has all of its tokens."""
         if not isinstance(self._format, ChatProcess) or self._format.largest[0] < event.vocabulary:
             return None
         number, text = self._format.largest
@@ -302,7 +302,7 @@ class ChatClient:
             cause = f"{type(error).__name__}: {error}"
             found = FloeError("The tokenizer's process cannot be started", cause, "Close other programs and try again.")
         with self._format_lock:
-            wanted = ready is self._format_ready and not self._closed  # no other model was asked for meanwhile
+            wanted = ready is self._format_ready and not self._closed  # no other model was requested meanwhile
             if wanted:
                 self._format = found
         if not wanted and isinstance(found, ChatProcess):

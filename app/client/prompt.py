@@ -1,4 +1,4 @@
-"""Making a prompt of messages: as many of the latest as fit the model's window."""
+"""Makes a prompt from messages: as many of the latest as fit the model's window."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Conversations kept on this machine, and nowhere else.
+"""Conversations, saved on this machine and nowhere else.
 
 A conversation is a tree of messages, each linked to the one before it (its parent), and a head: the last message of
-the branch that is shown. Asking again or answering again under the same parent makes a sibling, so that nothing is
-ever written over. One SQLite file holds all of them; `schema.py` has its tables.
+the branch that is shown. Asking or answering again under the same parent makes a sibling, so that nothing is ever
+overwritten. One SQLite file holds all of them; `schema.py` has its tables.
 
 `History` (`live.py`) is for the screen, `open_history` for commands that do one thing and end. Both read by `Reader`
 (`reading.py`) and write by `Store` (`store.py`); a `Writer` (`writer.py`) is the thread between the two.

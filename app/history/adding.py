@@ -1,4 +1,4 @@
-"""Adding many conversations at once, with others at work on the same history."""
+"""Adding many conversations at once, while other processes use the same history."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .database.store import HistoryStore
 from .database.trouble import SQLITE_ERRORS
 from .records import Tree, new_id
 
-_TURN_SECONDS = 0.5  # a lock that others hardly notice
-_PAUSE_SECONDS = 0.15  # who waits for a lock looks every tenth of a second
+_TURN_SECONDS = 0.5  # how long a lock is held: others hardly notice
+_PAUSE_SECONDS = 0.15  # a process that waits for a lock looks every tenth of a second
 
 
 def add_all(store: HistoryStore, trees: Sequence[Tree]) -> list[int]:
-    """Add copies of all `trees`, or none, and return their ids; others have their turns meanwhile.
+    """Add copies of all `trees`, or none, and return their ids; other writers get their turns meanwhile.
 
-    They are hidden until all are there. What a killed process leaves of them is wiped as deleted conversations are.
+    They are hidden until all are there. A killed process's remains are wiped like deleted conversations.
 
     Raises:
         One of `trouble.SQLITE_ERRORS`: the file cannot be written.

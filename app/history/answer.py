@@ -15,7 +15,7 @@ class Answer:
     """An answer on its way into the history; made by `History.answering` and `History.continuing`.
 
     As a context it ends by itself: as "failed" after an exception, as "stopped" if `finish` was not called. `append`
-    and `finish` are for one thread, `collect` for the one that writes.
+    and `finish` are for one thread, `collect` is for the writing thread.
     """
 
     def __init__(self, message: int, text: str, end: End) -> None:
@@ -26,12 +26,12 @@ class Answer:
         self._ended = False
 
     def append(self, text: str) -> None:
-        """More text. It costs what appending to a list costs and never waits."""
+        """More text. It costs no more than appending to a list and never waits."""
         if not self._ended:
             self._pieces.append(text)
 
     def finish(self, stats: AnswerStats | None, state: State = "complete") -> None:
-        """No more text will come; what comes is not taken. A second call does nothing."""
+        """No more text will come; later text is ignored. A second call does nothing."""
         if not self._ended:
             self._ended = True
             self._end(self, state, stats)
@@ -52,7 +52,7 @@ class Answer:
 
 
 def unsaved() -> Answer:
-    """An answer that no history takes."""
+    """An answer that is not saved."""
 
     def ignored(_answer: Answer, _state: State, _stats: AnswerStats | None) -> None:
         return

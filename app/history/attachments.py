@@ -9,17 +9,17 @@ from ...models.errors import UsageError
 from .records import Attachment
 
 LARGEST = 1_000_000
-"""Bytes of an attachment: several times what the window of any model here holds."""
+"""Bytes of an attachment: several times the window of any model here."""
 
 
 def read_attachment(path: Path) -> Attachment:
-    """The text file `path`, as it is; a byte order mark is left out.
+    """The text file `path`, unchanged but for a byte order mark, which is left out.
 
     Raises:
-        UsageError: it cannot be read, is no file, is too large, or holds something other than text.
+        UsageError: it cannot be read, is not a file, is too large, or is not text.
     """
     try:
-        found = path.stat()  # a pipe or a device could keep the one who opens it waiting
+        found = path.stat()  # opening a pipe or a device could block
         if not stat.S_ISREG(found.st_mode):
             raise UsageError(
                 f"{path} cannot be attached", "It is not an ordinary file.", "Give the path of a text file."

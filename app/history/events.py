@@ -1,4 +1,4 @@
-"""What the history tells the screen; `History.poll` hands it out."""
+"""The history's events for the screen; `History.poll` returns them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The history is open. `saved` is False where nothing is kept; `interrupted` answers were cut off by a crash."""
+    """The history is open. `saved` is False if nothing is saved; `interrupted` answers were cut off by a crash."""
 
     saved: bool
     interrupted: int
@@ -15,12 +15,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Something was written, by this program or by another: what was read before may be old."""
+    """Something was written, by this program or another: data read before may be stale."""
 
 
 @dataclass(frozen=True, slots=True)
 class HistoryTrouble:
-    """Something that the person has to be told; the chat goes on. It is told once until it is over."""
+    """A trouble to report to the user; the chat continues. It is reported once until it is over."""
 
     title: str
     cause: str
@@ -29,7 +29,7 @@ class HistoryTrouble:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What could not be written for a while is on the disk now."""
+    """Changes that could not be written for a while are on the disk now."""
 
 
 HistoryEvent = Ready | Changed | HistoryTrouble | Recovered

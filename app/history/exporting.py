@@ -1,4 +1,4 @@
-"""Conversations as files: Markdown to read, JSON to keep (`importing.py` reads it back)."""
+"""Conversations as files: Markdown to read, JSON to store (`importing.py` reads it)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = "floe-chat history"
 FORMAT_VERSION = 1
 
 _LONGEST_NAME = 60
-# JSON escapes only part of what a terminal would obey or turn around.
+# JSON escapes only some of the characters that a terminal would act on or reorder.
 _UNSAFE = re.compile(f"[{CONTROLS}\u200e\u200f\u2028\u2029]")
 _REASONS = {
     "stop": "end of turn",
@@ -40,7 +40,7 @@ def as_json(trees: Sequence[Tree]) -> str:
 
 
 def as_markdown(tree: Tree) -> str:
-    """The branch that is shown, to be read; control characters appear as U+FFFD."""
+    """The shown branch, for reading; control characters appear as U+FFFD."""
     conversation, branch = tree.conversation, _shown(tree)
     begun = stamp(conversation.created)[:16].replace("T", " ") + " UTC"
     facts = (short_name(conversation.setup.model), conversation.setup.preset or "", begun)
@@ -53,7 +53,7 @@ def as_markdown(tree: Tree) -> str:
 
 
 def json_text(value: object, indent: int | None = None) -> str:
-    """`value` as JSON in which everything that a terminal would obey or turn around is escaped."""
+    """`value` as JSON, with all characters escaped that a terminal would act on or reorder."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, allow_nan=False)
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
@@ -74,7 +74,7 @@ def stamp(milliseconds: int) -> str:
 
 
 def footer(stats: AnswerStats) -> str:
-    """The line under an answer, without what was not measured."""
+    """The line under an answer, without figures that were not measured."""
     parts = [f"{stats.tokens} token{'' if stats.tokens == 1 else 's'}"]
     if stats.tokens_per_s is not None:
         parts.append(rate_of(stats.tokens_per_s))
@@ -130,7 +130,7 @@ def _fields(tree: Tree) -> dict[str, Any]:
         "created": stamp(conversation.created),
         "updated": stamp(conversation.updated),
         **asdict(conversation.setup),
-        "model": short_name(conversation.setup.model),  # where it is on this machine is nobody else's business
+        "model": short_name(conversation.setup.model),  # the folder on this machine is private
         "head": None if conversation.head is None else ids.get(conversation.head),
         "messages": [
             {

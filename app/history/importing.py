@@ -1,4 +1,4 @@
-"""Conversations out of the JSON that `exporting.py` writes; nothing in it is trusted."""
+"""Conversations from the JSON that `exporting.py` writes; nothing in it is trusted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list", d
 
 
 def parse(text: str, source: str, tell: Callable[[str], None]) -> list[Tree]:
-    """The conversations in `text`, with ids that only say whose parent is whose; `source` is its name for people.
+    """The conversations in `text`, with ids that only link messages to parents; `source` is its name for people.
 
-    Sampling values that no model takes are left out, and `tell` hears of each: earlier versions could export such.
+    Sampling values that no model takes are left out, each reported to `tell`: earlier versions could export them.
 
     Raises:
-        UsageError: it is not such a file, or damaged; the line or the place, and the reason, are told.
+        UsageError: it is not such a file, or damaged; names the line or the place, and the reason.
     """
     try:
         document: Any = json.loads(text)
@@ -56,7 +56,7 @@ class _BadFieldError(Exception):
 
 @dataclass(frozen=True)
 class _Object:
-    """A JSON object and the way to it, such as "conversations[0].messages[3]"."""
+    """A JSON object and its path, such as "conversations[0].messages[3]"."""
 
     values: dict[str, Any]
     way: str
@@ -116,7 +116,7 @@ def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
         raise item.bad("head", f"is message {head}, which is not in the file")
     drawn = _Object(item.get("sampling", dict), f"{item.way}.sampling")
     setup = ChatSetup(
-        short_name(item.get("model", str)),  # a file may not name a folder that is read when the chat is opened
+        short_name(item.get("model", str)),  # a file must not name a folder: opening the chat would read it
         item.maybe("preset", str),
         _sampling(drawn, tell),
         item.get("system_prompt", str),
@@ -125,7 +125,7 @@ def _tree(item: _Object, tell: Callable[[str], None]) -> Tree:
     )
     at = item.time("created"), item.time("updated")
     title = item.get("title", str)
-    # A blank one is none: its first question names the conversation.
+    # A blank title counts as none: the first question names the conversation.
     return Tree(Conversation(0, 0, title if title.strip() else "", *at, setup, head), tuple(messages.values()))
 
 
@@ -156,7 +156,7 @@ def _quality(item: _Object) -> Rule:
     given: dict[str, Any] = {name: value for name in names if (value := item.number(name, 1)) is not None}
     if "sparsity" not in given:
         raise item.bad("sparsity", "is missing")
-    if item.values.get("lenient") is True:  # as earlier exports said it
+    if item.values.get("lenient") is True:  # the name in earlier exports
         given["late"] = LATE
     return Rule(**given)
 

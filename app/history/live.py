@@ -32,18 +32,18 @@ from .records import (
 
 
 class History:
-    """One open history; any number of them, in any number of processes, may share a file.
+    """One open history; any number of them, in any number of processes, can share a file.
 
     `History(history_file())` opens it in the background; `poll()` with the screen's timer; `close()` at the end. With
-    `file` None nothing is kept and all else is the same. So it is with a file that cannot be used: `poll` tells why
-    (`Trouble`), then `Ready(saved=False)`.
+    `file` None nothing is saved; all else is the same. A file that cannot be used has the same effect: `poll` reports
+    why (`HistoryTrouble`), then `Ready(saved=False)`.
 
-    **Writes** return at once and never fail here. They are made in order by a thread of its own; ids are drawn before,
-    so that what was just written can be written on to. What fails for a passing reason (a lock, a full disk) waits in
-    memory, `poll` tells it (`Trouble`, later `Recovered`), and it is tried again every second.
+    **Writes** return at once and never fail here. A thread makes them in order; ids are drawn in advance, so that a new
+    message can be continued at once. Writes that fail for a passing reason (a lock, a full disk) wait in memory, `poll`
+    reports it (`HistoryTrouble`, later `Recovered`), and they are retried every second.
 
-    **Reads** see what is committed, some milliseconds after it was written: read again when `poll` says `Changed`, or
-    `settle()` first. They may be called from any thread, wait for the opening, and raise FloeError where the file
+    **Reads** see committed data, some milliseconds after it was written: read again when `poll` reports `Changed`, or
+    call `settle()` first. They may be called from any thread, wait for the opening, and raise FloeError where the file
     cannot be read (TryAgainError if it is locked) and UsageError for what does not exist.
     """
 
@@ -68,8 +68,9 @@ class History:
         return events
 
     def listen(self, heard: Callable[[], None]) -> None:
-        """Have `heard` called, on the writer's thread, when there is something to `poll`; what another program writes
-        is seen by polling only."""
+        """Have `heard` called, on the writer's thread, when there is something to `poll`; only polling sees what other
+        programs write.
+        """
         self._writer.events.heard = heard
 
     def settle(self, timeout: float = 2.0) -> bool:
@@ -77,16 +78,16 @@ class History:
         return self._writer.settle(timeout)
 
     def failure(self) -> FloeError | None:
-        """Why its file could not be opened; None if it was, or if nothing is to be kept. It waits for the opening."""
+        """Why its file could not be opened; None if it was, or if nothing is to be saved. Waits for the opening."""
         self._writer.opened.wait()
         return self._writer.failure
 
     def close(self, timeout: float = 2.0) -> bool:
-        """End: running answers are marked as stopped, all is written. False if something was not, by then."""
+        """End: mark running answers as stopped and write everything. False if something was not written in time."""
         for answer in tuple(self._running):
             answer.finish(None, "stopped")
         saved = self._writer.close(timeout)
-        with suppress(IndexError):  # popped, so that no other thread still reads by it
+        with suppress(IndexError):  # popped, so that no other thread still uses it
             while True:
                 self._idle.pop().close()
         with self._watching:
@@ -106,7 +107,7 @@ class History:
     def ask(self, conversation: int, parent: int | None, text: str, attachments: Sequence[Attachment] = ()) -> int:
         """Add a question after the message `parent` (None: as the first one) and show its branch; returns its id.
 
-        A question that is edited is asked anew under the same parent: the old one stays, with all that followed it.
+        An edited question is asked again under the same parent: the old one stays, with all that followed it.
         """
         message = new_id(parent or 0)
         files = tuple(attachments)
@@ -124,7 +125,7 @@ class History:
         return self._begin(answer, begin)
 
     def continuing(self, message: Message, model: str, preset: str) -> Answer:
-        """Write on where the answer `message` ended."""
+        """Continue the answer `message`."""
         answer = Answer(message.id, message.text, self._end)
 
         def begin(store: HistoryStore) -> None:
@@ -142,30 +143,31 @@ class History:
         self._writer.put(lambda store: store.rename(conversation, title))
 
     def set_up(self, conversation: int, setup: ChatSetup) -> None:
-        """Change what a conversation is answered with from now on."""
+        """Change the setup that answers a conversation from now on."""
         self._writer.put(lambda store: store.set_up(conversation, setup))
 
     def delete(self, conversation: int) -> int:
-        """Delete a conversation; returns what `undo` takes, for a week."""
+        """Delete a conversation; returns the mark that `undo` takes, for a week."""
         mark = new_id()
         self._writer.put(lambda store: store.delete(conversation, mark))
         return mark
 
     def delete_message(self, message: int) -> int:
-        """Delete a message and all that follows it; returns what `undo` takes. The branch before it is shown if its own
-        was."""
+        """Delete a message and all that follow it; returns the mark that `undo` takes. If its branch was shown, the
+        branch before it is shown then.
+        """
         mark = new_id()
         self._writer.put(lambda store: store.delete_message(message, mark))
         return mark
 
     def undo(self, mark: int) -> None:
-        """Take a deletion back, and show what was shown before it."""
+        """Undo a deletion, and show what was shown before it."""
         self._writer.put(lambda store: store.undo(mark))
 
     def fork(self, message: int) -> int:
         """Begin another conversation with copies of the branch up to `message`; returns its id.
 
-        The two have nothing in common afterwards: either can be changed or deleted without the other.
+        The two are independent: either can be changed or deleted without the other.
         """
         conversation = new_id()
         self._writer.put(lambda store: store.fork(conversation, message))
@@ -178,11 +180,11 @@ class History:
         return conversation
 
     def keep_unsent(self, questions: Sequence[Unsent]) -> None:
-        """Note what this program has not sent, in the place of what it noted before."""
+        """Save this program's unsent texts, replacing the earlier ones."""
         self._keep_unsent(questions, ())
 
     def take_over_unsent(self) -> list[Unsent]:
-        """What programs that have ended left unsent, oldest first. From now on it is noted as this program's."""
+        """Unsent texts of programs that have ended, oldest first. From now on they are saved as this program's."""
         with self._reading() as reader:
             found = reader.unsent(is_running)
         questions = [question for left in found.values() for question in left]
@@ -197,7 +199,7 @@ class History:
     # Reading: see Reader for each -------------------------------------------------------------------------------------
 
     def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
-        """The newest conversations, or the newest of those that come after `before` in the list."""
+        """The newest conversations, or those that follow `before` in the list."""
         with self._reading() as reader:
             return reader.conversations(limit, before)
 
@@ -212,12 +214,13 @@ class History:
             return reader.numbered(number)
 
     def newest(self) -> Conversation | None:
-        """The conversation that was written to last."""
+        """The last used conversation."""
         with self._reading() as reader:
             return reader.newest()
 
     def branch(self, head: int | None) -> tuple[int, ...]:
-        """The ids of all messages from the beginning to `head`: a screen keeps them, and gets windows by `messages`."""
+        """The ids of all messages from the beginning to `head`: a screen holds them, and reads windows with `messages`.
+        """
         with self._reading() as reader:
             return reader.branch(head)
 
@@ -232,7 +235,7 @@ class History:
             return reader.siblings(message)
 
     def newest_leaf(self, message: int) -> int:
-        """Where the branch through `message` that was written to last ends."""
+        """The end of the last used branch through `message`."""
         with self._reading() as reader:
             return reader.newest_leaf(message)
 
@@ -242,9 +245,9 @@ class History:
             return reader.tree(conversation)
 
     def search(self, words: str, limit: int = 50) -> list[Hit]:
-        """Titles, then messages, that hold all of `words`, best first; the last word may be the beginning of one.
+        """Titles, then messages, that contain all `words`, best first; the last word may be the beginning of one.
 
-        In a large history it takes longer than a key press should: call it from a worker.
+        In a large history it takes too long for a key press: call it from a worker.
         """
         with self._reading() as reader:
             return reader.search(words, limit)

@@ -1,4 +1,4 @@
-"""Who writes an answer, so that another start can tell whether somebody still does."""
+"""Identifies the process that writes an answer, so that a later start can tell whether it still runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 from .records import now
 
 _DAY = 24 * 3600 * 1000
-_CLOCK_SLACK = 5.0  # seconds by which two looks at when one process began may differ
+_CLOCK_SLACK = 5.0  # seconds by which two readings of a process's start time may differ
 
 
 def this_process() -> str:
@@ -24,7 +24,7 @@ def is_running(writer: str, begun: int) -> bool:
 
     machine, number, started = ["", "", "", *writer.rsplit(":", 2)][-3:]
     if machine != platform.node():
-        # Another machine that shares this home cannot be asked.
+        # A process on another machine that shares this home cannot be checked.
         return now() - begun < _DAY
     try:
         return abs(psutil.Process(int(number)).create_time() - float(started)) < _CLOCK_SLACK

@@ -1,7 +1,7 @@
 """What the history holds, as small frozen dataclasses; nothing here knows the database.
 
-Times are whole milliseconds since 1970, UTC. Texts are as they were written: a screen or a terminal gets them through
-`printable` (`app/text/plain_text.py`).
+Times are whole milliseconds since 1970, UTC. Texts are unchanged: a screen or a terminal gets them through `printable`
+(`app/text/plain_text.py`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ TITLE_LENGTH = 60
 LATEST = 253_402_300_799_999
 """The end of the year 9999, in milliseconds since 1970; no time here is later."""
 MOST = 1e12
-"""No figure of an answer is above it: tokens, tokens per second, seconds."""
+"""The most that any figure of an answer can be: tokens, tokens per second, seconds."""
 _RANDOM_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """What a conversation is answered with.
+    """The setup that answers a conversation.
 
     Attributes:
-        model: what `--model` takes. preset: None is the model's own default.
+        model: as `--model` takes it. preset: None is the model's own default.
         system_prompt: the one in force. persona: the name it came under, or "".
-        quality: what was set by hand, in the preset's place; None: the preset is in force.
+        quality: set by hand, instead of the preset; None: the preset is in force.
     """
 
     model: str = ""
@@ -46,7 +46,7 @@ class ChatSetup:
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """What the footer under an answer says; None was not measured.
+    """The figures under an answer; None if not measured.
 
     `stop_reason` is the engine's ("stop", "length", "context", "cancelled"). `virtual`: the
     times are those of a device that is not there.
@@ -60,7 +60,7 @@ class AnswerStats:
 
     @property
     def is_sound(self) -> bool:
-        """Whether an answer can have had such figures."""
+        """Whether the figures are possible."""
         if not isinstance(self.stop_reason, str) or not isinstance(self.virtual, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             return False
         rates = (rate for rate in (self.tokens_per_s, self.first_token_s) if rate is not None)
@@ -70,14 +70,14 @@ class AnswerStats:
 
     @classmethod
     def of(cls, stats: Stats, reason: str) -> AnswerStats:
-        """Those of the engine's last `Stats` of an answer."""
+        """From the engine's last `Stats` of an answer."""
         virtual = stats.rows is not None and stats.rows.virtual
         return cls(stats.new_tokens, stats.decode_tps_mean, stats.first_token_s, reason, virtual)
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A text file that was sent along: its name without folders, and all of its text."""
+    """An attached text file: its name without folders, and its whole text."""
 
     name: str
     text: str
@@ -85,7 +85,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """What a person wrote and has not sent, or what waits for its turn: the text and what goes along."""
+    """Unsent or queued text of the user, and its attachments."""
 
     text: str
     files: tuple[Attachment, ...] = ()
@@ -96,8 +96,8 @@ class Conversation:
     """One tree of messages and the branch that is shown.
 
     Attributes:
-        id: what every call takes. number: short and stable, for people and the command line; it is never used again.
-        title: as the person named it, or "". head: the last message of the branch that is shown; None while empty.
+        id: as every call takes it. number: short and stable, for people and the command line; never reused.
+        title: the user's, or "". head: the last message of the branch that is shown; None while empty.
     """
 
     id: int
@@ -114,7 +114,7 @@ class Summary:
     """A line of the list of conversations.
 
     Attributes:
-        title: the person's, or "". first_line: of the first question, which names it without one.
+        title: the user's, or "". first_line: of the first question, used as its name if there is no title.
         messages: on the branch that is shown.
     """
 
@@ -140,7 +140,7 @@ class Message:
     Attributes:
         parent: the message before it; None begins the conversation. position: how many come before it on its branch.
         sibling, siblings: it is number `sibling` (from 1, by age) of so many that follow the same parent.
-        model, preset: what answered; "" of questions. stats: None of questions, and of answers that a crash cut off.
+        model, preset: of the answer; "" for questions. stats: None for questions, and for answers that a crash cut off.
     """
 
     id: int
@@ -161,7 +161,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A conversation with messages of it, parents before children: what is exported, imported and copied."""
+    """A conversation with its messages, parents before children, for export, import and copies."""
 
     conversation: Conversation
     messages: tuple[Message, ...]
@@ -178,7 +178,7 @@ class Hit:
     """A place that a search found.
 
     Attributes:
-        updated: when the conversation was written to last, in milliseconds since 1970.
+        updated: when the conversation last changed, in milliseconds since 1970.
         message: None where the title matched. position: of the message on its branch.
         shown: whether it is on the branch that the conversation shows; if not, `History.switch` goes there.
         snippet: the text around it, in one line. marks: (start, end) of what matched, in characters of `snippet`.
@@ -196,14 +196,14 @@ class Hit:
 
 
 def as_text(value: object) -> str:
-    """A column as the text it should be: SQLite lets another program store anything there."""
+    """A column as text: SQLite lets another program store anything there."""
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return value if isinstance(value, str) else "" if value is None else str(value)
 
 
 def as_whole(value: object) -> int:
-    """A column as the whole number it should be; 0 in the place of anything else."""
+    """A column as a whole number; 0 for anything else."""
     return value if isinstance(value, int) else 0
 
 
@@ -213,7 +213,7 @@ def first_line(text: str) -> str:
 
 
 def shortened(line: str) -> str:
-    """`line` cut at a word, with an ellipsis, so that it serves as a title."""
+    """`line` cut at a word, with an ellipsis, for use as a title."""
     if len(line) <= TITLE_LENGTH:
         return line
     cut = line[: TITLE_LENGTH - 1]
@@ -230,10 +230,11 @@ _id_lock = threading.Lock()
 
 
 def new_id(after: int = 0) -> int:
-    """A number that no other conversation or message has, above `after` and all that this process has drawn before.
+    """A unique number for a conversation or message, above `after` and all that this process has drawn before.
 
-    Made without asking the database, so that nobody waits for it: the time, then 20 random bits against another
-    process in the same millisecond. A message is thus above its parent, and siblings are in the order of their age.
+    Made without asking the database, so that nothing waits for it: the time, then 20 random bits in case another
+    process draws one in the same millisecond. So a message's id is above its parent's, and siblings are in order of
+    age.
     """
     global _last_id
     with _id_lock:

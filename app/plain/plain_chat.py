@@ -1,8 +1,8 @@
 """`floe-chat --plain`: the chat line by line, for screen readers, braille displays and slow lines.
 
 The screen is painted cell by cell, which no screen reader can follow. Here nothing is painted and no cursor moves. The
-conversation goes to stdout as it comes, without Markdown's marks; remarks go to stderr, each on lines of its own.
-Engine and history are the screen's, so a chat can be continued in either.
+conversation goes to stdout as it comes, without Markdown's marks; remarks go to stderr, on their own lines. Engine and
+history are the screen's, so a chat can be continued in either.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PlainChat:
 
     Attributes:
         dialogue: the chat. setup: of new chats. presets: of the model that answers. files: attached to the next
-            question. stats: of the last answer. failed: whether something that was asked for could not be done.
+            question. stats: of the last answer. failed: whether some request could not be done.
 
     Args:
         setup: model, system prompt and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
-            EOFError at the end, and KeyboardInterrupt where the person wants out of the line.
+        EOFError at the end, and KeyboardInterrupt if the user cancels the line.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class PlainChat:
                 remark(str(error))
 
     def use(self, pack: Path) -> None:
-        """Let the model in `pack` answer. Raises FloeError: it cannot be loaded; the one before answers again then."""
+        """Switch to the model in `pack`. Raises FloeError: it cannot be loaded; the previous model then answers again.
+        """
         before = self.client.pack
         self.client.open(pack)
         try:
@@ -121,7 +122,7 @@ class PlainChat:
                         pass
 
     def _question(self) -> str | None:
-        """What the person wrote, over as many lines as they wanted; None at the end."""
+        """The user's question, of one or more lines; None at the end."""
         lines: list[str] = []
         while True:
             try:
@@ -208,7 +209,7 @@ class PlainChat:
             say(shown.end())
 
     def show(self, *, own_model: bool = True) -> None:
-        """Print the chat from its beginning. With `own_model` its own model answers it, if that is still here."""
+        """Print the chat from its beginning. With `own_model` its own model answers it, if that is still installed."""
         for message in self.dialogue.messages(self.dialogue.ids):
             if message.role == "user":
                 files = "".join(f" [{file.name}]" for file in message.attachments)
@@ -236,7 +237,7 @@ class PlainChat:
 def run_plain(beginning: Beginning, history: History) -> int:
     """Chat line by line until the person leaves; returns the exit code.
 
-    Where the lines do not come from a person at a terminal, it is 1 if one of them could not be obeyed or answered.
+    If the lines do not come from a terminal, it is 1 if one of them could not be carried out or answered.
 
     Raises:
         FloeError: the model cannot be loaded.

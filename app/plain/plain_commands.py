@@ -63,11 +63,11 @@ class Chat(Protocol):
 
 
 class PlainCommands:
-    """What a line that begins with a slash does to one chat."""
+    """Runs lines that begin with a slash."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._deleted: list[tuple[int, int]] = []  # what `undo` takes, and the chat it belongs to
+        self._deleted: list[tuple[int, int]] = []  # the mark for `undo`, and its chat
         commands = (
             _Command("/new", "starts a new chat; this one is saved", self._new),
             _Command("/again", "answers the last question again", self._again),

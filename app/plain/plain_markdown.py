@@ -23,15 +23,15 @@ _OPENS = re.compile(r"[`*~\[!]|(?<!\w)_")
 
 
 class PlainMarkdown:
-    """Takes text as it comes and gives what can be shown of it: all but what a mark still open may change."""
+    """Takes text as it comes and returns what can be shown: all but the part that an open mark may still change."""
 
     def __init__(self) -> None:
         self._line = ""  # since the last newline, as it came
-        self._shown = 0  # characters of it, as plain text, that were given
+        self._shown = 0  # characters of it, as plain text, that were returned
         self._fence = ""  # the mark that ends the code block, or ""
 
     def feed(self, text: str) -> str:
-        """The text to show after `text` came."""
+        """Take more text; returns what can now be shown."""
         given: list[str] = []
         first, *rest = text.split("\n")
         self._line += first
@@ -42,13 +42,13 @@ class PlainMarkdown:
         return "".join(given)
 
     def end(self) -> str:
-        """What was still held back."""
+        """The text that was held back."""
         plain, shown = self._whole(), self._shown
         self._line, self._shown, self._fence = "", 0, ""
         return plain[shown:]
 
     def _begun(self) -> str:
-        """What is certain of the line that is being written."""
+        """The certain part of the line that is being written."""
         if self._fence:
             if self._fence.startswith(self._line.strip()[:1] or self._fence):
                 return ""  # it may become the end of the block
@@ -64,12 +64,12 @@ class PlainMarkdown:
         return new
 
     def _certain(self, begin: int) -> int:
-        """Where the first mark stands that is not closed yet."""
+        """The position of the first mark that is not closed yet."""
         at = begin
         while (opened := _OPENS.search(self._line, at)) is not None:
             spans = (span.match(self._line, opened.start()) for span in _SPANS)
             closed = next((span for span in spans if span is not None), None)
-            # A span that ends the line may yet grow: two stars after one, a link after its text.
+            # A span at the end of the line may still grow: a second star, a link after its text.
             if closed is None or closed.end() == len(self._line):
                 return opened.start()
             at = closed.end()

@@ -1,4 +1,4 @@
-"""`floe-chat bench`: what this machine reaches. A table on stdout and JSON as its last line; progress on stderr."""
+"""`floe-chat bench`: how fast this machine is. A table on stdout and JSON as its last line; progress on stderr."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`floe-chat bench decode`, `prefill` and `ablation`: what a whole model reaches, a pack or one of random weights."""
+"""`floe-chat bench decode`, `prefill` and `ablation`: the speed of a whole model, a pack or one with random weights."""
 
 from __future__ import annotations
 

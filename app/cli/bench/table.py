@@ -1,4 +1,4 @@
-"""What a benchmark found, for people and as JSON; and how its progress is shown meanwhile."""
+"""A benchmark's results, for people and as JSON, and its progress."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEGEND = (
 
 @contextmanager
 def measuring() -> Generator[Report]:
-    """Where progress goes while something is measured: a line of a terminal's stderr that is wiped in the end."""
+    """Shows progress while something is measured: one line on a terminal's stderr, wiped at the end."""
 
     def report(what: str, done: int, total: int) -> None:
         if sys.stderr.isatty():
@@ -48,7 +48,7 @@ def measuring() -> Generator[Report]:
 
 
 def finish(table: Table, *, as_json: bool) -> None:
-    """Compare with earlier runs on this machine, keep this one, and print."""
+    """Compare with earlier runs on this machine, save this one, and print."""
     fields = {"version": version("floe-chat"), **dataclasses.asdict(table, dict_factory=_rounded)}
     verdict = _remember(fields)
     if not as_json:

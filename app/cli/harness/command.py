@@ -31,7 +31,9 @@ _LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class TaskScores:
-    """What was measured on what. `cut` counts, over all presets, the requests that were longer than the window."""
+    """The scores, and what they were measured on. `cut` counts, over all presets, the requests that were longer than
+    the window.
+    """
 
     lm_eval: str
     model: str

@@ -1,9 +1,9 @@
-"""A loaded pack as EleutherAI's lm-evaluation-harness sees a model: text in, log-likelihoods and answers out.
+"""A loaded pack in the form that EleutherAI's lm-evaluation-harness expects: text in, log-likelihoods and answers out.
 
-What is scored is what the harness's own class for transformers models (`lm_eval.models.huggingface.HFLM`) would score,
-token for token: the same encoding, the same start token, the same truncation from the left. A test compares the two.
-Only how it is computed differs: many short requests go through the model in one pass, and a long one in several, so
-that an expert's weights are read for many tokens at once and logits never take more than `CHUNK` rows of memory.
+Scores are those of the harness's own class for transformers models (`lm_eval.models.huggingface.HFLM`), token for
+token: the same encoding, the same start token, the same truncation from the left. A test compares the two. Only the
+computation differs: many short requests go through the model in one pass, and a long one in several, so that an
+expert's weights are read for many tokens at once and logits never take more than `CHUNK` rows of memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: which there are, their data, and a border around what they may do.
+"""Tasks of lm-evaluation-harness: finding them, loading their data, and limiting what they may do.
 
 A task is a YAML file, often with Python beside it, and data from the Hugging Face Hub. Nothing is fetched unless the
 person allowed it, and code that only the Hub has is never run: data sets are files, and tasks whose metrics are
@@ -119,7 +119,7 @@ def measure(lm: PackLM, tasks: dict[str, Any], limit: int | None, *, chat: bool,
     from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
     from lm_eval.evaluator import evaluate
 
-    # As the harness's own command does it; and for each preset anew, so that all see the same examples.
+    # As the harness's own command does it, and again for each preset, so that all see the same examples.
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     for task in tasks["tasks"].values():
@@ -183,7 +183,7 @@ def _manager(folder: Path | None, *, own_only: bool) -> Any:
 
 @contextlib.contextmanager
 def _border(title: str, *, download: bool) -> Generator[None]:
-    """The harness and its tasks work in here: quiet, off the network if so, and every failure is explained."""
+    """Runs the harness and its tasks: silenced, without network unless allowed, every failure explained."""
     try:
         with _silence(), contextlib.nullcontext() if download else _no_network():
             yield

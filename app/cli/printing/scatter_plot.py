@@ -1,4 +1,4 @@
-"""A plot of points in characters, the vertical axis logarithmic."""
+"""A plot of points in text characters, with a logarithmic vertical axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def scatter(points: Sequence[tuple[float, float, str]], width: int, height: int, x_name: str, y_name: str) -> list[str]:
-    """Lines of text; of points (x, y > 0, one character) that fall together the last one is seen.
+    """Lines of text. Of points (x, y > 0, one character) in the same place the last one is shown.
 
     The axes end at the outermost points; x is linear, y a power of ten.
     """

@@ -1,4 +1,4 @@
-"""Opening the history's file: private, of our version, undamaged, and rid of what a crash left half done."""
+"""Opens the history's file: makes it private, migrates it, checks it for damage, and cleans up after a crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHECK_EVERY = 24 * 3600
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open history; what happened on the way that the person should know; how many answers a crash had cut off."""
+    """An open history; notices for the user from opening it; how many answers a crash cut off."""
 
     store: HistoryStore
     notices: tuple[Notice, ...]
@@ -38,20 +38,20 @@ class Opened:
 
 
 def history_file() -> Path:
-    """Where the history lies: in a folder of its own, since that is closed to others."""
+    """Where the history is: in its own folder, which is closed to other users."""
     return Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "history" / "history.db"
 
 
 def open_history(file: Path) -> Opened:
     """Open the history in `file`, or begin one there.
 
-    Once a day, and after any sign of damage, all of it is checked. A damaged file is renamed, with the date in its
-    name, and a new one begun with all that can still be read of it. Answers that nobody writes any more are marked as
-    stopped, and what was deleted a week ago is wiped.
+    Once a day, and after any sign of damage, the whole file is checked. A damaged file is renamed, with the date in its
+    name, and a new one is started with all that can still be read. Answers that no process is writing any more are
+    marked as stopped, and chats deleted a week ago are wiped.
 
     Raises:
-        TryAgainError: another program holds it. FloeError: it cannot be written there, it is of a newer version (and
-            is left alone), or this Python's SQLite has no full-text search.
+        TryAgainError: another program holds it. FloeError: it cannot be written there, it has a newer version (and is
+        left alone), or this Python's SQLite has no full-text search.
     """
     if not has_search():
         raise FloeError(
@@ -70,7 +70,7 @@ def open_history(file: Path) -> Opened:
         except (*SQLITE_ERRORS, FloeError) as error:
             if not is_damage(error, opening=True):
                 raise
-        # Two that start at the same time may both have found the damage; the second finds the first one's new file.
+        # Two processes that start at the same time may both find the damage; the second finds the first one's new file.
         kept = _set_aside(file) if inode(file) == found else None
         _make_private(file)
         opened = _open(file)
@@ -80,7 +80,7 @@ def open_history(file: Path) -> Opened:
 
 
 def open_to_read(file: Path) -> Opened:
-    """Open the history in `file` for who only reads. Where it cannot be written, it is read as it is.
+    """Open the history in `file` for reading. If it cannot be written, it is read as it is.
 
     Raises:
         FloeError: as `open_history`, where it cannot even be read.
@@ -98,13 +98,13 @@ def open_to_read(file: Path) -> Opened:
 
 
 def parts(file: Path) -> list[Path]:
-    """Which exist of the file, its rollback journal, its write-ahead log and that log's index."""
+    """The existing ones of the file, its rollback journal, its write-ahead log and that log's index."""
     paths = (file.with_name(file.name + ending) for ending in ("", "-journal", "-wal", "-shm"))
     return [path for path in paths if path.exists()]
 
 
 def inode(file: Path) -> int | None:
-    """Which file it is, whatever it is called; None if there is none."""
+    """Identifies the file, whatever its name; None if there is none."""
     try:
         return file.stat().st_ino
     except OSError:
@@ -112,15 +112,15 @@ def inode(file: Path) -> int | None:
 
 
 def open_unsaved() -> HistoryStore:
-    """A history in memory: everything works, and nothing is kept."""
+    """A history in memory: everything works, and nothing is saved."""
     connection = _configured(":memory:")
     migrate(connection, search=has_search())
     return HistoryStore(connection)
 
 
 def connect(file: Path) -> sqlite3.Connection:
-    """One more connection to a file that `open_history` has opened; its user takes care of threads."""
-    # As an address, since a bare name would make a new file where this one was taken away.
+    """One more connection to a file that `open_history` has opened; the caller takes care of threads."""
+    # As a URI, since a bare name would create a new file if this one was removed.
     return _configured(f"{file.absolute().as_uri()}?mode=rw")
 
 
@@ -142,8 +142,8 @@ def _open(file: Path) -> Opened:
 
 
 def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
-    """Check it if that is due, and do what a crash or time has left to do. While another program writes, it is left to
-    a later start: whoever reads need not wait, and what is written waits for its turn by itself.
+    """Check the file if that is due, and clean up after crashes and old deletions. While another program writes, a
+    later start does this: readers need not wait, and writes queue up anyway.
     """
     store, notices, interrupted = HistoryStore(connection), (), 0
     connection.execute("PRAGMA busy_timeout = 0")
@@ -156,7 +156,7 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
             interrupted = store.stop_abandoned(is_running)
             purged = store.purge(now() - KEPT_AFTER_DELETION)
         if purged:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log, too, holds what was wiped
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still holds what was wiped
     except sqlite3.OperationalError as error:
         if not is_busy(error):
             raise
@@ -169,13 +169,13 @@ def _reading_only(file: Path) -> sqlite3.Connection | None:
     try:
         file = private_file.real(file)
         for part in parts(file):
-            private_file.need_ordinary(part)  # SQLite would wait for a pipe
+            private_file.need_ordinary(part)  # SQLite would block on a pipe
     except OSError:
         return None
     log = file.with_name(file.name + "-wal")
-    # An index of the log cannot be made on a full or read-only disk, and a failed opening leaves an unfinished one: a
-    # connection that has the file to itself has its index in memory. Where the log is empty, a connection that is told
-    # that nothing changes makes none: that would have the file's mode, and nobody could write it later.
+    # On a full or read-only disk the log's index cannot be created, and a failed opening leaves an unfinished one: a
+    # connection with exclusive access keeps its index in memory. With an empty log, an immutable connection creates
+    # none: it would get the file's mode, and nobody could write it later.
     full = log.exists() and log.stat().st_size > 0
     ways = (("mode=ro",), ("mode=rw", "locking_mode = EXCLUSIVE")) if full else (("mode=ro&immutable=1",),)
     for way, *first in ways:
@@ -192,7 +192,7 @@ def _reading_only(file: Path) -> sqlite3.Connection | None:
 
 
 def _check(connection: sqlite3.Connection, file: Path, *, suspect: bool) -> bool:
-    """Look at every page, and note that it was done; whether the search index was made anew.
+    """Check every page and record that; returns whether the search index was rebuilt.
 
     Raises:
         DamagedError: the file is damaged. sqlite3.Error: it cannot even be checked.
@@ -209,7 +209,7 @@ def _check(connection: sqlite3.Connection, file: Path, *, suspect: bool) -> bool
 
 
 def _last_check(file: Path) -> float | None:
-    """In seconds since 1970; None: never."""
+    """Seconds since 1970; None: never."""
     try:
         return checked(file).stat().st_mtime
     except OSError:
@@ -238,7 +238,7 @@ def _make_private(file: Path) -> tuple[Notice, ...]:
     private_file.own_folder(file.parent)
     if not file.exists():
         os.close(private_file.open_for(file, os.O_RDWR | os.O_CREAT))
-    # Not opened otherwise: closing it would take away the locks of this process's other connections.
+    # Only SQLite may open it: closing another descriptor would drop the locks of this process's other connections.
     for part in parts(private_file.real(file)):
         private_file.need_ordinary(part)
     private_file.own_file(file)
@@ -246,7 +246,7 @@ def _make_private(file: Path) -> tuple[Notice, ...]:
 
 
 def _refuse_foreign(file: Path) -> None:
-    """Look before anything could be written.
+    """Check before anything is written.
 
     Raises:
         FloeError: another program made it, or a newer floe-chat. sqlite3.Error: it cannot be read.
@@ -288,7 +288,7 @@ def _emptied(file: Path) -> Notice:
 def _set_aside(file: Path) -> Path:
     kept = file.with_name(f"{file.stem}-damaged-{datetime.now():%Y-%m-%d-%H%M%S}{file.suffix}")
     checked(file).unlink(missing_ok=True)
-    for part in parts(file):  # what the log holds was not yet in the file
+    for part in parts(file):  # the log's content was not yet in the file
         part.rename(kept.with_name(part.name.replace(file.name, kept.name, 1)))
     return kept
 

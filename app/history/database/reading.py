@@ -1,4 +1,4 @@
-"""Everything that is read of the history, over one connection."""
+"""Everything that reads the history, over one connection."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..records import (
 )
 
 _AT_ONCE = 500  # placeholders in one statement
-_OPEN, _CLOSE = "\x02", "\x03"  # around what matched, in a snippet; control characters are taken out of texts first
+_OPEN, _CLOSE = "\x02", "\x03"  # around matches in a snippet; control characters are removed from texts first
 
 _Record = TypeVar("_Record", Sampling, Rule, AnswerStats)
 
@@ -73,24 +73,24 @@ _FOUND_TITLE = f"""SELECT c.id, c.number, c.title, c.updated,
 
 
 class Reader:
-    """Queries over one open history. What was deleted is never seen.
+    """Queries over one open history. Deleted chats are never returned.
 
     Every method raises one of `trouble.SQLITE_ERRORS` where the file cannot be read; methods that take an id raise
     UsageError where there is no such conversation or message.
 
     Attributes:
-        left_out: the numbers of conversations read so far that are kept with a sampling value that no model takes, as
-            an earlier version could; the default is read in its place.
+        left_out: the numbers of conversations read so far whose saved sampling values no model takes, as an earlier
+        version could save; defaults replace them.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        # A flipped bit may make a text that is no UTF-8; the rest of it is still worth reading.
+        # A flipped bit can make a text invalid UTF-8; the rest of it is still worth reading.
         connection.text_factory = forgiving
         self.left_out: set[int] = set()
 
     def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
-        """The newest conversations, or the newest of those that come after `before` in the list."""
+        """The newest conversations, or those that follow `before` in the list."""
         page, values = "", [limit]
         if before is not None:
             page = " AND (c.updated, c.number) < (?, ?)"
@@ -107,20 +107,20 @@ class Reader:
         return self._one_conversation("number = ?", number, f"There is no chat {number}")
 
     def newest(self) -> Conversation | None:
-        """The conversation that was written to last."""
+        """The last used conversation."""
         rows = self._rows(f"{_CONVERSATION} ORDER BY updated DESC, number DESC LIMIT 1")
         return next((self._conversation(row) for row in rows), None)
 
     def branch(self, head: int | None) -> tuple[int, ...]:
-        """The ids of the messages from the beginning to `head`; a window of them goes to `messages`.
+        """The ids of the messages from the beginning to `head`; pass a window of them to `messages`.
 
         It touches one row per message, and none of the texts.
         """
         return () if head is None else tuple(row[0] for row in self._rows(PATH, [head]))[::-1]
 
     def newest_leaf(self, message: int) -> int:
-        """Where the branch through `message` that was written to last ends: the head to switch to."""
-        # A message's id is above its parent's, so that the highest has none below it.
+        """The end of the last used branch through `message`: the head to switch to."""
+        # A message's id is greater than its parent's, so the highest id is a leaf.
         sql = f"{SUBTREE} SELECT max(id) FROM message WHERE id IN (SELECT id FROM below) AND deleted IS NULL"
         leaf = next(self._rows(sql, [message]))[0]
         if leaf is None:
@@ -128,7 +128,7 @@ class Reader:
         return int(leaf)
 
     def messages(self, ids: Sequence[int]) -> list[Message]:
-        """The messages `ids`, in this order; what does not exist (any more) is left out."""
+        """The messages `ids`, in this order; those that do not exist (any more) are left out."""
         found: dict[int, Message] = {}
         for start in range(0, len(ids), _AT_ONCE):
             part = list(ids[start : start + _AT_ONCE])
@@ -161,9 +161,9 @@ class Reader:
         return Tree(self.conversation(conversation), tuple(_linked(self.messages(ids))))
 
     def search(self, words: str, limit: int = 50) -> list[Hit]:
-        """Titles, then messages, that hold all of `words`, best first.
+        """Titles, then messages, that contain all `words`, best first.
 
-        The last word may be the beginning of one; "words in quotes" stand side by side. Case and accents do not matter.
+        The last word may be a prefix; "words in quotes" are a phrase. Case and accents do not matter.
         """
         wanted = _match_expression(words)
         if not wanted:
@@ -184,8 +184,9 @@ class Reader:
         return hits
 
     def unsent(self, is_running: Callable[[str, int], bool]) -> dict[str, list[Unsent]]:
-        """What programs that have ended left unsent, by their names, oldest first; `is_running` gets a name and when
-        that program noted it."""
+        """Unsent texts of programs that have ended, by program, oldest first; `is_running` gets a program's name and
+        when it saved them.
+        """
         found: dict[str, list[Unsent]] = {}
         for writer, written, text, files in self._rows(
             "SELECT writer, written, text, files FROM unsent ORDER BY written, writer, place"
@@ -199,7 +200,7 @@ class Reader:
         return int(next(self._rows("PRAGMA data_version"))[0])
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the connection."""
         self._connection.close()
 
     def _summary(self, conversation: int) -> Iterator[Summary]:
@@ -226,7 +227,7 @@ class Reader:
 
 
 def forgiving(raw: bytes) -> str:
-    """A text as the file has it, for `sqlite3.Connection.text_factory`."""
+    """A text as stored, for `sqlite3.Connection.text_factory`."""
     return raw.decode("utf-8", "replace")
 
 
@@ -244,7 +245,9 @@ def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Messa
 
 
 def _linked(messages: Sequence[Message]) -> list[Message]:
-    """The messages, ids ascending, each with a parent before it: in a damaged file one may be lost, or be its child."""
+    """The messages, ids ascending, each with a parent before it: in a damaged file a parent may be lost, or be a child
+    of the message.
+    """
     linked: list[Message] = []
     known: set[object] = {None}
     for message in messages:
@@ -294,18 +297,18 @@ def _record(kind: type[_Record], text: str | None) -> _Record | None:
 
 
 def _match_expression(words: str) -> str:
-    """What a person typed, in FTS5's language: every word or phrase quoted, the last one a beginning."""
+    """The user's words as an FTS5 query: every word or phrase quoted, the last one a prefix."""
     parts = [
         (phrase or word).replace('"', "").replace("\0", "")
         for phrase, word in re.findall(r'"([^"]*)"|(\S+)', words.encode(errors="replace").decode())
     ]
-    # What has no letter and no digit is not in the index, and would match nothing.
+    # Words without a letter or digit are not in the index, and would match nothing.
     kept = [f'"{part}"' for part in parts if any(char.isalnum() for char in part)]
     return " ".join(kept) + ("" if not kept or words.rstrip().endswith('"') else "*")
 
 
 def _marked(snippet: str) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """FTS5's snippet as one line, and where its marks were."""
+    """FTS5's snippet as one line, and the positions of its marks."""
     text, marks, start = "", [], -1
     for piece in re.split(f"([{_OPEN}{_CLOSE}])", re.sub(r"[^\S\x02\x03]+", " ", snippet)):
         if piece == _OPEN:

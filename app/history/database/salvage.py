@@ -1,4 +1,4 @@
-"""What can still be read of a damaged history, row by row."""
+"""Recovers what can still be read of a damaged history, row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Row = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """How many conversations and messages could be read; of how many conversations others were lost in between."""
+    """How many conversations and messages could be read, and how many conversations lost messages in between."""
 
     conversations: int
     messages: int
@@ -33,15 +33,15 @@ class Salvaged:
 def salvage(damaged: Path, store: HistoryStore) -> Salvaged:
     """Copy what can be read of the file `damaged` into `store`.
 
-    Sampling values and the figures of answers are left behind. A message whose parent is lost follows the last one
-    before that, one whose conversation is lost gets a new one.
+    Sampling values and the figures of answers are dropped. A message whose parent is lost follows the one before that;
+    one whose conversation is lost gets a new conversation.
 
     Raises:
         sqlite3.Error: `store` cannot be written.
     """
     connection = sqlite3.connect(f"{damaged.absolute().as_uri()}?mode=ro", uri=True)
     connection.text_factory = forgiving
-    connection.execute("PRAGMA writable_schema = ON")  # else a file that is shorter than it says is not read at all
+    connection.execute("PRAGMA writable_schema = ON")  # otherwise a truncated file is not read at all
     try:
         conversations = {row[1]: row for row in _rows(connection, "conversation", "number", _CONVERSATION)}
         messages = sorted(_rows(connection, "message", "id", _MESSAGE), key=lambda row: row[0])
@@ -83,7 +83,7 @@ def _joined(rows: Sequence[_Row]) -> tuple[list[_Row], bool]:
     known, joined = set(ids), list[_Row]()
     for identity, conversation, parent, *rest in rows:
         before = parent
-        # A parent above its child would be a ring, or a flipped bit.
+        # A parent id above its child's would be a cycle, or a flipped bit.
         if parent is not None and (parent not in known or parent >= identity):
             place = bisect_left(ids, min(parent, identity) if isinstance(parent, int) else identity)
             before = ids[place - 1] if place else None

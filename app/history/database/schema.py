@@ -1,4 +1,4 @@
-"""The tables, and how a file of an older version gets them: `MIGRATIONS[n]` leads from version n to n + 1.
+"""The tables, and the migrations of older files: `MIGRATIONS[n]` leads from version n to n + 1.
 
 `PRAGMA user_version` holds the version. Steps are never changed once released, only added.
 """
@@ -9,7 +9,7 @@ import re
 import sqlite3
 
 _TABLES = (
-    # AUTOINCREMENT: the number of a purged conversation is not given to another.
+    # AUTOINCREMENT: the number of a purged conversation is never reused.
     """CREATE TABLE conversation (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         id INTEGER NOT NULL UNIQUE,
@@ -24,7 +24,7 @@ _TABLES = (
         head INTEGER REFERENCES message (id) ON DELETE SET NULL,
         deleted INTEGER
     )""",
-    # What walks along a branch reads comes first in a row, the text, which may spill to other pages, last.
+    # Columns that a walk along a branch reads come first; the text, which may spill to other pages, comes last.
     """CREATE TABLE message (
         id INTEGER PRIMARY KEY,
         conversation INTEGER NOT NULL REFERENCES conversation (id) ON DELETE CASCADE,
@@ -47,7 +47,7 @@ _TABLES = (
         text TEXT NOT NULL,
         PRIMARY KEY (message, place)
     )""",
-    # `mark` is what was written into `deleted`: a time and a name in one (records.new_id).
+    # `mark` is the value in `deleted`: time and identifier in one (records.new_id).
     """CREATE TABLE deletion (
         mark INTEGER PRIMARY KEY,
         conversation INTEGER NOT NULL REFERENCES conversation (id) ON DELETE CASCADE,
@@ -67,7 +67,7 @@ _SEARCH_TABLES = (
         title, content='conversation', content_rowid='number', tokenize='unicode61 remove_diacritics 2')""",
 )
 
-# A text is indexed when it is finished, not at each of the commits that it is written by.
+# A text is indexed once it is finished, not at every commit while it grows.
 _SEARCH_TRIGGERS = (
     """CREATE TRIGGER message_added AFTER INSERT ON message WHEN new.state <> 'streaming' BEGIN
         INSERT INTO message_text (rowid, text) VALUES (new.id, new.text); END""",
@@ -96,7 +96,7 @@ _FILL_SEARCH = (
 
 _UNSENT = (
     "ALTER TABLE conversation ADD COLUMN quality TEXT",
-    # What programs have not sent yet: each writes its own rows, and takes over those of programs that have ended.
+    # Unsent texts: each program writes its own rows, and takes over those of programs that have ended.
     """CREATE TABLE unsent (
         writer TEXT NOT NULL,
         place INTEGER NOT NULL,
@@ -118,14 +118,14 @@ def version_of(connection: sqlite3.Connection) -> int:
 
 
 def migrate(connection: sqlite3.Connection, target: int = VERSION, *, search: bool = True) -> None:
-    """Bring the tables to version `target`, step by step; a step is taken whole or not at all.
+    """Bring the tables to version `target`, step by step; each step is atomic.
 
     Without `search` nothing can be found: for an SQLite that has no full-text search.
     """
     while version_of(connection) < target:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            # Another process may have taken the step while this one waited for its turn.
+            # Another process may have taken this step while this one waited.
             if (version := version_of(connection)) < target:
                 for statement in MIGRATIONS[version] if search or MIGRATIONS[version] is not _SEARCH else ():
                     connection.execute(statement)
@@ -139,27 +139,27 @@ def migrate(connection: sqlite3.Connection, target: int = VERSION, *, search: bo
 
 
 def lacking(connection: sqlite3.Connection) -> str:
-    """Which table, index or trigger of ours an open file does not have, in words; "" if all are there."""
+    """Names a table, index or trigger that an open file lacks; "" if all are there."""
     found = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
     made = re.findall(r"CREATE (?:VIRTUAL )?(?:TABLE|INDEX|TRIGGER) (\w+)", "\n".join(sum(MIGRATIONS, ())))
     return next((f"its {name} is missing" for name in made if name not in found), "")
 
 
 def mend_search(connection: sqlite3.Connection, *, suspect: bool) -> bool:
-    """Make the search indexes anew from the texts, inside a transaction, if they are damaged; whether that was done.
+    """Rebuild the search indexes from the texts, inside a transaction, if they are damaged; returns whether it did.
 
-    Damage in them is nothing that SQLite's own check of a file would see, and their own does not see all of it:
-    `suspect` is for indexes in which something was met already.
+    SQLite's file check does not see damage in them, and their own check does not see all of it: `suspect` forces a
+    rebuild after an error.
     """
     broken = [name for name in ("message_text", "conversation_title") if suspect or not _is_sound(connection, name)]
     for name in broken:
-        # A damaged index can neither be emptied nor dropped: SQLite's tables below it get what those of a new one hold.
+        # A damaged index can neither be emptied nor dropped: its shadow tables get the content of a new one's.
         connection.execute(f"CREATE VIRTUAL TABLE temp.fresh_{name} USING fts5(text)")
         for table in ("data", "idx", "docsize"):
             connection.execute(f"DELETE FROM {name}_{table}")
             connection.execute(f"INSERT INTO {name}_{table} SELECT * FROM temp.fresh_{name}_{table}")
         connection.execute(f"DROP TABLE temp.fresh_{name}")
-        # And what this connection remembers of the damaged one has to go.
+        # And this connection's cached state of the damaged one has to go.
         connection.execute(f"INSERT INTO {name} ({name}) VALUES ('delete-all')")
     for statement in _FILL_SEARCH:
         if any(f"INTO {name} " in statement for name in broken):

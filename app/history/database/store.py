@@ -18,13 +18,13 @@ KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
 class HistoryStore(Reader):
     """Reads and writes over one connection.
 
-    Every writing method raises one of `trouble.SQLITE_ERRORS` where the file cannot be written, and UsageError where it
-    is asked for what does not exist.
+    Every writing method raises one of `trouble.SQLITE_ERRORS` if the file cannot be written, and UsageError for what
+    does not exist.
     """
 
     @contextmanager
     def transaction(self) -> Generator[None]:
-        """All that happens inside is kept, or nothing of it."""
+        """Everything inside is committed, or nothing."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -48,7 +48,7 @@ class HistoryStore(Reader):
     def add_question(
         self, message: int, conversation: int, parent: int | None, text: str, attachments: Sequence[Attachment]
     ) -> None:
-        """Add what the person wrote, under the id `message`, and show the branch that ends in it."""
+        """Add the user's message, under the id `message`, and show the branch that ends in it."""
         self.insert(message, conversation, parent, "user", text)
         self.attach(message, attachments)
         self._show(conversation, message)
@@ -60,17 +60,17 @@ class HistoryStore(Reader):
         self._show(conversation, message)
 
     def reopen_answer(self, message: int, model: str, preset: str, writer: str) -> None:
-        """Let `writer` write on where an answer ended."""
+        """Let `writer` continue an answer."""
         sql = "UPDATE message SET state = 'streaming', model = ?, preset = ?, writer = ? WHERE id = ?"
         self._connection.execute(sql, (_sound(model), _sound(preset), writer, message))
         self._show(self._conversation_of(message), message)
 
     def write_answer(self, message: int, text: str) -> None:
-        """Set all that was written of an answer so far."""
+        """Set an answer's text so far."""
         self._connection.execute("UPDATE message SET text = ? WHERE id = ?", (_sound(text), message))
 
     def end_answer(self, message: int, text: str, state: State, stats: AnswerStats | None) -> None:
-        """Set all of an answer's text and how it ended; from here on it is found by a search."""
+        """Set an answer's whole text and how it ended; from now on a search finds it."""
         self.write_answer(message, text)
         sql = "UPDATE message SET state = ?, stats = ?, writer = NULL WHERE id = ?"
         self._connection.execute(sql, (state, _json(stats), message))
@@ -88,7 +88,7 @@ class HistoryStore(Reader):
         self._change("title = ?", conversation, _sound(title))
 
     def set_up(self, conversation: int, setup: ChatSetup) -> None:
-        """Change what it is answered with from now on."""
+        """Change the setup that answers it from now on."""
         sql = "model = ?, preset = ?, sampling = ?, system_prompt = ?, persona = ?, quality = ?"
         self._change(sql, conversation, *_columns(setup))
 
@@ -98,10 +98,10 @@ class HistoryStore(Reader):
         self._change("deleted = ?", conversation, mark)
 
     def delete_message(self, message: int, mark: int) -> None:
-        """Hide a message and all that follows it; `undo(mark)` brings them back.
+        """Hide a message and all that follow it; `undo(mark)` restores them.
 
-        If the conversation shows one of them, it shows the branch up to the message before afterwards, or what is left
-        where none is before it.
+        If the conversation shows one of them, it then shows the branch up to the message before, or another branch if
+        there is none.
         """
         conversation = self.conversation(self._conversation_of(message))
         self._connection.execute(
@@ -119,7 +119,7 @@ class HistoryStore(Reader):
             self._connection.execute(sql, (message, conversation.id, conversation.id))
 
     def undo(self, mark: int) -> None:
-        """Take a deletion back; nothing happens if it was wiped already, or taken back."""
+        """Undo a deletion; nothing happens if it was wiped or undone already."""
         self._connection.execute("UPDATE conversation SET deleted = NULL WHERE deleted = ?", (mark,))
         if self._connection.execute("UPDATE message SET deleted = NULL WHERE deleted = ?", (mark,)).rowcount:
             sql = """UPDATE conversation SET head = deletion.head FROM deletion
@@ -128,7 +128,7 @@ class HistoryStore(Reader):
         self._connection.execute("DELETE FROM deletion WHERE mark = ?", (mark,))
 
     def deletion_of(self, number: int) -> int | None:
-        """The mark under which the conversation with this number was deleted, if it can still be brought back."""
+        """The mark under which the conversation with this number was deleted, if it can still be restored."""
         sql = "SELECT deleted FROM conversation WHERE number = ?"
         return next((row[0] for row in self._connection.execute(sql, (number,))), None)
 
@@ -139,8 +139,8 @@ class HistoryStore(Reader):
         self.add_tree(conversation, Tree(replace(source, created=now(), updated=now(), head=message), branch))
 
     def add_tree(self, conversation: int, tree: Tree) -> None:
-        """Add a copy of `tree` under the id `conversation`. Ids in it only say which message is whose parent; the
-        copies get their own. An answer that was being written is a stopped one in the copy.
+        """Add a copy of `tree` under the id `conversation`. Its ids only link messages to parents; the copies get new
+        ids. An unfinished answer is marked as stopped in the copy.
         """
         source = tree.conversation
         self.add_conversation(conversation, source.setup, source.title, source.created)
@@ -157,8 +157,7 @@ class HistoryStore(Reader):
         self._change("head = ?, updated = ?", conversation, ids[source.head], source.updated)
 
     def add_hidden(self, conversation: int, tree: Tree) -> None:
-        """As `add_tree`, but as if it had been deleted now, so that nobody sees it, and what is never revealed is
-        wiped."""
+        """As `add_tree`, but marked as deleted now: hidden, and wiped later unless revealed."""
         self.add_tree(conversation, tree)
         self.delete(conversation, new_id())
 
@@ -169,7 +168,7 @@ class HistoryStore(Reader):
         self._change("deleted = NULL", conversation)
 
     def wipe(self, conversation: int) -> None:
-        """Take a conversation out of the file, with all its messages."""
+        """Remove a conversation from the file, with all its messages."""
         self._connection.execute("DELETE FROM conversation WHERE id = ?", (conversation,))
 
     def insert(
@@ -187,7 +186,7 @@ class HistoryStore(Reader):
         created: int | None = None,
         writer: str | None = None,
     ) -> None:
-        """Add one message; the conversation shows what it showed before."""
+        """Add one message, without changing the branch that the conversation shows."""
         depth = 0
         if parent is not None:
             row = self._connection.execute("SELECT depth, conversation FROM message WHERE id = ?", (parent,)).fetchone()
@@ -202,12 +201,12 @@ class HistoryStore(Reader):
         self._connection.execute(sql, (*columns, _json(stats), writer, _sound(text)))
 
     def attach(self, message: int, attachments: Sequence[Attachment]) -> None:
-        """Add what was sent along with a message."""
+        """Add the attachments of a message."""
         rows = [(message, place, _sound(file.name), _sound(file.text)) for place, file in enumerate(attachments)]
         self._connection.executemany("INSERT INTO attachment (message, place, name, text) VALUES (?,?,?,?)", rows)
 
     def keep_unsent(self, writer: str, questions: Sequence[Unsent], instead: Sequence[str] = ()) -> None:
-        """Note all that `writer` has not sent, in the place of what was noted of it, and of the writers `instead`."""
+        """Save all unsent texts of `writer`, replacing its earlier ones and those of the writers `instead`."""
         self._connection.executemany("DELETE FROM unsent WHERE writer = ?", [(name,) for name in (writer, *instead)])
         rows = [
             (writer, place, now(), _sound(question.text), json.dumps([asdict(file) for file in question.files]))
@@ -217,9 +216,9 @@ class HistoryStore(Reader):
         self._connection.executemany(sql, rows)
 
     def stop_abandoned(self, is_running: Callable[[str, int], bool]) -> int:
-        """Mark the answers that nobody writes any more as stopped, and return how many there were.
+        """Mark answers that no process is writing any more as stopped, and return how many there were.
 
-        `is_running` gets who wrote an answer and when it was begun.
+        `is_running` gets an answer's writer and when it began.
         """
         sql = "SELECT id, text, writer, created FROM message WHERE state = 'streaming'"
         rows = self._connection.execute(sql).fetchall()
@@ -231,7 +230,7 @@ class HistoryStore(Reader):
     def purge(self, before: int) -> int:
         """Wipe what was deleted before the time `before`, in milliseconds since 1970; returns the number of deletions.
 
-        SQLite overwrites what is freed (secure_delete), and the search index is rewritten without it.
+        SQLite overwrites freed pages (secure_delete), and the search index is rewritten without the deleted texts.
         """
         marks = [(row[0],) for row in self._connection.execute("SELECT mark FROM deletion") if time_of(row[0]) < before]
         for (mark,) in marks:
@@ -247,7 +246,9 @@ class HistoryStore(Reader):
         return len(marks)
 
     def _show(self, conversation: int, message: int) -> None:
-        """Show the branch that ends in `message`. What another floe-chat deleted of it is back: here it goes on."""
+        """Show the branch that ends in `message`. Messages of it that another floe-chat deleted are restored, since it
+        continues here.
+        """
         sql = """SELECT 1 FROM message WHERE deleted IS NOT NULL
             AND (id = ?1 OR id = (SELECT parent FROM message WHERE id = ?1))"""
         if self._connection.execute(sql, (message,)).fetchone():
@@ -277,5 +278,5 @@ def _json(record: object) -> str | None:
 
 
 def _sound(text: str) -> str:
-    # Half a surrogate pair, as a terminal may hand over, is no text that can be stored.
+    # Half a surrogate pair, which a terminal may deliver, cannot be stored as text.
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""What SQLite and the file system refuse, in words."""
+"""Explains what SQLite and the file system refuse."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _PASSING = {
     sqlite3.SQLITE_CANTOPEN,
 }
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
-# What a sound file of ours cannot answer to the statements that open it.
+# Errors that an undamaged file of ours cannot cause while it is opened.
 _FOREIGN = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_TOOBIG}
 
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What sqlite3 raises; the second where a damaged file has its way into the text of an error."""
+"""What sqlite3 raises; the second if a damaged file's bytes get into an error's text."""
 
 
 class DamagedError(FloeError):
-    """The history's file is not what was written into it."""
+    """The history's file is damaged."""
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether the same call may work later: a lock, a full or vanished disk."""
+    """Whether the same call may work later: after a lock, a full or a missing disk."""
     return isinstance(error, sqlite3.Error) and _code(error) in _PASSING
 
 
@@ -44,20 +44,21 @@ def is_busy(error: BaseException) -> bool:
 
 
 def is_damage(error: BaseException, *, opening: bool = False) -> bool:
-    """Whether `error` says that the file is damaged; while `opening` it, nothing else can be the reason for more."""
+    """Whether `error` means that the file is damaged; while `opening` it, more errors can only mean that."""
     if isinstance(error, sqlite3.Error):
         return _code(error) in (_DAMAGED | _FOREIGN if opening else _DAMAGED)
     return isinstance(error, DamagedError | UnicodeDecodeError)
 
 
 def checked(file: Path) -> Path:
-    """The empty file whose date says when the history in `file` was last found sound; 1970: a sign of damage since."""
+    """The empty file whose date says when the history in `file` was last found undamaged; 1970: a sign of damage since.
+    """
     return file.with_name(file.name + "-checked")
 
 
 @contextmanager
 def explaining(file: Path) -> Generator[None]:
-    """Whatever SQLite refuses inside becomes a FloeError; after a sign of damage the next start checks the file."""
+    """Errors of SQLite inside become a FloeError; after a sign of damage the next start checks the file."""
     try:
         yield
     except SQLITE_ERRORS as error:
@@ -65,7 +66,7 @@ def explaining(file: Path) -> Generator[None]:
 
 
 def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> FloeError:
-    """`error`, met with the history in `file`, for a person. After a sign of damage the next start checks the file."""
+    """An explanation of `error` in the history `file`. After a sign of damage the next start checks the file."""
     if is_damage(error):
         with suppress(OSError):
             os.utime(checked(file), (0, 0))
@@ -89,7 +90,7 @@ def explain(error: sqlite3.Error | UnicodeDecodeError | OSError, file: Path) -> 
         case sqlite3.SQLITE_READONLY:
             return FloeError("The history cannot be saved", f"{file} cannot be written: {error}.", _PERMISSION)
         case sqlite3.SQLITE_CONSTRAINT:
-            # Every row belongs to a conversation: the one that this belongs to was wiped meanwhile.
+            # Every row belongs to a conversation: this one's was wiped meanwhile.
             cause = "It was deleted, perhaps by another floe-chat, before this could be saved in it."
             return FloeError("There is no such chat", cause)
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:

@@ -1,4 +1,4 @@
-"""The thread that brings the history to the disk. It owns the one connection that writes."""
+"""The thread that writes the history to the disk. It owns the only writing connection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .store import HistoryStore
 from .trouble import SQLITE_ERRORS, DamagedError, explain, is_damage, is_passing
 
 FLUSH_SECONDS = 0.4
-"""How often the text of running answers is written: what a killed process loses of them."""
+"""Seconds between writes of a running answer's text: the most that a killed process loses."""
 
 _RETRY_SECONDS = 1.0
 
@@ -37,14 +37,14 @@ class _Entry:
 
 
 class Writer:
-    """Takes changes in order, and commits what has come together as one.
+    """Takes changes in order, and commits all that are waiting together.
 
-    A change that fails for a passing reason stays first in the queue and is tried again every second. One that cannot
-    be made (its conversation is gone) is told and left out. After damage, or when the file is gone, nothing is
-    written any more.
+    A change that fails for a passing reason stays first in the queue and is retried every second. One that cannot be
+    made (its conversation is gone) is reported and dropped. After damage, or when the file is gone, nothing more is
+    written.
 
     Attributes:
-        events: what to tell, oldest first. commits: how many there were.
+        events: to report, oldest first. commits: how many there were.
         opened: set when the next three may be looked at.
         memory: the history itself, where nothing is saved; to be used only while `lock` is held. Else None.
         failure: why the file could not be opened; None if it was, or where none was asked for.
@@ -67,12 +67,12 @@ class Writer:
         self._closing = False
         self._until = 0.0  # by `time.monotonic`: how long to try again after `close`
         self._ended = False
-        self._unsaved = False  # whether anything was written that only memory holds, against what was asked for
+        self._unsaved = False  # whether something was written to memory only, though it should have been saved
         self._thread = threading.Thread(target=self._run, name="floe-history", daemon=True)
         self._thread.start()
 
     def put(self, write: Write) -> None:
-        """Make a change some time soon."""
+        """Queue a change."""
         self._queue.put(_Entry(write))
 
     def follow(self, answer: Answer) -> None:
@@ -134,7 +134,7 @@ class Writer:
         return self.memory
 
     def _take(self) -> None:
-        """Wait for changes, for the next try, or until running answers have more text."""
+        """Wait for changes, for the next retry, or until running answers have more text."""
         timeout = _RETRY_SECONDS if self._waiting else FLUSH_SECONDS if self._answers else None
         try:
             entry = self._queue.get(timeout=timeout)
@@ -146,7 +146,7 @@ class Writer:
             pass
 
     def _write(self, store: HistoryStore) -> None:
-        """Commit all that waits at once; where a part of it cannot be, one by one."""
+        """Commit all waiting changes at once; if that fails, one by one."""
         error = self._commit(store, self._waiting)
         if error is None or is_passing(error) or is_damage(error):
             self._report(error)
@@ -161,7 +161,7 @@ class Writer:
                 self._tell(error)
 
     def _commit(self, store: HistoryStore, entries: Sequence[_Entry]) -> _Failure | None:
-        """Make the changes `entries`, and write what running answers have more; what stood against it."""
+        """Make the changes `entries`, and write the new text of running answers; returns what failed."""
         if self._damaged:
             self._forget(entries)
             return None
@@ -182,7 +182,7 @@ class Writer:
         return None
 
     def _need_same_file(self) -> None:
-        # SQLite would go on writing into a file that nobody can find any more.
+        # SQLite would continue to write into a file that nobody can find any more.
         if self._file is not None and self.memory is None and inode(self._file) != self._inode:
             raise DamagedError(
                 "The history was moved or deleted",
@@ -191,7 +191,7 @@ class Writer:
             )
 
     def _report(self, error: _Failure | None) -> None:
-        """Tell a trouble when it comes, and when it is over."""
+        """Report a trouble when it begins and when it is over."""
         if error is not None and is_damage(error):
             self._damaged = True
             self._waiting.clear()
