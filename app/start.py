@@ -9,9 +9,9 @@ from .terminal.interrupts import end_quietly
 
 
 def command() -> None:
-    """Import the program and run it; an interrupt meanwhile ends it as quietly as a later one does."""
+    """Import the program and run it; an interrupt during the import ends it as quietly as a later one."""
     _keep_places()
-    # Not where it is ignored, as in the background of a script.
+    # Unless interrupts are ignored, as in a script's background jobs.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_quietly)
     from .cli import main
@@ -20,7 +20,7 @@ def command() -> None:
 
 
 def _keep_places() -> None:
-    """Let nothing that is opened later take the place of a closed standard stream, and be written to as one."""
+    """Keep files opened later from getting the descriptor of a closed standard stream."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

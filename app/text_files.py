@@ -16,7 +16,7 @@ _SKIPPED = {"node_modules", "__pycache__", "venv", "build", "dist", "target"}
 
 
 def listing(folder: Path) -> list[str]:
-    """Paths of the files below `folder`, relative to it, without hidden ones; those close to it come first."""
+    """Relative paths of the files below `folder`, without hidden ones; the least nested come first."""
     found: list[str] = []
     for path in _walk(folder):
         found.append(path)
@@ -26,7 +26,7 @@ def listing(folder: Path) -> list[str]:
 
 
 def outside(query: str) -> list[str]:
-    """The files and folders that the path `query`, which names a place by itself, may go on with, in any case."""
+    """The files and folders that complete the path `query`, which names a place by itself; case does not matter."""
     if query in _PLACES:
         return [query + "/"]
     head, _slash, start = query.rpartition("/")
@@ -40,8 +40,8 @@ def outside(query: str) -> list[str]:
 
 
 def meant(written: str) -> Path:
-    """The path that a person wrote; as in a shell, quotes or backslashes may guard its spaces, but need not."""
-    with suppress(ValueError):  # an apostrophe is no quote
+    """The path that the user wrote; as in a shell, quotes or backslashes may protect its spaces, but need not."""
+    with suppress(ValueError):  # an apostrophe is not a quote
         words = shlex.split(written)
         return expanded(words[0] if len(words) == 1 else written)
     return expanded(written)
@@ -53,7 +53,9 @@ def is_outside(query: str) -> bool:
 
 
 def matching(query: str, paths: Sequence[str]) -> list[str]:
-    """The paths that fit, best first: those that hold `query`, in their last part first, then its letters in order."""
+    """The matching paths, best first: those that contain `query`, in their last part first, then those with its letters
+    in order.
+    """
     wanted = query.lower()
     ranked: list[tuple[int, int, str]] = []
     for path in paths:

@@ -45,26 +45,25 @@ from .text.emoji import PlainEmoji
 from .widgets.common.keys import bindings, key_of
 from .widgets.common.themes import THEMES
 
-# The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either
-# would wait for a whole turn of the other.
+# The engine's thread and the screen share the interpreter: with Python's default of 5 ms a short call of either would
+# wait a whole switch interval for the other.
 _SWITCH_INTERVAL = 0.0005
 _TOLD = 2  # problems of the settings file that are named at the start
 _SETUP_PERIOD = 1.0  # seconds between two looks at a running setup
-_TWICE_SECONDS = 2.0  # within which a second Ctrl+C leaves
+_TWICE_SECONDS = 2.0  # within which a second Ctrl+C quits
 _PLAIN_EMOJI = PlainEmoji()
 
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """The saved chat to begin with. own_model: its own model answers, not the one that was asked for."""
+    """The saved chat to begin with. own_model: its own model answers, not the requested one."""
 
     conversation: int
     own_model: bool = True
 
 
 class FloeChatApp(App[int]):
-    """floe-chat's screen around one client. The app returns an exit code; who made the client and the history closes
-    them."""
+    """floe-chat's screen around one client. Returns an exit code; the caller closes the client and the history."""
 
     TITLE = "floe-chat"
     CSS_PATH: ClassVar[list[str]] = ["floe.tcss", "pages.tcss"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,8 +81,9 @@ class FloeChatApp(App[int]):
         terminal: Terminal | None = None,
         reopened: Reopened | None = None,
     ) -> None:
-        """`history`: where chats are saved, None: nowhere. `settings`: the file, None: the defaults. `terminal`: who
-        holds it until the screen is there. `reopened`: the saved chat to begin with, None: a new one."""
+        """`history`: where chats are saved, None: nowhere. `settings`: the file, None: the defaults. `terminal`: holds
+        the terminal until the screen is there. `reopened`: the saved chat to begin with, None: a new one.
+        """
         super().__init__()
         self._terminal, self._reopened = terminal, reopened
         self._file = settings
@@ -122,7 +122,7 @@ class FloeChatApp(App[int]):
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         if isinstance(event.widget, Input | TextArea):
-            event.widget.cursor_blink = False  # each blink is painted: 1 % of a core while nothing else happens
+            event.widget.cursor_blink = False  # painting each blink would take 1 % of a core in idle
 
     def on_mount(self) -> None:
         for theme in THEMES:
@@ -132,7 +132,7 @@ class FloeChatApp(App[int]):
         self.theme_changed_signal.subscribe(self, self._keep_theme)
 
     def on_ready(self) -> None:
-        # The first frame is on the terminal: now the engine may import what takes seconds.
+        # The first frame is on the terminal: now the engine may start its slow imports.
         self._chat.start()
         in_background(self, _import_later, lambda _none: None)
         early, self._early = self._early or [], None
@@ -153,7 +153,7 @@ class FloeChatApp(App[int]):
             self.notify(said, title=title, severity="warning", timeout=15, markup=False)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        # With NO_COLOR Textual would send greys, which are colours too, and faint ones.
+        # With NO_COLOR Textual would still send greys and faint text.
         usual = [NoColor() if isinstance(one, Monochrome) else one for one in super().get_line_filters()]
         return [*usual, _PLAIN_EMOJI]
 
@@ -179,7 +179,7 @@ class FloeChatApp(App[int]):
                 self.notify(cause, title=title, severity="warning", timeout=12, markup=False)
             case Failed(exit_code=code) if not self._chat.controller.model.presets:
                 self._exit_code = code
-            case Loaded(folder=folder):  # whatever failed before, a model answers now
+            case Loaded(folder=folder):  # a model answers now, even if one failed before
                 self._exit_code = 0
                 if self._untried is not None and self._untried[0] == Path(folder):
                     self._untried = None
@@ -187,7 +187,7 @@ class FloeChatApp(App[int]):
                 pass
 
     def on_model_not_loaded(self, event: ModelNotLoaded) -> None:
-        """A model that was chosen and cannot be loaded is not the one to start with."""
+        """A chosen model that cannot be loaded must not be the next start's model."""
         if self._untried is not None and self._untried[0] == event.pack:
             self._start_with(self._untried[1])
             self._untried = None
@@ -214,7 +214,7 @@ class FloeChatApp(App[int]):
         self.exit(code)
 
     def action_help_quit(self) -> None:
-        """Ctrl+C where no text is selected to copy: the first stops the answer, the second quits."""
+        """Ctrl+C without selected text: the first stops the answer, the second quits."""
         now = time.monotonic()
         if now - self._interrupted < _TWICE_SECONDS:
             self.leave(EXIT_SIGNAL + signal.SIGINT)
@@ -227,7 +227,7 @@ class FloeChatApp(App[int]):
         self.notify(f"The answer is stopped. {again}" if stopped else again, timeout=_TWICE_SECONDS)
 
     def action_redraw(self) -> None:
-        """Paint everything again, after another program wrote there."""
+        """Repaint everything, after another program wrote to the terminal."""
         self.screen.refresh()
 
     def action_help(self) -> None:
@@ -284,12 +284,12 @@ class FloeChatApp(App[int]):
         self.push_screen(WizardScreen(self.setups, settings=self._file), then)
 
     async def _welcomed(self, name: str | None) -> None:
-        """The first run's wizard was closed: the next start opens the chat at once."""
+        """The first run's wizard was closed: later starts open the chat at once."""
         self._save(lambda file: change(file, {}))
         await self._switch(name)
 
     def _watch_setup(self) -> None:
-        """Say in the chat how far the setup is, for as long as it moves; only pages over the chat start and stop it."""
+        """Show the setup's progress in the chat while it runs; only pages above the chat start and stop it."""
         if self._next_look is not None:
             self._next_look.stop()
         said, setup = self.setups.words(), self.setups.setup
@@ -299,7 +299,7 @@ class FloeChatApp(App[int]):
         self._next_look = self.set_timer(_SETUP_PERIOD, self._watch_setup) if self.setups.moving else None
 
     async def _switch(self, name: str | None) -> None:
-        """Switch to the model `name`, which the person chose, now and at the next start."""
+        """Switch to the model `name`, which the user chose, now and for the next start."""
         self._watch_setup()
         if name is None:
             return
@@ -338,7 +338,7 @@ def _told(file: Path | None, problems: Sequence[Problem]) -> str:
 
 
 def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, settings: Settings) -> ChatSetup:
-    """What a new chat is answered with; the settings' persona is named where its system prompt is used."""
+    """The setup of a new chat; it names the settings' persona if that persona's system prompt is used."""
     setup = ChatSetup(reference(client.pack), sampling=sampling, system_prompt=system_prompt)
     persona = settings.personas.get(settings.persona)
     if persona is not None and persona.system_prompt == setup.system_prompt:
@@ -347,12 +347,12 @@ def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, se
 
 
 def _import_later() -> None:
-    """Import what the first answer needs, while the person types the question."""
+    """Import what the first answer needs, while the user types the question."""
     import_module("floe_chat.app.widgets.markdown.markdown")
 
 
 def run_app(terminal: Terminal, beginning: Beginning) -> int:
-    """Show the chat until the person quits; returns the exit code.
+    """Show the chat until the user quits; returns the exit code.
 
     Raises:
         UsageError: a saved chat is to be opened, and the settings turn saving off.

@@ -82,5 +82,5 @@ def forecast(seconds: float) -> str:
 
 
 def share(part: float) -> str:
-    """A part of a whole, given in 0..1, as a percentage: a small one never looks like none."""
+    """A share in 0..1 as a percentage: a small one is never shown as zero."""
     return "<1 %" if 0 < part < 0.005 else f"{part * 100:.0f} %"

@@ -1,5 +1,4 @@
-"""A chat's sampling values and persona, as the user changes them: `/set temperature 0.3`, `/persona NAME`, or a form.
-"""
+"""A chat's sampling values and persona, set by `/set temperature 0.3`, `/persona NAME`, or a form."""
 
 from __future__ import annotations
 

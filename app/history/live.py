@@ -219,8 +219,7 @@ class History:
             return reader.newest()
 
     def branch(self, head: int | None) -> tuple[int, ...]:
-        """The ids of all messages from the beginning to `head`: a screen holds them, and reads windows with `messages`.
-        """
+        """The ids of all messages from the beginning to `head`: a screen reads windows of them with `messages`."""
         with self._reading() as reader:
             return reader.branch(head)
 

@@ -90,8 +90,7 @@ class PlainChat:
                 remark(str(error))
 
     def use(self, pack: Path) -> None:
-        """Switch to the model in `pack`. Raises FloeError: it cannot be loaded; the previous model then answers again.
-        """
+        """Switch to the model in `pack`. Raises FloeError: it cannot be loaded, and the previous model stays."""
         before = self.client.pack
         self.client.open(pack)
         try:

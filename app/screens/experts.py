@@ -23,7 +23,7 @@ _SHADES = " ░▒▓█"
 _WIDEST_CELL = 6
 _COLUMNS = ("active", "recall", "precision", "recall", "precision")  # of neurons the first three, of experts the others
 _SHORT = ("active", "recall", "prec.", "recall", "prec.")
-_WIDE = 76  # from so many cells on, columns have their full names
+_WIDE = 76  # cells from which columns have their full names
 _PREDICTED = (
     "Recall: the share of active neurons, or of called experts, that were predicted one layer ahead. "
     "Precision: the share of predictions that were right. —: nothing was predicted yet."
@@ -32,8 +32,8 @@ _IN_PLACE = "The whole model fits the device, so nothing is prefetched."
 
 
 class HeatMap(Widget):
-    """A line for each layer: its experts, the more calls the fuller (neighbours are averaged where they outnumber the
-    columns); then its active neurons, and how well they and the experts were predicted.
+    """A line for each layer: its experts, shaded by calls (neighbours are averaged if there are more than columns);
+    then its active neurons, and how well neurons and experts were predicted.
     """
 
     def __init__(self, figures: PanelFigures) -> None:
@@ -92,7 +92,7 @@ class HeatMap(Widget):
 
 
 class ExpertsScreen(ModalScreen[None]):
-    """A page over the chat, which continues below it."""
+    """A page above the chat, which continues behind it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "Close", show=False),
@@ -120,7 +120,7 @@ class ExpertsScreen(ModalScreen[None]):
 
 
 def _shade(value: float) -> str:
-    """A fuller character for a larger part of the most; none for none."""
+    """A denser character for a larger share of the maximum; a blank for zero."""
     return _SHADES[0] if value <= 0 else _SHADES[min(len(_SHADES) - 1, 1 + int(value * (len(_SHADES) - 1)))]
 
 

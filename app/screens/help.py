@@ -1,4 +1,4 @@
-"""The help page, with a search: the keys of the page that is open; of the chat commands and the panel's words too."""
+"""The help page, with search: the keys of the open page; for the chat also commands and the panel's words."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COPYING = ("Ctrl+C", "Copy the selected text; without one, stop the answer; twi
 
 
 class SearchHelp(Input):
-    """Takes letters; the keys that move scroll the page below it."""
+    """Takes letters; movement keys scroll the page below it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "screen.scroll(-1)", show=False),
@@ -54,7 +54,7 @@ class HelpScreen(ModalScreen[None]):
     ]
 
     def __init__(self, sections: Iterable[Section]) -> None:
-        """`sections`: a heading each, and under it names with their meanings."""
+        """`sections`: by heading, names with their meanings."""
         super().__init__()
         self._sections = [
             (Static(heading, classes="heading"), [Entry(*entry) for entry in entries]) for heading, entries in sections
@@ -80,7 +80,7 @@ class HelpScreen(ModalScreen[None]):
 
     @on(Input.Changed)
     def _filter(self) -> None:
-        """Show the entries that have every word."""
+        """Show the entries that contain every word."""
         words = self._field.value.lower().split()
         found = False
         for heading, entries in self._sections:
@@ -121,13 +121,13 @@ def _holds(entry: Entry, words: Sequence[str]) -> bool:
 
 
 def help_of(page: Screen[Any], given: Mapping[str, str]) -> Iterable[Section]:
-    """What can be done on `page`, with the keys that the person has `given` to actions."""
+    """The help sections of `page`, with the keys that the user has `given` to actions."""
     if not isinstance(page, ChatScreen):
         yield page.TITLE or "This page", keys_of(page.BINDINGS, given)
         yield "Everywhere", [*keys_in(Place.ANYWHERE, given), _COPYING]
         return
     keys = [*keys_in(Place.CHAT, given), *keys_in(Place.ANYWHERE, given), _COPYING]
-    # Top to bottom, as the screen is: function keys, the messages, the text field, the panel.
+    # In the screen's order, top to bottom: function keys, the messages, the text field, the panel.
     yield "Function keys", sorted((entry for entry in keys if _is_function_key(entry[0])), key=_number)
     yield "Chat", [entry for entry in keys if not _is_function_key(entry[0])]
     yield "Messages (while one is selected)", keys_in(Place.MESSAGES, given)

@@ -1,4 +1,4 @@
-"""Earlier chats: a list, newest first, or what a search finds in them."""
+"""Earlier chats: a list, newest first, or search results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..widgets.common.hints import Page, hints
 from ..widgets.common.themes import MUTED
 
 _PAGE = 100
-_WIDE = 76  # columns of a terminal from which all hints stand in the frame
+_WIDE = 76  # terminal columns from which the frame shows all hints
 _PAUSE = 0.15  # seconds without a key before a search
 _DAY = 86_400
 
@@ -34,7 +34,7 @@ Line = Summary | Hit
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The chat to open (None: stay), the message in it that was found, and the chats that were deleted."""
+    """The chat to open (None: stay), the message found in it, and the chats that were deleted."""
 
     conversation: int | None
     message: int | None
@@ -42,7 +42,7 @@ class Opened:
 
 
 class SearchField(Input):
-    """Its text is the search; keys that move and act belong to the list."""
+    """Holds the search; movement and action keys go to the list."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "screen.move(-1)", "the chat above", show=False),
@@ -55,7 +55,7 @@ class SearchField(Input):
 
 
 class HistoryScreen(ModalScreen[Opened]):
-    """Enter opens a chat, Ctrl+D deletes it, Ctrl+Z brings it back."""
+    """Enter opens a chat, Ctrl+D deletes it, Ctrl+Z restores it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Close", show=False)]
 
@@ -66,7 +66,7 @@ class HistoryScreen(ModalScreen[Opened]):
         self._lines: list[Line] = []
         self._deleted: list[tuple[int, int]] = []  # marks and conversations, the last one last
         self._asked = 0
-        self._words = self._found = ""  # what was looked up last, and what the list shows
+        self._words = self._found = ""  # the last search, and what the list shows
         self._entered = False
         self._field = SearchField(printable(words), placeholder="Search titles and messages", id="search")
         self._list = OptionList(id="chats", markup=False)
@@ -80,7 +80,7 @@ class HistoryScreen(ModalScreen[Opened]):
             yield self._hint
 
     def on_resize(self, event: events.Resize) -> None:
-        """Leave out of the frame what anybody would try first, where it has no room for all."""
+        """If the frame has no room for all hints, leave out the obvious ones."""
         first = ["Enter opens"] if event.size.width >= _WIDE else []
         said = hints(*first, "Ctrl+D deletes", "Ctrl+Z restores", "Esc closes")
         self.query_one(Page).border_subtitle = said
@@ -91,7 +91,7 @@ class HistoryScreen(ModalScreen[Opened]):
         self.refresh_list()
 
     def refresh_list(self) -> None:
-        """Read what the history has now."""
+        """Read the history again."""
         self._asked += 1
         asked = self._asked
         words = self._words = self._field.value
@@ -107,7 +107,7 @@ class HistoryScreen(ModalScreen[Opened]):
     def _show(self, found: tuple[int, list[Line] | str]) -> None:
         asked, lines = found
         if asked != self._asked:
-            return  # a newer question is on its way
+            return  # a newer search is under way
         place, self._lines = self._list.highlighted, []
         self._list.clear_options()
         self._add([] if isinstance(lines, str) else lines)
@@ -149,7 +149,7 @@ class HistoryScreen(ModalScreen[Opened]):
         if isinstance(event, OptionList.OptionSelected):
             self._list.highlighted = event.option_index
         elif self._found != self._field.value:
-            self._entered = True  # whoever types and presses Enter at once means what has still to be found
+            self._entered = True  # Enter right after typing refers to results not yet found
             return
         self._choose()
 
@@ -166,7 +166,7 @@ class HistoryScreen(ModalScreen[Opened]):
             self._after_writing()
 
     def action_undo(self) -> None:
-        """Bring back the chat that was deleted last."""
+        """Restore the chat that was deleted last."""
         if self._deleted:
             self._history.undo(self._deleted.pop()[0])
             self._after_writing()
@@ -192,7 +192,7 @@ def _id(line: Line) -> int:
 
 
 def _line(line: Line, *, here: bool) -> Hanging:
-    """A chat's name, and under it what is known of it or what was found."""
+    """A chat's name, and under it its details or the match."""
     name = Content.styled(printable(line.name), "bold")
     mark = Content.styled("● " if here else "  ", "$primary")
     facts = [f"#{line.number}", when(line.updated / 1000, time.time())]

@@ -1,4 +1,4 @@
-"""All models: installed, unfinished and available; setups and checks that run, and what can be done to each."""
+"""All models: installed, unfinished and available; running setups and checks, and the actions on each."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ class ModelsScreen(Screen["str | None"]):
 
 
 def going(setups: Setups) -> list[str]:
-    """What runs, in words: a setup, a check."""
+    """Describes the running setup or check."""
     now, lines = None if setups.setup is None else setups.setup.progress(), list[str]()
     if now is not None:
         more = ": choose it and press Enter to chat with it" if now.state == "done" else ""
@@ -306,7 +306,7 @@ def going(setups: Setups) -> list[str]:
 
 
 def keys(model: Model | None, setups: Setups) -> list[str]:
-    """What keys do now, while `model` is highlighted."""
+    """The key hints while `model` is highlighted."""
     hints = ["Enter types its name" if model is None else _ENTER[model.kind]]
     if model is not None and model.note is not None:
         hints = []
@@ -330,7 +330,7 @@ def _refusal(model: Model, current: str | None) -> FloeError | None:
 
 
 def delete(model: Model, setups: Setups) -> FloeError | None:
-    """Delete it, or return why it cannot be deleted."""
+    """Delete it, or return why that is impossible."""
     try:
         if model.wish is not None:
             setups.give_up(model.wish)
@@ -346,7 +346,7 @@ def delete(model: Model, setups: Setups) -> FloeError | None:
 
 
 def told(check: PackCheck) -> str:
-    """How far a check is, or what it found."""
+    """A check's progress, or its result."""
     if check.state == "checking":
         return f"{check.name}: {check.step}"
     if check.error is not None:
@@ -362,5 +362,5 @@ def told(check: PackCheck) -> str:
 
 
 def _may_be_tried_again(setup: Setup) -> bool:
-    """Whether it failed for a reason that may have passed."""
+    """Whether it failed for a temporary reason."""
     return setup.progress().state == "failed" and not isinstance(setup.error, AccessError)

@@ -26,7 +26,7 @@ class RemoveScreen(ModalScreen[bool]):
     ]
 
     def __init__(self, name: str, folders: list[Path], size: int, *, again: str) -> None:
-        """`folders`: what is deleted. `again`: what it takes to have the model again, in a sentence."""
+        """`folders`: to be deleted. `again`: a sentence on how to get the model back."""
         super().__init__()
         self._model, self._folders, self._bytes, self._again = name, folders, size, again
 

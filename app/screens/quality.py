@@ -176,7 +176,7 @@ class QualityScreen(ModalScreen[None]):
         self._show_now()
 
     def _show_now(self) -> None:
-        """Show the answer's figures: settings by hand have no others."""
+        """Show the running answer's figures: a quality set by hand has no measured ones."""
         stats = self._figures.stats
         words = [
             rate_of(speed(self._figures)),
@@ -189,7 +189,7 @@ class QualityScreen(ModalScreen[None]):
 
 
 def _measured_on(costs: Sequence[Cost]) -> str:
-    """Which text the KL was measured on."""
+    """The text that the KL was measured on."""
     known = next((cost for cost in costs if cost.kl is not None), None)
     if known is None:
         return "To measure it for this model, run: floe-chat tune MODEL"

@@ -1,4 +1,4 @@
-"""The settings page: every value of the settings file with what it means. Comments in the file stay."""
+"""The settings page: every setting with its value and meaning. Comments in the file stay."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, W
 Apply = Callable[[SettingsRead], None]
 
 _DEVICES = ("auto", "cpu", "cuda", "cuda:0", "cuda:1")
-_AT_ONCE = ("screen.theme", "keys.")  # how the settings begin that need no new start
+_AT_ONCE = ("screen.theme", "keys.")  # prefixes of settings that need no restart
 
 
 class _Fields(VerticalScroll, inherit_bindings=False):
-    """Scrolls by page alone: Up and Down go from field to field."""
+    """Scrolls only by page: Up and Down move between fields."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("pageup", "page_up", "scroll up", show=False),
@@ -40,8 +40,9 @@ class _Fields(VerticalScroll, inherit_bindings=False):
 
 
 class SettingsScreen(ModalScreen[None]):
-    """A choice is saved at once, a text with Enter or when its field is left. What cannot be saved stays in the field,
-    with the reason below."""
+    """A choice is saved at once, a text with Enter or when its field loses focus. An invalid value stays in the field,
+    with the reason below.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "close", "Close", show=False),
@@ -88,7 +89,7 @@ class SettingsScreen(ModalScreen[None]):
         return Written(key.name, key, value, key.unset or str(key.default))
 
     def _values(self, key: SettingKey) -> tuple[str, ...] | None:
-        """What can be chosen for this setting; None: it is typed."""
+        """The choices for this setting; None: it is typed."""
         match key.field:
             case "model":
                 return (catalog.DEMO,)  # the others are looked up in the background
@@ -112,7 +113,7 @@ class SettingsScreen(ModalScreen[None]):
             self._explain(field)
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
-        """Save what was written in the field that is left."""
+        """Save the text of the field that lost focus."""
         if isinstance(event.widget, Written | Prose):
             self._save(event.widget)
 

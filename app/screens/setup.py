@@ -1,4 +1,4 @@
-"""What one chat is answered with: its title, persona, quality, system prompt and sampling values."""
+"""One chat's title, persona, quality, system prompt and sampling values."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class SetupScreen(ModalScreen["tuple[str, ChatSetup] | None"]):
         presets: Sequence[str] = (),
         in_force: str = "",
     ) -> None:
-        """`presets`: of the model that answers, none while it loads. `in_force`: the one of them that is used, or what
-        stands for a quality by hand."""
+        """`presets`: of the model that answers, none while it loads. `in_force`: the preset in use, or the name for a
+        quality set by hand.
+        """
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-wide")]
         self._setup = setup

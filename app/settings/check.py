@@ -1,4 +1,4 @@
-"""Which values of a settings file can be used, and what is wrong with the others."""
+"""Checks a settings file: the valid values, and what is wrong with the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = (*(key.name for key in KEYS), *(f"keys.{action}" for action in OWN))
 _TABLES = (*dict.fromkeys(name.split(".")[0] for name in _NAMES), "personas")
 _UNKNOWN = "is not a setting"
 _IGNORED = "the file is ignored and all settings have their defaults"
-# Keys by Textual's names, and those without which nobody could write or leave a page.
+# Keys by Textual's names, and those that writing and leaving a page need.
 _MODIFIERS = frozenset({"ctrl", "alt", "shift", "super", "hyper", "meta"})
 _MOVING = ("up", "down", "left", "right", "home", "end", "pageup", "pagedown")
 _KEYS = frozenset(
@@ -42,10 +42,10 @@ _CHARACTERS = frozenset((*string.ascii_letters, *string.digits, "space")) | {
 }
 _NEEDED = frozenset(("tab", "shift+tab", "ctrl+c", "ctrl+i", "ctrl+m"))
 _NEEDED_TO_WRITE = _NEEDED | {*_MOVING, "delete", "backspace", "enter", "escape"}
-_MOST_PROBLEMS = 50  # that are listed; a file with more is not a settings file
-_MOST_PLACES = 20  # of a name that are looked at to find its line
+_MOST_PROBLEMS = 50  # problems listed; a file with more is not a settings file
+_MOST_PLACES = 20  # occurrences of a name examined to find its line
 _LONGEST_NAME = 60  # characters of a setting's name that a problem repeats
-# Of dotted keys and statements: `tomllib` takes time by the square of the first, `tomlkit` long for many of the second.
+# Of dotted keys and statements: `tomllib` takes quadratic time for the first, `tomlkit` long for many of the second.
 _MOST_PARTS = 32
 _MOST_STATEMENTS = 10_000
 _PART = r"""(?:[\w-]++|"[^"\n]*"|'[^'\n]*')"""
@@ -57,8 +57,8 @@ class Problem:
     """What is wrong in the file.
 
     Attributes:
-        line: from 1; None: the file as a whole. name: of the setting, or "". reason: the rest of the sentence that
-            begins with the name, or a sentence without one. effect: what is used instead.
+        line: from 1; None: the file as a whole. name: of the setting, or "". reason: completes a sentence that begins
+        with the name, or is a sentence if there is no name. effect: what is used instead.
     """
 
     line: int | None
@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of the file is used because of it."""
+        """Whether the whole file is ignored because of it."""
         return self.effect == _IGNORED
 
     def __str__(self) -> str:
@@ -77,12 +77,12 @@ class Problem:
 
 
 def whole_file(line: int | None, reason: str) -> Problem:
-    """A problem because of which nothing of the file is used."""
+    """A problem because of which the whole file is ignored."""
     return Problem(line, "", reason, _IGNORED)
 
 
 def check(text: str) -> tuple[Settings, tuple[Problem, ...]]:
-    """The settings in a file's `text`, with the default in place of every value that cannot be used, and why not."""
+    """The settings in a file's `text`, with defaults for unusable values, and what is wrong with those."""
     if problem := _too_much(text):
         return Settings(), (problem,)
     try:
@@ -108,7 +108,7 @@ def trouble_with(path: Path, value: Any) -> str:
 
 
 def explained(path: Path, trouble: str) -> str:
-    """`trouble` with a question whether another setting was meant, where there is none at `path`."""
+    """`trouble`, with a suggestion if there is no setting at `path`."""
     if trouble != _UNKNOWN:
         return trouble
     if path[0] == "personas":
@@ -117,10 +117,10 @@ def explained(path: Path, trouble: str) -> str:
 
 
 def line_of(text: str, path: Path) -> int | None:
-    """The line, from 1, of the TOML `text` that sets `path`; or that begins the table around it, where none is found.
+    """The line, from 1, of the TOML `text` that sets `path`; if none is found, the line that begins its table.
 
-    `tomllib` gives no lines. The one wanted is the last that has the name and before which the text, whole up to there,
-    does not set it yet.
+    `tomllib` gives no lines. It is the last line with the name for which the text before it is complete and does not
+    set the name yet.
     """
     lines = text.split("\n")
     while path:
@@ -147,7 +147,7 @@ def _sets(text: str, path: Path) -> bool:
 
 
 class _Problems:
-    """The problems of a file with their lines; those beyond the first are only counted, since nobody reads them."""
+    """The problems of a file with their lines; only the first are listed, the others counted."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -190,7 +190,7 @@ def _settings(document: dict[str, Any], problems: _Problems) -> Settings:
 
 
 def _statements(document: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Every setting of a document, known or not, with its value; a table where a value belongs, and the reverse."""
+    """Every setting of a document, known or not, with its value; tables in place of values too, and the reverse."""
     for table, content in document.items():
         if table not in _TABLES or not isinstance(content, dict):
             yield (table,), content
@@ -203,7 +203,7 @@ def _statements(document: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def _without_twins(given: dict[str, str], problems: _Problems) -> dict[str, str]:
-    """The keys of all actions; of two actions that would have one key, the one given keeps its default."""
+    """The keys of all actions; if two actions would have the same key, the one set by the user gets its default."""
     keys = {name: given.get(name, action.keys) for name, action in OWN.items()}
     for action in given:
         usual = OWN[action].keys.split(",")
@@ -222,7 +222,7 @@ def _key(path: Path) -> SettingKey | None:
 
 
 def _too_much(text: str) -> Problem | None:
-    """What no person's file has, and would take too long to read."""
+    """Rejects what no real settings file has and would take too long to read."""
     starts = [at for at, line in enumerate(text.split("\n"), 1) if "=" in line or line.lstrip().startswith("[")]
     if len(starts) > _MOST_STATEMENTS:
         return whole_file(starts[_MOST_STATEMENTS], f"there are more than {_MOST_STATEMENTS:,} settings")
@@ -249,7 +249,7 @@ def _trouble_of_keys(action: str, value: Any) -> str:
 
 
 def _meet(action: str, other: str) -> bool:
-    """Whether the keys of two actions can work at the same time: messages and text field never have the focus both."""
+    """Whether the keys of two actions can work at the same time: messages and text field never both have the focus."""
     return action != other and {OWN[action].place, OWN[other].place} != {Place.FIELD, Place.MESSAGES}
 
 
@@ -272,7 +272,7 @@ def _trouble_of_key(action: str, key: str) -> str:
 
 
 def _near(path: Path, known: Sequence[str]) -> str:
-    """A question whether one of `known` was meant, to go behind a sentence; or ""."""
+    """A suggestion from `known`, to append to a sentence; or ""."""
     short = {one.split(".")[-1]: one for one in reversed(known)} | {one: one for one in known}
     name, last = ".".join(path), path[-1].split(".")[-1]
     near = [last] if last in short else []

@@ -1,4 +1,4 @@
-"""The settings file: documented TOML that belongs to the person. The program changes only the values it is asked to."""
+"""The settings file: documented TOML that belongs to the user. The program changes only the values it is asked to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = 1 << 20  # bytes of a settings file
 
 @dataclass(frozen=True, slots=True)
 class SettingsRead:
-    """The settings in force, and the problems of the file: only the settings they name have their defaults instead."""
+    """The settings in force, and the problems of the file: settings named in problems have their defaults."""
 
     settings: Settings
     problems: tuple[Problem, ...] = ()
@@ -52,7 +52,7 @@ def read(file: Path) -> SettingsRead:
 
 
 def with_installed_model(found: SettingsRead, file: Path) -> SettingsRead:
-    """What `read(file)` found, with the demo in the place of a model that is not installed, and a problem that says so.
+    """The result of `read(file)`, with the demo in place of a model that is not installed, and a problem that says so.
 
     Models are looked for in the folder that was chosen (`catalog.use_models_folder`).
     """
@@ -67,7 +67,9 @@ def with_installed_model(found: SettingsRead, file: Path) -> SettingsRead:
 
 
 def with_known_theme(found: SettingsRead, file: Path, themes: Collection[str]) -> SettingsRead:
-    """What `read(file)` found, with the default in the place of a theme that is none of `themes`, and a problem."""
+    """The result of `read(file)`, with the default theme if the named one is not in `themes`, and a problem that says
+    so.
+    """
     theme, default = found.settings.theme, Settings().theme
     if theme in themes:
         return found
@@ -88,8 +90,8 @@ def _with_problem(
 def change(file: Path, values: Mapping[str, Any]) -> None:
     """Set the settings `values`, such as {"sampling.top_p": 0.9, "keys.quit": "f10"}; None unsets one.
 
-    Everything else in the file stays as it is, comments too. A file that does not exist begins as the documented one.
-    Changes that another floe-chat makes at the same time are not lost.
+    Everything else in the file stays as it is, comments too. A missing file is created from the documented one.
+    Concurrent changes by another floe-chat are not lost.
 
     Raises:
         UsageError: an impossible value, no such setting, or a mistake in the file, which then is not changed.
@@ -144,11 +146,11 @@ def _explained(key: SettingKey) -> list[str]:
 
 
 def _edit(file: Path, edit: Callable[[str], str]) -> None:
-    """Replace the file by what `edit` makes of its text, in one step that no other program can interrupt."""
+    """Replace the file with the result of `edit` on its text, in one atomic step."""
     import filelock
 
     try:
-        real = private_file.real(file)  # people keep such files elsewhere and link to them
+        real = private_file.real(file)  # users store such files elsewhere and link to them
         if real.exists():
             private_file.need_ordinary(real)  # before the lock makes a file beside it
         private_file.make_folder(real.parent)
@@ -186,10 +188,10 @@ def _unchangeable(file: Path, text: str, path: _Path) -> UsageError:
 
 
 def _with_values(text: str, values: Mapping[_Path, Any]) -> str:
-    """`text` with `values` in their places; None removes one.
+    """`text` with `values` set; None removes one.
 
     Raises:
-        _UnchangeableError: the text says it in a form that cannot be changed without changing something else.
+        _UnchangeableError: the text has it in a form that cannot be changed without changing something else.
     """
     for path, value in values.items():
         text = _with_value(text, path, value)
@@ -220,7 +222,7 @@ class _UnchangeableError(ValueError):
 
 
 def _flat(values: Mapping[str, Any], above: _Path = ()) -> dict[_Path, str]:
-    """Every value of a document, as Python writes it, by its path."""
+    """The repr of every value of a document, by its path."""
     found: dict[_Path, str] = {}
     for name, value in values.items():
         found |= _flat(value, (*above, name)) if isinstance(value, dict) else {(*above, name): repr(value)}
@@ -250,7 +252,7 @@ def _edited(text: str, path: _Path, value: Any) -> str | None:
         else:
             table[path[-1]] = _item(value)
         return tomlkit.dumps(document)
-    # tomlkit fails in many ways at files that are unusual but right; `_means` looks at what it returns.
+    # tomlkit fails in many ways on unusual but valid files; `_means` checks its result.
     except Exception:  # noqa: BLE001
         return None
 

@@ -19,12 +19,12 @@ from ..actions import OWN
 from ..arguments import memory_size
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,2})?|sim:\S+")
-_SHOWN = 60  # characters of a wrong value that an error repeats
+_SHOWN = 60  # characters of a wrong value quoted in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A kind of text, in words, and whether a text is of that kind. `obvious`: nobody needs the words in advance."""
+    """A kind of text: its description, and a test. `obvious`: the description need not be shown in advance."""
 
     words: str
     check: Callable[[str], object]
@@ -82,11 +82,11 @@ class SettingKey:
 
     @property
     def hint(self) -> str:
-        """A sentence on `values`, or "" where they are obvious."""
+        """A sentence about `values`, or "" if they are obvious."""
         return "" if isinstance(self.among, Text) and self.among.obvious else f"Values: {self.values}."
 
     def converted(self, value: Any, *, typed: bool = False) -> Any:
-        """`value`, from the file or as a person `typed` it, as the type of this setting.
+        """`value`, from the file or `typed` by the user, converted to the type of this setting.
 
         Raises:
             ValueError: it cannot be this setting.
@@ -108,7 +108,7 @@ class SettingKey:
         return value
 
     def trouble(self, value: Any) -> str:
-        """What is wrong with `value`, as the rest of a sentence: "must be a number from 0 to 5"; or ""."""
+        """What is wrong with `value`, as the end of a sentence: "must be a number from 0 to 5"; or ""."""
         try:
             self.converted(value)
         except ValueError:
@@ -116,7 +116,7 @@ class SettingKey:
         return ""
 
     def typed(self, text: str) -> Any:
-        """The value that a person means by `text`; None if it is blank.
+        """The value that the user means by `text`; None if it is blank.
 
         Raises:
             UsageError: it cannot be this setting.
@@ -131,7 +131,7 @@ class SettingKey:
 
 
 def refused(name: str, value: object, trouble: str) -> UsageError:
-    """Why the setting `name` cannot be `value`; `trouble` is the rest of a sentence that begins with the name."""
+    """Why the setting `name` cannot be `value`; `trouble` completes a sentence that begins with the name."""
     if not trouble.startswith("must be"):
         return UsageError(f"{name} {trouble}")
     shown = repr(value)
@@ -294,7 +294,7 @@ KEYS: tuple[SettingKey, ...] = tuple(
 )
 """Every plain setting, in the order of the file."""
 
-_OPTIONS = {"system": "system_prompt"}  # where the command line calls a setting by another name
+_OPTIONS = {"system": "system_prompt"}  # where the command line uses another name for a setting
 
 
 def fill(options: Mapping[str, Any], given: Collection[str], settings: Settings) -> dict[str, Any]:

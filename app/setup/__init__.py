@@ -1,1 +1,1 @@
-"""Setting up a model: what is wanted, and its way from download to check."""
+"""Setting up a model: the request, and the steps from download to check."""

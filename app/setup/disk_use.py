@@ -1,4 +1,4 @@
-"""The files of a folder in which other programs may be at work."""
+"""The files of a folder that other programs may be changing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def files(folder: Path) -> Iterator[os.stat_result]:
-    """The `stat` of each regular file under `folder`. Links, and files that vanish meanwhile, are left out."""
+    """The `stat` of each regular file under `folder`. Links, and files that disappear meanwhile, are left out."""
     for where, _, names in os.walk(folder):  # which skips folders that vanish or may not be read
         for name in names:
             with suppress(OSError):

@@ -1,8 +1,8 @@
 """From a choice to a packed, checked model: download, packing and check as one flow that can be stopped at any time.
 
-The command line and the wizard hold a `Setup` and read its `progress` as often as they like; behind it one thread
-works, and nothing waits for it. A note beside the models records the setup until it is finished, so that a later start
-of the program can continue it: the fetched shards, the packed layers and the commit are all kept.
+The command line and the wizard hold a `Setup` and read its `progress` as often as they like; one thread does the work,
+and nothing waits for it. A note beside the models records the setup until it is finished, so that a later start of the
+program can continue it with the fetched shards, the packed layers and the commit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SetupProgress:
 
     Attributes:
         step: the current work, in words. share: of packing, 0..1. left: seconds to the end, None while unknown.
-        download: None where nothing is fetched. notices: for the person to read, in order.
-        peak: the most bytes of disk that it takes at once, None until that is known.
+        download: None where nothing is fetched. notices: for the user, in order.
+        peak: the most disk space that it takes at once, in bytes; None until known.
     """
 
     state: State
@@ -70,8 +70,9 @@ class Setup:
         tuning: Patience | None = None,
         after: Setup | None = None,
     ) -> None:
-        """`token`: for the hub, if not the user's own; it is not saved. tuning: of the download's patience. after: one
-        that was cancelled and may still hold its folders for a moment."""
+        """`token`: for the hub, if not the user's own; it is not saved. tuning: of the download's patience. after: an
+        earlier setup that was cancelled and may still hold its folders for a moment.
+        """
         self.wish = wanted
         self.error: FloeError | None = None
         self._token, self._tuning, self._after = token, tuning, after
@@ -104,7 +105,7 @@ class Setup:
         return SetupProgress(state, self._step, self._share, left, download, notices, self._peak)
 
     def pause(self) -> None:
-        """Stop fetching at once and packing after the current matrix; everything is kept."""
+        """Stop fetching at once, and packing after the current matrix; nothing is lost."""
         self._going.clear()
         if self._shelf is not None:
             self._shelf.download.pause()
@@ -116,7 +117,7 @@ class Setup:
         self._going.set()
 
     def cancel(self) -> None:
-        """Stop it; everything is kept for a later setup. The state changes at once; the thread may end later."""
+        """Stop it; a later setup can continue. The state changes at once; the thread may end later."""
         if self._state not in ("done", "failed"):
             self._state = "cancelled"
         self._cancelled.set()
@@ -130,7 +131,7 @@ class Setup:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Cancel what still runs, and wait until it has let go of its folders."""
+        """Cancel what still runs, and wait until it has released its folders."""
         self.cancel()
         if self._thread.is_alive():
             self._thread.join()
@@ -156,7 +157,7 @@ class Setup:
                     "Everything done so far is saved. Solve that, then run the setup again.",
                 )
             )
-        # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
+        # The thread's border: every failure below must reach the user, panics of Rust libraries included.
         except BaseException as error:  # noqa: BLE001
             _log.exception("setup failed")
             hint = "This is a bug in floe-chat; the log has the details. Everything done so far is saved."

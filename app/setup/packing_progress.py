@@ -1,4 +1,4 @@
-"""How far packing is, in words: the tokens it calibrates on, and the time that is left."""
+"""The tokens that packing calibrates on, and its remaining time in words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LEAST_TOKENS = 1024  # of a text of the user's: on less, every threshold is a guess
+LEAST_TOKENS = 1024  # tokens of the user's text: with fewer, every threshold is a guess
 
 
 def tokens_of(folder: Path, text_file: Path | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Work on models while the program runs: one setup and one check at a time, whatever screen is in front.
+"""Work on models while the program runs: one setup and one check at a time, independent of the open screen.
 
-Screens come and go; they share the program's one `Setups`, start work on it and read its progress. Quitting closes it.
+All screens share the program's one `Setups`, start work on it and read its progress. Quitting closes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...models.checking.verify import Damage
     from ...models.hub.fetch_loop import Patience
 
-_LEAVING_S = 2.0  # that quitting waits; the work in hand is done again later
+_LEAVING_S = 2.0  # that quitting waits; the interrupted work is repeated later
 _ENDED = ("done", "failed", "cancelled")
 _log = logging.getLogger("floe_chat.app")
 
@@ -39,12 +39,12 @@ def first_run(settings: Path) -> bool:
     try:
         return not settings.exists() and not (folder.is_dir() and any(folder.iterdir()))
     except OSError:
-        return False  # there are some, in a folder that may not be read
+        return False  # there are some, in a folder that cannot be read
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """This machine as found, and as plans need it. rates: as measured, by name."""
+    """This machine's hardware, and the machine as plans need it. rates: as measured, by name."""
 
     hardware: Hardware
     machine: Machine
@@ -61,7 +61,7 @@ class Surveyor(Protocol):
 
 
 def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
-    """This machine; its rates are measured the first time, and again if other programs disturbed that: some seconds."""
+    """This machine; rates are measured the first time, and again if other programs disturbed that (some seconds)."""
     from ...engine.machine import hardware
     from ...engine.planning import machine, rates
 
@@ -74,7 +74,7 @@ def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
 
 
 def look_up(wanted: Wish, token: str | None = None) -> Entry:
-    """What `wanted` is, with as few requests to the hub as possible; this also shows whether it grants access.
+    """Look `wanted` up with as few requests to the hub as possible; this also shows whether the hub grants access.
 
     Raises:
         AccessError: it asks for a token, or another one. FloeError: it cannot be set up, or cannot be reached.
@@ -120,7 +120,7 @@ def remove(name: str) -> None:
                 "Delete it by hand.",
             )
         else:
-            (folder / UNFINISHED).touch()  # first: half a model is none, and can still be deleted
+            (folder / UNFINISHED).touch()  # first: without it the rest is no model, and can still be deleted
             (folder / FILE_NAME).unlink(missing_ok=True)
             usage_file.forget(folder)
             shutil.rmtree(folder)
@@ -168,7 +168,7 @@ class PackCheck:
         except FloeError as error:
             self.error = error
             self._reach("failed")
-        # The thread's border: whatever goes wrong below must reach the person, panics of Rust libraries included.
+        # The thread's border: every failure below must reach the user, panics of Rust libraries included.
         except BaseException as error:  # noqa: BLE001
             _log.exception("the check failed")
             hint = "This is a bug in floe-chat; the log has the details."
@@ -237,7 +237,7 @@ class Setups:
             self.setup, self._stopped = None, self.setup
 
     def give_up(self, begun: Wish) -> None:
-        """Delete an unfinished or failed setup, downloads included, once its work has ended; that may take a moment.
+        """Delete an unfinished or failed setup, downloads included, once its thread has ended; that may take a moment.
 
         Raises:
             FloeError: something cannot be deleted.
@@ -261,11 +261,11 @@ class Setups:
             self.check = None
 
     def words(self) -> str:
-        """The setup's progress in a few words for a line of the chat; "" where there is none."""
+        """The setup's progress in a few words, for a line of the chat; "" if there is none."""
         return "" if self.setup is None else words(self.setup.wish.name, self.setup.progress())
 
     def close(self) -> None:
-        """Stop what still runs, and wait a moment for it. Nothing is lost by not waiting longer."""
+        """Stop what still runs, and wait a moment for it. Not waiting longer loses nothing."""
         self.stop()
         self.stop_check()
         if self._stopped is not None:
@@ -273,7 +273,7 @@ class Setups:
 
 
 def words(name: str, now: SetupProgress) -> str:
-    """How far the setup of `name` is."""
+    """The progress of the setup of `name`, in words."""
     match now.state:
         case "done":
             return f"{name} is ready"

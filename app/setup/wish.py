@@ -1,4 +1,4 @@
-"""What somebody wants set up, and the note of it that later starts of the program find."""
+"""A request to set up a model, and the note in which later starts of the program find it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .disk_use import files
 if TYPE_CHECKING:
     from ...models.packing.pack import PackSpec
 
-_NOTE = ".setup.json"  # beside the folder of the pack, until the pack is finished
-_FETCHED = catalog.FETCHED  # likewise, the folder with what was fetched
+_NOTE = ".setup.json"  # beside the pack's folder, until the pack is finished
+_FETCHED = catalog.FETCHED  # likewise, the folder with the downloads
 _HUB_ID = r"[\w.-]+/[\w.-]+"
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What somebody wants set up.
+    """A request to set up a model.
 
     Attributes:
         model: a hub id (owner/name), or the folder of a checkpoint. name: what it will be called here.
         up, gate, down, dense: bits per weight, see `PackSpec`. commit: of the hub's repository; "" until it is known.
-        home: the models folder that it goes into, whatever is chosen for others later.
+        home: its models folder, even if another one is chosen later for other models.
     """
 
     model: str
@@ -45,7 +45,7 @@ class Wish:
 
     @property
     def folder(self) -> Path:
-        """Where the pack goes."""
+        """The pack's folder."""
         return self.home / self.name
 
     @property
@@ -60,7 +60,7 @@ class Wish:
 
     @property
     def taken(self) -> int:
-        """Bytes of the disk that it takes so far."""
+        """Disk space taken so far, in bytes."""
         return _taken(self.folder) + _taken(self.fetched)
 
     @property
@@ -76,10 +76,10 @@ class Wish:
 
 
 def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = None) -> Wish:
-    """A setup of `model`, which is anything that `catalog.source` understands; `bits`: widths by `Wish`'s names.
+    """A setup of `model`, as `catalog.source` understands it; `bits`: widths by `Wish`'s names.
 
     Raises:
-        UsageError: it is no model, or the name is taken or cannot be a folder's.
+        UsageError: it is not a model, or the name is taken or invalid as a folder name.
     """
     source = catalog.source(model)
     called = name or source.name
@@ -103,7 +103,7 @@ def wish(model: str, name: str | None = None, bits: Mapping[str, int] | None = N
 
 
 def check_folders(wanted: Wish) -> None:
-    """Raises: UsageError: a folder that the setup would write into, and delete later, holds somebody's other files."""
+    """Raises: UsageError: a folder that the setup would write into, and delete later, holds other files."""
     for folder in (wanted.folder, wanted.fetched):
         if folder.exists():
             from ...models.packing.workplace import is_ours  # imports torch
@@ -145,7 +145,7 @@ class BadNote:
 
 
 def unfinished() -> list[Wish]:
-    """The setups that were started and not finished, by name. `bad_notes` has the notes that cannot be used."""
+    """Unfinished setups, by name. `bad_notes` has the notes that cannot be used."""
     return [note for note in _notes() if isinstance(note, Wish)]
 
 
@@ -166,7 +166,7 @@ def _read(path: Path) -> Wish | BadNote:
     try:
         fields = private_file.read_json(path)
         wanted = Wish(**_checked(fields))
-        if wanted.name != path.name.removesuffix(_NOTE):  # else forgetting it would delete another folder
+        if wanted.name != path.name.removesuffix(_NOTE):  # otherwise `forget` would delete another folder
             raise ValueError("its model's name differs from the file's")
         wanted.spec()
     except UsageError as error:
@@ -177,7 +177,7 @@ def _read(path: Path) -> Wish | BadNote:
 
 
 def _checked(fields: Any) -> dict[str, Any]:
-    """The fields of a note, each of its own type; the models folder is not among them."""
+    """The fields of a note, types checked; the models folder is not among them."""
     kinds = {field.name: int if field.type == "int" else str for field in dataclasses.fields(Wish)}
     del kinds["home"]
     if not isinstance(fields, dict) or not {"model", "name"} <= fields.keys() <= kinds.keys():
@@ -195,9 +195,9 @@ def _checked(fields: Any) -> dict[str, Any]:
 
 
 def forget(begun: Wish) -> None:
-    """Give up a setup: delete what was fetched and packed for it, and its note last.
+    """Abandon a setup: delete its downloads, its pack and, last, its note.
 
-    A folder that a setup did not make stays. Of a link only the link is deleted.
+    A folder that no setup created stays. Of a link only the link is deleted.
 
     Raises:
         FloeError: something cannot be deleted.
@@ -213,7 +213,7 @@ def forget(begun: Wish) -> None:
 
 
 def clear_fetched(begun: Wish) -> None:
-    """Delete what was fetched for a setup. Raises: OSError: it cannot be deleted."""
+    """Delete a setup's downloads. Raises: OSError: it cannot be deleted."""
     _delete(begun.fetched)
 
 
@@ -248,5 +248,5 @@ def write_note(begun: Wish) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Bytes of the disk that a folder's files take; space reserved and not written yet counts as none."""
+    """Disk space of a folder's files, in bytes; reserved but unwritten space does not count."""
     return sum(getattr(found, "st_blocks", 0) * 512 or found.st_size for found in files(folder))

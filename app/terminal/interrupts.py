@@ -11,12 +11,12 @@ EXIT_INTERRUPTED = 130
 
 
 def heed_interrupts() -> None:
-    """From now on an interrupt raises KeyboardInterrupt, which the caller knows to handle."""
+    """From now on an interrupt raises KeyboardInterrupt, which the caller handles."""
     if signal.getsignal(signal.SIGINT) is end_quietly:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_quietly(_number: int, _frame: FrameType | None) -> None:
-    with suppress(OSError):  # whoever closed stderr wants no word
+    with suppress(OSError):  # stderr is closed
         os.write(2, b"\nfloe-chat: interrupted\n")
     os._exit(EXIT_INTERRUPTED)

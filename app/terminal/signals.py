@@ -15,13 +15,13 @@ _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 @contextmanager
 def ending_in_order() -> Generator[None]:
-    """Inside, TERM and HUP raise SystemExit with 128 plus their number, so that what is unsaved is saved.
+    """Inside, TERM and HUP raise SystemExit with 128 plus their number, so that unsaved data is saved.
 
-    A second one ends the program at once. Who ignores one, as under nohup, goes on to do so.
+    A second signal ends the program at once. An ignored signal, as under nohup, stays ignored.
     """
     ours = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
-        ours = []  # Python lets no other thread say what signals do
+        ours = []  # Python lets only the main thread set signal handlers
 
     def reset() -> None:
         for number in ours:

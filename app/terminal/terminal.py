@@ -1,7 +1,7 @@
-"""The terminal around the screen: taken at once, so that something is seen and keys are kept, and given back whole.
+"""The terminal around the screen: taken at once, to show something and hold typed keys, and restored at the end.
 
-Textual takes half a second and more to import. Until it has the terminal, this file does: it paints a first picture,
-keeps typed keys from being echoed, and ends the program cleanly when a signal says so.
+Textual takes half a second and more to import. Until then this module holds the terminal: it paints a first picture,
+suppresses the echo of typed keys, and ends the program cleanly on a signal.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 EXIT_SIGNAL = 128
 """The exit code after a signal is this plus its number, as shells have it: 130 interrupt, 143 TERM, 129 hang-up."""
 
-_LONGEST_END = 8.0  # seconds; what ending waits for takes five at most
+_LONGEST_END = 8.0  # seconds; closing takes five at most
 _LOOK_SECONDS = 1.0
 _HUNG_UP = EXIT_SIGNAL + 1
 _IN, _OUT = 0, 2  # Textual reads keys from stdin and paints on stderr
 _TAKE = "\x1b[?1049h\x1b[?25l"
 _LEAVE = "\x1b[?1049l\x1b[?25h"
-# Whatever Textual may have switched on: paste brackets, wrapping off, resize and mouse reports, focus, kitty's keys.
+# Everything that Textual may have switched on: paste brackets, wrapping off, resize and mouse reports, focus, kitty's
+# keys.
 _RESTORE = (
     "\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[?1016l\x1b[?1004l\x1b[<u\x1b[0m"
     + _LEAVE
@@ -32,10 +33,10 @@ _RESTORE = (
 
 
 class Terminal:
-    """As a context it holds the terminal for a screen that is still being made.
+    """As a context it holds the terminal while the screen is still being created.
 
-    Inside it TERM, HUP and INT end the program with 128 plus the signal's number: at once until `serve` is called, and
-    through the screen from then on. On Windows it only paints.
+    Inside, TERM, HUP and INT end the program with 128 plus the signal's number: at once until `serve` is called, then
+    through the screen. On Windows it only paints.
     """
 
     def __init__(self) -> None:
@@ -63,21 +64,21 @@ class Terminal:
             signal.signal(number, handler)
 
     def hand_over(self) -> None:
-        """The screen takes the terminal now, as it was found; what was typed meanwhile waits there to be read."""
+        """The screen takes the terminal now, in its original state; typed keys wait there to be read."""
         self._ours = False
         self._reset()
 
     def serve(self, leave: Callable[[int], None], close: Callable[[], object]) -> None:
         """From now on signals end the screen.
 
-        `leave` gets the exit code and lets the screen end. `close` saves what is unsaved; it is called instead where
-        the terminal is gone, and where the screen does not end.
+        `leave` gets the exit code and ends the screen. `close` saves unsaved data; it is called instead if the terminal
+        is gone, or if the screen does not end.
         """
         self._leave, self._close = leave, close
         threading.Thread(target=self._watch, name="floe-terminal", daemon=True).start()
 
     def expect_end(self, code: int) -> None:
-        """The screen is about to end by itself; if it does not in some seconds, it is ended."""
+        """The screen is about to end; if it has not after some seconds, end it."""
 
         def end() -> None:
             if not self._over.wait(_LONGEST_END):
@@ -86,13 +87,13 @@ class Terminal:
         threading.Thread(target=end, name="floe-ending", daemon=True).start()
 
     def end_now(self, code: int) -> None:
-        """Save what is unsaved, give the terminal back, and end this process, whatever the screen does."""
+        """Save unsaved data, restore the terminal, and end this process, whatever the screen is doing."""
 
         def close() -> None:
             try:
                 if self._close is not None:
                     self._close()
-            finally:  # last: a terminal that takes nothing any more would hold it up
+            finally:  # last: a terminal that no longer reads would block it
                 _write(_LEAVE if self._ours else _RESTORE)
 
         closing = threading.Thread(target=close, name="floe-closing", daemon=True)
@@ -103,9 +104,8 @@ class Terminal:
 
     def _end(self, number: int, _frame: FrameType | None) -> None:
         code = EXIT_SIGNAL + number
-        # Before there is a screen nothing is unsaved. No exception: one that comes while Python frees something, as it
-        # does all the time in imports, is only reported. And where the terminal is gone, nothing may be painted any
-        # more: it would never arrive, and be waited for.
+        # Before there is a screen nothing is unsaved. Not by an exception: one raised while Python frees an object, as
+        # imports do all the time, is only reported. And if the terminal is gone, painting would block for ever.
         if self._leave is None or code == _HUNG_UP:
             self.end_now(code)
             return
@@ -113,7 +113,7 @@ class Terminal:
         self._leave(code)
 
     def _watch(self) -> None:
-        """A terminal can go without a signal, where it is not the one that controls this process."""
+        """A terminal that does not control this process can disappear without a signal."""
         while not self._over.wait(_LOOK_SECONDS):
             if not _is_there():
                 self.end_now(_HUNG_UP)
@@ -127,9 +127,9 @@ class Terminal:
 
 
 def _hold() -> list[Any] | None:
-    """Let keys wait for the screen as they are: Enter stays Enter, nothing is echoed. Ctrl+C still is a signal.
+    """Hold keys for the screen unchanged: Enter stays Enter, nothing is echoed. Ctrl+C is still a signal.
 
-    Returns how the terminal was, for its end.
+    Returns the terminal's state, to restore at the end.
     """
     if sys.platform == "win32":
         return None
@@ -165,7 +165,7 @@ def _signals() -> list[signal.Signals]:
 
 
 def _first_picture() -> str:
-    """What the empty chat will show, where it will show it."""
+    """What the empty chat will show, at the same places."""
     try:
         columns, rows = os.get_terminal_size(_OUT)
     except OSError:

@@ -1,1 +1,1 @@
-"""Text and figures made fit for a terminal."""
+"""Text and figures for a terminal."""

@@ -1,8 +1,8 @@
 """Emoji as all terminals count them.
 
-Of a heart with a variation selector, a family joined of four people or a thumb with a colour of skin, one terminal
-makes another number of cells than the next, and what follows on the line then stands elsewhere than Textual believes.
-So only their first character is drawn, in the cells that Textual has for the whole. What is copied or kept stays whole.
+Terminals disagree on the number of cells of a heart with a variation selector, a joined family of four or a thumb with
+a skin tone; the rest of the line is then not where Textual believes. So only the first character is drawn, in the cells
+that Textual counts for the whole. Copied and saved text stays whole.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-_PARTS = "\u200d\ufe0f\u20e3\U0001f3fb-\U0001f3ff"  # joiner, selector, key cap, colours of skin
+_PARTS = "\u200d\ufe0f\u20e3\U0001f3fb-\U0001f3ff"  # joiner, selector, key cap, skin tones
 _PART = re.compile(f"[{_PARTS}]")
-_STRAY = re.compile("[\ufe0f\U0001f3fb-\U0001f3ff]")  # behind anything but an emoji
+_STRAY = re.compile("[\ufe0f\U0001f3fb-\U0001f3ff]")  # after anything but an emoji
 _FIRST = re.compile(f"[0-9#*©®{_PARTS}\u2000-\u2bff\u3000-\u33ff\U0001f000-\U0001faff]")  # no joined letters
 
 
 class PlainEmoji(LineFilter):
-    """Draws the first character of those that are made of several."""
+    """Draws only the first character of emoji that consist of several."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if not any(_PART.search(segment.text) for segment in segments if not segment.text.isascii()):
@@ -30,7 +30,7 @@ class PlainEmoji(LineFilter):
 
 
 def plain_emoji(text: str) -> str:
-    """`text` in as many cells, with nothing in it of which terminals count different ones."""
+    """`text` in the same number of cells, without characters whose width differs between terminals."""
     if not _PART.search(text):
         return text
     spans, _ = split_graphemes(text)

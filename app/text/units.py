@@ -1,4 +1,6 @@
-"""Figures on a screen: `models.quantities` for what may not have been measured. None is an em dash, never a zero."""
+"""Figures on a screen: as `models.quantities`, for values that may not have been measured. None is an em dash, never a
+zero.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def seconds(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Seconds as 0.42 ms, 12.3 ms, whatever their size, for a column of them; below a hundredth in µs."""
+    """Seconds as 0.42 ms, 12.3 ms, whatever their size, for columns; below a hundredth of a millisecond in µs."""
     if value is None:
         return NOT_MEASURED
     if 0 < value < 1e-5:
@@ -32,7 +34,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A part of a whole, given in 0..1, as a percentage; a small one never looks like none."""
+    """A share in 0..1 as a percentage; a small one is never shown as zero."""
     return NOT_MEASURED if value is None else quantities.share(value)
 
 

@@ -51,8 +51,7 @@ def is_damage(error: BaseException, *, opening: bool = False) -> bool:
 
 
 def checked(file: Path) -> Path:
-    """The empty file whose date says when the history in `file` was last found undamaged; 1970: a sign of damage since.
-    """
+    """An empty file, dated when the history in `file` was last found undamaged; 1970: a sign of damage since."""
     return file.with_name(file.name + "-checked")
 
 

@@ -1,4 +1,4 @@
-"""The chat screen: its layout, its keys, and who does what they ask for."""
+"""The chat screen: its layout, its keys, and the functions behind its actions."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class _Beside(Ground, Horizontal):
 
 
 class _Below(Ground, Vertical):
-    """The messages and where one writes."""
+    """The messages and the text field."""
 
 
 class ChatScreen(Ground, Screen[None]):
     """One chat.
 
     Attributes:
-        controller: the conversation. dashboard: what is shown of the engine. does: what each action calls, by its name.
+        controller: the conversation. dashboard: the engine's figures. does: the function of each action, by name.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings(Place.CHAT)
@@ -65,7 +65,7 @@ class ChatScreen(Ground, Screen[None]):
         personas: Mapping[str, Persona],
         program: Mapping[str, Do],
     ) -> None:
-        """`program`: what the program does, by the names of its actions."""
+        """`program`: the functions of the program's actions, by name."""
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
         self._bridge = EngineBridge(client, history)
@@ -80,7 +80,7 @@ class ChatScreen(Ground, Screen[None]):
         self.does: Mapping[str, Do] = {**program, **self.controller.does, **self._pages.does, **self._own()}
 
     def _own(self) -> Mapping[str, Do]:
-        """What the actions of the screen itself call, by their names."""
+        """The functions of the screen's own actions, by name."""
         return {
             "copy": self._copying.copy_last,
             "code": self._copying.copy_code_of_last,
@@ -114,7 +114,7 @@ class ChatScreen(Ground, Screen[None]):
         self._bridge.start(self)
 
     def take_keys(self, keys: Mapping[str, str]) -> None:
-        """These are the keys of the actions from now on."""
+        """Use these keys for the actions from now on."""
         self.dashboard.take_keys(keys)
         self._writing.composer.take_keys(keys)
         for welcome in self.query(Welcome):
@@ -181,7 +181,7 @@ class ChatScreen(Ground, Screen[None]):
     def _remark(self, event: Composer.Refused | Chips.Refused) -> None:
         self.dashboard.remark(one_line(event.reason))
 
-    # By name: what they come from is imported behind the first frame.
+    # By name: their modules are imported only after the first frame.
 
     def on_code_block_copied(self, event: CodeBlock.Copied) -> None:
         self._copying.copy(event.code, "the code")
@@ -199,7 +199,7 @@ class ChatScreen(Ground, Screen[None]):
             self.dashboard.remark("No attached text is too large")
 
     def _edit_outside(self) -> None:
-        """Write the question in the person's editor."""
+        """Write the question in the user's editor."""
         if trouble := self._writing.edit_outside(lambda: self._bridge.drain(self)):
             self.dashboard.remark(trouble)
 

@@ -1,4 +1,4 @@
-"""The pages over the chat: earlier chats, this chat's settings, quality, experts."""
+"""The pages above the chat: earlier chats, this chat's settings, quality, experts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_SECONDS = 0.2  # between two looks at the history while its page is open
 
 
 class ChatPages:
-    """Opens them over `screen`, and does what the person chose there."""
+    """Opens them over `screen`, and carries out what the user chose there."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ChatPages:
 
     @property
     def does(self) -> Mapping[str, Do]:
-        """What the actions that open pages call, by their names."""
+        """The functions of the actions that open pages, by name."""
         return {
             "history": self._open_history,
             "setup": self._open_setup,
@@ -49,12 +49,12 @@ class ChatPages:
         }
 
     def history_changed(self) -> None:
-        """Another program wrote to it, or this one."""
+        """This program or another one wrote to the history."""
         if isinstance(self._screen.app.screen, HistoryScreen):
             self._screen.app.screen.refresh_list()
 
     def _open_history(self, words: str = "") -> None:
-        # What other programs write is seen by looking only.
+        # Only polling sees what other programs write.
         self._looking = self._screen.set_interval(_LOOK_SECONDS, lambda: self._bridge.drain(self._screen))
         page = HistoryScreen(self._history, words, self._controller.dialogue.id)
         self._screen.app.push_screen(page, self._chosen)

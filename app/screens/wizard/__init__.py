@@ -1,1 +1,1 @@
-"""The way from a bare machine to the first chat."""
+"""From a new machine to the first chat."""

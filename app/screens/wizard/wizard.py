@@ -1,4 +1,4 @@
-"""The way from a bare machine to the first chat: machine, model, folder, access, progress.
+"""From a new machine to the first chat: machine, model, folder, access, progress.
 
 The screen holds no work of its own: setups run on the program's `Setups`, so it can be left and opened again at any
 time, and the demo model is one key away on every page.
@@ -51,10 +51,10 @@ class WizardScreen(WizardAccess):
     """Sets a model up. Its result is the name of the model to chat with, or None: stay with what is there.
 
     Args:
-        setups: the program's. entries: models to choose from. surveyor: looks at the machine. settings: the file that
-            keeps the models folder, None: it holds for this run.
-        wanted: the name of an entry to begin with, "" for none; then unfinished setups are not offered.
-        asked: a model that the person typed, to be looked up once the machine is known.
+        setups: the program's. entries: models to choose from. surveyor: looks at the machine. settings: the file in
+        which the models folder is saved, None: it applies to this run only. wanted: the name of an entry to begin with,
+        "" for none; then unfinished setups are not offered. asked: a model that the user typed, to be looked up once
+        the machine is known.
     """
 
     TITLE = "Set up a model"
@@ -122,7 +122,7 @@ class WizardScreen(WizardAccess):
             await self._look_up_wish(asked)
 
     async def _look_up_wish(self, asked: Wish) -> None:
-        """Add a model that the person typed to the list."""
+        """Add a model that the user typed to the list."""
 
         async def add(entry: Entry) -> None:
             self._entries = [*(one for one in self._entries if one.name != entry.name), entry]
@@ -184,7 +184,7 @@ class WizardScreen(WizardAccess):
     async def _run(self, wanted: Wish) -> None:
         try:
             self._intent.save_folder()
-        except FloeError as error:  # a setup that the next start would not find is not started
+        except FloeError as error:  # do not start a setup that the next start would not find
             if isinstance(self._step, AskingStep):
                 self._step.tell(error)
             return

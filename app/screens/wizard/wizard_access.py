@@ -1,4 +1,4 @@
-"""The wizard and the hub: whether the model exists, may be downloaded, and with which token."""
+"""The wizard's questions to the hub: does the model exist, may it be downloaded, and with which token?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WizardAccess(WizardView):
 
         async def answered(found: Entry | FloeError) -> None:
             if self._step is not asking:
-                return  # the person went elsewhere
+                return  # the user left this step
             if isinstance(found, AccessError):
                 await self._turn_to(TokenStep(found))
             elif isinstance(found, FloeError):
@@ -62,6 +62,6 @@ class WizardAccess(WizardView):
             await self._ask_again()
 
     async def _turn_back(self) -> None:
-        """Back to the step from which the hub was asked."""
+        """Back to the step before the hub was asked."""
         if self._back is not None:
             await self._back()

@@ -1,4 +1,4 @@
-"""What the wizard is about to set up, and in which folder."""
+"""The model that the wizard is about to set up, and its folder."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ...widgets.setup.choice import Chosen
 
 
 class Intent:
-    """The choice of the person, before it is started.
+    """The user's choice, before the setup starts.
 
     Attributes:
         chosen: a model and its bits. wish: what will be started. earlier: an unfinished setup of that name, which is
-            deleted when this one starts. left: the setup that the person left to choose again.
+            deleted when this one starts. left: the setup that the user left to choose again.
     """
 
     def __init__(self, settings: Path | None) -> None:
-        """`settings`: the file that keeps the models folder, None: it holds for this run."""
+        """`settings`: the file in which the models folder is saved, None: it applies to this run only."""
         self._settings = settings
-        self._folder_before: Path | None = None  # the models folder that stays until a setup starts in another one
+        self._folder_before: Path | None = None  # the models folder, until a setup starts in another one
         self.chosen: Chosen | None = None
         self.wish: Wish | None = None
         self.earlier: Wish | None = None
@@ -65,6 +65,6 @@ class Intent:
         self._folder_before = None
 
     def put_folder_back(self) -> None:
-        """Nothing was started: the models folder is what it was."""
+        """Nothing was started: restore the models folder."""
         if self._folder_before is not None:
             catalog.use_models_folder(self._folder_before)

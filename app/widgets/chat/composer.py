@@ -81,7 +81,7 @@ class Composer(TextArea):
         return self.document.get_line(row)[:column]
 
     def take_keys(self, keys: Mapping[str, str]) -> None:
-        """These are the keys of the actions from now on."""
+        """Use these keys for the actions from now on."""
         own = {name: keys[name].split(",") for name, action in OWN.items() if action.place is Place.FIELD}
         self._newline_keys = frozenset((*own.pop("newline"), "shift+enter"))
         self._bound_keys = frozenset(key for its in own.values() for key in its)

@@ -68,7 +68,7 @@ class Dashboard:
     # The bottom row
 
     def take_keys(self, keys: Mapping[str, str]) -> None:
-        """These are the keys of the actions from now on."""
+        """Use these keys for the actions from now on."""
         self.status.keys = keys
 
     def key(self, action: str) -> str:
