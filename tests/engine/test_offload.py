@@ -2,147 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from floe_chat.engine.decoder.decoders import choose
-from floe_chat.engine.experts.moe_layer import Cancelled, Choice, MoELayer, Result
-from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
+from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_prefill import StreamedPrompt
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.offload import predictor
-from floe_chat.engine.offload.cards import named as card
-from floe_chat.engine.offload.device import Device
-from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.throttled_link import ThrottledLink
 from floe_chat.engine.offload.links.transfer import Transfer
-from floe_chat.engine.offload.offload import Offload, Parts, UncountedStep
-from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
+from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.quality_presets import Preset
-from floe_chat.engine.telemetry import LayerCounts
-from floe_chat.kernels.rule import LATE
-from floe_chat.models.pack.usage_file import Heat
-from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
 
-from ..helpers import make_checkpoint, make_pack, relative_rms
-from .driver import a_preset, open_model, with_rule
-from .driver import answer as generated
-from .margins import CLEAR, clear_prompt, jitter, layers_of, prompt_of, watched
-
-# The kernels keep all of float32's precision, since with 15 bits of x the order of sums would show.
-SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
-PLAIN = a_preset("Plain", 0.4, lossless=True)
-EVERYTHING = a_preset("Everything", 0.0, lossless=True)
-SHAPES: dict[str, dict[str, Any]] = {
-    "mixtral": {"hidden": 64, "intermediate": 98, "experts": 5, "layers": 3},
-    "olmoe": {"hidden": 36, "intermediate": 50, "experts": 7, "top_k": 3, "layers": 2},
-}
-PROMPT = prompt_of(3)  # where no answers are compared; `prompt` is for those
-Answer = tuple[Tensor, list[int]]
+from ..helpers import relative_rms
+from .margins import CLEAR, clear_prompt, jitter, layers_of, watched
+from .offloading import (
+    EVERYTHING,
+    PLAIN,
+    PROMPT,
+    SHAPES,
+    SKIPPING,
+    Answer,
+    answer,
+    cache,
+    forward,
+    offloaded,
+    open_shape,
+    resize,
+)
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    make_pack(
-        make_checkpoint(folder / "source", family=request.param, **SHAPES[request.param]),
-        folder / "pack",
-        PackSpec(up=3),
-    )
-    return folder / "pack"
-
-
-def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:
-    """A test device whose CPU lane is as fast as its link unless told otherwise."""
-    nbytes, hidden = layer.packed.rows.layout.nbytes, layer.packed.rows.layout.gate.n
-    if kind == "virtual":
-        return VirtualDevice(card("sim:rtx3060-12gb"), nbytes, hidden, 10_000, host=False)
-    rates = Rates(1e9, 1e-6, cpu, cpu, 1e-6, 1e10, 1e-6)
-    return Device("throttled", "cpu", ThrottledLink(nbytes, rate=1e9, chunk=7), rates)
-
-
-@contextmanager
-def offloaded(
-    loaded: LoadedModel,
-    preset: Preset,
-    share: float,
-    *,
-    kind: str = "throttled",
-    predict: bool = True,
-    cpu: float = 2e9,
-    parts: Parts | None = None,
-) -> Generator[Offload]:
-    """The model with all rows but a pool of `share` of them in RAM; what the pool does not hold is NaN there."""
-    blocks = [layer.mlp for layer in loaded.model.model.layers]
-    before: list[MoELayer] = [block.experts for block in blocks]
-    packed = [layer.packed for layer in before]
-    total = len(packed) * packed[0].rows.data.shape[0] * packed[0].rows.data.shape[1]
-    shared = Offload(device(kind, before[0], cpu), parts or Parts(), packed, max(1, int(share * total)))
-    shared.memory.rows.fill_(255)
-    if predict:
-        shared.predictor = predictor.make("gate", loaded.model, loaded.packed)
-    previous: OffloadedLayer | None = None
-    for index, block in enumerate(blocks):
-        block.experts = OffloadedLayer(index, packed[index], packed[index], shared, loaded.control, loaded.telemetry)
-        if previous is not None:
-            previous.neighbours = Neighbours(following=block.experts)
-        previous = block.experts
-    loaded.control.preset = preset
-    loaded.telemetry.begin(0, 0, 0.0)
-    decoder, loaded.decoder = loaded.decoder, choose(loaded.model, loaded.window)
-    try:
-        yield shared
-    finally:
-        shared.close()
-        loaded.decoder = decoder
-        for block, experts in zip(blocks, before, strict=True):
-            block.experts = experts
-
-
-def resize(shared: Offload, rows: int) -> None:
-    """Another size for the pool, between two steps; no row stays."""
-    shared.scheduler.settle()
-    shared.pool.resize(0)
-    shared.memory.renew(rows)
-    shared.pool.resize(rows)
-
-
-def cache() -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache()
-
-
-def forward(loaded: LoadedModel, ids: Sequence[int], kv: Any) -> Tensor:
-    """Logits (T, V) of these tokens."""
-    with torch.inference_mode():
-        return loaded.model(input_ids=torch.tensor([list(ids)]), past_key_values=kv, use_cache=True).logits[0]
-
-
-def answer(loaded: LoadedModel, prompt: list[int], tokens: int = 10) -> Answer:
-    """Logits of the prompt and of a greedy answer, and its tokens; decode is counted."""
-    kv, drawn = cache(), list[int]()
-    logits = [forward(loaded, prompt, kv)]
-    loaded.control.counting = True
-    for _ in range(tokens):
-        drawn.append(int(logits[-1][-1].argmax()))
-        logits.append(forward(loaded, drawn[-1:], kv))
-    loaded.control.counting = False
-    return torch.cat(logits), drawn
-
-
-@pytest.fixture(scope="module")
-def loaded(pack: Path) -> LoadedModel:
-    """Opened where its rows lie; `offloaded` changes that and puts it back."""
-    return open_model(pack)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -250,21 +143,6 @@ def test_tokens_do_not_depend_on_where_rows_are(
         # On the virtual device so small a model has nothing to wait for, and a guess may come too late to be used.
         assert any(layer.guessed for layer in counts) == predict or kind == "virtual"
         assert shared.device.link.bytes_moved > 0 or cpu == 1e14
-
-
-def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A short prompt goes neuron by neuron and guesses for all of its tokens; the next token's guess comes too late."""
-    with offloaded(loaded, SKIPPING, 0.3) as shared:
-        kv = cache()
-        forward(loaded, PROMPT[:5], kv)
-        monkeypatch.setattr(shared.scheduler, "look", lambda: None)
-        loaded.control.counting = True
-        forward(loaded, [9], kv)
-        loaded.control.counting = False
-        assert shared.predictor is not None
-        assert not any(layer.guessed or layer.experts_guessed for layer in loaded.telemetry.layers)
 
 
 @pytest.mark.parametrize("eviction", ["score", "lru", "fifo"])
@@ -376,27 +254,6 @@ def test_a_prompt_that_fails_leaves_no_expert_on_its_way(
         assert to_buffers and all(transfer.done for transfer in to_buffers)
 
 
-def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: LoadedModel) -> None:
-    with offloaded(loaded, PLAIN, 0.5) as shared:
-        layer = loaded.model.model.layers[0].mlp.experts
-        kv = cache()
-        forward(loaded, PROMPT, kv)
-        loaded.control.counting = True
-        forward(loaded, [9], kv)
-        loaded.control.counting = False
-        counts = loaded.telemetry.layers[0]
-        before = counts.bytes, counts.active
-        experts, weights = torch.tensor([[2]]), torch.ones(1, 1)
-        choice = Choice(layer.ruled, experts, weights, layer.ruled.work(experts, weights))
-        late = Result(choice, torch.zeros(1, 1), torch.tensor([[5, 3]]))
-        for answer in (counts, LayerCounts(1)):  # the second is of an answer that has ended
-            shared.untold.append(UncountedStep(late.counts, partial(layer._count_late, answer, late)))
-        shared.count()
-        up, gate, down = layer.ruled.costs
-        assert counts.active == before[1] + 5 and counts.bytes == before[0] + up + 5 * gate + 3 * down
-        assert shared.untold == []
-
-
 @pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
 def test_a_prompts_experts_come_before_their_layers_turn(
     loaded: LoadedModel,
@@ -430,163 +287,3 @@ def test_a_prompts_experts_come_before_their_layers_turn(
     assert all(seconds <= alone[0] * 1.2 for seconds, _ in ahead)
     used = [seconds for seconds, moved in ahead if moved == alone[1]]
     assert used and min(used) < alone[0]  # the same bytes, sooner
-
-
-def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel) -> None:
-    """With nothing in the pool an answer is that of the higher sparsity, to which the weak rows are the difference."""
-    lenient = with_rule(PLAIN, late=LATE)
-    assert lenient.rule.lateness > lenient.rule.sparsity
-    late, token = with_rule(PLAIN, sparsity=lenient.rule.lateness), [7]
-
-    def run(prompt: list[int]) -> tuple[Tensor, Tensor]:
-        loaded.control.preset = PLAIN
-        kv = cache()
-        forward(loaded, prompt, kv)
-        whole = forward(loaded, token, kv)
-        kv.crop(-1)
-        loaded.control.preset = late
-        return whole, forward(loaded, token, kv)
-
-    prompt, (whole, bound) = clear_prompt(loaded, run)
-    with offloaded(loaded, PLAIN, 1.0, predict=False) as shared:
-        kv = cache()
-        forward(loaded, prompt, kv)
-        rows = shared.pool.capacity
-        resize(shared, 0)
-        resize(shared, rows)
-        loaded.control.preset, loaded.control.counting = lenient, True
-        first = forward(loaded, token, kv)
-        counts = loaded.telemetry.layers
-        assert all(layer.left_out > 0 and layer.ready == layer.coming == 0 for layer in counts)
-        assert relative_rms(first, bound) <= 1e-5
-        again = first
-        for _ in range(3):
-            kv.crop(-1)
-            for transfer in list(shared.scheduler.under_way):
-                shared.device.wait(transfer)
-            shared.scheduler.collect()
-            again = forward(loaded, token, kv)
-        loaded.control.counting = False
-    assert relative_rms(first, again) > 1e-3  # rows were missing
-    assert relative_rms(again, whole) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", ["throttled", "virtual"])
-@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "link"])
-@pytest.mark.parametrize("lenient", [True, False], ids=["lenient", "strict"])
-@pytest.mark.parametrize("preset", [SKIPPING, PLAIN, EVERYTHING], ids=lambda preset: preset.name)
-def test_the_shares_of_rows_add_up_to_all(
-    loaded: LoadedModel, kind: str, cpu: bool, lenient: bool, preset: Preset
-) -> None:
-    with offloaded(loaded, with_rule(preset, late=LATE * lenient), 0.2, kind=kind, parts=Parts(cpu=cpu)) as shared:
-        loaded.telemetry.memory = shared
-        try:
-            answer(loaded, PROMPT)
-            told = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1)
-        finally:
-            loaded.telemetry.memory = None
-        for layer in loaded.telemetry.layers:
-            parts = layer.ready, layer.coming, layer.copied, layer.on_cpu, layer.left_out
-            assert sum(parts) == layer.active > 0 and min(parts) >= 0
-            assert (layer.left_out > 0) == lenient and (cpu or layer.on_cpu == 0)
-            assert layer.hit < layer.looked  # a pool so small cannot have half of every expert's rows
-        rows = told.rows
-        assert rows is not None and rows.expert_hits is not None and 0 <= rows.expert_hits < 1
-        shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out
-        assert sum(share or 0.0 for share in shares) == pytest.approx(1) and None not in shares
-
-
-def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) -> None:
-    def read(preset: Preset) -> tuple[int, int]:
-        with offloaded(loaded, preset, 1.0, predict=False) as shared:
-            kv = cache()
-            forward(loaded, PROMPT[:-1], kv)
-            rows = shared.pool.capacity
-            resize(shared, 0)
-            resize(shared, rows)
-            loaded.telemetry.begin(0, 0, 0.0)
-            loaded.control.counting = True
-            forward(loaded, PROMPT[-1:], kv)
-            loaded.control.counting = False
-            counts = loaded.telemetry.layers[0]
-            return counts.bytes, counts.left_out
-
-    weak = with_rule(PLAIN, late=LATE)
-    (found, left_out), (bound, none) = read(weak), read(with_rule(PLAIN, sparsity=weak.rule.lateness))
-    assert left_out > 0 == none and found == bound
-
-
-def test_an_expert_that_is_mostly_active_is_moved_whole(loaded: LoadedModel) -> None:
-    with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=0.2)) as shared:
-        forward(loaded, PROMPT[:1], cache())
-        for transfer in list(shared.scheduler.under_way):  # to settle would give up those that have not begun
-            shared.device.wait(transfer)
-        shared.scheduler.settle()
-        resident = shared.pool.resident(0)
-        assert (resident == 1).sum() == loaded.packed.manifest.architecture.top_k
-    with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=1.0)) as shared:
-        forward(loaded, PROMPT[:1], cache())
-        shared.scheduler.settle()
-        assert (shared.pool.resident(0) == 1).sum() == 0 < (shared.pool.resident(0) > 0).sum()
-
-
-def test_a_warm_pool_holds_what_was_hottest(loaded: LoadedModel) -> None:
-    with offloaded(loaded, PLAIN, 0.2) as shared:
-        layers, experts, neurons = shared.pool.slots.shape
-        random = np.random.default_rng(4)
-        hot = Heat(
-            random.random((layers, experts), dtype=np.float32), random.random(shared.pool.slots.shape, dtype=np.float32)
-        )
-        shared.warm(hot)
-        order = np.argsort(-(hot.scores[..., None] * hot.uses).reshape(-1))
-        assert shared.pool.used == shared.pool.capacity
-        for flat in order[: shared.pool.capacity]:
-            layer, key = divmod(int(flat), experts * neurons)
-            slot = shared.pool.slots[layer].reshape(-1)[key]
-            assert slot >= 0 and torch.equal(shared.memory.rows[slot], shared.scheduler.sources[layer][key])
-
-
-def test_a_pool_needs_a_row(loaded: LoadedModel) -> None:
-    experts: MoELayer = loaded.model.model.layers[0].mlp.experts
-    link = device("throttled", experts)
-    with pytest.raises(ValueError, match="at least one row"):
-        Offload(link, Parts(), [experts.packed], 0)
-    link.close()
-
-
-def run_out(monkeypatch: pytest.MonkeyPatch, shared: Offload, times: int) -> None:
-    """Let the device's memory run out at its next computations."""
-    original, left = shared.device.rows, times
-
-    def rows(*given: Any) -> Any:
-        nonlocal left
-        if left:
-            left -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(*given)
-
-    monkeypatch.setattr(shared.device, "rows", rows)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    with offloaded(loaded, SKIPPING, 1.0) as shared:
-        prompt, want = clear_prompt(loaded, lambda prompt: generated(loaded, prompt, max_new_tokens=8).tokens)
-        monkeypatch.setattr(loaded.control, "make_room", shared.make_room)
-        before = shared.pool.capacity
-        run_out(monkeypatch, shared, times)
-        assert generated(loaded, prompt, max_new_tokens=8).tokens == want
-        assert shared.pool.capacity == len(shared.memory.rows) < before * 0.76**times
-        assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
-
-
-def test_out_of_memory_with_nothing_left_to_give_is_an_error(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with offloaded(loaded, SKIPPING, 0.02) as shared:
-        monkeypatch.setattr(loaded.control, "make_room", shared.make_room)
-        run_out(monkeypatch, shared, 1000)
-        with pytest.raises(torch.OutOfMemoryError):
-            generated(loaded, PROMPT, max_new_tokens=8)

@@ -21,7 +21,7 @@ from ..helpers import make_checkpoint, make_pack
 from .driver import a_preset, open_model, silent
 from .driver import answer as generated
 from .margins import clear_prompt, prompt_of
-from .test_offload import answer, offloaded
+from .offloading import answer, offloaded
 
 SHAPE: dict[str, Any] = {"hidden": 100, "intermediate": 50, "experts": 7, "top_k": 3, "layers": 3}
 NOTHING = a_preset("", 0.0, lossless=True)

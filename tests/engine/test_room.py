@@ -23,7 +23,7 @@ from floe_chat.models.packing.pack import PackSpec
 
 from ..helpers import make_checkpoint, make_pack
 from .driver import GREEDY, a_preset, open_model, silent
-from .test_offload import device, resize
+from .offloading import device, resize
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
 # Where tokens are compared nothing is left out: of so many neurons some lie so near a threshold that the order of sums,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from floe_chat.models.errors import FloeError
+from floe_chat.models.hub.repository import resolve
 
 from .fakehub import FakeHub
 
@@ -47,3 +49,10 @@ def hub(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     with FakeHub({REPO: published}) as hub:
         hub.used_by(monkeypatch, tmp_path / "home")
         yield hub
+
+
+def failure(repo: str = REPO, revision: str = "main", token: str | None = None) -> FloeError:
+    """What resolving a repository fails with."""
+    with pytest.raises(FloeError) as caught:
+        resolve(repo, revision, token)
+    return caught.value
