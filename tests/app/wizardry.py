@@ -1,13 +1,15 @@
-"""A small program around one screen, a machine as a test wants it, and a tiny model on a fake hub."""
+"""A small program around one screen, a machine as a test wants it, a tiny model on a fake hub, and its setup's end."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from floe_chat.app.setup.flow import Setup
 from floe_chat.app.setup.setups import Survey
 from floe_chat.app.widgets.common.themes import THEMES
 from floe_chat.engine.machine import hardware
@@ -29,6 +31,7 @@ REPO = "floe/tiny"
 IMPATIENT = Patience(first_wait=0.01, longest_wait=0.05, sync=0.01)
 RATES = {"memory read": 33.1e9, "rows 4 bit": 14e9, "disk read": 1.2e9}
 ROOMY = 400 << 30
+DEADLINE_S = 120.0
 
 
 class Around(App[int]):
@@ -108,3 +111,16 @@ def paste(pilot: Pilot[int], text: str) -> None:
 async def see(pilot: Pilot[int], *words: str) -> None:
     """Wait until the screen shows all of these."""
     await until(pilot, lambda: all(word in shown(pilot) for word in words), seconds=60)
+
+
+def ended(running: Setup) -> Setup:
+    assert running.wait(DEADLINE_S), running.progress()
+    return running
+
+
+def reached(running: Setup, step: str) -> None:
+    """Until its step begins like that."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not running.progress().step.startswith(step):
+        assert time.monotonic() < deadline and running.error is None, (running.progress(), running.error)
+        time.sleep(0.005)

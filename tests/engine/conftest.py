@@ -1,17 +1,22 @@
-"""Fixtures that the tests of links share, see moving.py."""
+"""Fixtures that tests of links (moving.py), of the decoder's pass (step_models.py) and of the pool (pools.py) share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine.offload import row_pool
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels import reference
+from floe_chat.kernels.pool import RowTable
+from floe_chat.models.families import FAMILIES
 from torch import Tensor
 
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS, Gated, compute_with
+from .step_models import PLANNED
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -46,3 +51,25 @@ def gated() -> Iterator[Callable[..., Gated]]:
     for link in made:
         link.open()
         link.close()
+
+
+@pytest.fixture(scope="module")
+def planned() -> Iterator[None]:
+    """Families that are not supported yet, as if they were."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, family in PLANNED.items():
+            patch.setitem(FAMILIES, kind, family)
+        yield
+
+
+@pytest.fixture(params=["native", "numpy"])
+def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both kinds of a pool's tables."""
+    if request.param == "numpy":
+
+        def make(*given: Any) -> tuple[RowTable, str]:
+            return RowTable(*given), "the test's choice"
+
+        monkeypatch.setattr(row_pool, "make", make)
+    elif row_pool.RowPool(1, 1, 1, 1).reason != "compiled":
+        pytest.skip("the compiled kernels are not there")

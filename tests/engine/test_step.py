@@ -1,8 +1,7 @@
-"""The lean pass is transformers' own: the same logits, the same experts, or a reason why it does not run."""
+"""The lean pass is transformers' own: the same logits, the same experts, in one piece or many."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,100 +9,20 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.decoder import layers
-from floe_chat.engine.decoder.decoders import Decoder, FusedDecoder, LibraryDecoder, choose
+from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
 from floe_chat.engine.decoder.kv_cache import BLOCK, KVCache
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.planning.footprint import kv_element
-from floe_chat.models.families import FAMILIES, Family
-from floe_chat.models.families.family import GroupedQuery, SharedExpert
+from floe_chat.models.families import FAMILIES
 from floe_chat.models.packing.pack import PackSpec
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
-from .driver import a_preset, open_model
+from .driver import open_model
+from .step_models import LIMIT, MODELS, PRESET, WINDOW, Noting, feed, ids_of, lean_pass, make_model
 
-LIMIT = 1e-5
-WINDOW = 700
-PRESET = a_preset("", 0.0, lossless=True)
-SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 37,
-    "moe_intermediate_size": 29,
-    "shared_expert_intermediate_size": 31,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 5,
-    "num_experts": 5,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": WINDOW,
-    "initializer_range": 0.2,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {},
-    "mixtral-odd": {"hidden_size": 35, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14},
-    "mixtral-one-key-head": {"num_key_value_heads": 1, "num_hidden_layers": 10},
-    "mixtral-all-key-heads": {"num_key_value_heads": 4},
-    "mixtral-sliding": {"sliding_window": 9},
-    "mixtral-sliding-far": {"sliding_window": 300},
-    "mixtral-tied": {"tie_word_embeddings": True},
-    "mixtral-top-1": {"num_experts_per_tok": 1},
-    "mixtral-linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
-    "mixtral-yarn": {
-        "head_dim": 12,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "mixtral-llama3-rope": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        }
-    },
-    "olmoe": {},
-    "olmoe-shares": {"norm_topk_prob": True, "num_key_value_heads": 4},
-    "olmoe-biased-clipped": {"attention_bias": True, "clip_qkv": 0.4},
-    "qwen2_moe": {"layer_types": ["full_attention"] * 3},
-    "qwen2_moe-mixed": {
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        "use_sliding_window": True,
-        "sliding_window": 7,
-        "mlp_only_layers": [0],
-    },
-    "qwen3_moe": {"head_dim": 10},
-    "qwen3_moe-biased": {"head_dim": 12, "attention_bias": True, "norm_topk_prob": True},
-}
-PLANNED = {  # no pack can be made of them yet; their layers have parts that the two above lack
-    "qwen2_moe": Family(
-        model_type="qwen2_moe",
-        called="Qwen2 MoE",
-        expert="",
-        defaults={},
-        dense_layers=lambda config: config.mlp_only_layers,
-        shared=SharedExpert("shared_expert", gate="shared_expert_gate"),
-        attention=GroupedQuery(
-            window=lambda config, layer: (
-                config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
-            )
-        ),
-    ),
-    "qwen3_moe": Family(
-        model_type="qwen3_moe",
-        called="Qwen3 MoE",
-        expert="",
-        defaults={},
-        attention=GroupedQuery(normalized=True, window=lambda config, _layer: config.sliding_window),
-    ),
-}
+pytestmark = pytest.mark.usefixtures("planned")
+
 PIECES = {
     "token by token": [1] * 24,
     "prompt, then tokens": [PREFILL_CHUNK, 1, 1, 1, 1],
@@ -111,57 +30,9 @@ PIECES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def planned() -> Iterator[None]:
-    """Families that are not supported yet, as if they were."""
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, family in PLANNED.items():
-            patch.setitem(FAMILIES, kind, family)
-        yield
-
-
-def make_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A random model of a family, weights, biases and norms alike."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    family = name.partition("-")[0]
-    config: Any = AutoConfig.for_model(family, **{**SIZES, **MODELS.get(name, {}), **changes})
-    torch.manual_seed(len(name))
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
-    for leaf, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            nn.init.normal_(parameter, mean=0.0 if leaf.endswith("bias") else 1.0, std=0.3)
-        elif leaf.endswith("gate.weight"):
-            nn.init.normal_(parameter, std=0.3)
-    return model.to(dtype).eval()
-
-
-def ids_of(length: int) -> list[int]:
-    return torch.randint(0, 101, (length,)).tolist()
-
-
-def feed(decoder: Decoder, kv: KVCache, ids: Sequence[int], pieces: Sequence[int]) -> Tensor:
-    """Logits after each piece, (pieces, V)."""
-    out: list[Tensor] = []
-    for size in pieces:
-        part = ids[kv.length : kv.length + size]
-        out.append(decoder.forward(part, kv)[0])
-        kv.computed(part, PRESET)
-    return torch.stack(out)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
-
-
-def lean_pass(model: Any, window: int = WINDOW, *, compiled: bool = True) -> FusedDecoder:
-    """The lean pass with its compiled step, or by torch's operations alone."""
-    lean = choose(model, window)
-    assert isinstance(lean, FusedDecoder) and lean.steps, lean.reason
-    if not compiled:
-        lean.steps = []
-    return lean
 
 
 both_ways = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
@@ -186,18 +57,6 @@ def test_logits_are_the_librarys(model: Any, pieces: list[int]) -> None:
 
 def test_every_family_that_can_be_packed_is_compared() -> None:
     assert {name.partition("-")[0] for name in MODELS} >= set(FAMILIES)
-
-
-class Noting(nn.Module):
-    """Experts that note what they were called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        self.calls.append((hidden.clone(), index.clone(), weights.clone()))
-        return torch.zeros_like(hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -319,16 +178,6 @@ def test_packed_layers_are_joined_and_compute_the_same(
         assert relative_rms(ours, expected) <= LIMIT
 
 
-def test_joined_weights_are_there_once(tiny_pack: Path) -> None:
-    model = open_model(tiny_pack).model
-    lean = choose(model, 512)
-    attention = model.model.layers[1].self_attn
-    parts = [getattr(attention, name).weights.q for name in ("q_proj", "k_proj", "v_proj")]
-    assert isinstance(lean, FusedDecoder)
-    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
-    assert parts[0].untyped_storage().nbytes() == sum(part.nbytes for part in parts)
-
-
 def test_the_comparison_would_notice_one_key(model: Any) -> None:
     lean, kv, ids = choose(model, WINDOW), KVCache(), ids_of(30)
     with torch.inference_mode():
@@ -357,114 +206,3 @@ def test_a_pass_that_breaks_off_leaves_what_was_there(model: Any, monkeypatch: p
                 decoder.forward(ids_of(5), kv)
         assert kv.keep(ids, PRESET) == 30
         assert relative_rms(feed(decoder, kv, ids, [1, 9]), whole[1:]) <= LIMIT
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "reason"),
-    [
-        (
-            "mixtral",
-            {"head_dim": 12, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "dynamic changes with the length",
-        ),
-        (
-            "mixtral",
-            {
-                "head_dim": 12,
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "factor": 2.0,
-                    "short_factor": [1.0] * 6,
-                    "long_factor": [2.0] * 6,
-                    "original_max_position_embeddings": 64,
-                },
-            },
-            "longrope changes with the length",
-        ),
-        ("phimoe", {}, "does not know the family phimoe"),
-    ],
-)
-def test_what_it_does_not_compute_the_library_does_and_the_reason_is_told(
-    name: str, changes: dict[str, Any], reason: str
-) -> None:
-    model = make_model(name, **changes)
-    decoder = choose(model, WINDOW)
-    assert isinstance(decoder, LibraryDecoder) and reason in decoder.reason
-    ids = ids_of(20)
-    with torch.inference_mode():
-        expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-    assert relative_rms(feed(decoder, KVCache(), ids, [19, 1])[-1], expected) <= LIMIT
-
-
-@pytest.mark.parametrize(
-    ("dtype", "library", "reason"),
-    [
-        (torch.float32, True, "one compiled call per layer and token"),
-        (torch.bfloat16, True, "by torch's operations, because the compiled step computes float32, not torch.bfloat16"),
-        (torch.float32, False, "by torch's operations, because it was not compiled"),
-    ],
-)
-def test_it_is_told_whether_the_compiled_step_runs(
-    dtype: torch.dtype, library: bool, reason: str, request: pytest.FixtureRequest
-) -> None:
-    if not library:
-        request.getfixturevalue("no_library")
-    lean = choose(make_model("mixtral", dtype), WINDOW)
-    assert isinstance(lean, FusedDecoder) and lean.reason.endswith(reason)
-    assert bool(lean.steps) == ("compiled call per" in reason)
-
-
-@pytest.mark.parametrize(
-    ("name", "beside"),
-    [("qwen2_moe", "shared experts"), ("qwen2_moe-mixed", "layers without experts and shared experts"), ("olmoe", "")],
-)
-def test_what_the_compiled_step_leaves_to_torch_is_told(name: str, beside: str) -> None:
-    reason = lean_pass(make_model(name)).reason
-    assert reason.endswith(f"{beside} by torch's operations" if beside else "per layer and token")
-
-
-def without_bias(model: Any) -> None:
-    model.model.layers[1].self_attn.k_proj.bias = None
-
-
-def turns_a_part(model: Any) -> None:
-    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
-
-
-class Wrapped(nn.Linear):
-    """A linear layer that may compute something else."""
-
-
-def wraps(model: Any) -> None:
-    old = model.model.layers[2].self_attn.v_proj
-    model.model.layers[2].self_attn.v_proj = Wrapped(old.in_features, old.out_features)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [(without_bias, "have a bias"), (turns_a_part, "turns 8 of the 12"), (wraps, "stored in different ways")],
-)
-def test_parts_it_does_not_know_are_declined(change: Any, reason: str) -> None:
-    model = make_model("olmoe-biased-clipped")
-    change(model)
-    decoder = choose(model, WINDOW)
-    assert isinstance(decoder, LibraryDecoder) and reason in decoder.reason
-
-
-def test_a_loaded_model_tells_what_computes_its_dense_part(tiny_pack: Path) -> None:
-    assert isinstance(open_model(tiny_pack).decoder, FusedDecoder)
-
-
-def test_more_tokens_than_the_window_are_refused() -> None:
-    lean = choose(make_model("mixtral"), 10)
-    with pytest.raises(ValueError, match="window"):
-        lean.forward(ids_of(11), KVCache())
-
-
-@pytest.mark.parametrize("token", [-1, 101])
-def test_tokens_outside_the_vocabulary_are_refused_and_the_next_ones_are_not(token: int) -> None:
-    lean, kv = choose(make_model("mixtral"), WINDOW), KVCache()
-    with pytest.raises(IndexError, match="vocabulary"):
-        lean.forward([5, token], kv)
-    assert kv.length == 0 and bool(lean.forward([5, 100], kv).isfinite().all())
