@@ -232,7 +232,7 @@ def test_another_model_answers(tiny_pack: Path, exact_pack: Path, tmp_path: Path
     broken = Path(shutil.copytree(exact_pack, tmp_path / "broken"))
     (broken / "dense.safetensors").unlink()
     lines = f"hi\n/models {exact_pack}\n/preset\n/models /nowhere\n/models {broken}\nhi again\n/models\n"
-    given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4"]
+    given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4", "--seed", "1"]
     done = CliRunner().invoke(cli, given, input=lines, standalone_mode=False)
     assert done.stdout.count("tiny: ") == 2, done.output
     assert "best quality first: Exact, High" in done.stderr and "demo: " in done.stderr
@@ -263,7 +263,7 @@ def test_a_model_that_cannot_be_loaded(kept: History) -> None:
 
 
 def test_the_command_chats_with_a_real_model(tiny_pack: Path) -> None:
-    given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4"]
+    given = ["--plain", "--model", str(tiny_pack), "--max-tokens", "4", "--seed", "1"]
     done = CliRunner().invoke(cli, given, input="hi\nand more\n/history\n", standalone_mode=False)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("tiny: ") == 2 and "1: hi, 4 messages" in done.stderr
@@ -276,5 +276,5 @@ def test_impossible_options_are_refused_at_the_start(tiny_pack: Path, options: t
 
 @pytest.mark.parametrize("line", [b"caf\xe9", b"\xff\xfe\x00", b"/open 5"])
 def test_what_is_piped_in_and_cannot_be_done_is_told_and_fails(tiny_pack: Path, line: bytes) -> None:
-    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", stdin=b"hi\n" + line + b"\nhi\n")
+    ran = run_cli("--plain", "-m", str(tiny_pack), "--max-tokens", "2", "--seed", "1", stdin=b"hi\n" + line + b"\nhi\n")
     assert ran.code == 1 and ran.out.count("tiny: ") == 2 and "fault" not in ran.err

@@ -35,6 +35,12 @@ def model(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same tokens whatever test ran before: of random ones, about 1 in 6,000 rounds by more than LIMIT."""
+    torch.manual_seed(0)
+
+
 both_ways = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
 
 
