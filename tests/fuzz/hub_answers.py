@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.remote_checkpoint import HubShelf
 from floe_chat.models.hub.repository import resolve
 
-from . import _hostile
+from . import _hostile, _hostile_http
 
 REPO = "floe/tiny"
 TOKEN = "hf_secret"
@@ -126,174 +125,6 @@ class Hub:
             pass  # it had enough, as hostile answers make it
 
 
-STATUSES = (
-    200,
-    200,
-    200,
-    206,
-    204,
-    301,
-    302,
-    307,
-    308,
-    400,
-    401,
-    403,
-    404,
-    408,
-    410,
-    416,
-    418,
-    429,
-    451,
-    500,
-    503,
-    599,
-    999,
-)
-WORDS = (
-    "",
-    "0",
-    "-1",
-    "1",
-    "²",
-    "9" * 30,
-    "9" * 5000,
-    "inf",
-    "nan",
-    "1e400",
-    "Fri, 31 Dec 9999 23:59:59 GMT",
-    "Thu, 01 Jan 0001 00:00:00 +2359",
-    "\xff\xfe",
-    "a" * 60_000,
-    "\x1b[2J",
-    "bytes 0-5/6",
-    "bytes 0-99999999999999999999/7",
-    "bytes */*",
-    "GatedRepo",
-    "RepoNotFound",
-    "EntryNotFound",
-    "RevisionNotFound",
-    "gzip",
-    "gzip, gzip, gzip",
-    "br",
-    "identity",
-    "text/html",
-    "chunked",
-    '"api";r=0;t=9',
-    'W/"x"',
-    "=?utf-8?b?////?=",
-)
-HEADERS = (
-    "Content-Type",
-    "Content-Length",
-    "Content-Encoding",
-    "Transfer-Encoding",
-    "Content-Range",
-    "Retry-After",
-    "RateLimit",
-    "X-Error-Code",
-    "X-Error-Message",
-    "X-Linked-Size",
-    "X-Linked-ETag",
-    "ETag",
-    "Location",
-    "Set-Cookie",
-    "Connection",
-    "Upgrade",
-    "X-Repo-Commit",
-)
-
-
-def _location(rng: Random) -> str:
-    return rng.choice(
-        (
-            "",
-            "/",
-            "/elsewhere",
-            f"{HUB.url}/elsewhere",
-            f"http://localhost:{HUB.url.rpartition(':')[2]}/elsewhere",
-            "//",
-            "http://",
-            "http://[::1",
-            "http://127.0.0.1:99999/",
-            "http://127.0.0.1:1/",
-            "ftp://127.0.0.1/x",
-            "file:///etc/passwd",
-            "http://user:password@127.0.0.1:1/",
-            "http://\xff/",
-            "http://xn--a/",
-            "http://" + "a." * 200,
-            "?x=" + "y" * 9000,
-            "javascript:1",
-            "data:,x",
-        )
-    )
-
-
-def _body(rng: Random, good: bytes) -> bytes:
-    match rng.randrange(12):
-        case 0:
-            return b""
-        case 1:
-            return b"<html>Sign in</html>"
-        case 2:
-            return _hostile.damaged(rng, good)
-        case 3:
-            return gzip.compress(gzip.compress(bytes(50 << 20), 1), 1)
-        case 4:
-            return _hostile.text(rng, {"error": "Out of order"})
-        case 5:
-            return json.dumps({"error": _hostile.value(rng)}).encode()
-        case 6:
-            return good + rng.randbytes(rng.choice((1, 5000)))
-        case 7:
-            return good[: rng.randrange(len(good) + 1)]
-        case 8:
-            return b"x" * rng.choice((70_000, 3 << 20))
-        case _:
-            return good
-
-
-def _message(rng: Random, good: bytes, part: tuple[int, int] | None) -> bytes:
-    """A whole answer: mostly one thing of it is wrong."""
-    status, headers, body = 200, {"Content-Type": "application/json"}, good
-    if part is not None:
-        status, headers["Content-Range"] = 206, f"bytes {part[0]}-{part[1] - 1}/{len(good)}"
-        body = good[part[0] : part[1]]
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        match rng.randrange(5):
-            case 0:
-                status = rng.choice(STATUSES)
-            case 1 | 2:
-                name = rng.choice(HEADERS)
-                headers[name] = _location(rng) if name == "Location" else rng.choice(WORDS)
-            case 3:
-                body = _body(rng, body)
-            case _:
-                headers["Location"], status = _location(rng), rng.choice((301, 302, 303, 307, 308))
-    return _framed(rng, status, headers, body)
-
-
-def _framed(rng: Random, status: int, headers: dict[str, str], body: bytes) -> bytes:
-    if rng.random() < 0.15:
-        headers["Transfer-Encoding"] = "chunked"
-        size = (
-            rng.choice((b"%x", b"0%x", b"-%x", b"%x;x=y", b"%xg")) % len(body)
-            if rng.random() < 0.5
-            else b"%x" % len(body)
-        )
-        body = size + b"\r\n" + body + b"\r\n" + rng.choice((b"0\r\n\r\n", b"0\r\n", b"0\r\nX-Late: y\r\n\r\n"))
-    else:
-        headers.setdefault("Content-Length", str(len(body) if rng.random() < 0.9 else rng.choice((0, 1, 1 << 40))))
-    lines = [f"HTTP/1.1 {status} Words", *(f"{name}: {word}" for name, word in headers.items()), "Connection: close"]
-    if rng.random() < 0.03:
-        lines = rng.choice((["HTTP/9.9 200 OK"], ["ICY 200 OK"], [""], ["HTTP/1.1 2"], [*lines, "No colon"], lines * 2))
-    if rng.random() < 0.03:
-        lines[:0] = ["HTTP/1.1 100 Continue", "", "HTTP/1.1 103 Early", ""]
-    return "\r\n".join([*lines, "", ""]).encode("utf-8", "replace") + body
-
-
 def _served(path: str, wanted: str, files: dict[str, bytes], listing: bytes) -> tuple[bytes, tuple[int, int] | None]:
     """What an honest hub would give for a request: all of a file, and the part of it that was asked for."""
     name = path.rpartition("/")[2]
@@ -343,7 +174,7 @@ def attempt(seed: int, scratch: Path) -> str:
         with lock:
             if rng.random() >= wrong:
                 return _honest(rng, path, wanted, files, listing)
-            return _message(rng, *_served(path, wanted, files, listing))
+            return _hostile_http.message(rng, *_served(path, wanted, files, listing), HUB.url)
 
     HUB.answer = answer
     HUB.ending = lambda: rng.choice(("", "", "", "", "", "", "", "reset", "stall")) if rng.random() < wrong else ""
