@@ -1,1 +1,1 @@
-"""Turns token ids into token ids; knows no screen and no tokenizer. Imports models and kernels."""
+"""The engine: token ids in, token ids out, without screen or tokenizer. Imports models and kernels."""

@@ -1,4 +1,4 @@
-"""What fits the model's window."""
+"""The model's window, and the room for an answer."""
 
 from __future__ import annotations
 

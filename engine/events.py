@@ -1,7 +1,7 @@
 """Everything that crosses the engine thread's border: commands in, events out.
 
-All are small frozen dataclasses of plain values, which msgspec can write and read without a word about them here. The
-engine never waits for whoever reads the events.
+All are small frozen dataclasses of plain values, which msgspec can write and read. The engine never waits for a reader
+of its events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..kernels.rule import Rule as Rule
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. `temperature` 0 is greedy; the other values then do not matter.
+    """How the next token is drawn. With `temperature` 0 (greedy) the other values do not matter.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch that filter off. `seed` None draws a fresh one.
     """
@@ -29,7 +29,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """How the engine works where device memory holds a part of the rows only; nothing else is affected.
+    """How the engine works if device memory holds only a part of the rows; nothing else is affected.
 
     Attributes:
         predictor: what names the next layer's rows, one of `ranges.PREDICTORS`. cpu_share: whether the CPU computes a
@@ -41,7 +41,7 @@ class Advanced:
     transfer: str = "auto"
 
     def changed(self) -> tuple[str, ...]:
-        """What differs from the default, in words."""
+        """The values that differ from the default, in words."""
         words = (
             ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
             ("" if self.cpu_share else "no CPU share"),
@@ -80,7 +80,7 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop answering `request`; seen within one layer. A request that waits in the queue is cancelled too."""
+    """Stop answering `request`; takes effect within one layer. A queued request is cancelled too."""
 
     request: int
 
@@ -94,14 +94,14 @@ class SetPreset:
 
 @dataclass(frozen=True, slots=True)
 class SetQuality:
-    """Set the quality by hand, from the next token on. Whether thresholds are weighed is the model's to know."""
+    """Set the quality by hand, from the next token on. The model decides whether thresholds are weighed."""
 
     rule: Rule
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Let the model go and free its memory."""
+    """Unload the model and free its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,11 @@ class Loaded:
     """The model answers from now on.
 
     Attributes:
-        model: the pack's name, folder: where it lies. source: where its weights came from.
-        context_window: tokens that prompt and answer may take together. vocabulary: tokens that the model knows.
+        model: the pack's name; folder: its folder. source: where its weights came from.
+        context_window: tokens that prompt and answer may take together. vocabulary: the model's number of tokens.
         presets: the presets this pack can run, best first. preset: the one in force.
         widths: the pack's bit widths in words, such as "up 2, gate and down 4, attention 8 bits".
-        device: where it computes. backend: which kernels run there. reason: why these and no others.
+        device: where it computes. backend: which kernels run there. reason: why these.
         seconds: how long loading took. memory_bytes: device memory of the dense part and up projections.
         advanced: in words, which advanced settings in force differ from the default.
     """
@@ -178,18 +178,18 @@ class Rows:
 
     Attributes:
         ready, coming, copied, on_cpu: shares of active neurons whose rows were in the pool, on their way there, fetched
-            when they were wanted, and computed by the CPU where they lie. left_out: of those that were not there and
-            that a lenient preset did without. The five add up to 1.
+            when needed, and computed by the CPU in RAM. left_out: absent rows that a lenient preset skipped. The five
+            add up to 1.
         expert_hits: share of expert calls of which at least half the rows were there or on their way.
-        recall, precision: of the neurons that were named one layer ahead; recalls, precisions: by layer.
-        expert_recall, expert_precision: of the experts that were named one layer ahead, likewise; expert_recalls,
-            expert_precisions: by layer. A neuron that was named right is one of a right expert.
-        substituted: share of experts for which resident ones stood in. dropped: of expert halves, by score.
+        recall, precision: of the neurons that were predicted one layer ahead; recalls, precisions: by layer.
+        expert_recall, expert_precision: of the experts that were predicted one layer ahead, likewise; expert_recalls,
+            expert_precisions: by layer. A correctly predicted neuron belongs to a correctly predicted expert.
+        substituted: share of experts replaced by resident ones. dropped: of expert halves, by score.
         moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
-        link_bytes_s: what the link reached while it was busy. link_peak: what it can, bytes per second.
+        link_bytes_s: the link's speed while it was busy. link_peak: its maximum, in bytes per second.
         link_busy: share of the time since the prompt in which it was.
-        pool, pool_used, up, dense: bytes of device memory for rows, those that hold one, up projections, all else.
-        virtual: whether times are those of a device that is not there.
+        pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else.
+        virtual: whether times are those of a simulated device.
     """
 
     ready: float | None
@@ -222,9 +222,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters of the answer that runs or of the last one.
+    """Counters of the running answer or of the last one.
 
-    What was not measured is None: a screen says so and never shows a zero in its place.
+    What was not measured is None: a screen says so and never shows a zero instead.
 
     Attributes:
         prompt_tokens, new_tokens: so far in this answer.
@@ -265,14 +265,14 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class PresetChanged:
-    """`preset` is in force from the next token on; "Custom" where the dial was turned by hand."""
+    """`preset` is in force from the next token on; "Custom" if the quality was set by hand."""
 
     preset: str
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something that a person should know; the engine has dealt with it and goes on."""
+    """Something that the user should know; the engine has dealt with it and continues."""
 
     title: str
     cause: str
@@ -294,7 +294,7 @@ class Unloaded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Something went wrong; `request` is None when it was not an answer. The engine itself goes on."""
+    """Something failed; `request` is None if it was not an answer. The engine itself continues."""
 
     title: str
     cause: str

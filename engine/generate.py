@@ -23,11 +23,12 @@ _log = logging.getLogger("floe_chat.engine")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One advance.
+    """One step of progress.
 
     Attributes:
-        token: None while the prompt is read. done: so many of the prompt's tokens are in the KV cache. at: when the
-            token was drawn, by the telemetry's clock: several may come of one call, and are told one after the other.
+        token: None while the prompt is read. done: prompt tokens in the KV cache so far.
+        at: when the token was drawn, by the telemetry's clock: one call may draw several, which are reported one after
+            the other.
     """
 
     token: int | None
@@ -49,7 +50,8 @@ def generate(
 ) -> Generator[Progress, None, str]:
     """Yield the progress of every prefill chunk and every new token; the generator's return value says why it ended.
 
-    What `kv` holds of the prompt is not computed again, except for the last token; if there is some, it is said first.
+    The part of the prompt that is in `kv` is not computed again, except for the last token; if there is any, it is
+    reported first.
 
     Args:
         model: what computes the next tokens; a transformers model is called as it is.
@@ -59,8 +61,8 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, or one that leaves no room in the window.
-        PackError: the logits are not numbers that a token could be drawn from.
-        Cancelled: `control.cancelled` was set; seen at the next layer. `kv` is valid with what was computed.
+        PackError: no token can be drawn from the logits: they are not finite.
+        Cancelled: `control.cancelled` was set; takes effect at the next layer. `kv` stays valid with what was computed.
     """
     if not 0 < len(prompt) < window:
         raise ValueError(f"a prompt of {len(prompt)} tokens for a window of {window}")
@@ -107,7 +109,7 @@ def _drawn(
     control: Control,
     telemetry: Telemetry,
 ) -> Generator[tuple[int, float]]:
-    """At most so many tokens, and when each was drawn; the first from the prompt's logits."""
+    """At most this many tokens, and when each was drawn; the first from the prompt's logits."""
     if not most:
         return
     token = sampler.draw(logits)
@@ -126,10 +128,10 @@ def _drawn(
 
 
 def _forward(decoder: Decoder, kv: KVCache, ids: Sequence[int], control: Control) -> Tensor:
-    """Logits (1, V) after `ids`, which are in `kv` from then on. Out of device memory, once more with more room."""
+    """Logits (1, V) after `ids`, which are then in `kv`. If device memory runs out, retries once with more room."""
     preset = control.preset
     while (logits := _once(decoder, kv, ids)) is None:
-        # Not where the error was caught: its traceback holds the very memory that is to be freed.
+        # Not inside the except block: the traceback holds the very memory that must be freed.
         if control.make_room is None or not control.make_room():
             raise torch.OutOfMemoryError("the device's memory ran out, and nothing can be freed")
     kv.computed(ids, preset)

@@ -47,10 +47,10 @@ _log = logging.getLogger("floe_chat.engine")
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model in memory, what controls it, and what it counts.
+    """A model in memory, with its control and its telemetry.
 
     Attributes:
-        decoder: computes the next tokens. offload: what its layers share where rows are in RAM and a pool; else None.
+        decoder: computes the next tokens. offload: what its layers share if rows are in RAM and a pool; else None.
     """
 
     model: Any
@@ -63,7 +63,7 @@ class LoadedModel:
     offload: Offload | None
 
     def close(self) -> None:
-        """End what runs beside the engine, and save what was used how much for the next start."""
+        """Stop background work, and save expert and neuron use for the next start."""
         if self.offload is not None:
             self.offload.close()
             try:
@@ -93,9 +93,9 @@ def load(
         preset: None for the default one. device: see `device_choice.choose`.
         vram: the most of a device's memory to use, in bytes. advanced: how rows that do not fit it are handled;
             parts: the same in full, for measurements.
-        report: called with a step in words and the share that is done, 0..1.
-        library: whether `model` has to be transformers' own, which can be called. Importing that takes longer than all
-            else here, so it is left out where the fused pass can do without.
+        report: called with a step in words and the share done, 0..1.
+        library: whether `model` must be transformers' own, callable model. Importing that takes longer than all else
+            here, so it is skipped if the fused pass does not need it.
 
     Raises:
         PackError: the pack is incomplete, of another version, or damaged.
@@ -156,14 +156,14 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None) -> _O
 
 
 def _set_threads(pack: _Opened) -> str:
-    """As many as compute this model best; why so many, in words."""
+    """Set the best number of threads for this model; returns the reason, in words."""
     threads, why = hardware.choose_threads(pack.architecture.hidden, pack.architecture.intermediate)
     torch.set_num_threads(threads)
     return why
 
 
 def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *, library: bool) -> Any:
-    """The model's modules with their weights: transformers' own where they are asked for or the only ones."""
+    """The model's modules with their weights: transformers' own if requested or if there are no others."""
     manifest, place, config = pack.packed.manifest, pack.choice.place, pack.config
     library = library or not light_modules.knows(config)
     if library:
@@ -177,7 +177,7 @@ def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *,
         manifest.widths.dense,
         experts,
         linear,
-        # CPUs of this class multiply float32 fastest and match the reference to rounding; GPUs keep the pack's 16 bit.
+        # CPUs multiply float32 fastest and match the reference up to rounding; GPUs use the pack's 16-bit type.
         torch.float32 if place == "cpu" else manifest.row_layout.float16,
         place,
         None if library else light_modules.tree,
@@ -196,7 +196,7 @@ def _decoder(model: Any, shares: DeviceShares) -> tuple[int, Decoder]:
 def _describe(
     loaded: LoadedModel, pack: _Opened, why_threads: str, nbytes: int, changed: tuple[str, ...], seconds: float
 ) -> Loaded:
-    """What was loaded and how, for people."""
+    """Describes what was loaded and how, for people."""
     manifest, shared, place = pack.packed.manifest, loaded.offload, pack.choice.place
     backend = kernels.choose(place)
     reasons = [backend.reason, loaded.decoder.reason, f"on {place}, because {pack.choice.why}", why_threads]
@@ -269,7 +269,7 @@ class _Experts:
         return made
 
     def join(self, model: Any, shared: Offload, decoder: Decoder) -> None:
-        """Let offloaded layers know each other and their routers, and fill the pool."""
+        """Connect offloaded layers with each other and their routers, and fill the pool."""
         self._telemetry.memory = shared
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
@@ -287,7 +287,7 @@ class _Experts:
 
 
 def _heat(packed: PackedModel) -> usage_file.Heat:
-    """What was used before, or else what calibration found popular."""
+    """Earlier use, or else popularity in calibration."""
     a = packed.manifest.architecture
     kept = usage_file.read(usage_file.file_of(packed.folder), a.layers, a.experts, a.intermediate)
     if kept is not None:
@@ -296,7 +296,7 @@ def _heat(packed: PackedModel) -> usage_file.Heat:
 
 
 def _need_numbers(folder: Path, model: nn.Module) -> None:
-    """Raises PackError: some weight of the dense part is NaN or infinite; experts are found out when they are used."""
+    """Raises PackError: some weight of the dense part is NaN or infinite; experts are checked when they are used."""
     weights = dict(model.named_parameters())
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
@@ -320,7 +320,7 @@ def _compare(folder: Path, config: Any, a: Architecture) -> None:
 
 
 def _to(layer: PackedLayer, device: str, *, rows: bool) -> PackedLayer:
-    """A layer on the device; its rows too, or not."""
+    """A layer on the device, with or without its rows."""
     if device == "cpu":
         return layer
     up, own = layer.up, layer.rows

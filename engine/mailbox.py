@@ -10,8 +10,9 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """Takes items from any thread. Its reader need not look again and again: `heard` is called after each item, on the
-    thread that put it there."""
+    """Takes items from any thread. Its reader need not poll: `heard` is called after each item, on the thread that put
+    it there.
+    """
 
     def __init__(self) -> None:
         self.heard: Callable[[], None] = _ignore

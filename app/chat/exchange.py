@@ -20,7 +20,7 @@ class Exchange:
     Attributes:
         turns: the whole conversation for `ChatClient.submit`, this question last.
         keep: saves the question in the history. The result takes the answer's text as it comes; `finish` it (or leave
-        its context) at the end.
+            its context) at the end.
     """
 
     turns: tuple[chat_client.Turn, ...]

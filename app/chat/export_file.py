@@ -15,7 +15,7 @@ def write_chat(tree: Tree, name: str = "") -> Path:
 
     Args:
         name: as the person typed it; a name that ends in .json gets every branch, any other Markdown. Without one, the
-        file is named after the chat and goes into the working folder.
+            file is named after the chat and goes into the working folder.
 
     Raises:
         FloeError: it cannot be written.

@@ -92,10 +92,10 @@ class Field(Protocol):
         """These are the questions that Up brings back, the newest last."""
 
     def title(self, name: str, remark: str = "") -> None:
-        """Name the chat on the frame, and what Enter will do if that is unusual."""
+        """Show the chat's name on the frame, and what Enter does if that is unusual."""
 
     def measure_again(self) -> None:
-        """Another model counts tokens now."""
+        """The model has changed: count tokens again."""
 
     def take_focus(self) -> None:
         """Let the person write here."""
@@ -123,7 +123,7 @@ class Gauges(Protocol):
         """Show the quality in force."""
 
     def show_stats(self, stats: Stats, *, running: bool) -> None:
-        """Show newer figures; those of an answer that is `running` not more often than they can be read."""
+        """Show newer figures; while an answer is `running`, not more often than they can be read."""
 
     def show_context(self, used: int | None) -> None:
         """Show at once how many tokens of the window are used."""

@@ -40,7 +40,7 @@ class PlainChat:
 
     Args:
         setup: model, system prompt and sampling of new chats. max_tokens: of an answer. read: asks for a line; raises
-        EOFError at the end, and KeyboardInterrupt if the user cancels the line.
+            EOFError at the end, and KeyboardInterrupt if the user cancels the line.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Problem:
 
     Attributes:
         line: from 1; None: the file as a whole. name: of the setting, or "". reason: completes a sentence that begins
-        with the name, or is a sentence if there is no name. effect: what is used instead.
+            with the name, or is a sentence if there is no name. effect: what is used instead.
     """
 
     line: int | None

@@ -1,1 +1,1 @@
-"""The parts of the chat screen. They only draw: what they show is handed to them."""
+"""The parts of the chat screen. They only draw what they are given."""

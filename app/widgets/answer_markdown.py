@@ -1,4 +1,4 @@
-"""The Markdown of an answer on the screen, while it grows and afterwards."""
+"""An answer's Markdown on the screen, while it grows and afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .markdown.table import Table
 
 
 class AnswerMarkdown(Ground, Widget):
-    """An answer. Its last block is read again when text comes, and blocks that say the same stay as they are."""
+    """An answer. New text re-parses its last block; blocks with the same content stay as they are."""
 
     DEFAULT_CSS = """
     AnswerMarkdown {
@@ -32,11 +32,11 @@ class AnswerMarkdown(Ground, Widget):
     """
 
     def __init__(self, text: str, *, waits: bool = False) -> None:
-        """`waits`: for a first text; until then a paragraph stands in its place, as high as its first lines will be."""
+        """`waits`: until the first text comes, show a paragraph as high as its first lines will be."""
         super().__init__()
         self.source = text
         self._complete = 0  # blocks that stay as they are
-        self._rest = 0  # where the others begin in the source
+        self._rest = 0  # where the other blocks begin in the source
         self._waiting = Paragraph(Block(Token("paragraph_open", "p", 1))) if waits else None
 
     def compose(self) -> ComposeResult:
@@ -53,7 +53,7 @@ class AnswerMarkdown(Ground, Widget):
             self._waiting.say(Content.styled(words, MUTED))
 
     async def grow(self, text: str, *, going_on: bool) -> None:
-        """Append; while words are `going_on` to come, the last block has room for more of them."""
+        """Append; while more is `going_on` to come, the last block reserves room for it."""
         async with self.lock:
             if text or (self._waiting is not None and not going_on):
                 self.source += text
@@ -62,7 +62,7 @@ class AnswerMarkdown(Ground, Widget):
                 self._give_room(going_on)
 
     async def complete(self, text: str) -> None:
-        """Show all of a text that has grown: read piece by piece it can have become something else."""
+        """Show the whole text, parsed again: parsed piece by piece it may differ."""
         async with self.lock:
             self.source, self._complete, self._rest = text, 0, 0
             await self._read(going_on=False)
@@ -103,7 +103,7 @@ class Rule(AnswerBlock):
 
 
 class Column(AnswerBlock):
-    """Blocks below each other. `depth`: the bullet lists that it is in."""
+    """Blocks below each other. `depth`: how many bullet lists contain it."""
 
     def __init__(self, block: Block, depth: int) -> None:
         super().__init__(block)
@@ -133,7 +133,7 @@ class Quote(Column):
 
 
 class _Symbol(Widget):
-    """What stands before an item."""
+    """The symbol before an item."""
 
     DEFAULT_CSS = """
     _Symbol {
@@ -239,7 +239,7 @@ def _widget(block: Block, depth: int) -> AnswerBlock:
 
 
 async def _show(where: Widget, blocks: Sequence[Block], depth: int, start: int = 0) -> None:
-    """Show `blocks` in the place of those from number `start` on; what says the same stays as it is."""
+    """Replace the blocks from number `start` on with `blocks`; those with the same content stay."""
     shown = [child for child in where.children if isinstance(child, AnswerBlock)][start:]
     stays = 0
     for part, block in zip(shown, blocks, strict=False):

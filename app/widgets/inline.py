@@ -16,7 +16,7 @@ _IMAGE = "🖼  "
 
 
 def words(inline: Token | None) -> Content:
-    """What an inline token says, as one line: in Markdown a line break is a space unless it is asked for."""
+    """An inline token's text as one line: in Markdown a line break is a space unless it is forced."""
     text = ""
     spans: list[Span] = []
     opened: list[tuple[Style | str, int]] = []

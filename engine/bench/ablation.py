@@ -1,6 +1,6 @@
-"""What each part of the engine is worth: added in turn, each beside the step before it and beside the first.
+"""The gain of each part of the engine: parts are added in turn, each compared with the step before and with the first.
 
-Every row is really run, on one model: transformers' own in 16 bit, then the same sizes with packed experts, and so on.
+Every row is a real run of one model: transformers' own in 16 bit, then the same sizes with packed experts, and so on.
 A figure is the time of one layer (layers.py).
 """
 
@@ -31,7 +31,7 @@ from .speed import WARM
 from .subject import Subject
 from .synthetic import Spec
 
-PROMPT = 4  # tokens: few, since decoding is what is timed
+PROMPT = 4  # tokens: few, since decoding is timed
 _FLOAT16 = 2  # bytes
 _PLAIN = "transformers' own, 16 bit"
 _EXACT = Preset("Exact", x_bits=X_BITS_EXACT)
@@ -39,7 +39,7 @@ _EXACT = Preset("Exact", x_bits=X_BITS_EXACT)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One more part of the engine: on which model, and with what skipped."""
+    """One more part of the engine: the model it runs on, and what is skipped."""
 
     name: str
     subject: Subject
@@ -47,7 +47,7 @@ class Variant:
 
 
 def of_spec(spec: Spec, report: Callable[[str], None], *, quick: bool) -> list[Variant]:
-    """The steps of a synthetic model, whose dense part can have every width; `quick` leaves out transformers' own.
+    """The steps of a synthetic model, whose dense part can have any width; `quick` leaves out transformers' own.
 
     Raises:
         FloeError: too little memory for all models at once; they share their experts.
@@ -75,7 +75,7 @@ def of_spec(spec: Spec, report: Callable[[str], None], *, quick: bool) -> list[V
 
 
 def of_pack(subject: Subject, report: Callable[[str], None], *, quick: bool) -> list[Variant]:
-    """The steps of a pack, whose dense part has the width that it has; `quick` leaves out transformers' own.
+    """The steps of a pack, with its own dense width; `quick` leaves out transformers' own.
 
     Raises:
         FloeError: too little memory for its 16-bit twin.
@@ -94,7 +94,7 @@ def _first(subject: Subject, report: Callable[[str], None]) -> list[Variant]:
 
 
 def _skipping(subject: Subject) -> list[Variant]:
-    """The default preset's means of skipping, one by one; those that it does not use are left out."""
+    """The default preset's ways of skipping, one by one; those that it does not use are left out."""
     preset = quality_presets.get(quality_presets.DEFAULT, subject.manifest)
     rule = preset.rule
     steps = [Variant(f"{rule.sparsity * 100:.0f} % of neurons skipped", subject, Preset("", Rule(rule.sparsity)))]
@@ -125,7 +125,7 @@ def plain(subject: Subject) -> Subject:
 
 
 def _fill(tensor: Tensor) -> None:
-    """Ones for a norm, else normal values that repeat: to draw billions of them would take minutes."""
+    """Ones for a norm, else normal values that repeat: drawing billions of them would take minutes."""
     if tensor.ndim == 1:
         tensor.fill_(1)
         return
@@ -167,7 +167,7 @@ def _timed(step: Variant) -> dict[RoundKey, float]:
 
 
 def _rows(steps: list[Variant], found: Found) -> tuple[list[Timed], tuple[str, ...]]:
-    """A figure per step, beside the one before it and, in its note, beside the first."""
+    """A figure per step, compared with the step before and, in its note, with the first."""
     counts = {step.name: (1, step.subject.layers) for step in steps}
     clear, notes = told_apart(found, counts)
     rows = floor_figures(found)

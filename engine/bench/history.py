@@ -1,4 +1,4 @@
-"""What was measured on this machine before, so that a release that made something slower is found out.
+"""Earlier measurements on this machine, to detect a release that made something slower.
 
 One file per machine and benchmark, a JSON object per line, for the user's eyes only; nothing is ever sent anywhere.
 """
@@ -19,19 +19,19 @@ from .measure import NOISY
 
 _LARGEST = 1 << 26  # bytes of a file: a run takes a few kilobytes
 
-# What two runs have to share to be compared, of a table's facts.
+# The facts of a table that two runs must share to be compared.
 _SAME = ("model", "sizes", "threads", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a run compares with the last one of another release here; `version` is None where there is none."""
+    """How a run compares with the last run of another release here; `version` is None if there is none."""
 
     version: str | None
     regressions: tuple[str, ...]
 
     def told(self) -> tuple[str, ...]:
-        """In words, a line each."""
+        """The verdict in words, one line each."""
         if self.version is None:
             return ("history: nothing to compare with: no other release was measured here",)
         if not self.regressions:
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def file_of(machine: str, bench: str) -> Path:
-    """Where the runs of a benchmark on a machine are kept."""
+    """The file with the runs of a benchmark on a machine."""
     state = Path(platformdirs.user_state_dir("floe-chat", appauthor=False))
     return state / "bench" / f"{machine}-{bench}.jsonl"
 
@@ -49,7 +49,7 @@ def append(file: Path, entry: Mapping[str, Any]) -> None:
     """Add one run.
 
     A line is written at once to the end of the file, so two processes cannot mix theirs, and it begins with a line
-    break: whatever a crash has left unfinished before it stays a line of its own.
+    break: a line that a crash left unfinished stays separate.
 
     Raises:
         OSError: it cannot be written.
@@ -72,10 +72,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def compare(now: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Name what got slower since the last run of another version with the same device, threads and model.
+    """Report what became slower since the last run of another version with the same device, threads and model.
 
-    A figure is slower when it lost more than its spread, in either run, and more than 15 %: of its share of the floor
-    where it has one, since machines are noisy and a floor is as noisy; of its time otherwise.
+    A figure is slower if it lost more than its spread in either run and more than 15 %: of its share of the floor if it
+    has one, since the floor is as noisy as the machine, else of its time.
     """
     others = [entry for entry in before if entry["version"] != now["version"] and _alike(entry, now)]
     if not others:
@@ -109,9 +109,10 @@ def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _figures(entry: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows that are ours to make slower, each with its section's title.
+    """The rows of our own code, each with its section's title.
 
-    What others are measured against and is itself measured against nothing is a yardstick: a floor, another program.
+    A row that others are compared with, and that is itself compared with nothing, is a yardstick: a floor, another
+    program.
     """
     for section in entry["sections"]:
         against = {row[what] for row in section["rows"] for what in ("floor", "peer")}

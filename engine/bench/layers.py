@@ -1,6 +1,6 @@
-"""The values of a round, and the time of one layer: the difference of layer counts, shared out.
+"""A round's values, and the time of one layer: the difference between two layer counts, divided by their difference.
 
-So embedding, head and whatever a step costs by itself cancel out, for the engine and for whom it is compared with.
+So embedding, head and a step's fixed costs cancel out, for the engine and for its peers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ..machine.read_floor import READ, reader
 from .measure import Timed
 from .subject import Subject
 
-ANSWER = 8  # tokens that are decoded in one run, after the first one; a run is their median
+ANSWER = 8  # tokens decoded in one run after the first one; a run's value is their median
 _NEXT_TO_NOTHING = 1e-9
 _READS = 4
 _DROWNED = "The time of one layer was lost in noise: {names}. Use more layers or a quieter machine."
 
 
 class RoundKey(NamedTuple):
-    """A value of a round: of which contestant (a preset, a peer, the floor), with how many layers, and what."""
+    """The key of a value: contestant (a preset, a peer, the floor), number of layers, and kind."""
 
     who: str
     layers: int
@@ -32,9 +32,10 @@ Found = Mapping[RoundKey, Sequence[float]]
 
 
 def floor_parts(device: str) -> list[Part]:
-    """What measures the floor in a round; nothing where it cannot be measured.
+    """The parts that measure the floor in a round; empty if it cannot be measured.
 
-    It is the fastest of a few reads: a floor cannot be beaten, and a peer that just had its turn may still be spinning.
+    The floor is the fastest of a few reads, since nothing may beat it and the previous peer's threads may still be
+    spinning.
     """
     read = reader(device)
     if read is None:
@@ -54,7 +55,7 @@ def floor_figures(found: Found) -> list[Timed]:
 
 
 def answered(who: str, subject: Subject, prompt: Sequence[int], *, prefill: bool) -> dict[RoundKey, float]:
-    """One answer with all layers and one with the first alone: what a token takes, or with `prefill` the prompt."""
+    """One answer with all layers and one with only the first: seconds of a token, or with `prefill` of the prompt."""
     found: dict[RoundKey, float] = {}
     for layers in {1, subject.layers}:
         with subject.first_layers(layers):
@@ -69,14 +70,16 @@ def answered(who: str, subject: Subject, prompt: Sequence[int], *, prefill: bool
 
 
 def slope(found: Found, who: str, counts: tuple[int, int], what: str) -> list[float]:
-    """Run by run, what one layer adds: in a noisy run it may be less than nothing, but never nothing itself."""
+    """What one layer adds, run by run: negative in a noisy run, but never zero."""
     few, many = counts
     pairs = zip(found[RoundKey(who, few, what)], found[RoundKey(who, many, what)], strict=True)
     return [(more - less) / (many - few) or _NEXT_TO_NOTHING for less, more in pairs]
 
 
 def told_apart(found: Found, counts: Mapping[str, tuple[int, int]]) -> tuple[list[str], tuple[str, ...]]:
-    """Whose layers can be told from noise, and a note about the others. One layer alone has no difference."""
+    """The contestants whose layer time stands out from noise, and a note about the others. A single layer has no
+    difference.
+    """
     several = [who for who, (few, many) in counts.items() if few < many]
     clear = [who for who in several if median(slope(found, who, counts[who], "seconds")) > 0]
     drowned = [who for who in several if who not in clear]
@@ -84,7 +87,7 @@ def told_apart(found: Found, counts: Mapping[str, tuple[int, int]]) -> tuple[lis
 
 
 def active_note(found: Found, who: str, layers: int) -> str:
-    """The share of neurons that was really active."""
+    """A note with the share of neurons that were active."""
     shares: Iterable[float] = found.get(RoundKey(who, layers, "active"), ())
     active = list(shares)
     return f"{100 * sum(active) / len(active):.0f} % active" if active else ""

@@ -1,7 +1,7 @@
-"""Timing things side by side: figures measured in turn, round by round, and what is said of each.
+"""Timing side by side: figures measured in turn, round by round, and the summary of each.
 
-A neighbour's load or a falling clock meets all figures of a round alike, so shares of a floor and ratios to a peer are
-taken within each round, and the median of the rounds is what is told.
+Other programs' load or a falling clock affects all figures of a round alike, so shares of a floor and ratios to a peer
+are taken within each round, and the median over rounds is reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 NOISY = 0.15  # a spread above this is marked: something else was running
 
 K = TypeVar("K", bound=Hashable)
-Report = Callable[[str, int, int], None]  # what is being measured, rounds done, rounds in all
+Report = Callable[[str, int, int], None]  # the current figure, rounds done, rounds in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Figure:
     """One thing to measure.
 
     Attributes:
-        work: work(0), work(1), ... does it once and returns the bytes that it had to move, 0 where they do not matter;
-            the number lets it take other data each time, so that none is in a cache.
+        work: work(0), work(1), ... does it once and returns the bytes that it had to move, 0 if they do not matter; the
+            number selects different data each time, so that none is cached.
         floor: the figure whose rate no other can exceed. peer: the figure whose time this one's is compared with.
-        tokens: how many tokens one call computes, 0 where that is not the point.
+        tokens: how many tokens one call computes, 0 if that does not matter.
         inner: calls in one timed run. once: so slow that a single call without warm-up has to do.
     """
 
@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What a figure's runs took: seconds and bytes of one call, run by run. `note` is what else has to be said."""
+    """A figure's runs: seconds and bytes of one call, run by run, with a `note`."""
 
     name: str
     seconds: Sequence[float]
@@ -58,14 +58,14 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is said of a figure; None is what does not apply.
+    """The summary of a figure; None for what does not apply.
 
     Attributes:
         ms: median milliseconds of one call. runs: of how many runs.
         spread: the middle half of the runs, (p75 - p25) / median; `noisy` where it is above NOISY.
         gb_s: median rate in 1e9 bytes per second. of_floor: that rate over the floor's.
         speedup: the peer's time over this one's: 2 is twice as fast. tokens_s: tokens per second.
-        note: what else has to be known beside the figure, such as a goal.
+        note: what else to know about the figure, such as a goal.
     """
 
     name: str
@@ -96,10 +96,10 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a benchmark found.
+    """A benchmark's results.
 
     Attributes:
-        facts: what ran on what, and how often. notes: what has to be known to read the rows, or why some are missing.
+        facts: what ran on what, and how often. notes: how to read the rows, or why some are missing.
     """
 
     bench: str
@@ -183,7 +183,7 @@ def _row(figure: Timed, named: dict[str, Timed]) -> Row:
     if len(seconds) > 1:
         low, _, high = quantiles(seconds, n=4, method="inclusive")
         spread = (high - low) / middle
-    # The rounds that both were in: the first one for what is measured once.
+    # The rounds that both took part in: the first one for figures measured once.
     return Row(
         name=figure.name,
         ms=middle * 1e3,

@@ -1,7 +1,7 @@
 """How fast a model answers: decode and prefill, whole and per layer, beside the floor and beside llama.cpp.
 
-The time of one layer is the difference between all layers and the first one alone, shared out; so embedding, head and
-whatever a step costs by itself cancel out, here and for the peer. All take turns within each round.
+The time of one layer is the difference between all layers and the first one alone, shared out; so embedding, head and a
+step's fixed costs cancel out, here and for the peer. All take turns within each round.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Report)
 
 
 def _parts(subject: Subject, plan: SpeedRun, presets: Sequence[Preset], peers: Sequence[Peer]) -> list[Part]:
-    """What takes turns in a round."""
+    """The parts that take turns in a round."""
     prompt, prefill = subject.prompt(plan.tokens), plan.bench == "prefill"
 
     def ours(preset: Preset) -> dict[RoundKey, float]:
@@ -126,7 +126,7 @@ class _Results:
         self._subject, self._plan, self._found, self._cores = subject, plan, found, cores
         self._presets = [preset.name for preset in presets]
         self._counts = dict.fromkeys(self._presets, (1, subject.layers)) | {p.name: p.layers for p in peers}
-        # What the others are compared with: the last peer, which is the better of llama.cpp's kinds.
+        # The peer that others are compared with: the last one, which is the better of llama.cpp's kinds.
         self._reference = peers[-1].name if peers else None
         self._floor = floor_figures(found)
         self._clear, self._noise = told_apart(found, self._counts)
@@ -177,7 +177,7 @@ class _Results:
         return slope(self._found, name, self._counts[name], what)
 
     def _published(self, name: str, what: str) -> list[float]:
-        """Run by run, what as many layers as were published would take."""
+        """The time of the published number of layers, run by run."""
         few, total = self._counts[name][0], self._plan.published_layers or 0
         pairs = zip(self._found[RoundKey(name, few, what)], self._one(name, what), strict=True)
         return [less + (total - few) * each for less, each in pairs]

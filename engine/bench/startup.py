@@ -1,4 +1,4 @@
-"""How long a person waits: `floe-chat ask` in all, its parts in fresh processes, and the first token of a warm one.
+"""Start-up times: `floe-chat ask` as a whole, its parts in fresh processes, and the first token of a loaded model.
 
 Importing this file is cheap: a fresh process runs it (`python -m floe_chat.engine.bench.startup PACK`) to time what
 it imports and loads itself.
@@ -83,7 +83,7 @@ def _own_seconds() -> float:
 
 
 def _milestones(pack: Path) -> dict[str, float]:
-    """Seconds of what has to be imported and loaded, in a process that did nothing yet."""
+    """Seconds of each import and load, in a fresh process."""
     marks = [time.perf_counter()]
 
     def mark() -> None:
@@ -101,4 +101,4 @@ def _milestones(pack: Path) -> dict[str, float]:
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(_milestones(Path(sys.argv[1]))))
     sys.stdout.flush()
-    os._exit(0)  # as the command does: torch takes seconds to tear itself down
+    os._exit(0)  # as the command does: torch takes seconds to shut down

@@ -1,4 +1,4 @@
-"""A model that is measured: a pack, or one made in memory (synthetic.py), whole or its first layers alone.
+"""A measured model: a pack, or one made in memory (synthetic.py), whole or only its first layers.
 
 Answers go through `generate`, so that embedding, attention, norms, router, experts, head, KV cache, drawing a token
 and Python itself all count.
@@ -47,7 +47,7 @@ class AnswerTimes:
 
 @dataclass(slots=True)
 class Subject:
-    """A model with what controls it and what it counts."""
+    """A model with its control and its telemetry."""
 
     name: str
     model: Any
@@ -72,7 +72,7 @@ class Subject:
 
     @contextmanager
     def first_layers(self, count: int) -> Generator[None]:
-        """The model without the layers after the first `count`: as many are run as its configuration says."""
+        """The model's first `count` layers: it runs as many as its configuration says."""
         config: Any = self.model.config
         whole = config.num_hidden_layers
         config.num_hidden_layers = count
@@ -99,7 +99,9 @@ class Subject:
         return (list(self.text) * (tokens // len(self.text) + 1))[:tokens]
 
     def weight_bytes(self, layers: int, *, experts: float) -> int:
-        """Bytes of all weights that the first `layers` and head multiply by, with that share of the experts'."""
+        """Bytes of all weights that the first `layers` and the head multiply by, counting that share of the experts'
+        weights.
+        """
         later = {module for layer in self.model.model.layers[layers:] for module in layer.modules()}
         return sum(_weights(module, experts) for module in self.model.modules() if module not in later)
 
@@ -111,7 +113,8 @@ class Subject:
             self.decoder,
             kv,
             prompt,
-            # Random tokens rather than the likeliest: those of a random model soon repeat, and so would their experts.
+            # Random tokens rather than the likeliest: a random model's likeliest tokens soon repeat, and so would their
+            # experts.
             Sampling(temperature=1.0, min_p=0.0, seed=0),
             max_new_tokens=tokens + 1,
             stop_ids=(),
@@ -136,7 +139,7 @@ class Subject:
         stats = self.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=self.window)
         middle = sorted(times)[len(times) // 2] if times else 0.0
         a = self.manifest.architecture
-        # transformers' own experts are not counted as they compute: they read each expert whole.
+        # transformers' own experts count nothing: they read each chosen expert whole.
         uncounted = 0.0 if stats.bytes_per_token else a.top_k / a.experts
         weights = self.weight_bytes(self.model.config.num_hidden_layers, experts=uncounted)
         read = weights + kv.nbytes() + (stats.bytes_per_token or 0.0)
@@ -144,7 +147,7 @@ class Subject:
 
 
 def from_pack(folder: Path, device: str, text: str) -> Subject:
-    """A pack, computed as in a chat; `text` is what prompts are made of. Its modules and its configuration are those of
+    """A pack, computed as in a chat; prompts are made from `text`. Its modules and its configuration are those of
     transformers: a benchmark cuts them to the first layers, or builds a model beside it from them.
 
     Raises:
@@ -165,7 +168,7 @@ def from_pack(folder: Path, device: str, text: str) -> Subject:
 
 
 def _weights(module: nn.Module, experts: float) -> int:
-    """Bytes that the module itself holds and multiplies by; a table that is looked up in is not read whole."""
+    """Bytes that the module itself holds and multiplies by; a lookup table is not read whole."""
     match module:
         case PackedLinear():
             stored = module.weights

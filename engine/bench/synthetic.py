@@ -1,8 +1,8 @@
-"""A model of a published model's full width with random weights, made in memory: what nobody has to download.
+"""A model with a published model's full width and random weights, made in memory, without a download.
 
 It is built by the engine's own parts: transformers' skeleton, `MoELayer`, `PackedLinear`. Thresholds come from the
-hidden states that its layers see, as packing takes them (models/packing/pack.py), so that a preset skips what it says;
-routers are made as sure of their choice as a published one, so that dropping by their scores drops as much as there.
+hidden states that its layers see, as packing takes them (models/packing/pack.py), so that a preset skips the share it
+names; routers are made as confident as a published one, so that dropping by score drops as much as there.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 CALIBRATION_TOKENS = 96  # an expert of Mixtral sees about 24 of them, which is 344,000 values for a table
 _OWN_USE = 1 << 30  # activations, dequantized blocks, torch
-_SAMPLED = 16  # every which neuron's gate is looked at: to dequantize all of them would take half a minute
+_SAMPLED = 16  # step between sampled neurons' gates: dequantizing all would take half a minute
 # DualSparse-MoE table 1: of the experts that Mixtral-8x7B (fine-tuned) chooses, two for each token, 20.3 % have a share
 # of the weight below 0.30. The surer a router, the more there are.
 _LOW_SHARE, _LOW = 0.203, 0.30
@@ -66,7 +66,7 @@ _PACKED = PackSpec()
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Which model, how many layers of it, and its bits per weight: those of a pack unless told otherwise.
+    """Which model, how many layers, and its bits per weight: by default a pack's.
 
     Raises:
         UsageError: there is no such model, or a width that no pack can have.
@@ -103,7 +103,7 @@ class Spec:
         return AutoConfig.for_model(**sizes)
 
     def manifest(self) -> Manifest:
-        """What the manifest of such a pack says."""
+        """The manifest of such a pack."""
         config = self.config()
         family = FAMILIES[config.model_type]
         experts, neurons = family.experts(config), family.neurons(config)
@@ -120,7 +120,7 @@ class Spec:
 
 
 def make(spec: Spec, device: str, report: Callable[[str], None], *, beside: int = 0) -> Subject:
-    """A model with weights and thresholds; `beside` is memory in bytes that others will need in this run.
+    """A model with weights and thresholds; `beside` is memory in bytes that others need in this run.
 
     Raises:
         FloeError: too little memory.
@@ -145,7 +145,7 @@ def need_memory(wanted: int, what: str, hint: str) -> None:
 
 
 def nbytes(spec: Spec) -> int:
-    """What the model takes in memory."""
+    """The model's memory, in bytes."""
     manifest = spec.manifest()
     a, up, rows = manifest.architecture, manifest.up_layout, manifest.row_layout
     neuron = up.row_bytes + 4 * up.vector.groups + rows.nbytes
@@ -153,7 +153,7 @@ def nbytes(spec: Spec) -> int:
 
 
 def dense_bytes(spec: Spec) -> int:
-    """What all of it takes that is no expert."""
+    """Memory of everything but the experts, in bytes."""
     family, total = FAMILIES[spec.manifest().architecture.model_type], 0
     for name, shape in _dense_shapes(spec).items():
         bits = _dense_width(name.removesuffix(".weight"), spec, family)
@@ -192,11 +192,11 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
 
 
 def calibrate(subject: Subject) -> None:
-    """Make every router as sure as a published one, and set the quantile tables of every expert from the tokens that
-    reach it, layer after layer.
+    """Make every router as confident as a published one, and set the quantile tables of every expert from the tokens
+    that reach it, layer after layer.
 
     Raises:
-        FloeError: the kernels compute something that is not a number.
+        FloeError: the kernels compute NaN or infinity.
     """
     layers = [module for module in subject.model.modules() if isinstance(module, MoELayer)]
     handles = [layer.register_forward_pre_hook(_measure) for layer in layers]
@@ -266,7 +266,7 @@ def _expert_layer(manifest: Manifest) -> PackedLayer:
         q = _normal(*shape, up.vector.n).to(up.float16).view(torch.uint8)
     else:
         q = filled(*shape, up.row_bytes)
-    # Codes repeat every MiB; scales that differ keep two neurons with the same codes apart.
+    # Codes repeat every MiB; different scales tell neurons with the same codes apart.
     scale = (_scale(up.vector.bits) * (0.7 + 0.6 * torch.rand(*shape, up.vector.groups))).half()
     up_weights = UpWeights(up, q, scale, torch.full_like(scale, _zero(up.vector.bits)))
     thresholds, products = torch.zeros(2, a.experts, manifest.calibration.quantiles)
@@ -285,7 +285,7 @@ def _to(layer: PackedLayer, device: str) -> PackedLayer:
 
 
 def _dense_shapes(spec: Spec) -> dict[str, torch.Size]:
-    """Everything that is no expert, by the names of transformers' modules."""
+    """Everything but the experts, by the names of transformers' modules."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -308,7 +308,7 @@ def _dense(spec: Spec, family: Family) -> dict[str, Tensor]:
 
 
 def _dense_width(layer: str, spec: Spec, family: Family) -> int:
-    """Bits of a layer as packing stores it; 16 for what is no low-bit layer."""
+    """Bits of a layer as packing stores it; 16 unless it is a low-bit layer."""
     return width_of(layer, spec.dense) if spec.dense < 16 and family.is_linear(layer) else 16
 
 
@@ -317,7 +317,7 @@ def _normal(*shape: int) -> Tensor:
 
 
 def _scale(bits: int) -> float:
-    """What makes weights of random codes as wide as `_WEIGHT`: 0..2^bits - 1 are spread by sqrt((4^bits - 1) / 12)."""
+    """The scale that gives random codes a spread of `_WEIGHT`: 0..2^bits - 1 are spread by sqrt((4^bits - 1) / 12)."""
     return _WEIGHT / ((4**bits - 1) / 12) ** 0.5
 
 

@@ -1,7 +1,7 @@
 """Moving rows: packing absent ones into a buffer, and on a GPU copying them there (FloE section 4.1, figure 7).
 
 A random fifth of one expert's neurons is moved, `chunk` neurons at a time, from another expert each time so that none
-is in a cache. Beside it, in the same rounds, what a linear read of the memory or one large copy to the GPU reaches.
+is in a cache. For comparison, in the same rounds: a linear read of memory, or one large copy to the GPU.
 To a GPU rows go staged, packed into a buffer that is copied, and in place, where its kernels read pinned RAM.
 """
 
@@ -94,7 +94,7 @@ def run(
 
 
 def packing(rows: ExpertRows, chunks: list[int]) -> list[Figure]:
-    """`gather_rows` into a buffer by chunk, beside a contiguous copy of as many bytes and torch's own way."""
+    """`gather_rows` into a buffer by chunk, compared with a contiguous copy of as many bytes and torch's own way."""
     experts, neurons, nbytes = rows.data.shape
     chosen = chosen_of(neurons)
     target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8)
@@ -170,14 +170,14 @@ def copying(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
 
 
 def in_place(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
-    """The GPU's kernels read pinned rows where they lie, chunk after chunk; to be measured beside `copying`'s."""
+    """The GPU's kernels read pinned rows in place, chunk after chunk; measured in the same rounds as `copying`."""
     experts, neurons, nbytes = rows.data.shape
     chosen = chosen_of(neurons)
     cuda = gpu != "cpu"
     target = torch.empty(chosen.numel(), nbytes, dtype=torch.uint8, device=gpu)
     wanted = chosen.to(gpu)
     streams: list[Any] = [torch.cuda.Stream(gpu) if cuda else None for _ in range(IN_PLACE_STREAMS)]
-    # Without the checks in front of it, which would wait for the GPU to fetch what they look at.
+    # Without argument checks, which would wait for the GPU to read values.
     gather = kernels.choose(gpu).gather_rows
 
     def read(turn: int, chunk: int) -> int:
@@ -196,7 +196,7 @@ def in_place(rows: ExpertRows, chunks: list[int], gpu: str) -> list[Figure]:
 
 @contextmanager
 def pinned(rows: Tensor, gpu: str) -> Generator[str]:
-    """Meanwhile the GPU may read these rows; why it cannot, or ""."""
+    """Inside, the GPU may read these rows; yields why it cannot, or ""."""
     obstacle, held = why_not(gpu, rows.nbytes), None
     if not obstacle:
         try:
@@ -221,16 +221,16 @@ def _name(chunk: int, chosen: Tensor) -> str:
 
 
 def _experts(shapes: Shapes, bits: int, cache: int) -> int:
-    """So many that what is moved of all of them exceeds the caches."""
+    """Enough that the rows moved from all of them exceed the caches."""
     return random_weights.needed(round(SHARE * shapes.rows_bytes(bits)), cache)
 
 
 def rows_of(shapes: Shapes, bits: int, experts: int) -> ExpertRows:
-    """Rows as they lie in a pack; what they hold does not matter to a copy."""
+    """Rows as they are in a pack; their content does not matter for a copy."""
     layout = shapes.row_layout(bits)
     return ExpertRows(layout, random_weights.filled(experts, shapes.neurons, layout.nbytes))
 
 
 def chosen_of(neurons: int) -> Tensor:
-    """The neurons that are moved, rising."""
+    """The neurons to move, ascending."""
     return random_weights.random_active(SHARE, neurons, 0).neurons[: round(SHARE * neurons)]

@@ -1,1 +1,1 @@
-"""What computes the dense part of a pass: our own fused pass, or transformers' modules; and the KV cache."""
+"""The dense part of a pass, by our own fused pass or transformers' modules, and the KV cache."""

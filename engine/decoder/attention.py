@@ -1,6 +1,6 @@
-"""Attention of many tokens at once, or of one where nothing is compiled for it, by torch's operations on any device.
+"""Attention for many tokens at once, or for one without a compiled step, by torch's operations on any device.
 
-An attention owns the layout of what it caches: a store (kv_cache.py) holds entries of the shape that it names.
+Attention owns the layout of its cache: a store (kv_cache.py) holds entries of the shape that it names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .layers import DecoderLayer
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What the queries of a pass see, layer by layer: keys and values, and which of them, where it is not all."""
+    """What a pass's queries see in each layer: keys and values, and a mask if they do not see all."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -36,7 +36,7 @@ class GroupedAttention:
         self._layers, self._tokens, end = layers, len(rope), start + len(rope)
         self._places = store.places(end)
         heads = layers[0].heads
-        # Queries and keys are turned, values stay as they are: tables for all heads at once, (T, heads, D).
+        # Queries and keys are rotated, values stay as they are: tables for all heads at once, (T, heads, D).
         cos, sin = rope[:, :1], rope[:, 1:]
         turned, still = heads.num_heads + heads.num_kv_heads, (self._tokens, heads.num_kv_heads, heads.head_dim)
         self._cos = torch.cat([cos.expand(-1, turned, -1), cos.new_ones(still)], 1)
@@ -61,7 +61,7 @@ class GroupedAttention:
         return layer.out.forward(attend(layer, queries, keys, values, view.mask))
 
     def _prepare(self, qkv: Tensor, layer: DecoderLayer) -> None:
-        """What some families do before rope: norms of queries and keys, limits; in place, (T, all heads, D)."""
+        """The steps of some families before rope: norms of queries and keys, clipping; in place, (T, all heads, D)."""
         heads = layer.heads
         if heads.q_norm is not None and heads.k_norm is not None:
             parts = qkv.split((heads.num_heads, heads.num_kv_heads, heads.num_kv_heads), 1)
@@ -71,7 +71,7 @@ class GroupedAttention:
         if heads.clip is not None:
             qkv.clamp_(-heads.clip, heads.clip)
 
-    # Key heads stand in the batch dimension, so that the query heads which share one need no copy of it.
+    # Key heads are in the batch dimension, so that query heads which share one need no copy of it.
 
     def _attend_one(
         self, layer: DecoderLayer, queries: Tensor, keys: Tensor, values: Tensor, _mask: Tensor | None

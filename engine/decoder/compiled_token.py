@@ -1,8 +1,8 @@
-"""One token through all layers as one compiled call, where all experts lie in RAM and are the CPU's.
+"""One token through all layers in one compiled call, if all experts are in RAM and computed by the CPU.
 
-Layer by layer the interpreter takes some time more for each, and its lock, which the screen needs too. What it computes
-is the same to the last bit: the kernels are, and what `Plan` decides in Python is decided in C++ likewise. Small models
-draw several tokens in a call: beside a busy screen, a lock that is wanted for each would halve their speed.
+Going layer by layer costs interpreter time in each, and its lock, which the screen needs too. Results are the same to
+the last bit: the kernels are the same, and C++ makes the same decisions as Python. Small models draw several tokens per
+call: with a busy screen, taking the lock for each would halve their speed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..sampling import Sampler
 from .layers import DecoderLayer, Unsupported
 from .quantized_linear import PackedLinear
 
-MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, another preset and the text wait for its end
+MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, a new preset and the text wait for its end
 
 
 class TokenPass:
@@ -52,11 +52,11 @@ class TokenPass:
 
     @property
     def watched(self) -> bool:
-        """Whether somebody wants to see what a layer is given or gives."""
+        """Whether hooks watch a layer's input or output."""
         return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self._experts)  # pyright: ignore[reportPrivateUsage]
 
     def run(self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int) -> Tensor:
-        """x (1, H) -> the residual stream (1, H) behind the last of len(kv) layers; see `kernels.step.dense_step`.
+        """x (1, H) -> the residual stream (1, H) after the last of len(kv) layers; see `kernels.step.dense_step`.
 
         Raises:
             Cancelled: the answer was stopped.
@@ -71,10 +71,10 @@ class TokenPass:
     def decode(
         self, token: int, rope: Tensor, kv: Sequence[Tensor], position: int, sampler: Sampler, last: Sequence[int]
     ) -> tuple[list[int], list[float]]:
-        """The next tokens behind `token` at `position`, and when each was there; see `Decoder.several`.
+        """The next tokens after `token` at `position`, and when each was drawn; see `Decoder.several`.
 
         Args:
-            rope: (N, 2, D) from that position on, N >= 1: how many tokens there may be. kv: as in `run`.
+            rope: (N, 2, D) from that position on, N >= 1: the most tokens to draw. kv: as in `run`.
 
         Raises:
             Cancelled: the answer was stopped before the first.
@@ -90,7 +90,7 @@ class TokenPass:
         return drawn.tokens, drawn.at
 
     def _in_force(self) -> tuple[NativeToken, tuple[int, int]]:
-        """What the preset in force makes of the layers, and how much of x's precision it keeps."""
+        """The layers under the preset in force, and how much of x's precision it keeps."""
         if (preset := self._control.preset) is not self._preset:
             self._token = self._made(preset)
         return self._token, (preset.x_bits if self._coded else 22, preset.x_bits)

@@ -1,7 +1,6 @@
 """Which code computes the dense part of a forward pass: the fused pass (fused_pass.py), or transformers' own modules.
 
-Those stay the reference that the fused pass is tested against, and what runs where it declines; the reason is kept and
-shown.
+The latter are the reference for tests of the fused pass, and run where it declines; the reason is stored and shown.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ class Decoder(Protocol):
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """Logits (1, V) after the last of `ids`, which follow what `kv` holds; their keys and values are added to it.
 
-        `kv.computed` is the caller's to call, once this has returned.
+        The caller calls `kv.computed` once this has returned.
         """
         ...
 
     def several(
         self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
     ) -> tuple[list[int], list[float]] | None:
-        """Compute `token` and draw what follows it, and again with that: 1 to `most` tokens, or up to one of `last`.
+        """Compute `token`, draw the next token, and repeat with that: 1 to `most` tokens, or up to one of `last`.
 
-        `kv.computed` is the caller's to call, for `token` and for all that were drawn but the last.
+        The caller calls `kv.computed` for `token` and for all drawn tokens but the last.
 
         Returns:
-            the tokens, and when each was drawn, in seconds since the call. None where there is `forward` alone.
+            the tokens, and when each was drawn, in seconds since the call. None if only `forward` is available.
 
         Raises:
             Cancelled: the answer was stopped before the first.

@@ -1,4 +1,4 @@
-"""Where a model's values stop being finite: it runs again with a check after every part."""
+"""Finds where a model's values stop being finite: runs it again with a check after every part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def first_nonfinite(model: Any, run: Callable[[], object]) -> str:
     """In words, the first part of `model` that makes values that are not finite, such as "expert 3 of layer 7".
 
     Args:
-        model: transformers' causal language model, its experts replaced or not. run: calls it as when it failed.
+        model: transformers' causal language model, its experts replaced or not. run: repeats the call that failed.
     """
     handles = [
         model.model.embed_tokens.register_forward_hook(_check("the embedding")),
@@ -46,7 +46,7 @@ def is_finite(value: object) -> bool:
     """Whether a tensor, or each tensor of a tuple, has only finite values."""
     parts: tuple[object, ...] = value if isinstance(value, tuple) else (value,)
     tensors = [part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.numel()]
-    # The smallest and the largest value are NaN where any is, and cost no second tensor.
+    # The smallest and the largest value are NaN if any value is, and need no second tensor.
     return all(bool(torch.isfinite(bound)) for tensor in tensors for bound in tensor.aminmax())
 
 

@@ -1,9 +1,8 @@
-"""One forward pass with little Python in it: the dense part's operations, written out for the families known here.
+"""One forward pass with little Python: the dense part's operations, written out for the supported families.
 
 A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
-(`compiled_token.py`). Prompts, GPUs and what that
-operation does not know take torch's operations, on any device. The state of a pass is (T, H): T tokens of one sequence,
-without a batch dimension.
+(`compiled_token.py`). Prompts, GPUs and everything else use torch's operations. The state of a pass is (T, H): T tokens
+of one sequence, without a batch dimension.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class FusedDecoder:
     """The forward pass of one model, made once from its modules.
 
     Attributes:
-        reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and what lies
-            around them all; without them torch's operations compute it. room: device memory that keys and values may
-            borrow; None for their own.
+        reason: in words, what computes the dense part and why. steps, ends: each layer's for one token, and the parts
+            before and after them; without them torch's operations compute. room: device memory that keys and values may
+            borrow; None if they have their own.
 
     Raises:
         Unsupported: a family, rope or layer that this does not compute.
@@ -54,7 +53,7 @@ class FusedDecoder:
         self._eps: float = model.config.rms_norm_eps
         self._norm: Tensor = model.model.norm.weight
         self._head: nn.Module = model.lm_head
-        self._step: DenseCall | None = None  # of the pass that runs
+        self._step: DenseCall | None = None  # of the running pass
         self.room: Room | None = None
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
@@ -82,7 +81,7 @@ class FusedDecoder:
             raise Unsupported(str(error)) from error
 
     def _compiled(self) -> str:
-        """What is compiled for a token, in words."""
+        """Which parts of a token's pass are compiled, in words."""
         assert self.ends is not None
         try:
             self._whole = TokenPass(self.steps, self._layers, self.ends)
@@ -139,11 +138,11 @@ class FusedDecoder:
         return self._logits(last)
 
     def _kept(self, store: GrowingStore) -> list[Tensor]:
-        """Keys and values of the layers that a token goes through: a benchmark has it leave out the last."""
+        """Keys and values of the layers in use: a benchmark leaves out the last ones."""
         return store.layers()[: self._config.num_hidden_layers]
 
     def _logits(self, last: Tensor) -> Tensor:
-        """(1, H) behind the last layer -> (1, V)."""
+        """(1, H) after the last layer -> (1, V)."""
         if self.ends is None:
             return self._head(norm(last, self._norm, self._eps))
         return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
@@ -201,16 +200,16 @@ class FusedDecoder:
         return "" if is_finite(self._head(norm(last, self._norm, self._eps))) else "the last norm or the output head"
 
     def ahead(self, layer: int, output: Tensor | None) -> Tensor:
-        """What the block of layer + 1 would be given, (T, H), if this layer, whose block runs now, added `output`.
+        """The input of layer + 1's block, (T, H), if this layer, whose block is running, added `output`.
 
-        Keys and values of these tokens are guesses then; layer + 1 writes its own over them when it runs.
+        Keys and values of these tokens are then guesses; layer + 1 overwrites them when it runs.
         """
         assert self._step is not None, "no pass is running"
         return self._step(layer + 1, self._stream, output).hidden
 
 
 class _NativePass:
-    """One token's way through the layers by the compiled step. rope: (2, D) of its position."""
+    """One token's pass through the layers by the compiled step. rope: (2, D) of its position."""
 
     def __init__(
         self,
@@ -230,7 +229,7 @@ class _NativePass:
 
 
 class _TorchPass:
-    """Any number of tokens' way through the layers by torch's operations.
+    """A pass of any number of tokens through the layers, by torch's operations.
 
     Args:
         rope: (T, 2, D) of their positions, from `start` on.

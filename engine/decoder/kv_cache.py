@@ -1,4 +1,4 @@
-"""Keys and values of one conversation: what was computed, for which tokens, and how much of it the next prompt keeps.
+"""Keys and values of one conversation: what was computed, for which tokens, and how much of it the next prompt reuses.
 
 A turn's prompt begins with the turns before it, so only what is new has to be computed. An edited message, a branch
 or another conversation keeps the common beginning.
@@ -23,49 +23,49 @@ S = TypeVar("S", bound="KVStore")
 
 
 class KVStore(Protocol):
-    """Where keys and values lie, in the form of whoever computes them."""
+    """The storage of keys and values, in the form of the code that computes them."""
 
     def nbytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes in use."""
         ...
 
     def crop(self, length: int) -> None:
-        """Forget all but the first `length` tokens, also those of a pass that broke off between two layers."""
+        """Drop all but the first `length` tokens, also those of a pass that was interrupted between two layers."""
         ...
 
     def trim(self, length: int) -> None:
-        """Give back what a conversation of `length` tokens does not need, where somebody else can use it."""
+        """Return memory that a conversation of `length` tokens does not need, if something else can use it."""
         ...
 
 
 class Room(Protocol):
-    """Device memory whose end keys and values may borrow; the rest of it holds something else, which gives way."""
+    """Device memory whose end keys and values may borrow; the rest holds rows, which give way."""
 
     def vacant(self) -> bool:
-        """Whether no store that lives has borrowed from it."""
+        """Whether no live store has borrowed from it."""
         ...
 
     def let(self, store: KVStore) -> None:
-        """This store may borrow from now on; what others borrowed is back."""
+        """This store may borrow from now on; memory lent to others is returned."""
         ...
 
     def lend(self, nbytes: int) -> None:
-        """Lend so many bytes, instead of those lent before. What lay at their end is untouched.
+        """Lend `nbytes`, instead of those lent before. The content at their end is untouched.
 
         Raises:
-            FloeError: there is not so much.
+            FloeError: there is not enough.
         """
         ...
 
     def lent(self) -> Tensor:
-        """(nbytes,) uint8, to be asked for anew in each pass: the memory may have moved."""
+        """(nbytes,) uint8, to be requested again in each pass: the memory may have moved."""
         ...
 
 
 class KVCache:
     """One sequence: its token ids, and their keys and values.
 
-    Only what every layer has computed counts, so that a pass that was cancelled or failed leaves the rest valid.
+    Only tokens that every layer has computed count, so that a cancelled or failed pass leaves the rest valid.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values are there."""
+        """The number of tokens with keys and values."""
         return len(self._tokens)
 
     @property
@@ -87,7 +87,7 @@ class KVCache:
         """The store, made by `make` if there is none yet.
 
         Raises:
-            TypeError: the keys and values are of another kind, so of another model.
+            TypeError: the store has another type, so it belongs to another model.
         """
         if self.store is None:
             self.store = make()
@@ -100,10 +100,10 @@ class KVCache:
         return self.store.nbytes() if self.store is not None else 0
 
     def keep(self, prompt: Sequence[int], preset: Preset) -> int:
-        """Keep what of `prompt` is there already and forget the rest; returns how many tokens that is.
+        """Keep the part of `prompt` that is there already and drop the rest; returns its number of tokens.
 
-        Never all of the prompt: its last token is computed for its logits. What a coarser preset computed is not kept:
-        an answer is as good as the preset it is asked at.
+        Never all of the prompt: its last token is computed for its logits. What a coarser preset computed is dropped,
+        so that an answer has the quality of its own preset.
         """
         kept = 0
         for token, mine, computed in zip(prompt[:-1], self._tokens, self._presets, strict=False):
@@ -123,7 +123,7 @@ class KVCache:
 
 
 def _covers(computed: Preset, wanted: Preset) -> bool:
-    """Whether what `computed` gave is at least as good as what `wanted` gives: it skips no more of anything."""
+    """Whether `computed` is at least as exact as `wanted`: it skips no more of anything."""
     if computed is wanted:
         return True
     names = [field.name for field in dataclasses.fields(Rule) if field.name != "layers"]
@@ -158,7 +158,7 @@ class LibraryStore:
 
 
 class GrowingStore:
-    """Keys and values in memory that is set aside for more tokens than are there, so that a token copies nothing.
+    """Keys and values in memory reserved for more tokens than are there, so that adding a token copies nothing.
 
     Memory grows by half, in whole blocks, up to the window. Layers share a tensor
     in groups: one call then gives the views of a whole group, and only one group is there twice while it grows.
@@ -167,7 +167,7 @@ class GrowingStore:
     def __init__(
         self, layers: int, entry: tuple[int, int], window: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`entry`: (R, D), what attention caches of a token in each layer, as it lays that out (`Heads.entry`)."""
+        """`entry`: (R, D), the layout of a token's cache entry in each layer (`Heads.entry`)."""
         sizes = [min(GROUP, layers - first) for first in range(0, layers, GROUP)]
         # (layers of the group, capacity, R, D)
         self._own = [torch.empty(size, 0, *entry, dtype=dtype, device=device) for size in sizes]
@@ -186,7 +186,7 @@ class GrowingStore:
         """Memory stays set aside: what comes next will need about as much."""
 
     def reserve(self, length: int) -> None:
-        """Have room for `length` tokens in all.
+        """Make room for `length` tokens in all.
 
         Raises:
             ValueError: more than the window. FloeError: more than the device's memory has room for.
@@ -221,14 +221,14 @@ class GrowingStore:
         for index, old in enumerate(self._own):
             self._own[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
             self._own[index][:, : self.length] = old[:, : self.length]
-            del old  # or else the last group would be there twice after its growth too
+            del old  # otherwise the last group would exist twice even after its growth
         self.capacity = capacity
 
 
 class BorrowingStore(GrowingStore):
-    """Keys and values at the end of device memory that holds rows otherwise: no more of it than whole blocks need.
+    """Keys and values at the end of device memory that otherwise holds rows, in whole blocks.
 
-    Nothing is there twice: as the memory grows downwards, layer by layer moves to where it lies then.
+    Nothing exists twice: as the memory grows downwards, layers move one by one to their new places.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class BorrowingStore(GrowingStore):
             self._room.lend(self._nbytes(capacity))
         memory = self._room.lent()
         old, new = self._at(memory, before), self._at(memory, capacity)
-        # The lowest goes first to a lower place, the highest first to a higher one, in pieces as long as the way.
+        # Moving down, the lowest goes first, moving up, the highest, in pieces as long as the distance.
         for layer in range(layers) if capacity > before else reversed(range(layers)):
             way = (layers - layer) * abs(capacity - before)
             starts = range(0, min(self.length, capacity), way)

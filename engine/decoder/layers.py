@@ -1,4 +1,4 @@
-"""What the fused pass takes from transformers' modules: layers as their family has them, rope's tables."""
+"""Reads what the fused pass needs from transformers' modules: layers, and rope's tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .quantized_linear import PackedLinear, join
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: something slower runs instead
-    """This model has something that is not computed here; the text says what."""
+    """The fused pass cannot compute this model; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class DecoderLayer:
 
     Attributes:
         qkv, out: the projections, as modules. router: None where the block is called with the hidden state alone.
-        block: hidden (T, H), and with a router its experts and weights (T, K) -> (T, H). beside: what it computes but
-            experts, in words.
+        block: hidden (T, H), and with a router its experts and weights (T, K) -> (T, H). beside: what else it computes
+            besides experts, in words.
     """
 
     input_layernorm: Tensor
@@ -68,9 +68,10 @@ def read_layers(model: Any) -> list[DecoderLayer]:
 
 
 def _kept(model: Any) -> torch.dtype:
-    """In which form keys and values are stored: as all is computed, but beside codes float16 instead of float32.
+    """The dtype of stored keys and values: that of the computation, but float16 instead of float32 if weights are
+    codes.
 
-    That halves what each token of a long conversation has to read, and its error is far below that of the codes.
+    That halves the reads of each token in a long conversation, with an error far below that of the codes.
     """
     computed: torch.dtype = model.model.embed_tokens.weight.dtype
     coded = all(isinstance(layer.self_attn.k_proj, PackedLinear) for layer in model.model.layers)
@@ -102,7 +103,7 @@ def _read(layer: Any, index: int, family: Family, config: Any, kept: torch.dtype
 
 
 def _block(mlp: Any, family: Family, *, has_experts: bool) -> tuple[Router | None, Callable[..., Tensor], str]:
-    """The router of what follows attention in a layer, the rest of it, and what that is beside experts."""
+    """The router of a layer's block, the rest of the block, and what that computes besides experts."""
     if not has_experts:
         return None, mlp, "layers without experts"
     gate, shared = mlp.gate, family.shared
@@ -144,7 +145,7 @@ def projection(module: nn.Module) -> Projection:
 
 
 class Rope:
-    """Rope's tables, computed by the library's module block by block as positions are asked for.
+    """Rope's tables, computed by the library's module block by block as positions are needed.
 
     The first half of the sines is negated, so that a rotation is x * cos + roll(x, D / 2) * sin.
 

@@ -1,4 +1,4 @@
-"""The linear layers of the dense part that a pack holds as codes: what stands where transformers' nn.Linear stands."""
+"""The dense part's linear layers that a pack holds as codes: they replace transformers' nn.Linear."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weights: LinearWeights, bias: nn.Parameter | None, control: Control) -> None:
         super().__init__()
         self.weights, self.bias, self.control = weights, bias, control
-        # Looked at once, on no tokens: at small sizes the checks of each call would take as long as its computing.
+        # Checked once, with no tokens: at small sizes the checks of each call would take as long as the computation.
         kernels.linear(weights.scale.new_empty(0, weights.vector.n), weights)
         self._linear = kernels.choose(weights.q.device).linear
 
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
 
 
 def join(*layers: Any) -> nn.Module:
-    """One linear layer with the rows of several, which keep views of its weights.
+    """Join several linear layers into one; they keep views of its weights.
 
     Raises:
         ValueError: layers of unlike kinds; none was changed.

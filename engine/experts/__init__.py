@@ -1,1 +1,1 @@
-"""One MoE layer: what its rule leaves, in RAM, offloaded, and in prompts."""
+"""One MoE layer under a rule: in RAM, offloaded, and in prompts."""

@@ -1,7 +1,7 @@
-"""One MoE layer, start to end: the module that stands where transformers' experts stand.
+"""One MoE layer, start to end: the module that replaces transformers' experts.
 
-This version reads rows where they lie, in RAM or in the mapped file: route (the model's own), find the active
-neurons, compute. Locating, placing and looking ahead slot in between.
+This version reads rows in place, in RAM or in the mapped file: route (the model's own), find the active neurons,
+compute. Offloaded layers add locating, placing and looking ahead in between.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..telemetry import Telemetry
 from .ruled_layer import RuledLayer, Share
 
 PREFILL_CHUNK, STREAMED_CHUNK = 256, 2048
-DECODE_TOKENS = 8  # in one step: up to so many go neuron by neuron, more expert by expert
-# Of a prompt's tokens that share an expert: up to so many still go neuron by neuron. Above it the tokens want so many
-# of the neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
+DECODE_TOKENS = 8  # tokens in one step: up to this many go neuron by neuron, more expert by expert
+# Tokens of a prompt that share an expert: up to this many still go neuron by neuron. More tokens need so many of the
+# neurons that reading each once for all of them is faster (measured on full-width experts, CPU).
 FEW_TOKENS, FEW_TOKENS_SPARSE = 3, 8
 
 
@@ -35,7 +35,7 @@ class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
 
 
 class Flag(threading.Event):
-    """An event that compiled code can look at too, by its `stop`."""
+    """An event that compiled code can check too, through its `stop`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class Flag(threading.Event):
 
 
 class Control:
-    """What a running answer can be told from another thread.
+    """Controls of a running answer, for other threads.
 
     Attributes:
         preset: what a token may skip, read by each layer at each step. cancelled: set to stop within one layer.
         counting: whether layers add to the telemetry (decode does, prefill does not).
         chunk: tokens of a prompt that go through the model at once: bounds activations, and sets how often progress is
-            told. Where experts stream to the device each chunk brings them all, so that there it is longer.
+            reported. If experts stream to the device, each chunk brings all of them, so chunks are longer there.
         make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
     """
 
@@ -71,11 +71,11 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The experts of a step's B tokens, and what is computed of them.
+    """The experts of a step's B tokens, and the work on them.
 
     Attributes:
-        ruled: what the preset in force makes of the layer. experts, weights: (B, K). work: the calls of `ruled`.
-        routed: (B, K) the router's own choice where resident experts may have replaced some of it; else None.
+        ruled: the layer under the preset in force. experts, weights: (B, K). work: the calls of `ruled`.
+        routed: (B, K) the router's own choice if resident experts may have replaced some of it; else None.
     """
 
     ruled: RuledLayer
@@ -87,10 +87,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a step has computed.
+    """The result of a step.
 
     Attributes:
-        choice: of what; its experts, weights and thresholds are on the host.
+        choice: what was computed; its experts, weights and thresholds are on the host.
         y: (B, H). counts: (P, 2) neurons per call and stage, as `kernels.moe_step` gives them.
     """
 
@@ -103,7 +103,7 @@ class MoELayer(nn.Module):
     """The experts of one layer from the packed layout.
 
     Attributes:
-        ruled: what the last step's preset made of it; `in_force` looks whether it is still the one in force.
+        ruled: the layer under the last step's preset; `in_force` checks whether that is still in force.
     """
 
     def __init__(self, index: int, packed: PackedLayer, control: Control, telemetry: Telemetry) -> None:
@@ -128,13 +128,13 @@ class MoELayer(nn.Module):
         return result.y
 
     def in_force(self) -> RuledLayer:
-        """What the preset in force makes of this layer."""
+        """This layer under the preset in force."""
         if self.ruled.preset is not self.control.preset:
             self.ruled = RuledLayer(self.packed, self.control.preset, self.index)
         return self.ruled
 
     def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
-        """What is computed of a router's choice, index and weights (B, K): here all that the rule does not skip."""
+        """The work for a router's choice, index and weights (B, K): here all that the rule does not skip."""
         ruled = self.in_force()
         return Choice(ruled, index, weights, ruled.work(index, weights))
 
@@ -158,7 +158,7 @@ class MoELayer(nn.Module):
         return out
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        """Add to out (B, H) what experts make of the many tokens that each has."""
+        """Add the experts' outputs to out (B, H), for experts with many tokens each."""
         layer, x_bits = ruled.layer, ruled.preset.x_bits
         for share in shares:
             if self.control.cancelled.is_set():
@@ -173,7 +173,7 @@ class MoELayer(nn.Module):
         self.add_counts(choice.ruled, choice.experts.tolist(), counts)
 
     def add_counts(self, ruled: RuledLayer, experts: list[list[int]], counts: list[list[int]]) -> None:
-        """Add to the telemetry, by lists: an operation on tensors costs as much as all of this.
+        """Add to the telemetry, with lists: one operation on tensors costs as much as all of this.
 
         Args:
             experts: (B, K). counts: (P, 2) of what was computed.
@@ -192,7 +192,7 @@ class MoELayer(nn.Module):
 
 
 def computed(counts: Tensor, thresholds: Tensor, rule: Rule) -> list[list[int]]:
-    """Of counts (P, 2) those of calls that are not left out."""
+    """The counts (P, 2) of calls that are not left out."""
     pairs: list[list[int]] = counts.tolist()
     if not rule.drops:
         return pairs

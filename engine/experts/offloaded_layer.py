@@ -1,11 +1,11 @@
-"""One layer whose rows lie in RAM: a decode step, start to end.
+"""One layer whose rows are in RAM: a decode step, start to end.
 
-Find the active neurons; locate their rows; place what is absent, copied or computed by the CPU where it lies; compute
-what is there; look ahead to the next layer; add up what has come: those in between are offloaded_step.py's. Prompts go
-by expert instead, see offloaded_prefill.py.
+Find the active neurons; locate their rows; place absent ones (copy them, or have the CPU compute them in RAM); compute
+those that are there; look ahead to the next layer; add up what arrived. The stages in between are in offloaded_step.py.
+Prompts go by expert instead, see offloaded_prefill.py.
 
-On a GPU the host waits once per layer, for what the step needs (`Device.arrived`). What the preset leaves out or
-replaces is decided on the device, and the list of neurons that is guessed for the next layer is taken when it is there.
+On a GPU the host waits once per layer, for what the step needs (`Device.arrived`). The device decides what the preset
+leaves out or replaces, and the list of neurons predicted for the next layer is taken once it has arrived.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .offloaded_prefill import StreamedPrompt
 from .offloaded_step import OffloadedStep, StepInputs, Sum
 from .ruled_layer import RuledLayer, Share
 
-RESIDENT = 0.5  # share of an expert's rows in the pool from which it counts as resident
+RESIDENT = 0.5  # share of its rows in the pool from which an expert counts as resident
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """What stands around a layer. It is one value, since a module takes modules that it is given for parts of its own.
+    """The neighbours of a layer, wrapped in one value since nn.Module would register modules as its own parts.
 
     Attributes:
         gate: this layer's router; without it no expert is replaced. following: the next layer; None for the last.
@@ -105,11 +105,11 @@ class OffloadedLayer(MoELayer):
         return result
 
     def _found(self, hidden: Tensor, choice: Choice) -> OffloadedStep:
-        """Find the active neurons, and wait for them and for all else that the host decides by."""
+        """Find the active neurons, and wait for them and for everything else that the host's decisions need."""
         shared, device, ruled, work = self.shared, self.shared.device, choice.ruled, choice.work
         limits, *parts = device.sent(work.thresholds, *StepInputs(hidden, work.calls, work.products).tensors()[1:])
         there = StepInputs.of([hidden, *parts])
-        # A prompt's hidden states are much, and few of them go to the CPU: they go over if it takes a share.
+        # A prompt's hidden states are large, and few of them go to the CPU: copy them only if it takes a share.
         stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(stays) :]
         optional = [tensor for tensor in (choice.routed, work.late) if tensor is not None]
@@ -118,7 +118,7 @@ class OffloadedLayer(MoELayer):
             *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
             (*asked, choice.experts, choice.weights, limits, *optional, *(late.counts for late in untold)),
         )
-        shared.pool.release()  # the device has done all that came before
+        shared.pool.release()  # the device has done all earlier work
         shared.scheduler.begin(self.index)
         here, rest = StepInputs.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
         experts, weights, limits = next(rest), next(rest), next(rest)
@@ -130,7 +130,7 @@ class OffloadedLayer(MoELayer):
         return OffloadedStep(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
 
     def _count(self, result: Result) -> None:
-        """Where the counts are still to be computed, they are added when the host next waits, in whichever layer."""
+        """If the counts are not computed yet, they are added when the host next waits, in any layer."""
         choice, found = result.choice, self.telemetry.layers[self.index]
         if choice.routed is not None:
             found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
@@ -140,7 +140,7 @@ class OffloadedLayer(MoELayer):
             self.shared.untold.append(UncountedStep(result.counts, partial(self._count_late, found, result)))
 
     def _count_late(self, answer: LayerCounts, result: Result, counts: Tensor) -> None:
-        """Count a step whose counts are on the host now; left out if another answer is counted by now."""
+        """Count a step whose counts are on the host now; skipped if another answer is being counted by now."""
         if self.telemetry.layers[self.index] is answer:
             super()._count(replace(result, counts=counts))
 
@@ -148,15 +148,16 @@ class OffloadedLayer(MoELayer):
         StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
     def in_ram(self) -> RuledLayer:
-        """What the preset in force makes of the rows in RAM."""
+        """The rows in RAM under the preset in force."""
         if self._in_ram is None or self._in_ram.preset is not self.ruled.preset:
             self._in_ram = RuledLayer(self.ram, self.ruled.preset, self.index)
         return self._in_ram
 
     def _look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
-        """Ask what the next layer will probably need (FloE section 3.3): its experts by the predictor, their neurons by
-        its own up projection, left out what the preset leaves out at such scores. Nobody waits for the answer, see
-        `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing."""
+        """Predict what the next layer will need (FloE section 3.3): its experts by the predictor, their neurons by its
+        own up projection, without what the preset leaves out at those scores. Nothing waits for the answer, see
+        `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing.
+        """
         shared, following = self.shared, self.neighbours.following
         if following is None or shared.predictor is None:
             return
@@ -172,7 +173,7 @@ class OffloadedLayer(MoELayer):
         shared.scheduler.ahead = PendingPrefetch(following.index, ruled.layer.rows.data.shape[1], asked)
 
     def _compare(self, step: OffloadedStep) -> None:
-        """Count how much of what was guessed for this step it needs."""
+        """Count how much of what was predicted for this step is needed."""
         guess = self.shared.scheduler.guessed.pop(self.index, None)
         if guess is None or not self.control.counting:
             return

@@ -1,4 +1,4 @@
-"""Prompts where rows are in RAM: whole experts stream through two buffers on the device while others compute.
+"""Prompts where rows are in RAM: whole experts stream through two buffers on the device while others are computed.
 
 A prompt needs nearly all neurons of nearly all experts, so single rows are not worth choosing. While the device
 computes one expert the next one is copied, across layers as well. The CPU computes experts with few tokens where that
@@ -31,7 +31,7 @@ class StreamedPrompt:
     """Many tokens in one layer.
 
     Attributes:
-        index: the layer. ruled, ram: what the preset makes of it on the device, and in RAM.
+        index: the layer. ruled, ram: the layer under the preset, on the device and in RAM.
         hidden: (B, H). out: (B, H), to which the experts add.
     """
 
@@ -54,11 +54,11 @@ class StreamedPrompt:
             self._run(shares, coming)
         except Exception:
             for transfer in coming:
-                self.shared.device.wait(transfer)  # the buffers, which the next prompt uses, are written until then
+                self.shared.device.wait(transfer)  # until then the next prompt's buffers are being written
             raise
 
     def _run(self, shares: Sequence[Share], coming: list[Transfer]) -> None:
-        """`run`; `coming` gets what is sent to the buffers."""
+        """`run`; `coming` collects the transfers to the buffers."""
         shared, device = self.shared, self.shared.device
         shared.scheduler.settle()
         early = self._early(shares)
@@ -85,7 +85,7 @@ class StreamedPrompt:
             x, x_bits = self.hidden[share.tokens], self.ruled.preset.x_bits
             self._add(share, device.expert(x, one, rows, *share.limits, x_bits))
             if len(coming) < len(staged):
-                device.finish()  # this buffer has been read
+                device.finish()  # this buffer may be overwritten
                 coming.append(self._send(self.index, staged[len(coming)].expert, place + 2))
             elif place - first + 2 == len(staged):
                 device.finish()
@@ -95,7 +95,7 @@ class StreamedPrompt:
         shared.scheduler.collect()
 
     def _early(self, shares: Sequence[Share]) -> Early | None:
-        """The expert that was copied ahead, if it is one of these."""
+        """The expert that was copied in advance, if it is one of these."""
         scheduler = self.shared.scheduler
         early, scheduler.early = scheduler.early, None
         if early is None:
@@ -103,7 +103,7 @@ class StreamedPrompt:
         mine = early.layer == self.index and early.neurons == self._neurons
         if mine and any(share.expert == early.expert for share in shares):
             return early
-        self.shared.device.wait(early.transfer)  # its buffer is written until then
+        self.shared.device.wait(early.transfer)  # until then its buffer is being written
         return None
 
     def _send_ahead(self, place: int) -> None:

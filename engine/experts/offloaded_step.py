@@ -1,6 +1,6 @@
-"""A few tokens in one layer whose rows lie in RAM: locate rows, place absent ones, compute, add up what has come.
+"""A few tokens in one layer whose rows are in RAM: locate rows, place absent ones, compute, add up what arrived.
 
-Lists are the host's, in numpy, and go to the device as they are needed.
+Lists are on the host, in numpy, and go to the device as needed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .ruled_layer import RuledLayer
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step computes with, on the device or on the host.
+    """The inputs of a step, on the device or on the host.
 
     Attributes:
-        hidden: (B, H). limits: (P,) the second thresholds of the calls; None where the preset has none.
+        hidden: (B, H). limits: (P,) the second thresholds of the calls; None if the preset has none.
     """
 
     hidden: Tensor
@@ -47,7 +47,7 @@ class StepInputs:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> StepInputs:
-        """From what `tensors` names."""
+        """The inverse of `tensors`."""
         hidden, tokens, experts, weights, *limits = tensors
         return cls(hidden, Calls(tokens, experts, weights), limits[0] if limits else None)
 
@@ -57,8 +57,8 @@ class Needed:
     """Which rows a step waits for.
 
     Attributes:
-        coming, absent: of those on their way and of the absent ones. without: those that it does without, likewise;
-            None where every row is awaited.
+        coming, absent: of the rows on their way and of the absent rows. without: the skipped ones, likewise; None if
+            every row is awaited.
     """
 
     coming: Part
@@ -68,10 +68,10 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What becomes of the absent rows that a step needs.
+    """The placement of the absent rows that a step needs.
 
     Attributes:
-        copied: those that cross the link. keys: theirs, each once. first: the transfer of the first of them.
+        copied: the rows that cross the link. keys: their keys, each once. first: the first transfer.
         beside: the CPU's sum over the others.
     """
 
@@ -82,10 +82,10 @@ class Placed:
 
 
 class Sum:
-    """What a step adds up.
+    """The running sum of a step.
 
     Attributes:
-        y: (B, H). reached: (P,) neurons that reached the second threshold. None while nothing has come.
+        y: (B, H). reached: (P,) neurons that reached the second threshold. None while nothing has arrived.
     """
 
     def __init__(self) -> None:
@@ -100,11 +100,11 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedStep:
-    """A step whose active neurons are known: its stages, each given what those before it found.
+    """A step whose active neurons are known: its stages, each with the results of those before it.
 
     Attributes:
         choice: on the host. ram: the layer's rows in RAM under the preset in force. hidden: (B, H) on the host; a
-            prompt's on the device. there: what the device computes with. active: on the host. values: on the device.
+            prompt's on the device. there: the inputs on the device. active: on the host. values: on the device.
     """
 
     shared: Offload
@@ -136,18 +136,18 @@ class OffloadedStep:
         return pool.locate(self.index, experts, active.offsets.numpy(), active.neurons.numpy(), self._neurons)
 
     def needed(self, located: Located) -> Needed:
-        """Divide the rows that are not there into those that the step waits for and those that it does without."""
+        """Divide the rows that are not there into those that the step waits for and those that it skips."""
         late, coming, absent = self.choice.work.late, located.coming, located.absent
         if late is None or not (coming.at.size or absent.at.size):
             return Needed(coming, absent)
         limits = np.repeat(late.numpy(), _sizes(self.active.offsets.numpy()))
-        # A value that is not a number is awaited, so that it reaches the result and is noticed.
+        # The row of a NaN value is awaited, so that the NaN reaches the result and is noticed.
         weak = self.active.values.float().abs().numpy() < limits
         without = _some(coming, weak[coming.at]), _some(absent, weak[absent.at])
         return Needed(_some(coming, ~weak[coming.at]), _some(absent, ~weak[absent.at]), without)
 
     def place(self, located: Located, needed: Needed) -> Placed:
-        """Start the absent rows: on their way, or computed by the CPU from RAM (Fiddler)."""
+        """Start the absent rows: copied over the link, or computed by the CPU from RAM (Fiddler)."""
         absent, missing = needed.absent, _sizes(located.absent.offsets)
         placed = self._placed(absent) if absent.at.size else Placed(absent, absent.places)
         if located.absent.at.size:
@@ -157,21 +157,21 @@ class OffloadedStep:
         return placed
 
     def finish(self, needed: Needed, placed: Placed, total: Sum) -> float:
-        """Add what has come since; the seconds that this took to come."""
+        """Add what has arrived since; returns the seconds waited."""
         waited, coming = 0.0, needed.coming
         if placed.first is not None:
-            self.shared.pool.spare(placed.first.index.size)  # the next layer will need about as many
+            self.shared.pool.spare(placed.first.index.size)  # the next layer will need about as many slots
         if coming.at.size:
             waited += self.shared.scheduler.await_rows(self.index, self.shared.pool.keys(self.index, coming.places))
             self.add(coming, total)
         waited += self._add_copied(placed, total)
-        self.shared.scheduler.look()  # what is asked for now follows what is on its way
+        self.shared.scheduler.look()  # new requests queue behind what is on its way
         if placed.beside is not None:
             total.add(*self.shared.device.joined(placed.beside))
         return waited
 
     def result(self, total: Sum) -> Result:
-        """What the sum comes to."""
+        """The step's result."""
         (counts,) = self.shared.device.sent(self.active.offsets.diff())
         if total.y is None or total.reached is None:
             return Result(
@@ -196,7 +196,7 @@ class OffloadedStep:
         return Placed(copied, keys, first, beside)
 
     def _share_with_cpu(self, absent: Part) -> tuple[Part, Future[Partial] | None]:
-        """What is copied; the sum over the rest, which is begun."""
+        """Returns the rows to copy, and the CPU's sum over the rest, which has been started."""
         device, calls, missing = self.shared.device, self.choice.work.calls, _sizes(absent.offsets)
         layer = self.ram().layer
         nbytes = [layer.rows.layout.nbytes] * missing.size
@@ -207,7 +207,8 @@ class OffloadedStep:
         if not any(shares):
             device.rates.unused("cpu")
             return absent, None
-        # The last of each call: neurons are sorted by falling importance, and those that are copied stay in the pool.
+        # The CPU gets the last of each call: neurons are sorted by falling importance, and copied ones stay in the
+        # pool.
         copied, rest = cut(absent, missing - np.array(shares))
         hidden = self.hidden if self.hidden.is_cpu else device.fetched(self.hidden)[0]
         neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), rest.at))
@@ -216,13 +217,13 @@ class OffloadedStep:
         return copied, device.rows_beside(hidden, layer.rows, calls, part, work.products, x_bits)
 
     def _bring(self, without: Part, placed: Placed) -> None:
-        """Fetch absent rows that this step does without, behind all else, for later tokens."""
+        """Fetch absent rows that this step skips, with the lowest priority, for later tokens."""
         keys = np.setdiff1d(without.places, placed.keys)
         if keys.size:
             self.shared.scheduler.prefetch(self.index, keys, 0.0)
 
     def _move_whole(self, missing: NDArray[np.int64]) -> None:
-        """Of an expert that is mostly active and partly absent, bring the rest as well (CORM)."""
+        """If an expert is mostly active and partly absent, fetch the rest of it as well (CORM)."""
         neurons, table = self._neurons, self.shared.pool.layers[self.index]
         mostly = placement.whole(_sizes(self.active.offsets.numpy()), neurons, self.shared.parts.whole)
         for expert in self.choice.work.calls.experts.numpy()[mostly & (missing > 0)].tolist():
@@ -231,7 +232,9 @@ class OffloadedStep:
                 self.shared.scheduler.fetch(self.index, rest, urgent=False, score=np.inf)
 
     def _add_copied(self, placed: Placed, total: Sum) -> float:
-        """Rows that were fetched for this step, where the pool is smaller than that load after load; seconds waited."""
+        """Add rows that were fetched for this step, in several loads if the pool is too small; returns
+        seconds waited.
+        """
         shared, transfer, done, waited = self.shared, placed.first, 0, 0.0
         while transfer is not None:
             first, done = done, done + transfer.index.size
@@ -241,13 +244,13 @@ class OffloadedStep:
                 self.add(self._arrived(placed.copied, transfer, first, done), total)
             if done == placed.keys.size:
                 break
-            shared.scheduler.settle()  # what this step has computed may go now
+            shared.scheduler.settle()  # rows that this step has computed may be evicted now
             transfer = shared.scheduler.fetch(self.index, placed.keys[done:], urgent=True)
         return waited
 
     def _arrived(self, copied: Part, transfer: Transfer, first: int, last: int) -> Part:
-        """What the rows first..last-1 of those that are copied are for."""
-        if self._of_one:  # they are listed in the same order
+        """The part that the copied rows first..last-1 belong to."""
+        if self._of_one:  # both are in the same order
             offsets = np.clip(copied.offsets, first, last) - first
             return Part(offsets, copied.at[first:last], transfer.slots.astype(np.int64))
         mine = np.isin(copied.places, transfer.index)
@@ -264,7 +267,7 @@ class OffloadedStep:
         counts.waited += waited
         for part in needed.without or ():
             counts.left_out += part.at.size
-            # Counted as read where neurons are, by `MoELayer.add_counts`; none of their down halves is.
+            # `MoELayer.add_counts` counts them as read; their down halves are not read.
             counts.bytes -= part.at.size * self.choice.ruled.costs[1]
         ends, absent = self.active.offsets.tolist(), located.absent.offsets.tolist()
         for call in range(len(ends) - 1):
@@ -279,5 +282,5 @@ def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _some(part: Part, which: NDArray[np.bool_]) -> Part:
-    """Those of a part's neurons, `which` (M,)."""
+    """The neurons `which` (M,) of a part."""
     return Part(np.concatenate(([0], np.cumsum(which)))[part.offsets], part.at[which], part.places[which])

@@ -1,4 +1,4 @@
-"""A layer under a preset: its experts, whole or as halves, and what a neuron must reach in each."""
+"""A layer under a preset: its experts, whole or in halves, and each one's thresholds."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Share:
 
 
 class RuledLayer:
-    """What a preset makes of a layer.
+    """A layer under a preset.
 
     Attributes:
-        rule: of this layer, number `index`. layer: with experts as halves where the rule divides them. limits: at the
+        rule: of this layer, number `index`. layer: with experts in halves if the rule divides them. limits: at the
             rule's shares, on the layer's device. costs: bytes of an expert's up projection, of a neuron's gate, and of
             its down half.
     """
@@ -55,13 +55,13 @@ class RuledLayer:
         self.costs = self.layer.up.bytes_per_expert(), rows.gate.nbytes, rows.nbytes - rows.gate.nbytes
 
     def as_one(self) -> ExpertLayer:
-        """For an operation that selects by itself."""
+        """As one record, for an operation that selects by itself."""
         return ExpertLayer(self.layer.up, self.layer.rows, self.limits, self.rule)
 
     def halves(self, calls: int) -> int:
-        """Halves of experts that so many calls compute."""
+        """How many expert halves this many calls compute."""
         return calls if self.rule.parts == 2 else 2 * calls
 
     def work(self, index: Tensor, weights: Tensor) -> Work:
-        """What is computed of a router's choice, index and weights (B, K)."""
+        """The work for a router's choice, index and weights (B, K)."""
         return kernels.select(index, weights, self.limits, self.rule)

@@ -1,4 +1,4 @@
-"""Resident experts that stand in for absent ones of about the same score. Off unless a rule asks for it."""
+"""Replaces absent experts with resident ones of about the same score. Off unless a rule asks for it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Resident(Protocol):
     def __contains__(self, expert: int) -> bool: ...
 
     def use(self, expert: int) -> bool:
-        """Note a use; whether the expert was there."""
+        """Record a use; returns whether the expert was resident."""
         ...
 
 
 class Residency:
-    """Which of a layer's experts are taken to be in fast memory: the last `capacity` different ones that were used."""
+    """A model of residency: the last `capacity` different experts used in a layer count as in fast memory."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._used = capacity, OrderedDict[int, None]()
@@ -29,7 +29,7 @@ class Residency:
         return expert in self._used
 
     def use(self, expert: int) -> bool:
-        """Note a use; whether the expert was there."""
+        """Record a use; returns whether the expert was resident."""
         there = expert in self._used
         self._used[expert] = None
         self._used.move_to_end(expert)
@@ -39,7 +39,7 @@ class Residency:
 
 
 def substitute(scores: list[float], chosen: list[int], resident: Resident, alpha: float) -> list[int]:
-    """The experts for one token when resident ones may stand in for absent ones of about the same score.
+    """The experts for one token if resident ones may replace absent ones of about the same score.
 
     The expert-cache router (importance-driven scheduling, section 5.1 and algorithm 1): with β the best score that was
     not chosen, an absent expert scoring at most (1 + α) β gives way to the best resident one of at least (1 - α) β.
@@ -56,7 +56,7 @@ def substitute(scores: list[float], chosen: list[int], resident: Resident, alpha
     beta = scores[rest[0]]
     stand_ins = [expert for expert in rest if scores[expert] >= (1 - alpha) * beta and expert in resident]
     absent = [expert for expert in chosen if scores[expert] <= (1 + alpha) * beta and expert not in resident]
-    # The lowest of the absent ones go first, for the best of the resident ones.
+    # The lowest absent ones are replaced first, by the best resident ones.
     swapped = dict(zip(reversed(absent), stand_ins, strict=False))
     return sorted((swapped.get(expert, expert) for expert in chosen), key=lambda expert: -scores[expert])
 
@@ -73,13 +73,13 @@ def normalizes(gate: Any) -> bool:
 def substitute_all(
     probabilities: Tensor, index: Tensor, weights: Tensor, resident: Resident, alpha: float, *, normalized: bool
 ) -> tuple[Tensor, Tensor]:
-    """`substitute` for token after token, each finding resident what those before it used.
+    """`substitute` token by token; each finds resident what earlier tokens used.
 
     Args:
         probabilities: (B, E) the router's. index, weights: (B, K) what it chose. normalized: see `normalizes`.
 
     Returns:
-        index and weights, (B, K); those of a token without a stand-in are the router's own.
+        index and weights, (B, K); unchanged for tokens without a substitution.
     """
     rows: list[list[int]] = []
     for scores, chosen in zip(probabilities.tolist(), index.tolist(), strict=True):

@@ -1,1 +1,1 @@
-"""What this machine has and reaches."""
+"""This machine: its hardware and its measured speeds."""

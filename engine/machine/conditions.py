@@ -1,4 +1,4 @@
-"""The machine while it is measured: its threads, its kernels, and who it is."""
+"""The conditions of a measurement: threads, kernels, and the machine's identity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import hardware
 
 @contextmanager
 def computing(threads: int | None, hidden: int, neurons: int) -> Generator[int]:
-    """Let torch compute on `threads`, None for as many as the engine would take; yields their number.
+    """Let torch compute on `threads` (None: as many as the engine would use); yields their number.
 
     Raises:
         UsageError: more threads than cores.
@@ -30,7 +30,7 @@ def computing(threads: int | None, hidden: int, neurons: int) -> Generator[int]:
 
 
 def threads_for(wanted: int | None, hidden: int, neurons: int) -> int:
-    """How many threads compute experts of this size: those wanted, or as many as the engine would take.
+    """How many threads compute experts of this size: the requested number, or as many as the engine would use.
 
     Raises:
         UsageError: more threads than cores.
@@ -60,5 +60,5 @@ def backend(device: str) -> kernels.Backend:
 
 
 def facts(chosen: kernels.Backend, **more: str | int) -> dict[str, str | int]:
-    """What every table says of the machine, and `more` after it."""
+    """The facts about the machine in every table, followed by `more`."""
     return {"kernels": chosen.name, "reason": chosen.reason, "cpu": cpu(), **more}

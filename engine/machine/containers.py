@@ -1,7 +1,7 @@
-"""What a container leaves of the machine: memory and CPU time, by Linux control groups of both versions.
+"""A container's limits on memory and CPU time, from Linux control groups of both versions.
 
 Each group may limit what is in it, and all groups above it do as well, so the smallest limit counts. Everything is read
-below a root folder, so that tests can make machines up.
+below a root folder, so that tests can fake machines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NO_LIMIT = 1 << 60  # version 1 says "none" by a number of this size
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Bytes that a group may use, those that it uses and cannot give back, and the file that says so."""
+    """Bytes that a group may use, bytes in use that it cannot release, and the file that says so."""
 
     limit: int
     used: int
@@ -25,7 +25,7 @@ class MemoryLimit:
 
 
 def memory(root: Path = ROOT) -> MemoryLimit | None:
-    """The group that leaves the least memory of those that this process is in; None where none has a limit."""
+    """Of this process's groups the one that leaves the least memory; None if none has a limit."""
     found: list[MemoryLimit] = []
     for folder in _groups(root, "memory"):
         v2 = (folder / "memory.max").exists()
@@ -40,7 +40,7 @@ def memory(root: Path = ROOT) -> MemoryLimit | None:
 
 
 def cores(root: Path = ROOT) -> float | None:
-    """How many cores' time the groups of this process may use; None where none has a limit."""
+    """How many cores' time this process's groups may use; None if none has a limit."""
     found: list[float] = []
     for folder in _groups(root, "cpu"):
         try:
@@ -53,7 +53,7 @@ def cores(root: Path = ROOT) -> float | None:
 
 
 def usable_cores(allowed: int, root: Path = ROOT) -> int:
-    """Of the cores that this process may run on, as many as its groups give it time for."""
+    """The number of cores that this process may run on, limited by its groups' CPU time."""
     limit = cores(root)
     return allowed if limit is None else min(allowed, max(1, math.ceil(limit)))
 
@@ -61,8 +61,8 @@ def usable_cores(allowed: int, root: Path = ROOT) -> int:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Folders of the groups that this process is in, the innermost first.
 
-    In a container /proc names the group as the host knows it, while what is mounted begins at the container's own:
-    names that are not there are passed over, and the mount itself always counts.
+    In a container /proc names groups as the host knows them, while the mount begins at the container's own: missing
+    names are skipped, and the mount itself always counts.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -14,7 +14,7 @@ from pathlib import Path
 _PIECE = 8 << 20
 _MOST = 512 << 20
 _LEAST = 2 * _PIECE
-_SHARE = 0.05  # of the free space, at the most
+_SHARE = 0.05  # largest share of the free space
 _SECONDS = 1.0  # for writing, and again for reading
 
 
@@ -45,14 +45,14 @@ def _write(file: int, room: int, seconds: float) -> int:
     piece, size, until = os.urandom(_PIECE), 0, time.perf_counter() + seconds
     while size + _PIECE <= room and (size < _LEAST or time.perf_counter() < until):
         size += os.write(file, piece)
-        os.fsync(file)  # what is not on the disk yet cannot be read from it
+        os.fsync(file)  # data must be on the disk before it can be read from it
     return size
 
 
 def _read(name: str, size: int, seconds: float) -> float:
     file = _open_past_cache(name)
     try:
-        buffer = mmap.mmap(-1, _PIECE)  # pages of its own, as reading past the cache asks for
+        buffer = mmap.mmap(-1, _PIECE)  # page-aligned, as direct reads require
         done, begun = 0, time.perf_counter()
         passed = 0.0
         while done < size and passed < seconds:

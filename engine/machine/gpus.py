@@ -1,4 +1,4 @@
-"""The GPUs of this machine: what torch can compute on, and what NVIDIA's own library (NVML) says of each besides."""
+"""The GPUs of this machine: those that torch can compute on, and what NVIDIA's library (NVML) adds about each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Gpu:
 
 
 def of_torch() -> tuple[tuple[Gpu, ...], str]:
-    """The devices that torch computes on, and why there are none."""
+    """The devices that torch computes on, or why there are none."""
     if torch.version.cuda is None:
         return (), "this torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...],
     """All devices that the driver knows, and why there are none or some are missing.
 
     Args:
-        library: pynvml; None imports it. If it fails half-way, only the rest is lost.
+        library: pynvml; None imports it. If it fails midway, only the rest is lost.
     """
     nvml: Any = library
     if nvml is None:
@@ -78,7 +78,7 @@ def of_driver(library: ModuleType | Any | None = None) -> tuple[tuple[Gpu, ...],
 
 
 def merged(torch_gpus: tuple[Gpu, ...], driver_gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Torch's devices with what the driver adds, then those that the driver alone knows."""
+    """Torch's devices with the driver's details, then those that only the driver knows."""
     left = list(driver_gpus)
     together: list[Gpu] = []
     for gpu in torch_gpus:

@@ -1,6 +1,6 @@
-"""What this machine has, each figure with its source. A probe that fails is a gap with a reason, never a crash.
+"""This machine's hardware, each figure with its source. A failed probe leaves a gap with a reason and never crashes.
 
-What has to be measured is in rates.py; this takes milliseconds.
+Probing takes milliseconds; measurements are in rates.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .gpus import Gpu
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What was found, in bytes; None is what could not be.
+    """The hardware found, in bytes; None if unknown.
 
     Attributes:
         system: in words. wsl: whether it is Linux inside Windows. cpu_isa: the instruction set of our kernels.
         ram_total, ram_available: what this process may use, so in a container at most its limit, ram_limit.
-        pinnable: how much memory copies to a GPU can be made from directly.
+        pinnable: how much memory can be pinned for copies to a GPU.
         gpus: devices, first those that torch computes on. gpu_reason: why torch computes on none.
-        sources: by field, where its value is from, or why there is none.
+        sources: by field, the source of its value, or why there is none.
     """
 
     system: str
@@ -57,7 +57,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ComputePath:
-    """Which kernels a device would run, and why; `backend` is None where there is no such device."""
+    """Which kernels a device would run, and why; `backend` is None if there is no such device."""
 
     device: str
     backend: str | None
@@ -73,7 +73,7 @@ def compute_paths() -> tuple[ComputePath, ...]:
 
 
 def probe(folder: Path, root: Path = ROOT) -> Hardware:
-    """Look at this machine; `folder` is where models lie or would lie, `root` where /proc and /sys are."""
+    """Examine this machine; `folder` is or would be the models folder, `root` contains /proc and /sys."""
     sources: dict[str, str] = {}
     wsl = is_wsl(root)
     total, available, limit = _memory(sources, root)
@@ -140,7 +140,7 @@ def choose_device(wanted: str) -> tuple[str, str]:
     return f"cuda:{index}", "it was asked for"
 
 
-_SMALL_EXPERT = 1 << 20  # weights of one expert matrix; sharing out less costs more than computing it
+_SMALL_EXPERT = 1 << 20  # weights of one expert matrix; splitting less work costs more than computing it
 
 
 def choose_threads(hidden: int, intermediate: int) -> tuple[int, str]:

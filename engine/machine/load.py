@@ -1,6 +1,6 @@
-"""How busy other programs keep the CPU while something is measured.
+"""How busy other programs keep the CPU during a measurement.
 
-A neighbour that computes all the time widens no spread and yet falsifies ratios: torch shares work out evenly and waits
+A program that computes all the time does not widen the spread, yet distorts ratios: torch splits work evenly and waits
 for the slowest core, often five times as long as on a quiet machine, while other figures lose much less.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 
 BUSY = 0.2  # cores; above that, a section says so
-# Whatever a platform has of these; `steal` is what the neighbours of a virtual machine took.
+# Those of the fields that the platform has; `steal` is time taken by other virtual machines.
 _FIELDS = ("user", "nice", "system", "irq", "softirq", "steal", "interrupt", "dpc")
 
 
@@ -29,7 +29,7 @@ def own_seconds() -> float:
 
 
 class Others:
-    """The cores that other programs used since it was made, on average."""
+    """The cores that other programs used since this object was created, on average."""
 
     def __init__(
         self,

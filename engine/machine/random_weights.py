@@ -1,4 +1,4 @@
-"""Random weights in the layouts of a real model, as many of them as keep caches out of a measurement."""
+"""Random weights in a real model's layouts, enough of them that caches do not affect a measurement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...kernels.types import Active, Calls
 from ...kernels.weights import ExpertRows, LinearWeights, UpWeights
 
 UNKNOWN_CACHE = 32 << 20
-_ROTATION = 4  # weights used in turn are this many times as large as the last-level cache
+_ROTATION = 4  # weights used in turn are this many times larger than the last-level cache
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
     """A model's sizes: H, F and the quantization group; experts used in turn, and tokens of a prefill chunk.
 
-    `cache` is what the weights have to exceed, in bytes; None asks the machine.
+    `cache`: bytes that the weights must exceed; None asks the machine.
     """
 
     hidden: int
@@ -72,7 +72,7 @@ def last_level_cache(root: Path = Path("/sys/devices/system/cpu")) -> int:
 
 
 def needed(nbytes: int, cache: int) -> int:
-    """How many things of `nbytes`, used two at a time, no cache can hold: an even number, at least 2."""
+    """How many objects of `nbytes`, used two at a time, exceed the cache: an even number, at least 2."""
     return max(2, 2 * ceil(_ROTATION * cache / nbytes / 2))
 
 
@@ -118,7 +118,7 @@ def _heads(bits: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 def pair(turn: int, experts: int) -> Calls:
-    """One token's two experts: the next two each turn."""
+    """One token's two experts: the next two in each turn."""
     return _pair(2 * turn % experts)
 
 

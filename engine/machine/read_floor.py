@@ -1,4 +1,4 @@
-"""What the memory delivers, measured in the same rounds as what is compared with it."""
+"""The speed of memory, measured in the same rounds as the figures compared with it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...kernels.cpu import native
 from . import random_weights
 
 READ = "read (floor)"
-COPIED = 1 << 30  # bytes that a GPU copies at once, so many that launching it does not matter
+COPIED = 1 << 30  # bytes that a GPU copies at once, enough that launching does not matter
 LEAST = 1 << 27
 
 
 def reader(device: str) -> Callable[[], tuple[float, int]] | None:
-    """A call that reads memory as fast as plain loads go -> seconds and bytes; None where nothing can.
+    """A call that reads memory as fast as plain loads can -> seconds and bytes; None if impossible.
 
     On a GPU it is a copy within the device, both of whose sides count. On a CPU it takes torch's threads.
     """

@@ -1,4 +1,4 @@
-"""What was measured on this machine, saved in the user's cache for the next start, in files that only they read."""
+"""Measurements on this machine, saved in the user's cache for the next start, in files that only the user can read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rates_folder() -> Path:
 
 
 class Record:
-    """A dataclass that is saved. What its fields may be is said by their types alone."""
+    """A dataclass to save. Its fields are checked by their types."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class Record:
 
     @classmethod
     def load(cls, file: Path) -> Self | None:
-        """What was saved, or None: there is nothing, or it is unusable, which the log explains."""
+        """The saved record, or None if there is none or it is unusable, which the log explains."""
         try:
             fields = private_file.read_json(file)
             if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:

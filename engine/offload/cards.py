@@ -20,14 +20,14 @@ from ...models.quantities import memory
 from .lane_rates import Rates
 
 PREFIX = "sim:"
-CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying beside 5 us of latency, so an urgent row waits 47 us at most
+CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an urgent row waits at most 47 us
 
 # Of a card's published memory rate and tensor throughput, what kernels reach: FloE table 1 computes one Mixtral expert
 # (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
 REACHED = 0.7
 DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
 LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCIe, nominal, one way
-LINK_REACHED = 0.8  # of that, what copies from pinned memory usually reach
+LINK_REACHED = 0.8  # share of that which copies from pinned memory usually reach
 
 _OTHERS = (
     (r"amd|radeon|rx\d{3,4}|instinct|mi[123]\d\d", "AMD cards are"),
@@ -72,11 +72,13 @@ class Card:
         return max(nbytes / self.cpu_bytes_s, flops / self.cpu_flops) + 2 * self.link_latency_s
 
     def copy_s(self, nbytes: int) -> float:
-        """The link's time for one chunk. Packing it is overlapped with copying the one before: the slower counts."""
+        """The link's time for one chunk. Packing overlaps with copying the chunk before: the slower counts."""
         return self.link_latency_s + nbytes / min(self.link_bytes_s, self.pack_bytes_s)
 
     def rates(self, flops_per_byte: float) -> Rates:
-        """What a measurement of this machine would find for rows of so many operations per byte and token."""
+        """The rates that a measurement of this machine would give, for rows with this many operations per byte and
+        token.
+        """
         batch = self.cpu_flops / flops_per_byte
         return Rates(
             link_bytes_s=CHUNK_BYTES / self.copy_s(CHUNK_BYTES),
@@ -91,7 +93,7 @@ class Card:
 
 def named(text: str, *, study: bool = False) -> Card:
     """The card that a person means: "rtx3090-24gb", "sim:rtx3090-24gb", "RTX 3090", "3090", "GeForce RTX 3080 12GB";
-    with less of its memory "rtx3090@12gb" (GiB). Of cards that came with several sizes of memory it is the usual one.
+    with limited memory "rtx3090@12gb" (GiB). Of cards sold with several memory sizes it is the usual one.
 
     Args:
         study: in the machine of the paper that used the card, where there is one, instead of the usual one.

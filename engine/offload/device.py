@@ -1,8 +1,8 @@
-"""What computes while rows come to it over a link: a GPU, or what stands in for one where there is none.
+"""A device that computes while rows arrive over a link: a GPU, or its stand-in if there is none.
 
-The engine asks a device for the same few things whatever it is: the up projections, rows in its memory, rows in RAM
-beside it, and what time it is. The throttled device is a test device: the CPU computes and RAM is its memory, but
-threads, bytes and the link's slowness are real.
+The engine asks every device for the same few operations: the up projections, rows in its memory, rows in RAM, and the
+time. The throttled device is a test device: the CPU computes and RAM is its memory, but threads, bytes and the link's
+slowness are real.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Device:
 
     Attributes:
         name: for people. place: torch's name of where its tensors are. link: the way into its memory.
-        rates: what the lanes reach. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
-        real: whether `now` is real time. moves: how rows cross the link and why so, in words.
+        rates: the lanes' speeds. cpu_share: of the CPU's threads that may work on rows, 0 to 1.
+        real: whether `now` is real time. moves: how rows cross the link and why, in words.
     """
 
     real = True
@@ -50,7 +50,7 @@ class Device:
         cpu_share: float = 1.0,
         kept: Path | None = None,
     ) -> None:
-        """`kept`: the file in which the rates, corrected by what was observed, are left for the next start."""
+        """`kept`: the file in which the rates, corrected by observations, are saved for the next start."""
         self._kept = kept
         self.name, self.place, self.link, self.rates, self.cpu_share = name, place, link, rates, cpu_share
         self._cpu = ThreadPoolExecutor(1, thread_name_prefix="floe-cpu-lane")
@@ -60,7 +60,7 @@ class Device:
         return time.perf_counter()
 
     def host(self) -> AbstractContextManager[None]:
-        """Around the engine's own work on a layer: a virtual clock counts its time, a real one need not."""
+        """A context around the engine's own work on a layer: a virtual clock counts its time."""
         return nullcontext()
 
     def dense(self, tokens: int) -> None:
@@ -75,7 +75,7 @@ class Device:
             thresholds: (P,), infinite for calls that are left out.
 
         Returns:
-            them and their values on the host, the values on the device, and what the host is `also` to have.
+            them and their values on the host, the values on the device, and copies of `also` on the host.
         """
         asked = self.ask(x, up, calls, thresholds, x_bits, also)
         self.arrived(asked.copy)
@@ -89,21 +89,21 @@ class Device:
         return Asked(listed[2], to_host([*listed, *also]))
 
     def there(self, copy: Copy) -> bool:
-        """Whether a copy is on the host; nobody waits."""
+        """Whether a copy is on the host, without waiting."""
         return copy.event is None or copy.event.query()
 
     def arrived(self, copy: Copy) -> list[Tensor]:
-        """A copy on the host: a decode step waits for the device nowhere else."""
+        """A copy on the host: the only place where a decode step waits for the device."""
         if copy.event is not None:
             copy.event.synchronize()
         return copy.tensors
 
     def fetched(self, *tensors: Tensor) -> list[Tensor]:
-        """The same on the host, by one copy that it waits for."""
+        """The tensors on the host, by one copy that it waits for."""
         return self.arrived(to_host(tensors))
 
     def sent(self, *tensors: Tensor) -> list[Tensor]:
-        """The same on the device, by one copy that nobody waits for."""
+        """The tensors on the device, by one copy that nothing waits for."""
         if self.place == "cpu":
             return list(tensors)
         return moved(tensors, lambda tensor: tensor.is_cpu, self._to_device)
@@ -123,7 +123,9 @@ class Device:
     def rows(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Partial:
-        """What rows in device memory add to y; they are one expert's, and active.neurons are places among them."""
+        """The contribution of rows in device memory to y; they belong to one expert, and active.neurons are positions
+        among them.
+        """
         one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
         return self._sum(x, rows, one, active, limits, x_bits)
 
@@ -140,7 +142,7 @@ class Device:
     def rows_beside(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
     ) -> Future[Partial]:
-        """Start what rows in RAM add to y, on the CPU; all tensors are the CPU's."""
+        """Start computing what rows in RAM add to y, on the CPU; all tensors are on the CPU."""
         count, nbytes = active.neurons.numel(), rows.layout.nbytes
         return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", count, nbytes)
 
@@ -156,17 +158,17 @@ class Device:
         return self._beside(work, "cpu_batch", len(x), rows.data[0].nbytes)
 
     def joined(self, started: Future[Partial]) -> Partial:
-        """What was started beside the device, on the device, once it is there."""
+        """The result of work started on the CPU, on the device, once it is there."""
         y, reached = self.sent(*started.result())
         return y, reached
 
     def finish(self) -> None:
-        """The host waits until the device has done all that it was told."""
+        """The host waits until the device has finished all its work."""
         if self.place != "cpu":
             torch.cuda.synchronize(self.place)
 
     def wait(self, transfer: Transfer) -> float:
-        """Until the rows are there for what computes next; seconds that this took."""
+        """Wait until the rows are there for the next computation; returns the seconds waited."""
         return self.link.wait(transfer)
 
     def close(self) -> None:
@@ -179,8 +181,8 @@ class Device:
     def _to_device(self, packed: Tensor) -> Tensor:
         return packed.pin_memory().to(self.place, non_blocking=True)
 
-    # On a GPU the kernels are called without the checks in front of them, which would fetch what they look at: calls
-    # are the model's own router's, and active neurons the pool's.
+    # On a GPU the kernels are called without argument checks, which would copy values to the host: calls come from the
+    # model's own router, and active neurons from the pool.
 
     def _list(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Listed:
         listed = None if x.is_cpu else kernels.choose(x.device).up_list

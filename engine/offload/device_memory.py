@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class DeviceMemory:
-    """Memory that grows only when it is told to. Rows give way as more of its end is lent (`kv.Room`).
+    """Memory that grows only on request. Rows give way as more of its end is lent (`kv.Room`).
 
     Attributes:
-        row_bytes: of one row. rows: (capacity, row_bytes) uint8, as many as there is room for beside what is lent.
+        row_bytes: of one row. rows: (capacity, row_bytes) uint8, as many as fit beside the lent part.
         buffers: for prompts, twice the rows of one expert, (F, row_bytes) each.
     """
 
     def __init__(self, place: str, row_bytes: int, capacity: int, neurons: int, most: int) -> None:
-        """Room for `capacity` rows, at most for `most` however large it becomes.
+        """Room for `capacity` rows, and never for more than `most`.
 
         Args:
             place: torch's name of the device. neurons: of one expert, F.
@@ -27,15 +27,15 @@ class DeviceMemory:
 
     @property
     def nbytes(self) -> int:
-        """All of it but the buffers."""
+        """All bytes but the buffers."""
         return self._bytes.numel()
 
     def rows_beside(self, lent: int) -> int:
-        """Rows for which there is room beside so many lent bytes; negative where there are fewer bytes than that."""
+        """Rows that fit beside this many lent bytes; negative if there are fewer bytes than that."""
         return (self.nbytes - lent) // self.row_bytes
 
     def lend(self, nbytes: int) -> None:
-        """Lend so many bytes at the end instead of those lent before; what was at their end is untouched."""
+        """Lend this many bytes at the end instead of those lent before; the content at their end is untouched."""
         self._lent = nbytes
         self._divide()
 
@@ -44,19 +44,19 @@ class DeviceMemory:
         return self._bytes[self.nbytes - self._lent :]
 
     def take(self, nbytes: int) -> None:
-        """Have so much memory, whose content is undefined."""
+        """Allocate the memory; its content is undefined."""
         self._bytes = self._new(nbytes)
         self._divide()
 
     def give(self) -> None:
-        """Give all memory back to the device, rows and all, but for the buffers."""
+        """Return all memory, including rows, to the device, except the buffers."""
         self._bytes = self._new(0)
         self.rows = self._bytes.view(0, self.row_bytes)
         if self.rows.is_cuda:
             torch.cuda.empty_cache()
 
     def renew(self, capacity: int) -> None:
-        """Have room for so many rows, all of the old memory given back first; what is lent survives, no row does."""
+        """Make room for this many rows, returning all old memory first; the lent part survives, rows do not."""
         lent = self.lent().to("cpu", copy=True)
         self.give()
         self.take(capacity * self.row_bytes + self._lent)

@@ -1,6 +1,6 @@
-"""What is evicted: by which rule rows of the pool give way, and the moving means that the rule goes by.
+"""Eviction: the rule by which rows of the pool give way, and the moving means that it uses.
 
-Eviction looks at the next slots of a hand that goes round, not at the whole pool, and takes the rows worth least there.
+Eviction looks only at the next slots of a clock hand, not at the whole pool, and takes the rows worth least there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...models.pack.usage_file import Heat
 
 Policy = Literal["score", "lru", "fifo"]
 
-SAMPLE, SMALLEST_WINDOW = 6, 256  # slots that are looked at for each that is wanted, and at least
-# What a prefetched row is worth: as much as one that is active at each call of an expert with so many times the mean
+SAMPLE, SMALLEST_WINDOW = 6, 256  # slots examined for each one wanted, and at least
+# What a prefetched row is worth: as much as one that is active at each call of an expert with this many times the mean
 # score. For Mixtral about one use in two steps.
 PREFETCH_WORTH = 2.0
-# What is needed next by a layer whose turn has just passed counts this much less: the others are needed before it.
+# Rows of the layer that has just run count this much less: all others are needed before them.
 TURN = 0.5
 
 # Tuned on the demo model (tests/bench/eviction.py). Shares that a new observation has in a moving mean:
@@ -37,8 +37,8 @@ def rule(policy: Policy, experts: int) -> EvictionRule:
     Policies:
         score: a row is worth the moving mean of its expert's router score (importance-driven scheduling, section 5.3)
             times the share of the expert's recent calls in which the neuron was active; less the longer its layer's
-            turn is away. Absent neurons are counted too, so that one which returns is known.
-        lru: the row used longest ago goes first. fifo: the one brought longest ago.
+            turn is away. Absent neurons are counted too, so that a returning one has a history.
+        lru: the least recently used row goes first. fifo: the one fetched longest ago.
 
     Raises:
         ValueError: there is no such policy.
@@ -79,7 +79,7 @@ class Uses:
             means += _RATES * (np.array(scores) - means)
 
     def heat(self) -> Heat:
-        """The means so far, experts by their long-run score."""
+        """The means so far, with the experts' long-run scores."""
         uses = self.means.raw.reshape(self._shape) / self.means.growth[..., None].astype(np.float32)
         return Heat(self._habit.astype(np.float32), np.minimum(uses, 1.0, out=uses))
 

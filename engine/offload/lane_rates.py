@@ -1,4 +1,4 @@
-"""What the link, the CPU and the GPU of this machine reach for a pack's rows: saved, and corrected while running."""
+"""The speeds of this machine's link, CPU and GPU for a pack's rows: saved, and corrected while running."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Literal
 from ..machine import saved_figures
 
 _STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
-_HOPE = 1 + 1 / 512  # per layer and token: a lane that is thought half as fast as it is gets tried after 11 tokens
-_FARTHEST = 2.0  # times the mean: what is farther out counts as this far, so that one hiccup moves a rate by 6 %
+_HOPE = 1 + 1 / 512  # per layer and token: a lane believed half as fast as it is gets tried after 11 tokens
+_FARTHEST = 2.0  # times the mean: outliers are clamped to this, so that one hiccup moves a rate by 6 %
 
 RateName = Literal["link", "cpu", "cpu_batch", "gpu"]
 
 
 @dataclass(slots=True)
 class Rates(saved_figures.Record):
-    """What this machine does per second, for a pack's rows (unpacking codes costs the CPU more than reading them).
+    """This machine's speeds for a pack's rows (unpacking codes costs the CPU more than reading them).
 
     Attributes:
-        link_bytes_s, link_latency_s: copying rows to the GPU, and what a copy costs beside its bytes.
+        link_bytes_s, link_latency_s: copying rows to the GPU, and a copy's fixed cost.
         cpu_bytes_s: rows that the CPU computes for one token; cpu_latency_s: activations' way there and back.
         cpu_batch_bytes_s: the CPU's rows times tokens in a prompt, where it is bound by arithmetic.
         gpu_bytes_s, launch_s: rows that the GPU computes, and launching its kernels.
@@ -36,10 +36,10 @@ class Rates(saved_figures.Record):
     launch_s: saved_figures.Latency
 
     def observed(self, what: RateName, nbytes: float, seconds: float, cap: float = 1.0) -> None:
-        """Correct a rate by what work of `nbytes` really took: a moving mean of seconds per byte.
+        """Correct a rate by the real time of work of `nbytes`: a moving mean of seconds per byte.
 
-        Observations that say nothing about a rate are passed over: no time or no bytes, and work shorter than its
-        latency. One that is absurd counts as twice or half the mean.
+        Observations that say nothing about a rate are ignored: no time or no bytes, and work shorter than its latency.
+        Outliers count as twice or half the mean.
 
         Args:
             nbytes: "cpu_batch": bytes of the rows times tokens. cap: share of the CPU's threads that did it; rates are
@@ -56,14 +56,14 @@ class Rates(saved_figures.Record):
         setattr(self, name, 1 / (mean + _STEP * (each - mean)))
 
     def unused(self, what: RateName) -> None:
-        """A lane got nothing to do: it is believed to be a little faster each time, until it is tried again.
+        """A lane got no work: assume it a little faster each time, until it is tried again.
 
-        A rate that was taken for too low would otherwise never be observed again.
+        A rate that is estimated too low would otherwise never be observed again.
         """
         name = f"{what}_bytes_s"
         setattr(self, name, getattr(self, name) * _HOPE)
 
 
 def rates_file(machine: str, device: str, row_bytes: int) -> Path:
-    """Where the rates of a machine (its id), device ("cuda:0") and width of rows are kept."""
+    """The file with the rates for a machine (its id), device ("cuda:0") and row width."""
     return saved_figures.rates_folder() / f"{machine}-{device.replace(':', '-')}-{row_bytes}.json"

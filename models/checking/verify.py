@@ -68,7 +68,7 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
     """Every damaged file of a pack, read from end to end; none if it is sound.
 
     Args:
-        report: called with a step in words and the share that is done, 0..1.
+        report: called with a step in words and the share done, 0..1.
     """
     whole = max(1, sum(entry.size for entry in manifest.files.values()))
     causes: dict[str, str] = {}

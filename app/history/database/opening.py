@@ -51,7 +51,7 @@ def open_history(file: Path) -> Opened:
 
     Raises:
         TryAgainError: another program holds it. FloeError: it cannot be written there, it has a newer version (and is
-        left alone), or this Python's SQLite has no full-text search.
+            left alone), or this Python's SQLite has no full-text search.
     """
     if not has_search():
         raise FloeError(

@@ -80,7 +80,7 @@ class Reader:
 
     Attributes:
         left_out: the numbers of conversations read so far whose saved sampling values no model takes, as an earlier
-        version could save; defaults replace them.
+            version could save; defaults replace them.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:

@@ -51,10 +51,10 @@ class WizardScreen(WizardAccess):
     """Sets a model up. Its result is the name of the model to chat with, or None: stay with what is there.
 
     Args:
-        setups: the program's. entries: models to choose from. surveyor: looks at the machine. settings: the file in
-        which the models folder is saved, None: it applies to this run only. wanted: the name of an entry to begin with,
-        "" for none; then unfinished setups are not offered. asked: a model that the user typed, to be looked up once
-        the machine is known.
+        setups: the program's. entries: models to choose from. surveyor: looks at the machine.
+        settings: the file in which the models folder is saved, None: it applies to this run only.
+        wanted: the name of an entry to begin with, "" for none; then unfinished setups are not offered.
+        asked: a model that the user typed, to be looked up once the machine is known.
     """
 
     TITLE = "Set up a model"

@@ -1,1 +1,1 @@
-"""Messages, and the field where the person writes."""
+"""Messages, and the text field."""

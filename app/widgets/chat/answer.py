@@ -24,8 +24,8 @@ _LARGEST_DUTY = 0.05
 class AnswerTurn(Turn):
     """Renders Markdown as it grows; a code block shows as plain text until its fence closes.
 
-    Each piece of a long list or table draws the whole of it again. The engine needs the interpreter too, so pieces are
-    collected for as long as it takes to keep this work below a twentieth of a core.
+    Each piece of a long list or table redraws all of it. The engine needs the interpreter too, so pieces are collected
+    long enough to keep this work below a twentieth of a core.
     """
 
     ACTIONS = (COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE)
@@ -90,7 +90,7 @@ class AnswerTurn(Turn):
         self._news.set()
 
     def finish(self, record: Record) -> None:
-        """No more text comes; the message as it is now sums the answer up."""
+        """No more text comes; the saved message replaces the streamed one."""
         self.record = record
         self._complete.set()
         self._news.set()

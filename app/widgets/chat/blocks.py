@@ -1,4 +1,4 @@
-"""The simple blocks between the messages of a transcript: notes, errors, marks, the welcome."""
+"""The simple blocks of a transcript, between messages: notes, errors, marks, the welcome."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ErrorBlock(Static):
 
 
 class Welcome(Widget):
-    """What an empty chat shows: what this is, something to ask, and the first keys.
+    """The welcome in an empty chat: what this is, sample questions, and the first keys.
 
     `demo`: the built-in model answers, so the way to a real one is shown.
     """

@@ -26,9 +26,9 @@ from ..common.themes import MUTED
 _CUT_LINK = Style(underline=True) + Style.from_meta({"cut": True})
 
 Count = Callable[[str], int | None]
-_BYTES_PER_TOKEN = 4  # about, while no tokenizer is there yet
-_CHARACTERS_PER_TOKEN = 16  # more than text of any kind has: what is longer is not worth counting
-_CUT = 7 / 8  # of the room; the rest is for the template's marks and a sentence
+_BYTES_PER_TOKEN = 4  # a rough figure, until the tokenizer is loaded
+_CHARACTERS_PER_TOKEN = 16  # more than any text has: longer texts need no counting
+_CUT = 7 / 8  # share of the room; the rest is for the template's marks and a sentence
 _LONGEST_NAME = 32
 
 
@@ -52,7 +52,7 @@ class Chip(Static):
 
     @property
     def too_large(self) -> bool:
-        """Whether the text alone does not fit; False before that is known."""
+        """Whether the text alone is too large; False before that is known."""
         if self._room is None:
             return False
         if self._tokens is None:
@@ -92,7 +92,7 @@ class Chip(Static):
 
 
 class Chips(Horizontal):
-    """Takes files in while a thread reads and measures them. A text that does not fit the window stays, marked."""
+    """Holds attached files; a thread reads and measures them. A text that does not fit the window stays, marked."""
 
     class Refused(Message):
         """What is wrong with a file, and what to do."""
@@ -111,8 +111,8 @@ class Chips(Horizontal):
         self._tokens_of = tokens_of
         self._room = room
         self._reading = 0
-        self._chips: list[Chip] = []  # without those that Textual is still taking away
-        self._removed: list[tuple[Attachment, Chip | None]] = []  # and what took its place
+        self._chips: list[Chip] = []  # without those that Textual is still removing
+        self._removed: list[tuple[Attachment, Chip | None]] = []  # and its replacement
 
     @property
     def layout(self) -> Layout:
@@ -149,17 +149,17 @@ class Chips(Horizontal):
         in_background(self, read, self._take)
 
     def give_back(self, files: tuple[Attachment, ...]) -> None:
-        """Attach the files of a question that came back."""
+        """Attach the files of a question that was taken back."""
         for file in files:
             self._measure(self._show(Chip(file)))
 
     def measure_again(self) -> None:
-        """Another model counts tokens now."""
+        """The model has changed: count tokens again."""
         for chip in self._chips:
             self._measure(chip)
 
     def take_all(self) -> tuple[Attachment, ...]:
-        """Hand the files over, and show no chip any more."""
+        """Return the files and remove all chips."""
         files = self.files
         self.remove_children()
         self._chips.clear()
@@ -173,7 +173,7 @@ class Chips(Horizontal):
             self._remove(self._chips[-1])
 
     def bring_back(self) -> bool:
-        """Undo the last removal or cut; False if there was none."""
+        """Undo the last removal or cut; False if there is none."""
         if not self._removed:
             return False
         file, instead = self._removed.pop()
@@ -231,7 +231,7 @@ class Chips(Horizontal):
             self._measure(self._show(Chip(found)), told=True)
 
     def _measure(self, chip: Chip, *, told: bool = False) -> None:
-        """Count its tokens; with `told`, say so if it has too many."""
+        """Count its tokens; with `told`, report it if it has too many."""
         room, text = self._room(), chip.file.text
 
         def measured(tokens: int | None) -> None:
@@ -263,8 +263,9 @@ def _short(file: Attachment) -> str:
 
 
 def _beginning(text: str, most: int, tokens_of: Count) -> str | None:
-    """The first lines of `text` that have at most `most` tokens; of a longer line its beginning. None if no model is
-    there to count them."""
+    """The first lines of `text` with at most `most` tokens; of a longer line its beginning. None if no model can count
+    them.
+    """
     fits, over = 0, min(len(text), most * _CHARACTERS_PER_TOKEN) + 1
     while over - fits > 1:
         middle = (fits + over) // 2

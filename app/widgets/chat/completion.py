@@ -20,8 +20,9 @@ _ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Completable:
-    """What is being written before the cursor: a "command" or a "file", its first letters, and whether a quote lets
-    these have spaces."""
+    """The word before the cursor: a "command" or a "file", its first letters, and whether a quote allows
+    spaces in it.
+    """
 
     kind: str
     query: str
@@ -34,7 +35,7 @@ class Completable:
 
 
 def wanted(before: str, *, first_line: bool) -> Completable | None:
-    """What can be completed, given the line up to the cursor."""
+    """What to complete, given the line up to the cursor."""
     if first_line and (found := _COMMAND.fullmatch(before)):
         return Completable("command", found[1])
     if found := _FILE.search(before):
@@ -43,7 +44,7 @@ def wanted(before: str, *, first_line: bool) -> Completable | None:
 
 
 class Completion(OptionList, can_focus=False):
-    """Shows choices while the text field keeps the keys."""
+    """Shows choices while the text field keeps the focus."""
 
     def __init__(self) -> None:
         super().__init__(markup=False, compact=True)
@@ -61,9 +62,9 @@ class Completion(OptionList, can_focus=False):
     def offer(
         self, wanted: Completable | None, values: Sequence[str], remarks: Mapping[str, str] | None = None
     ) -> None:
-        """Show what may be put in, the first one highlighted, perhaps with a remark each; nothing hides the list.
+        """Show choices, the first one highlighted, each perhaps with a remark; no choices hide the list.
 
-        The last line counts those without room.
+        The last line counts those that do not fit.
         """
         more = len(values) - _ROWS + 1 if len(values) > _ROWS else 0
         self.wanted, self._values = wanted, values[: len(values) - more]
@@ -92,5 +93,5 @@ class Completion(OptionList, can_focus=False):
 
     @property
     def chosen(self) -> str | None:
-        """What is highlighted."""
+        """The highlighted choice."""
         return self._values[self.highlighted] if self.is_open and self.highlighted is not None else None

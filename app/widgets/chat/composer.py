@@ -21,14 +21,14 @@ from .completion import Completion
 _LONG_LINES = 12
 _LONG_CHARACTERS = 1_500
 _REMEMBERED = 200
-_HELD_SECONDS = 0.3  # more than lies between two repeats of a key that is held down
+_HELD_SECONDS = 0.3  # longer than the interval between repeats of a held key
 _COMPLETION_KEYS = ("up", "down", "tab", "enter", "escape")
 
 
 class Composer(TextArea):
     """A text field that grows with its text. Enter sends, Ctrl+J and Shift+Enter begin a new line.
 
-    Sending empties it; the screen puts the text back if it cannot be sent. A long pasted text becomes a chip.
+    Sending clears it; the screen puts the text back if it cannot be sent. A long pasted text becomes a chip.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = bindings(Place.FIELD)
@@ -59,15 +59,16 @@ class Composer(TextArea):
     def __init__(
         self, chips: Chips, completion: Completion, look: Callable[[], None], take: Callable[[bool], bool]
     ) -> None:
-        """`look` shows the completion what is written; `take` puts in what was chosen there, by Enter or not, and
-        returns whether it is sent at once."""
+        """`look` updates the completion; `take` inserts its choice, by Enter or another key, and returns whether it is
+        sent at once.
+        """
         super().__init__(placeholder="Ask something", highlight_cursor_line=False, tab_behavior="focus")
         self._chips = chips
         self._completion = completion
         self._look = look
         self._take = take
         self._sent: list[str] = []
-        self._recalled: int | None = None  # which of them is in the field
+        self._recalled: int | None = None  # which one is in the field
         self._pasted = 0
         self._erased = 0.0  # when Backspace was pressed last
         self._newline_keys = frozenset[str]()
@@ -110,7 +111,7 @@ class Composer(TextArea):
         self.replace(text, (row, column - count), (row, column))
 
     def edit(self, edit: Edit) -> EditResult:
-        """Edit; a recalled question is a text of its own from here on."""
+        """Edit; a recalled question becomes a new text."""
         self._recalled = None
         return super().edit(edit)
 
@@ -171,10 +172,10 @@ class Composer(TextArea):
                 self.move_cursor((0, len(self.document.get_line(0))))
 
     def on_key(self, event: events.Key) -> None:
-        # Not as bindings: those run only after the key went up to the screen, and the letters typed right
-        # after it would overtake it.
+        # Not as bindings: those run only after the key has bubbled up to the screen, and letters typed right after it
+        # would overtake it.
         if event.key in _COMPLETION_KEYS:
-            self._look()  # Textual reports the last letters after the keys that are waiting already
+            self._look()  # Textual reports the last letters after keys that are already queued
         if self._completion.is_open and event.key in _COMPLETION_KEYS:
             self._complete(event.key)
         elif event.key == "enter":
@@ -182,14 +183,14 @@ class Composer(TextArea):
         elif event.key in self._newline_keys:
             self.action_newline()
         elif event.key in self._bound_keys:
-            event.prevent_default()  # Alt and a letter would be written
+            event.prevent_default()  # Alt and a letter would type the letter
             return
         elif event.key == "backspace":
             held = event.time - self._erased < _HELD_SECONDS
             self._erased = event.time
             if self.text:
                 return
-            if not held:  # which was meant for the text alone
+            if not held:  # that was meant only for the text
                 self._chips.remove_last()
         else:
             return

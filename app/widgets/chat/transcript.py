@@ -1,4 +1,4 @@
-"""The scrolling column of messages: it follows its end, and one of its messages can be selected."""
+"""The scrolling column of messages: it follows its end, and a message can be selected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .turns import Turn, UserTurn
 
 
 class Transcript(Ground, VerticalScroll):
-    """Follows its end until the person scrolls away from it.
+    """Follows its end until the user scrolls away from it.
 
     Of a long branch only some pages are mounted; others come as one scrolls. While it has the focus, one message is
     selected and keys act on it: `Turn.Act` asks for that.
@@ -40,7 +40,7 @@ class Transcript(Ground, VerticalScroll):
         super().__init__()
         self._window = Window(self, read, self._keeping_view)
         self._demo = False
-        self._held: tuple[Turn, float] | None = None  # a message, and its row of the view where it has to stay
+        self._held: tuple[Turn, float] | None = None  # a message, and the row of the view where it must stay
 
     def on_mount(self) -> None:
         self.anchor()
@@ -70,13 +70,13 @@ class Transcript(Ground, VerticalScroll):
         self.call_after_refresh(self._window.fill)
 
     async def show_end(self) -> None:
-        """Bring the end into view and follow it."""
+        """Scroll to the end and follow it."""
         if self._window.stop < len(self._window.ids):
             await self.show(self._window.ids)
         self.anchor()
 
     async def change(self, ids: tuple[int, ...], *, follow: bool = True) -> None:
-        """Show another state of the same branch, or another branch: what both begin with stays as it is.
+        """Show another state of the same branch, or another branch: what they have in common stays as it is.
 
         With `follow` the end comes into view.
         """
@@ -185,16 +185,16 @@ class Transcript(Ground, VerticalScroll):
             self._select(window.ids[at])
 
     async def action_select_first(self) -> None:
-        """Go to where the chat began."""
+        """Go to the beginning of the chat."""
         if self._window.ids:
             await self.go_to(self._window.ids[0])
 
     def action_leave(self) -> None:
-        """Give the keys back to the text field."""
+        """Give the focus back to the text field."""
         self.post_message(self.Left())
 
     class Left(Message):
-        """The person is done with selecting."""
+        """The user has finished selecting."""
 
     def _select(self, message: int) -> None:
         if (turn := self._window.turns.get(message)) is not None:
@@ -213,9 +213,9 @@ class Transcript(Ground, VerticalScroll):
 
     @contextmanager
     def _keeping_view(self, turn: Turn) -> Generator[None]:
-        """Where `turn` is on the screen it stays, whatever happens above it: laid out before anything is painted.
+        """Keep `turn` at its place on the screen, whatever changes above it: laid out before anything is painted.
 
-        Where the end is followed, the layout itself keeps it in view.
+        If the end is followed, the layout itself keeps it in view.
         """
         self._held = turn, turn.virtual_region.y - self.scroll_y
         with self.app.batch_update():

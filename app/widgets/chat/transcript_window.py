@@ -14,9 +14,9 @@ from .answer import AnswerTurn
 from .blocks import Horizon, Welcome
 from .turns import Turn, UserTurn
 
-PAGE = 6  # messages that are loaded at once: each costs Textual some 20 ms, and keys wait for that
-_NONE_SEEN = -1  # in the place of the oldest message that the model sees
-_MOST = 24  # messages that stay mounted while one scrolls, as far as they are out of sight
+PAGE = 6  # messages loaded at once: each costs Textual some 20 ms, during which keys wait
+_NONE_SEEN = -1  # before the oldest message that the model sees
+_MOST = 24  # messages out of sight that stay mounted while one scrolls
 
 Read = Callable[[Sequence[int]], list[Record]]
 
@@ -31,7 +31,7 @@ class Window:
     def __init__(
         self, box: VerticalScroll, read: Read, keeping_view: Callable[[Turn], AbstractContextManager[None]]
     ) -> None:
-        """`read`: the messages of some ids. `keeping_view`: leaves a turn where it is on the screen."""
+        """`read`: reads messages by their ids. `keeping_view`: keeps a turn at its place on the screen."""
         self._box = box
         self._read = read
         self._keeping_view = keeping_view
@@ -73,7 +73,7 @@ class Window:
         return True
 
     async def insert(self, blocks: Sequence[Widget]) -> None:
-        """Mount at the end, but before questions that wait; the first blocks replace the welcome."""
+        """Mount at the end, but before queued questions; the first blocks replace the welcome."""
         await self._box.query(Welcome).remove()
         await self._box.mount_all(blocks, before=next((block for block in self._box.children if _waits(block)), None))
 
@@ -92,7 +92,7 @@ class Window:
     # As one scrolls
 
     def fill(self) -> None:
-        """Load what is a screen away from what is in view."""
+        """Load messages within one screen of the view."""
         box = self._box
         if self._moving.locked() or not self.turns:
             return
@@ -133,14 +133,14 @@ class Window:
         self._box.call_after_refresh(self.fill)
 
     async def trim(self) -> None:
-        """Let go of the oldest messages while the end is in view."""
+        """Unmount the oldest messages while the end is in view."""
         far = self.stop - 2 * PAGE
         if len(self.turns) > _MOST and self._box.is_vertical_scroll_end and self._is_far(far):
             async with self._moving:
                 await self._remove_before(self.stop - 2 * PAGE)
 
     def _is_far(self, position: int) -> bool:
-        """Whether the message there is so far from what is in view that it would not be loaded."""
+        """Whether the message there is too far from the view to be loaded."""
         turn = self.turns.get(self.ids[position])
         if turn is None:
             return False
@@ -163,7 +163,7 @@ class Window:
         return blocks
 
     async def _remove_before(self, position: int) -> None:
-        """Take away the messages before `position`, and the remarks between them."""
+        """Remove the messages before `position`, and the remarks between them."""
         if position == self.start:
             return
         first = self._box.children.index(self.turns[self.ids[position]])
@@ -173,12 +173,12 @@ class Window:
         await self._box.remove_children(list(self._box.children[:first]))
 
     async def _remove_all(self) -> None:
-        """Take all away but questions that wait."""
+        """Remove all but queued questions."""
         self.turns.clear()
         await self._box.remove_children([block for block in self._box.children if not _waits(block)])
 
     async def _remove_from(self, position: int) -> None:
-        """Take away the messages from `position` on, and the remarks between and after them."""
+        """Remove the messages from `position` on, and the remarks between and after them."""
         leaving = [message for message in self.ids[position : self.stop] if message in self.turns]
         if leaving:
             at = self._box.children.index(self.turns[leaving[0]])
@@ -194,6 +194,6 @@ def _waits(block: Widget) -> bool:
 
 
 def _missing(message: int, position: int) -> Record:
-    """Stands in for a message that another floe-chat has deleted."""
+    """A placeholder for a message that another floe-chat has deleted."""
     words = "(deleted in another floe-chat window)"
     return Record(message, 0, None, position, "user", words, "complete", 0, "", "", None, (), 1, 1)

@@ -1,4 +1,4 @@
-"""What questions and answers have in common: a message, the row under it, and being selected."""
+"""The common part of questions and answers: a message, the row under it, and selection."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COPY, CODE, EDIT, AGAIN, MORE, FORK, DELETE, OLDER, NEWER = (
     *("copy_message", "copy_code", "edit_message", "answer_again", "continue_answer", "fork_chat", "delete_message"),
     *("older_version", "newer_version"),
 )
-"""What can be done to a message."""
+"""The actions on a message."""
 
 
 class Tail(Static):
-    """The blank row under a message: which version of it is shown and, when wanted, what can be done to it.
+    """The row under a message: which version is shown and, on request, the actions on it.
 
-    On a narrow screen that can take more rows than one.
+    On a narrow screen it can take several rows.
     """
 
     virtual_size = size_of_content()
@@ -41,8 +41,9 @@ class Tail(Static):
         self._keys = False
 
     def show(self, record: Record | None, actions: tuple[str, ...], *, keys: bool) -> None:
-        """Offer `actions` for `record`, with their `keys` if those act on it; the versions are always shown where there
-        are several."""
+        """Offer `actions` for `record`, with their `keys` if those act on it; the version is always shown if there are
+        several.
+        """
         self._parts, self._keys = [], keys
         if record is not None and record.siblings > 1:
             place = Content.styled(f" {record.sibling}/{record.siblings} ", MUTED)
@@ -57,7 +58,7 @@ class Tail(Static):
 
     def _lay_out(self) -> None:
         width, height = self.content_size
-        if width:  # else it comes with the first layout
+        if width:  # otherwise it comes with the first layout
             rows = _rows(self._parts, width, 2 if self._keys else 1)
             self.update(Content("\n").join(rows), layout=max(1, len(rows)) != height)
 
@@ -68,12 +69,12 @@ class Tail(Static):
 
 
 class Turn(Ground, Vertical):
-    """One message of the chat; `record` is None before it is one, while a question is queued."""
+    """One message of the chat; `record` is None while a question is queued."""
 
     ACTIONS: ClassVar[tuple[str, ...]] = ()
 
     class Act(Message):
-        """The person wants `action`, one of the names above, of `turn`."""
+        """The user wants `action`, one of the names above, for `turn`."""
 
         def __init__(self, turn: Turn, action: str) -> None:
             super().__init__()
@@ -114,7 +115,7 @@ class Turn(Ground, Vertical):
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """What can be done to it."""
+        """The actions on it."""
         return self.ACTIONS
 
     def on_mount(self) -> None:
@@ -133,7 +134,7 @@ class Turn(Ground, Vertical):
 
 
 class UserTurn(Turn):
-    """A question, shown exactly as written: neither markup nor Markdown. `note` is its state, such as queued."""
+    """A question, shown exactly as written, without markup or Markdown. `note` is its state, such as queued."""
 
     ACTIONS = (COPY, EDIT, AGAIN, FORK, DELETE)
 
@@ -162,7 +163,7 @@ class UserTurn(Turn):
         self._said.update(Content("\n").join(parts), layout=self._said.is_attached)
 
     async def withdraw(self) -> None:
-        """Take the question away."""
+        """Remove the question."""
         await self.remove()
 
     def compose(self) -> ComposeResult:
@@ -175,7 +176,7 @@ def _link(text: str, action: str) -> Content:
 
 
 def _rows(parts: Sequence[Content], width: int, least: int) -> list[Content]:
-    """All in one row if they fit, with as wide gaps as they can have; `least` cells between words tell them apart."""
+    """All in one row if they fit, with gaps as wide as possible, else in more; at least `least` cells between them."""
     words = sum(part.cell_length for part in parts)
     gaps = max(1, len(parts) - 1)
     gap = Content(" " * min(3, max(least, (width - words) // gaps)))

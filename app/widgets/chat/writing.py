@@ -1,4 +1,4 @@
-"""Where the person writes: the text field, attached files, and the completion of commands and file names."""
+"""The input area: the text field, attached files, and the completion of commands and file names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Writing(Vertical):
         self.composer.remember(texts)
 
     def measure_again(self) -> None:
-        """Another model counts tokens now."""
+        """The model has changed: count tokens again."""
         self.chips.measure_again()
 
     def take_focus(self) -> None:
@@ -81,8 +81,8 @@ class Writing(Vertical):
         self.chips.attach(meant(path))
 
     def title(self, name: str, remark: str = "") -> None:
-        """Name the chat on the frame, and what Enter will do if that is unusual."""
-        # Not as strings, which would be read as markup: a title is a person's own text.
+        """Show the chat's name on the frame, and what Enter does if that is unusual."""
+        # Not as strings, which would be parsed as markup: a title is the user's own text.
         self.composer.border_title = Content(printable(name))
         self.composer.border_subtitle = Content(printable(remark))
 
@@ -125,7 +125,7 @@ class Writing(Vertical):
         self.composer.focus()
 
     def _take(self, enter: bool) -> bool:
-        """Put the highlighted completion in the place of its first letters; whether that is a command to be run now."""
+        """Replace the first letters with the highlighted completion; returns whether it is a command to run now."""
         found, chosen = self.completion.wanted, self.completion.chosen
         if found is None or chosen is None:
             return False
@@ -142,12 +142,12 @@ class Writing(Vertical):
             self.composer.replace_before_cursor(found.written, f"@{quote}{chosen}")
         else:
             self.composer.replace_before_cursor(found.written, "")
-            # Below the working folder ~ is a letter like any other.
+            # Below the working folder ~ is an ordinary letter.
             self.chips.attach(expanded(chosen) if is_outside(found.query) else Path(chosen))
         return False
 
     def edit_outside(self, meanwhile: Callable[[], None]) -> str:
-        """Let the person write in $VISUAL or $EDITOR; returns why that was not possible, or "".
+        """Let the user write in $VISUAL or $EDITOR; returns why that was not possible, or "".
 
         `meanwhile` is called a few times per second: an answer continues, and its text is saved.
         """
@@ -176,7 +176,7 @@ class Writing(Vertical):
 
 
 def _meant(query: str) -> Sequence[str]:
-    """The commands that `query` may be the beginning of: by their own names, then by other programs' names."""
+    """The commands that begin with `query`: by their own names, then by other programs' names."""
     if query in ALIASES:
         return [ALIASES[query]]
     begin = [name for name in _COMMANDS if name.startswith(query)]
@@ -186,8 +186,9 @@ def _meant(query: str) -> Sequence[str]:
 
 @contextmanager
 def _lent_terminal(app: App[object]) -> Generator[None]:
-    """Leaves the terminal to another program. What is raised meanwhile is raised when the terminal is back: Textual
-    would not take it again."""
+    """Lends the terminal to another program. Exceptions are raised only once the terminal is back: Textual would not
+    take it again otherwise.
+    """
     raised: BaseException | None = None
     with app.suspend():
         try:

@@ -22,15 +22,16 @@ _SECONDS = 5
 
 
 def copy(app: App[int], text: str) -> None:
-    """By the terminal itself (OSC 52), which works through SSH too and never answers whether it did; where the desktop
-    has a tool for it, by that as well."""
+    """Copy through the terminal (OSC 52), which works over SSH too but never confirms it; also with the desktop's
+    clipboard tool, if there is one.
+    """
     app.copy_to_clipboard(text)
     if (command := local_tool(os.environ)) is not None:
         threading.Thread(target=_feed, args=(command, text), name="floe-clipboard", daemon=True).start()
 
 
 def local_tool(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The command that takes text for this desktop's clipboard; None through SSH, and where there is none."""
+    """The command that puts text on this desktop's clipboard; None over SSH, or if there is none."""
     if "SSH_CONNECTION" in environment:
         return None
     for variable, command in _TOOLS:

@@ -1,4 +1,4 @@
-"""A share from 0 to 1 that keys and the mouse turn."""
+"""A share from 0 to 1, set by keys and the mouse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LABEL, _VALUE = 26, 7
 
 
 class Dial(Widget, can_focus=True):
-    """A name, a bar and a percentage in one row; with `words`, a switch between two of them instead."""
+    """A name, a bar and a percentage in one row; with `words`, a switch between two words instead."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,minus", f"turn(-{_STEP})", "less, by 5 %", show=False),
@@ -28,7 +28,7 @@ class Dial(Widget, can_focus=True):
     ]
 
     class Turned(Message):
-        """The person turned a dial."""
+        """The user turned a dial."""
 
     def __init__(self, name: str, label: str, meaning: str, words: tuple[str, str] | None = None) -> None:
         super().__init__(id=name)

@@ -1,4 +1,4 @@
-"""A layout that puts widgets side by side, and in the next row what has no room in one."""
+"""A layout that puts widgets side by side, and wraps to the next row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from textual.widget import Widget
 
 
 class Flow(Layout):
-    """For widgets of one row, as wide as what they hold; of their margins the left one counts."""
+    """For widgets of one row, as wide as their content; only the left margin counts."""
 
     name = "flow"
 

@@ -1,4 +1,4 @@
-"""Lines of a list that hang: a folded line continues below its own beginning, not at the edge."""
+"""List lines with a hanging indent: a folded line continues below its own beginning, not at the edge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from textual.visual import RenderOptions, Visual
 
 
 class Hanging(Visual):
-    """Text in lines, `before` in front of the first and as many blanks in front of the others."""
+    """Text in lines, with `before` in front of the first line and the same number of blanks in front of the others."""
 
     def __init__(self, before: Content, *lines: Content) -> None:
         self._before, self._lines = before, lines

@@ -1,4 +1,4 @@
-"""What keys do now, in words that can be clicked: a click does what the key does."""
+"""Clickable key hints: a click does what the key does."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def link(action: str) -> Style:
 
 
 def hint(words: str) -> Content:
-    """A hint such as "Esc back" or "N or Esc cancels", for a `Pressing` widget: a click presses the key it begins with,
-    if it does."""
+    """A hint such as "Esc back" or "N or Esc cancels", for a `Pressing` widget: a click presses the key that it begins
+    with, if any.
+    """
     found = _KEY.match(words)
     if found is None:
         return Content(words)
@@ -41,7 +42,7 @@ class Pressing(Widget):
 
     def action_press(self, key: str) -> None:
         """As if `key` was pressed."""
-        # From the program's own loop: Textual lets no message rise above the widget that it comes from.
+        # In the program's own loop: Textual lets no message bubble above its sender.
         self.app.call_later(self.app.simulate_key, key)
 
 
@@ -50,11 +51,11 @@ class Page(Pressing, Vertical):
 
 
 class ScrollingPage(VerticalScroll, Pressing):
-    """Likewise; the order of the two matters: Textual takes styles, and so the scrolling, from the first alone."""
+    """Likewise; the order of the bases matters: Textual takes styles, and so the scrolling, only from the first."""
 
 
 class Hints(Pressing, Static):
-    """The bottom row of a page; takes as many rows as they need, broken between hints and never within one."""
+    """The bottom row of a page; takes several rows if needed, broken only between hints."""
 
     DEFAULT_CSS = """
     Hints {
@@ -72,7 +73,7 @@ class Hints(Pressing, Static):
         self._hints: tuple[str, ...] = ()
 
     def show(self, said: Sequence[str]) -> None:
-        """Show these, those that are empty left out."""
+        """Show these hints, leaving out empty ones."""
         kept = tuple(words for words in said if words)
         if kept != self._hints:
             self._hints = kept

@@ -13,11 +13,11 @@ from ...actions import ACTIONS, NAMED, OWN, Action, Place
 
 @runtime_checkable
 class Keyed(Protocol):
-    """A program in which a person can give keys to actions."""
+    """A program in which the user can give keys to actions."""
 
     @property
     def given_keys(self) -> Mapping[str, str]:
-        """The key of every action of `OWN`; of several, with commas between."""
+        """The key of every action of `OWN`; several are separated by commas."""
         ...
 
 
@@ -26,7 +26,7 @@ def bindings(place: Place) -> list[BindingType]:
     found: list[BindingType] = []
     for action in ACTIONS:
         if action.place is place and action.keys:
-            # Before the text field's own keys: F6 would select a line there, and a person may choose any other of them.
+            # Before the text field's own keys: F6 would select a line there, and the user may choose any of them.
             first = place in (Place.ANYWHERE, Place.CHAT) and not action.yields
             own = action.name if action.name in OWN else None
             found.append(Binding(action.keys, called(action), action.does, show=False, priority=first, id=own))
@@ -34,18 +34,18 @@ def bindings(place: Place) -> list[BindingType]:
 
 
 def called(action: Action) -> str:
-    """What `action` calls, from any widget of its place."""
+    """The function of `action`, for any widget of its place."""
     owner = {Place.ANYWHERE: "app.", Place.CHAT: "screen."}.get(action.place, "")
     return owner + (action.run or f"do('{action.name}')")
 
 
 def closing(action: str, run: str = "dismiss") -> Binding:
-    """The key that opens a page, for that page: there it closes it."""
+    """The key that opens a page also closes it."""
     return Binding(NAMED[action].keys, run, "Close", show=False, id=action)
 
 
 def key_of(widget: Widget, action: str) -> str:
-    """The key of `action` as people write it: the one that the person gave it, or the usual one."""
+    """The key of `action` as people write it: the user's, or the default."""
     app: object = widget.app
     given = app.given_keys if isinstance(app, Keyed) else {}
     return key_name(given.get(action, NAMED[action].keys))
@@ -60,7 +60,7 @@ def key_name(key: str) -> str:
 
 
 def keys_in(place: Place, given: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What the keys that work in `place` do, with the keys that the person has `given` to actions instead."""
+    """Keys that work in `place` and what they do, with the keys that the user has `given` to actions."""
     actions = [action for action in ACTIONS if action.place is place and action.keys and action.does]
     return [(_names(given.get(action.name, action.keys)), action.does) for action in actions]
 

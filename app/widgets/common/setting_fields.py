@@ -1,4 +1,4 @@
-"""Fields of the settings page: one for each kind of setting, all with the same few names for the page."""
+"""Fields of the settings page: one for each kind of setting, all with the same few methods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Written(Input):
 
     @property
     def shown(self) -> object:
-        """What the field shows now, to be compared with `saved`."""
+        """The field's current value, to compare with `saved`."""
         return self.value
 
     def meant(self) -> Any:
@@ -62,7 +62,7 @@ class ChoiceField(Select[str], inherit_bindings=False):
     def __init__(
         self, setting: str, key: SettingKey, value: str | None, values: Sequence[str], trouble: str = ""
     ) -> None:
-        """`trouble`: why the file's own value is not used; shown until something is chosen."""
+        """`trouble`: why the file's value is not used; shown until something is chosen."""
         super().__init__(
             [(printable(each), each) for each in _with(values, value)],
             value=Select.NULL if trouble or not value else value,
@@ -84,7 +84,7 @@ class ChoiceField(Select[str], inherit_bindings=False):
         return None if self.value is Select.NULL else str(self.value)
 
     def offer(self, values: Sequence[str]) -> None:
-        """Offer these values; the one that is shown stays."""
+        """Offer these values; the shown one stays."""
         shown = self.value
         with self.prevent(Select.Changed):
             self.set_options([(printable(each), each) for each in _with(values, self.meant())])
@@ -101,7 +101,7 @@ class Toggle(Checkbox):
         self.saved: object = value
 
     def watch_value(self) -> None:
-        """Say in words what the sign shows."""
+        """Show the state in words too."""
         super().watch_value()
         self.label = _word(self.value)
 
@@ -119,7 +119,7 @@ Field = Written | Prose | ChoiceField | Toggle
 
 
 def _with(values: Sequence[str], value: str | None) -> list[str]:
-    """`values`, and `value` too if it is none of them: what the file says stays possible."""
+    """`values`, and `value` if it is not among them: the file's value stays possible."""
     return [*values, *([value] if value and value not in values else [])]
 
 

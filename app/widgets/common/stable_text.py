@@ -1,4 +1,4 @@
-"""What keeps layouts and repaints small: the engine and the keys wait for them."""
+"""Base widgets that keep layouts and repaints small, since the engine and the keys wait for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def size_of_content() -> Reactive[Size]:
 
 
 class Ground(_Widget):
-    """A container of which only the background is seen, and perhaps a border beside it: all its lines are the same.
+    """A container that shows only its background, and perhaps a border beside it: all its lines are the same.
 
     Textual asks each container below a change for all its lines, however little has changed.
     """

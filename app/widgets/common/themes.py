@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.theme import Theme
 
 MUTED = "$foreground 70%"
-"""The style of what matters less. Textual's own $text-muted loses its alpha inside a styled text."""
+"""The style of less important text. Textual's own $text-muted loses its alpha inside a styled text."""
 
 FLOE = Theme(
     name="floe",

@@ -1,4 +1,4 @@
-"""What every widget has that shows a block of an answer."""
+"""The base of every widget that shows a block of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .markdown import Block
 
 
 class AnswerBlock(Widget):
-    """A block that is shown. It may become another block of its kind, which is less work than another widget."""
+    """A shown block. It can change to another block of its kind, which is less work than a new widget."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = set(STYLES)
     DEFAULT_CSS = """
@@ -65,7 +65,7 @@ class AnswerBlock(Widget):
 
     @property
     def select_container(self) -> Widget:
-        """What is selected together: the whole answer."""
+        """The unit of selection: the whole answer."""
         return self.query_ancestor("AnswerMarkdown", Widget)
 
     def action_link(self, href: str) -> None:

@@ -16,7 +16,7 @@ from .markdown import Block
 
 
 class CodeBar(Static):
-    """The block's language, and what a click on it does."""
+    """The block's language, and the hint to copy it."""
 
     def show(self, language: str) -> None:
         """Name another language."""
@@ -48,7 +48,7 @@ class CodeBlock(AnswerBlock):
     """
 
     class Copied(Message):
-        """The person wants this code."""
+        """The user wants to copy this code."""
 
         def __init__(self, code: str) -> None:
             super().__init__()
@@ -62,7 +62,7 @@ class CodeBlock(AnswerBlock):
 
     @property
     def code(self) -> str:
-        """The whole of it, without what is blank at its end."""
+        """All of it, without trailing blanks."""
         return self.block.token.content.rstrip()
 
     def compose(self) -> ComposeResult:

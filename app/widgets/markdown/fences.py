@@ -24,7 +24,7 @@ class FenceSplitter:
 
     @property
     def held(self) -> str:
-        """What waits for its fence to close (or for the line to show that it is none)."""
+        """Text that waits for its fence to close (or for the line to turn out not to be a fence)."""
         return self._held + self._line[self._passed :]
 
     def feed(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Code, of which no line is cut: a line wider than the screen folds, with a sign at its end."""
+"""Code without cut lines: a line wider than the screen folds, with a sign at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from textual.widget import Widget
 
 from ..common.themes import MUTED
 
-FOLD = "\0"  # at the end of a folded line; text of a model has no such character left
+FOLD = "\0"  # at the end of a folded line; removed from a model's text
 _SIGN = Content.styled("↵", MUTED)
 _TAB = 4
 

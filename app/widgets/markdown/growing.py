@@ -1,7 +1,7 @@
-"""Blocks of text that grow where they are, as an answer does.
+"""Blocks of text that grow in place, as an answer does.
 
-A layout of the screen is more work than a piece of text is worth, and the engine needs the time: there is none while
-the text has room in the lines that the block has. One widget draws all items of a list.
+Laying out the screen for each piece of text would take too much time from the engine: there is no layout while the text
+fits the lines of its block. One widget draws all items of a list.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .answer_block import AnswerBlock
 from .folded import FOLD
 from .markdown import Block
 
-ROOM = 3  # lines at a time for the block that is being written: fewer layouts, and it still moves up in small steps
+ROOM = 3  # lines added at a time to the block being written: fewer layouts, and it still scrolls in small steps
 LISTS = frozenset({"bullet_list_open", "ordered_list_open"})
 _SYMBOL = "$text-primary"
 _BULLETS = ("• ", "▪ ", "‣ ", "⭑ ", "◦ ")  # by depth
 
 
 class Growing(AnswerBlock):
-    """A block that draws its own lines. `room`: they come in so many at a time."""
+    """A block that draws its own lines. `room`: lines are added in multiples of it."""
 
     room = 1
 
@@ -41,7 +41,7 @@ class Growing(AnswerBlock):
 
     @abstractmethod
     def height_at(self, width: int) -> int:
-        """The lines that it needs."""
+        """The number of lines that it needs."""
 
     async def take(self, block: Block) -> None:
         self.block = block
@@ -54,7 +54,7 @@ class Growing(AnswerBlock):
         self.refresh(layout=not width or self._rounded(width) != height)
 
     def give(self, room: int) -> None:
-        """Have so much room from now on."""
+        """Set `room` from now on."""
         if self.room != room:
             self.room = room
             self.refresh(layout=True)
@@ -63,12 +63,12 @@ class Growing(AnswerBlock):
         return self._rounded(width)
 
     def _rounded(self, width: int) -> int:
-        """Its lines, and as many blank ones as fill the last `room`."""
+        """Its lines, filled up with blank ones to a multiple of `room`."""
         return -(-self.height_at(width) // self.room) * self.room
 
 
 class Words(Growing):
-    """A block that has words of its own."""
+    """A block with its own words."""
 
     def read(self, block: Block) -> None:
         self._words = words(block.inline)
@@ -106,7 +106,7 @@ _LEVEL = """
 
 
 class Heading(Words):
-    """Of any level."""
+    """A heading of any level."""
 
     DEFAULT_CSS = """
     Heading {
@@ -129,7 +129,7 @@ class Heading(Words):
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A paragraph of an item: what stands before its first line, and before the others as blanks."""
+    """A paragraph of an item, with a symbol before its first line and blanks before the others."""
 
     before: str
     words: Content
@@ -182,7 +182,7 @@ class TextList(Growing):
 
 
 def symbols(block: Block, depth: int) -> Sequence[str]:
-    """What stands before the items of a list: a bullet, or numbers with their dots below each other."""
+    """The symbols before a list's items: a bullet, or numbers with aligned dots."""
     if block.token.type == "bullet_list_open":
         return [_BULLETS[depth % len(_BULLETS)]] * len(block.inner)
     first = block.inner[0].token.info if block.inner else ""
@@ -192,7 +192,7 @@ def symbols(block: Block, depth: int) -> Sequence[str]:
 
 
 def deeper(block: Block, depth: int) -> int:
-    """The depth of the lists in a list."""
+    """The depth of lists inside a list."""
     return depth + (block.token.type == "bullet_list_open")
 
 

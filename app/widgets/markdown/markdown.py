@@ -1,4 +1,4 @@
-"""Markdown of a model as blocks: what may be shown of it. Its library takes a quarter of a second to import."""
+"""A model's Markdown as blocks that are safe to show. Its library takes a quarter of a second to import."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ...text.plain_text import printable
 
 
 class _Blocks(ParserBlock):
-    """What is nested deeper than the parser goes stays as a paragraph; the library would drop it, and all that follows.
+    """Blocks nested deeper than the parser's limit stay as a paragraph; the library would drop them, and all that
+    follows.
 
-    How deep it goes is limited since Textual lays nested blocks out by recursion.
+    The limit exists because Textual lays out nested blocks by recursion.
     """
 
     def __init__(self, plain: ParserBlock) -> None:
@@ -43,16 +44,16 @@ class _Blocks(ParserBlock):
 
 
 class AnswerParser(MarkdownIt):
-    """GitHub's Markdown with tags as text to be read (the renderer would drop them) and nothing unprintable.
+    """GitHub's Markdown, with tags shown as text (the renderer would drop them) and nothing unprintable.
 
-    The parser decodes what stands in a link for display, so that %1b would become an escape character. Making one takes
-    as long as rendering many answers, since its patterns for links are compiled: there is one for all, `the_parser`.
+    The parser decodes links for display, so that %1b would become an escape character. Creating one takes as long as
+    rendering many answers, since it compiles its link patterns: all share one, `the_parser`.
     """
 
     def __init__(self) -> None:
         super().__init__("gfm-like", {"html": False})
         self.block = _Blocks(self.block)
-        self._turn = threading.Lock()  # what finds links keeps its place in itself
+        self._turn = threading.Lock()  # the link finder is stateful
 
     def parse(self, src: str, env: MutableMapping[str, Any] | None = None) -> list[Token]:
         with self._turn:
@@ -72,7 +73,7 @@ class Block:
     """A block of Markdown and the blocks in it. Equal ones look the same.
 
     Attributes:
-        token: opens it. inline: its words, None where it has none itself. inner: the blocks in it.
+        token: opens it. inline: its words, None if it has none itself. inner: the blocks in it.
     """
 
     token: Token
@@ -81,13 +82,13 @@ class Block:
 
 
 def blocks_of(text: str) -> tuple[list[Block], int]:
-    """The blocks of a document, and the line where the last one begins: more text may change that one only."""
+    """The blocks of a document, and the line where the last one begins: more text can change only that one."""
     root = Block(Token("root", "", 1))
     opened, last = [root], 0
     for token in the_parser().parse(text):
         if token.map is not None and len(opened) == 1:
             last = token.map[0]
-        token.map = None  # where a block is does not change its look
+        token.map = None  # a block's position does not change its look
         if token.type == "inline":
             opened[-1].inline = token
         elif token.nesting < 0:
@@ -98,7 +99,7 @@ def blocks_of(text: str) -> tuple[list[Block], int]:
     return root.inner, last
 
 
-@lru_cache(maxsize=1)  # asked for whenever the mouse moves in an answer
+@lru_cache(maxsize=1)  # called whenever the mouse moves over an answer
 def codes(text: str) -> tuple[str, ...]:
     """The code blocks of an answer, in order."""
     return tuple(token.content for token in the_parser().parse(text) if token.type in ("fence", "code_block"))

@@ -16,7 +16,7 @@ _LINES = "$foreground 20%"
 _HEADER = "bold $primary"
 _HANGING = "  "
 _BETWEEN = 3  # cells from column to column: a line with a blank on each side
-_READABLE, _LONG = 10, 20  # cells: a column has room for words of the first length, if it can for those of the second
+_READABLE, _LONG = 10, 20  # cells: a column has room for words of the first length, if possible of the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,9 @@ class _Cell:
 
 
 class Table(Growing):
-    """Columns share the width by their needs and cells wrap. Where columns would be too narrow to be read, each row is
-    a list of its cells, with the headers before them."""
+    """Columns share the width by need, and cells wrap. If columns would be too narrow to read, each row becomes a list
+    of its cells, with headers before them.
+    """
 
     DEFAULT_CSS = """
     Table {
@@ -47,7 +48,7 @@ class Table(Growing):
         return Content("\n").join(self._lines(self.content_size.width))
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """All of it with tabs between cells; of a part what is seen."""
+        """All of it with tabs between cells; of a part, the visible text."""
         if selection == SELECT_ALL:
             return "\n".join("\t".join(cell.words.plain for cell in row) for row in self._cells), "\n"
         return super().get_selection(selection)
@@ -66,8 +67,8 @@ def _align(cell: Block) -> str:
 def _widths(rows: Sequence[Sequence[_Cell]], width: int) -> list[int] | None:
     """The width of each column's text; None if there is not enough for all.
 
-    First all have room for words of readable length, then for longer ones, then for whole cells: the narrowest is
-    widened first, so that one long cell does not take the place of the others.
+    First all get room for words of readable length, then for longer ones, then for whole cells: the narrowest is
+    widened first, so that one long cell does not take the others' space.
     """
     columns = [[cell.words for cell in column] for column in zip(*rows, strict=True)]
     words = [

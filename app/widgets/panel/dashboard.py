@@ -1,4 +1,4 @@
-"""The live panel, its two lines, and the bottom row: all that the chat shows of the engine."""
+"""The live panel, its two-line form, and the bottom row: all that the chat shows of the engine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .figures import PanelFigures
 from .panel import PanelStrip, PerformancePanel
 from .status_line import StatusLine
 
-# Figures arrive about five times a second: faster than a person reads, and painting takes time from the engine. An
-# answer's first and last ones are painted at once.
+# Figures arrive about five times a second: faster than anyone reads, and painting takes time from the engine. An
+# answer's first and last figures are painted at once.
 _PANEL_PERIOD = 1.0
 
 _LAYOUTS = ("full", "compact", "hidden")
@@ -102,7 +102,7 @@ class Dashboard:
         self.status.preset = preset
 
     def show_stats(self, stats: Stats, *, running: bool) -> None:
-        """Show newer figures; those of an answer that is `running` not more often than they can be read."""
+        """Show newer figures; while an answer is `running`, not more often than they can be read."""
         before = self.figures.running
         self.figures.take(stats, running=running)
         self.status.context_window = stats.context_window
@@ -113,7 +113,7 @@ class Dashboard:
             self._next_paint = self._screen.set_timer(_PANEL_PERIOD, self._paint)
 
     def show_context(self, used: int | None) -> None:
-        """Show at once how many tokens of the window are used; what comes with figures is shown with them."""
+        """Show at once how many tokens of the window are used; other figures come with `show_stats`."""
         self.context_used = self.status.context_used = self.figures.context_used = used
         self.panel.show_context(self.figures)
 

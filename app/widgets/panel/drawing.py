@@ -1,4 +1,4 @@
-"""One piece of the panel: drawn from the figures, and explained."""
+"""One piece of the panel, drawn from the figures, with an explanation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .figures import Draw, PanelFigures
 
 
 class Drawing(Widget):
-    """One piece of the panel; it explains its words, below itself with the focus, in a tooltip under the mouse."""
+    """One piece of the panel; explains its words below itself while focused, and in a tooltip."""
 
     def __init__(self, draw: Draw, name: str, meaning: str = "") -> None:
         super().__init__(id=name)
@@ -35,11 +35,11 @@ class Drawing(Widget):
             self.refresh(layout=True)
 
     def show(self, figures: PanelFigures, *, layout: bool = False) -> None:
-        """Draw newer figures; `layout` where long lines may fold otherwise than before."""
+        """Draw newer figures; `layout` if long lines may now fold differently."""
         self._figures = figures
         before, self._width = self._drawn, self.content_size.width
         if not self._width and not layout:
-            self.refresh()  # it is hidden, and drawn when it is shown again
+            self.refresh()  # it is hidden, and will be drawn when it is shown
             return
         self._drawn = self._content(self._width)
         if layout or not self._drawn.is_same(before):
@@ -51,7 +51,7 @@ class Drawing(Widget):
         return drawn.get_height({}, width) if drawn else 0
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        # Drawn for the width to come: the present one is that of the last layout.
+        # Drawn for the next layout's width: the present one is the last layout's.
         return self._content(width).get_height({}, width)
 
     def render(self) -> Content:

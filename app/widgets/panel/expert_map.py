@@ -16,11 +16,11 @@ from .meanings import MEANINGS
 
 _MOST_ROWS = 8
 _MOST_CELL_WIDTH = 4
-_SHADES = 16  # nobody sees finer steps, and each change is painted in time that the engine needs
+_SHADES = 16  # finer steps are invisible, and painting each change takes time from the engine
 
 
 class ExpertMap(Drawing):
-    """Layers from left to right, experts downwards, two to a line; the stronger, the more calls."""
+    """Layers from left to right, experts downwards, two to a line; the brighter, the more calls."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"expert-map--least", "expert-map--most"}
 

@@ -1,4 +1,4 @@
-"""The panel's figures, and its lines of text. Every figure is the engine's; a missing one says so."""
+"""The panel's figures, and its lines of text. Every figure comes from the engine; missing ones are marked."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NO_GPU = "no GPU"
 
 @dataclass(slots=True)
 class PanelFigures:
-    """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is made.
+    """The latest figures. `speeds` are the last decode speeds, oldest first; `running`: an answer is being written.
 
     `context_used` tokens of the chat on the screen are in the window; None: not known. `dense`: the panel's sections
-    are drawn short, for a terminal without room for all of them.
+    are drawn in short form, for a terminal without room for all of them.
 
-    While `paused`, newer figures are put aside until `resume`. `watchers` are called when the screen is to show newer
-    ones: pages over the chat need no clock of their own.
+    While `paused`, newer figures are put aside until `resume`. `watchers` are called when newer ones are to be shown,
+    so pages above the chat need no timer.
     """
 
     loaded: Loaded | None = None
@@ -41,7 +41,7 @@ class PanelFigures:
 
     @property
     def rows(self) -> Rows | None:
-        """Where rows came from; None where all rows are in the memory that computes, and before anything is known."""
+        """Where rows came from; None if all rows are in the computing device's memory, or nothing is known yet."""
         return self.stats.rows if self.stats else None
 
     def resume(self) -> None:
@@ -64,11 +64,11 @@ class PanelFigures:
 
 
 Draw = Callable[[PanelFigures, int], Content]
-"""Makes a piece of the panel from the figures, for a width in cells."""
+"""Draws a piece of the panel from the figures, for a width in cells."""
 
 
 def speed_heading(figures: PanelFigures, width: int) -> Content:
-    """The section's name, which answer the figures belong to, and whether a virtual device's clock gave their times."""
+    """The section's name, which answer the figures belong to, and whether times are virtual."""
     stats = figures.stats
     if figures.paused:
         return heading("Speed", width, "paused", virtual=is_virtual(figures))
@@ -78,7 +78,7 @@ def speed_heading(figures: PanelFigures, width: int) -> Content:
 
 
 def speed(figures: PanelFigures) -> float | None:
-    """Tokens per second that the answer was, or is, written at: the mean from its first token to its last. Panel,
+    """The answer's tokens per second: the mean from its first token to its last. Panel,
     footer, history and `ask` all show this one."""
     return figures.stats.decode_tps_mean if figures.stats else None
 
@@ -99,7 +99,7 @@ def speed_beside(figures: PanelFigures, width: int) -> Content:
 
 
 def speed_course(figures: PanelFigures, width: int) -> Content:
-    """The last minute's speeds, second by second, and how much of the prompt the KV cache already held."""
+    """The last minute's speeds, second by second, and how much of the prompt was in the KV cache already."""
     stats = figures.stats
     drawn = sparkline(figures, width, rows=1 if figures.dense else 2)
     lines = [Content.styled(line, "$primary") for line in drawn]
@@ -109,7 +109,7 @@ def speed_course(figures: PanelFigures, width: int) -> Content:
 
 
 def sparkline(figures: PanelFigures, width: int, *, rows: int) -> list[str]:
-    """The last decode speeds, newest at the right; dots where nothing was measured."""
+    """The last decode speeds, newest on the right; a dot means not measured."""
     values = condense(figures.speeds, width)
     drawn = bars(values, rows=rows)
     blank = width - len(values)
@@ -134,9 +134,9 @@ def neurons(figures: PanelFigures, width: int) -> Content:
 def by_layer(
     figures: PanelFigures, label: str, values: Sequence[float | None], width: int, top: float | None = None
 ) -> list[Content]:
-    """Shares from the first layer to the last in two lines: their range, and a bar for each, `top` at full height.
+    """Shares by layer, in two lines: their range, and a bar for each, `top` at full height.
 
-    A dot is a layer where nothing was measured; where layers outnumber the columns, neighbours are averaged.
+    A dot is a layer without a measurement; if there are more layers than columns, neighbours are averaged.
     """
     known = [value for value in values if value is not None]
     if not known:
@@ -167,7 +167,7 @@ def backend(figures: PanelFigures, width: int) -> Content:
 
 
 def strip(figures: PanelFigures, width: int) -> Content:
-    """The panel in two lines, for a terminal without room for a column; what does not fit is left out."""
+    """The panel in two lines, for a terminal without room for a column; figures that do not fit are left out."""
     stats, loaded = figures.stats, figures.loaded
     if stats is None:
         speeds = [muted("speed, neurons and memory: not measured yet")]
@@ -210,17 +210,17 @@ def between(parts: Sequence[Content]) -> list[Content]:
 
 
 def left_out(rows: Rows) -> Content:
-    """The share of rows that a lenient preset did without, marked since answers differ by it."""
+    """The share of rows that a lenient preset skipped, marked because answers then vary."""
     return Content.styled(f"left out {units.share(rows.left_out)}", "$warning")
 
 
 def is_virtual(figures: PanelFigures) -> bool:
-    """Whether times are those of a device that is not there."""
+    """Whether times are those of a simulated device."""
     return figures.rows is not None and figures.rows.virtual
 
 
 def vram_bytes(stats: Stats) -> int | None:
-    """Device memory in use, or what a stand-in for a device holds; None without either."""
+    """Device memory in use, real or simulated; None without either."""
     rows = stats.rows
     if stats.vram_bytes is None and rows is not None:
         return rows.dense + rows.up + rows.pool + stats.kv_bytes
@@ -228,7 +228,7 @@ def vram_bytes(stats: Stats) -> int | None:
 
 
 def vram_words(stats: Stats) -> str:
-    """Device memory in use, of what may be used where that is known: "5.10 of 7.40 GB"."""
+    """Device memory in use, of the budget if that is known: "5.10 of 7.40 GB"."""
     held, budget = vram_bytes(stats), stats.vram_budget
     if held is None:
         return NO_GPU
@@ -236,7 +236,7 @@ def vram_words(stats: Stats) -> str:
 
 
 def heading(name: str, width: int, remark: str = "", *, virtual: bool = False) -> Content:
-    """A section's name, and at the right end of the line that times are `virtual` and, given room, a remark."""
+    """A section's name, and at the right "virtual" if times are `virtual` and, given room, a remark."""
     remarks: list[Content] = [Content.styled("virtual time", VIRTUAL)] if virtual else []
     if remark:
         remarks.append(Content.styled(remark, f"italic {MUTED}"))
@@ -248,7 +248,7 @@ def heading(name: str, width: int, remark: str = "", *, virtual: bool = False) -
 
 
 def row(figures: PanelFigures, label: str, value: str, width: int) -> Content:
-    """What a figure is, and the figure at the right end of the line."""
+    """A figure's name, and the figure at the right end of the line."""
     if value == units.NOT_MEASURED and figures.stats is not None:
         value = f"{value} not yet"
     gap = max(1, width - len(label) - len(value))
@@ -267,5 +267,5 @@ def gauge(figures: PanelFigures, label: str, value: float | None, width: int) ->
 
 
 def muted(text: str) -> Content:
-    """Text that matters less."""
+    """Less important text."""
     return Content.styled(text, MUTED)

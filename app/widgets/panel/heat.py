@@ -34,7 +34,7 @@ def bars(values: Sequence[float], *, rows: int = 1, top: float | None = None) ->
 
 
 def stack(parts: Sequence[float], width: int) -> list[int]:
-    """How many of `width` cells each of `parts` takes in one bar: all of them, unless all parts are 0.
+    """How many of `width` cells each of `parts` takes in one bar; they fill it unless all parts are 0.
 
     A part above zero takes one at least, so that it cannot be mistaken for none, as long as there are enough cells.
     """
@@ -54,6 +54,6 @@ def stack(parts: Sequence[float], width: int) -> list[int]:
 
 
 def stretch(text: str, width: int, *, most: int = 4) -> str:
-    """Every character repeated so that the whole fills up to `width` columns, each at most `most` wide."""
+    """Every character repeated to fill up to `width` columns, each at most `most` wide."""
     times = max(1, min(most, width // max(1, len(text))))
     return "".join(character * times for character in text)

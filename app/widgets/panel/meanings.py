@@ -1,4 +1,4 @@
-"""What the panel's words mean, section by section; `TERMS` has each word by itself."""
+"""The meanings of the panel's words, section by section; `TERMS` has each word separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel on memory: where the rows of active neurons came from, the link, and what is stored where.
+"""The panel's memory sections: where the rows of active neurons came from, the link, and what is stored where.
 
 Parts of a whole are told apart by their glyphs; colours only help.
 """
@@ -18,12 +18,12 @@ from .heat import stack
 _TONES = ("$success", "$primary", "$warning", "$accent")
 _NARROWEST_PAIR = 32
 _GAP = 2
-LESS_EXACT = "answers vary"  # what rows that are left out mean
+LESS_EXACT = "answers vary"  # the meaning of left-out rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece of a bar: how it looks, how much it is, and its words in the legend."""
+    """A piece of a bar: its look, its size, and its words in the legend."""
 
     glyph: str
     style: str
@@ -66,7 +66,7 @@ def origins(figures: PanelFigures, width: int) -> Content:
 
 
 def link(figures: PanelFigures, width: int) -> Content:
-    """What decode moved over the link, how fast, and how long it waited; blank without a pool."""
+    """The link in decode: bytes moved, speed, and time waited; blank without a pool."""
     rows = figures.rows
     if rows is None:
         return Content("")

@@ -23,7 +23,7 @@ from .figures import PanelFigures
 from .meanings import MEANINGS
 
 _LEVELS = ("-full", "-mapless", "-close", "-dense")
-"""What is left out for want of rows: nothing, the map of experts, the blank lines too, figures by layer too."""
+"""What is left out if rows are lacking: nothing; the map of experts; also blank lines; also figures by layer."""
 _SECTIONS = ("speed-course", "origins", "link", "neurons", "experts", "memory", "backend")
 _SPEED_ROWS = 4  # the heading and the big figure
 _PADDING = 1
@@ -32,7 +32,7 @@ _PADDING = 1
 class PerformancePanel(Ground, VerticalScroll):
     """Speed, rows and link, neurons, experts, memory and backend in a column.
 
-    Tab leads to it: then Up and Down go from section to section, and each explains its words.
+    Tab moves the focus to it; then Up and Down move between sections, and each explains its words.
     """
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
@@ -90,7 +90,7 @@ class PerformancePanel(Ground, VerticalScroll):
         self._fit()
 
     def _fit(self) -> None:
-        """Leave out as much as it takes for all sections to be in view, the least wanted first."""
+        """Leave out as much as needed to show all sections, the least important first."""
         width = self.scrollable_content_region.width - _PADDING
         if width <= 0:
             return

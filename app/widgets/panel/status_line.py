@@ -19,8 +19,8 @@ from .figures import between
 
 _SEPARATOR = (" · ", MUTED)
 _REMARK_SECONDS = 5.0
-_TOGETHER_SECONDS = 1.0  # what is said just before the state changes is about the new one
-_APART = 3  # cells between what is said and the hints
+_TOGETHER_SECONDS = 1.0  # a remark just before the state changes is about the new state
+_APART = 3  # cells between the remark and the hints
 _HINTS = (("help", "palette", "quit"), ("help", "quit"), ("help",))
 _BUSY = (("stop", *_HINTS[0]), ("stop", "help"), ("stop",))
 
@@ -83,7 +83,7 @@ class StatusLine(Widget):
         return line.truncate(width, ellipsis=True)
 
     def watch_state(self) -> None:
-        """What was said about the last state may be wrong now."""
+        """A remark about the last state may be wrong now."""
         if time.monotonic() - self._said > _TOGETHER_SECONDS:
             self._remark = ""
 

@@ -1,4 +1,4 @@
-"""A line that fills as work goes on."""
+"""A progress bar."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from textual.widget import Widget
 from ..common.themes import MUTED
 
 _SHARE = 6  # cells of the percentage
-_MOVING = 6  # cells of the part that moves while the whole is unknown
+_MOVING = 6  # cells of the moving part while the total is unknown
 
 
 class Bar(Widget):
-    """`share` of the line is filled, 0..1; None: work goes on, and how much is unknown.
+    """`share` of the line is filled, 0..1; None: the total is unknown.
 
     `beat` moves the moving part; `held` draws it in grey.
     """

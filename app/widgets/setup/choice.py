@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _WIDE = 74  # columns from which all figures stand in the table
 _LEAD = f"{plan_words.BITS} {plan_words.KL} ● is recommended for this machine."
 _OTHER = "Another model: type a hub id, an address or a folder …"
-_WORDS = 0.75  # of a word in a token, in English text
+_WORDS = 0.75  # words per token, in English text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of the list: a model's name (no option), or one of its widths; neither: another model."""
+    """One line of the list: a model's name (no option), one of its widths, or (neither) another model."""
 
     plan: Plan | None = None
     option: Option | None = None
@@ -93,7 +93,7 @@ class ChoiceStep(WizardStep):
             self.chosen = chosen
 
     class Asked(Message):
-        """The person named another model."""
+        """The user named another model."""
 
         def __init__(self, step: ChoiceStep, model: str) -> None:
             super().__init__()
@@ -101,7 +101,7 @@ class ChoiceStep(WizardStep):
             self.model = model
 
     def __init__(self, machine: Machine, entries: Sequence[Entry], wanted: str | None = None) -> None:
-        """`wanted`: the name of the entry that the person had in mind."""
+        """`wanted`: the name of the entry that the user asked for."""
         super().__init__()
         self._machine = machine
         self._entries = list(entries)

@@ -1,4 +1,4 @@
-"""The wizard's third step: the folder of the models."""
+"""The wizard's third step: the models folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _PAUSE = 0.15  # seconds without a key before a look at the disk
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A folder. free: bytes of its disk. trouble: why it cannot be used, or "". left_behind: models in the folder that
-    is used now, if that is another one."""
+    """A folder. free: bytes of its disk. trouble: why it cannot be used, or "". left_behind: models in the current
+    folder, if that is another one.
+    """
 
     folder: Path
     free: int
@@ -36,7 +37,7 @@ class Look:
 
 
 def look_at(folder: Path, now: Path) -> Look:
-    """Whether models can be stored in `folder`, which need not exist, and how much fits; `now`: the one in use."""
+    """Whether models can be stored in `folder`, which need not exist, and how much fits; `now`: the current one."""
     from ....models.hub.download import room
 
     near = folder

@@ -110,7 +110,7 @@ class MachineStep(WizardStep):
                 return self._surveyor(told, again=again)
             except FloeError as error:
                 return error
-            # A driver can raise anything; without the machine nothing can be planned.
+            # A driver can raise anything; without hardware figures nothing can be planned.
             except Exception as error:  # noqa: BLE001
                 _log.warning("the hardware could not be examined", exc_info=True)
                 return FloeError("The hardware of this machine could not be read", f"{type(error).__name__}: {error}")

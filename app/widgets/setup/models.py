@@ -53,7 +53,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class KnownModels:
-    """All models, in the order of the list; bytes free on the disk of the models folder, None if unknown.
+    """All models, in list order; bytes free on the models folder's disk, None if unknown.
 
     trouble: why nothing could be found, or "".
     """
@@ -91,7 +91,7 @@ def look(entries: Sequence[Entry]) -> KnownModels:
 
 
 def line(model: Model, *, here: bool) -> Content:
-    """Its row; `here`: it answers the chat."""
+    """Its row; `here`: this model answers the chat."""
     name = printable(model.name)
     mark = ("● ", "$primary") if here else "  "
     about = ("cannot be used", "$text-error") if model.trouble else (printable(model.about), MUTED)

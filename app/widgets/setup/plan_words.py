@@ -71,7 +71,7 @@ def place(one: Option) -> str:
 
 
 def missing(one: Option) -> str:
-    """What stands against it, short: "needs 12.1 GB more memory"; "" where it works."""
+    """What it lacks, in short: "needs 12.1 GB more memory"; "" if it works."""
     lacks = [f"{size(count)} more {'memory' if what == 'ram' else what}" for what, count in one.missing.items()]
     if lacks:
         return f"needs {' and '.join(lacks)}"
@@ -79,7 +79,7 @@ def missing(one: Option) -> str:
 
 
 def only_disk_lacks(one: Option) -> bool:
-    """Whether another disk would be enough."""
+    """Whether only disk space is lacking."""
     return set(one.missing) == {"disk"}
 
 

@@ -20,7 +20,7 @@ from .bar import Bar
 from .step import Trouble, WizardStep
 
 _PERIOD, _DISK_PERIOD = 0.2, 2.0
-_HELD = ("paused", "failed", "cancelled")  # nothing moves: no speed, no forecast
+_HELD = ("paused", "failed", "cancelled")  # paused or waiting: no speed, no forecast
 _NOTICES = 2  # the last ones are shown
 _HINTS = {
     "paused": "Space continues · S stops for now",
@@ -145,7 +145,7 @@ class ProgressStep(WizardStep):
 
             try:
                 return wish.taken, room(wish.folder)
-            except OSError:  # files appear and vanish meanwhile
+            except OSError:  # files appear and disappear meanwhile
                 return 0, 0
 
         def show(found: tuple[int, int]) -> None:

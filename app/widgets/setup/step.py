@@ -1,4 +1,4 @@
-"""What the steps of the wizard have in common."""
+"""The base of the wizard's steps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Trouble(Static):
 
 
 def told(error: FloeError) -> Content:
-    """An error for a screen: its parts come from anywhere."""
+    """An error made safe for a screen: its parts may come from outside."""
     parts = [Content.styled(printable(error.title), "bold $text-error")]
     if error.cause:
         parts.append(Content(printable(error.cause)))

@@ -1,4 +1,6 @@
-"""The wizard's fourth step, if a publisher wants terms accepted: a token for the hub, which is never saved."""
+"""The wizard's fourth step, if a publisher requires its terms to be accepted: a token for the hub, which is never
+saved.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ _PERIOD = 0.15
 
 
 class AskingStep(WizardStep):
-    """Shows that the hub is asked, and what it answered if that was no."""
+    """Shows that the hub is being asked, and its answer if it refused."""
 
     title = "Asking the hub"
     hints = ""
 
     class Again(Message):
-        """The person wants to ask again."""
+        """The user wants to ask again."""
 
     def __init__(self) -> None:
         super().__init__()

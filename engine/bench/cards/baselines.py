@@ -1,4 +1,4 @@
-"""Other engines' policies on a virtual card, by the same trace and the same rates: what the engine is compared with.
+"""Other engines' policies on a virtual card, with the same trace and rates, for comparison.
 
 Experts are whole here: each is its three matrices at the engine's own width. Time is charged, nothing is computed.
 """
@@ -34,19 +34,19 @@ class Baseline:
         self.waited = self.copying = 0.0
 
     def copy(self) -> float:
-        """Bring one expert, which lies in one piece; returns when it is there."""
+        """Copy one expert, which is contiguous; returns when it arrives."""
         seconds = self.card.link_latency_s + self.nbytes / self.card.link_bytes_s
         self.moved += self.nbytes
         self.copying += seconds
         return self.clock.run("link", seconds)
 
     def on_gpu(self, after: float = 0.0) -> None:
-        """Compute one expert on the GPU, not before `after`."""
+        """Compute one expert on the GPU, starting no earlier than `after`."""
         self.waited += self.clock.wait("gpu", after)
         self.clock.run("gpu", self.card.gpu_s(self.nbytes, self.flops, EXPERT_LAUNCHES))
 
     def play(self, step: Callable[[int, int, list[int]], None], warm: int) -> Played:
-        """Run a policy: step(token, layer, chosen experts) is called once the router has spoken."""
+        """Run a policy: step(token, layer, chosen experts) is called once the router has chosen."""
         tokens = len(self.trace.index)
         before = (0.0, 0, 0.0, 0.0)
         share = self.layers / self.width.layers
@@ -65,7 +65,7 @@ class Baseline:
 
 
 def naive(card: Card, trace: Trace, warm: int) -> Played:
-    """Every expert is fetched when it is wanted, 16 bit, and forgotten."""
+    """Every expert is fetched when needed, in 16 bit, and not cached."""
     engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
 
     def step(_token: int, _layer: int, chosen: list[int]) -> None:
@@ -76,8 +76,9 @@ def naive(card: Card, trace: Trace, warm: int) -> Played:
 
 
 def mixtral_offloading(card: Card, trace: Trace, warm: int) -> Played:
-    """Whole quantized experts, the last used of each layer kept, the next layer's likeliest loaded ahead (Eliseev and
-    Mazur): experts of 3 bit, attention of 4, two speculative loads."""
+    """Whole quantized experts, with an LRU cache per layer and the next layer's likeliest loaded ahead (Eliseev and
+    Mazur): experts of 3 bit, attention of 4, two speculative loads.
+    """
     engine = Baseline(card, Width(up=3, rows=3, dense=4), trace)
     each = engine.room // engine.layers
     kept = [OrderedDict[int, float]() for _ in range(engine.layers)]
@@ -105,8 +106,9 @@ def mixtral_offloading(card: Card, trace: Trace, warm: int) -> Played:
 
 
 def fiddler(card: Card, trace: Trace, warm: int) -> Played:
-    """The most popular experts stay on the GPU, 16 bit; of the others each is computed by the CPU or copied, whichever
-    ends the layer sooner (Fiddler section 3)."""
+    """The most popular experts stay on the GPU, in 16 bit; each of the others is computed by the CPU or copied,
+    whichever ends the layer sooner (Fiddler section 3).
+    """
     engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
     counts = np.zeros((engine.layers, engine.experts))
     for layer in range(engine.layers):
@@ -133,7 +135,7 @@ def fiddler(card: Card, trace: Trace, warm: int) -> Played:
 
 
 def gpu_int2(card: Card, trace: Trace, warm: int) -> Played | None:
-    """Everything on the GPU, 2 bit; None where it does not fit."""
+    """Everything on the GPU, in 2 bit; None if it does not fit."""
     engine = Baseline(card, Width(up=2, rows=2, dense=4), trace)
     if engine.room < engine.layers * engine.experts:
         return None

@@ -1,4 +1,4 @@
-"""The engine against others where the model is larger than the card's memory, on virtual cards.
+"""Compares the engine with others, for a model larger than the card's memory, on virtual cards.
 
 A trace of a real small model drives all of them at Mixtral's width (trace.py); the engine's own code decides for the
 engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine is added in turn.
@@ -28,10 +28,10 @@ CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
 # Of a linear read's rate, what the CPU's kernels reach on 4-bit rows, half of them active: by AVX2 0.57 to 0.81 in four
 # undisturbed pairs of measurements on two cores (engine/planning/rates.py), the lowest of which is taken.
 CPU_REACHED = 0.57
-OTHERS = "FloE, 90 %"  # what all others are compared with
+OTHERS = "FloE, 90 %"  # the baseline of all comparisons
 COUNTED, FREE = "our host time counted as measured here", "no host time counted, for any engine"
 _FLOE = Parts(eviction="lru", cpu=False)
-_IN_PLACE = 1e15  # bytes per second of packing, where nothing is packed
+_IN_PLACE = 1e15  # bytes per second of packing, if nothing is packed
 
 
 def run(
@@ -118,15 +118,16 @@ def _played(card: Card, step: Variant, trace: Trace, warm: int, *, host: bool) -
     try:
         return play(own, width, trace, preset, parts, ahead=ahead, cpu_share=share, warm=warm, host=host)
     except ValueError:
-        return None  # without any row it takes more memory than there is
+        return None  # it does not fit even without rows
 
 
 Variant = tuple[str, Width, Preset, Parts, bool, bool]
 
 
 def steps() -> list[Variant]:
-    """FloE as in the paper, then this engine with one part more each time: name, widths, what is skipped, parts,
-    whether it prefetches, whether rows are read in place."""
+    """FloE as in the paper, then this engine with one more part each time: name, widths, what is skipped, parts,
+    whether it prefetches, whether rows are read in place.
+    """
     floe, own = Width(up=2, rows=16, dense=16), Width()
     sparse = Preset("60 %", Rule(0.6))
     weighed = Preset("weighed", Rule(0.6, 0.8, drop=0.4, major=0.4, weighed=True))

@@ -1,6 +1,6 @@
 """Recorded tokens on a virtual card: the engine's own decisions at a published model's width, without its weights.
 
-Everything that decides is the engine's own code: pool, predictor's guesses, placement, the link's queue. Nothing is
+All decisions are made by the engine's own code: pool, predictor's guesses, placement, the link's queue. Nothing is
 computed or copied: what is active comes from a trace, and a neuron of the small model stands for as many of the large
 one as it takes. Time is the virtual device's.
 """
@@ -34,7 +34,7 @@ from .trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Width:
-    """The sizes of the model that is played, and its bits per weight.
+    """The sizes of the replayed model, and its bits per weight.
 
     Attributes:
         layers: of the whole model; budgets are scaled to those of the trace. dense_weights: of one layer's attention.
@@ -62,7 +62,7 @@ class Width:
         return round(self.head_weights * (bits / 8 + (0 if bits == 16 else 4 / 64)))
 
     def layer(self, thresholds: Tensor) -> PackedLayer:
-        """A layer of these sizes that takes no memory."""
+        """A layer of these sizes, without memory."""
         experts = len(thresholds)
         vectors = [VectorLayout(self.hidden, bits, group_size(self.hidden)) for bits in (self.up, self.rows)]
         layout = RowLayout(vectors[1], vectors[1], torch.bfloat16)
@@ -75,7 +75,7 @@ class Width:
         weights = UpWeights(
             up, nothing(up.row_bytes, torch.uint8), nothing(groups, torch.float16), nothing(groups, torch.float16)
         )
-        # A link takes contiguous rows alone. These are never touched, so that no page of them becomes real.
+        # A link takes only contiguous rows. These are never touched, so that no page is allocated.
         rows = torch.empty(experts, self.neurons, layout.nbytes, dtype=torch.uint8)
         return PackedLayer(weights, ExpertRows(layout, rows), thresholds, thresholds)
 
@@ -160,7 +160,7 @@ class _Guesses:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a policy took, per token of virtual time.
+    """What a policy cost, per token, in virtual time.
 
     Attributes:
         seconds: of one token, all layers of the whole model. moved: bytes over the link, likewise.
@@ -178,7 +178,7 @@ class Played:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the link's time that nobody waited for; None where nothing was moved."""
+        """Share of the link's time during which nobody waited; None if nothing was moved."""
         return 1 - min(1.0, self.waited / self.busy) if self.busy else None
 
 

@@ -1,5 +1,5 @@
-"""What a trained model really asks for, token by token: its router's choices, its neurons' values, and both as guessed
-one layer ahead. Recorded from a pack while it reads a text, so that policies can be compared on real behaviour.
+"""A trained model's real demand, token by token: its router's choices, its neurons' values, and both as predicted one
+layer ahead. Recorded from a pack while it reads a text, so that policies can be compared on real behaviour.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The CPU kernels at a real model's width, beside what this machine's memory delivers in the same rounds.
 
-Operations are called as the engine calls them. Every section makes its own weights, more of them than the caches hold,
-uses them in turn, and forgets them.
+Operations are called as the engine calls them. Every section makes its own weights, more than the caches hold, uses
+them in turn, and frees them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import cpu_figures as figures_of
 
 WARM = 3
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_OWN_USE = 300 << 20  # what measuring takes beside the weights
+_OWN_USE = 300 << 20  # memory for measuring, besides the weights
 _SHORT = "Memory is short: fewer experts were used in turn, but still more than the caches hold."
 _NO_NATIVE = (
     "Without the compiled kernels, plain torch dequantizes whole matrices for every token: each of its figures is one "
@@ -33,7 +33,7 @@ _NO_NATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class PlannedSection:
-    """A section to come: what it holds in memory, and how its figures are made."""
+    """A planned section: the memory it needs, and how its figures are made."""
 
     title: str
     nbytes: int
@@ -81,7 +81,7 @@ def _section(plan: PlannedSection, runs: int, report: Report) -> Section:
 def _affordable(
     shapes: Shapes, threads: int, *, quick: bool, compiled: bool
 ) -> tuple[list[PlannedSection], tuple[str, ...]]:
-    """The sections and a note, with fewer experts where memory is short, but never so few that a cache holds them."""
+    """The sections and a note, with fewer experts if memory is short, but never so few that a cache holds them."""
     available = psutil.virtual_memory().available
     cache = random_weights.last_level_cache() if shapes.cache is None else shapes.cache
     wanted = 0
@@ -152,7 +152,7 @@ def _part_plans(counts: _Counts, threads: int, *, quick: bool) -> list[PlannedSe
 
 
 def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[PlannedSection]:
-    """The sections about what a layer does, which any backend can."""
+    """The sections about whole layers, which any backend can run."""
     shapes, floor, experts = counts.shapes, counts.floor_bytes(), counts.whole()
     stored = experts * (shapes.up_bytes(2) + shapes.rows_bytes(4))
     matrix = shapes.hidden * shapes.neurons
@@ -171,7 +171,7 @@ def _whole_plans(counts: _Counts, *, quick: bool, compiled: bool) -> list[Planne
         ),
         PlannedSection(
             f"Prefill: {shapes.tokens} tokens through 1 expert, {widths}",
-            # The reference holds the expert in float32, and a matrix of it twice while it is made.
+            # The reference holds the expert in float32, and one matrix twice while it is made.
             stored + 6 * 4 * matrix,
             lambda: figures_of.prefill(shapes, experts, compiled=compiled),
         ),
@@ -192,7 +192,7 @@ def _small_pages() -> str:
 
 
 def _page_kinds() -> tuple[bool, ...]:
-    """Which pages can be had behind a large tensor: small ones, huge ones."""
+    """The page sizes available for a large tensor: small, huge."""
     try:
         mode = _HUGE.read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""The figures of the CPU benchmark: each function makes the weights of one section and what is timed on them.
+"""The figures of the CPU benchmark: each function makes one section's weights and the work to time.
 
 Threads are torch's. `experts` are used two at a time, in turn.
 """
@@ -141,7 +141,7 @@ def step(shapes: Shapes, experts: int, *, compiled: bool) -> list[Figure]:
             found = kernels.up_gemv(x, up, pair(turn, experts), torch.zeros(2))
             return found.values.view(2, -1).abs().float().quantile(sparsity, dim=1)
 
-        # Found before the clock runs; the slow reference has one turn only.
+        # Found before timing starts; the slow reference gets only one turn.
         for turn in range(experts // 2 if compiled else 1):
             limits(turn)
 
@@ -183,7 +183,7 @@ def linear(shapes: Shapes, widths: tuple[int, ...], matrices: int, floor_bytes: 
     x = _x(shapes, torch.float32)
     figures = [_reading(floor_bytes)] if compiled else []
     for bits in widths:
-        # As many bytes of each width, since the cache counts bytes.
+        # The same number of bytes for each width, since caches count bytes.
         made = [make_linear(shapes, bits) for _ in range(matrices * 8 // bits)]
         floor = "read (floor)" if compiled else None
         for kind, x_bits in (("float32 x", 22), ("x in 8 bits", 8)):

@@ -1,9 +1,9 @@
-"""FloE's Table 1 on this GPU: one expert at 0 and 50 to 90 % sparsity, beside what its memory can deliver.
+"""FloE's Table 1 on this GPU: one expert at 0 and 50 to 90 % sparsity, compared with its memory's speed.
 
 80 warm-up and 200 timed runs each, CUDA events, medians (the paper does not say what it reports). Experts are used in
 turn and the L2 cache is overwritten before each run. "graph" replays a CUDA graph and so leaves out the cost of
 launching from Python; "eager" does not. Floor: a large copy within the device, measured in the same session. Nothing is
-timed before its result was compared with the reference's.
+timed before its result has been compared with the reference's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..measure import Report, Section, Table, Timed, summarise
 from .gpu_expert import FLUSH, RUNS, SPARSITIES, WARM_UP, Expert, Stopwatch, Watch, make_expert, one_call
 
 SLOW_RUNS = 10
-_COPY = 1 << 30  # so long that launching it does not matter
+_COPY = 1 << 30  # long enough that launching it does not matter
 _DENSE = "dense 16 bit"
 _TOLERANCE = 1e-4  # relative RMS to the reference in float32
 # Milliseconds by sparsity, from the paper; 16-bit weights throughout.
@@ -59,7 +59,7 @@ class _Bench:
     def replayed(self, work: Callable[[int], object]) -> Callable[[int], object]:
         """`work` of every expert as a CUDA graph."""
         graphs: list[torch.cuda.CUDAGraph] = []
-        work(0)  # compiles, which a capture cannot
+        work(0)  # compiles first, which is impossible during a capture
         torch.cuda.synchronize()
         for expert in range(self.shapes.experts):
             graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What the GPU benchmark times, and with what: experts on the device, one token and its thresholds, a stopwatch."""
+"""The inputs of the GPU benchmark: experts on the device, one token and its thresholds, a stopwatch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Watch(Protocol):
     """Times work on a device."""
 
     def seconds(self, work: Callable[[int], object], runs: int = RUNS, warm_up: int = WARM_UP) -> list[float]:
-        """What each of `runs` calls work(0), work(1), ... took."""
+        """Seconds of each of the `runs` calls work(0), work(1), ..."""
         ...
 
 
@@ -35,7 +35,7 @@ class Stopwatch:
         self._flush = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
 
     def seconds(self, work: Callable[[int], object], runs: int = RUNS, warm_up: int = WARM_UP) -> list[float]:
-        """What each of `runs` calls work(0), work(1), ... took."""
+        """Seconds of each of the `runs` calls work(0), work(1), ..."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         for run in range(-warm_up, runs):
             self._flush.zero_()
@@ -71,7 +71,7 @@ def one_call(expert: int, device: torch.device) -> Calls:
 
 
 def make_expert(shapes: Shapes, up_bits: int, row_bits: int, dtype: torch.dtype, device: str) -> Expert:
-    """Random experts, and the thresholds that leave each sparsity."""
+    """Random experts, and the thresholds that give each sparsity."""
     up_layout = UpLayout(shapes.vector(up_bits), dtype)
     vector = shapes.vector(row_bits)
     layout = RowLayout(vector, vector, dtype)
@@ -91,7 +91,7 @@ def make_expert(shapes: Shapes, up_bits: int, row_bits: int, dtype: torch.dtype,
         v = F.linear(x[0].float(), up.dense(expert, torch.float32)).abs().sort().values
         for sparsity in SPARSITIES:
             first = int(sparsity * shapes.neurons)
-            # Between two neurons, so that rounding decides nothing.
+            # Halfway between two neurons, so that rounding does not matter.
             limit = (v[first - 1] + v[first]) / 2 if first else v.new_zeros(())
             limits[sparsity].append(limit[None])
             active[sparsity] += float((v >= limit).sum()) / shapes.experts

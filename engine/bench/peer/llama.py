@@ -1,7 +1,7 @@
 """llama.cpp beside the engine: a Mixtral of the same widths, quantized as llama.cpp's own tool would, random weights.
 
 It runs in a process of its own (worker.py) by the interpreter of any environment that has llama-cpp-python, with
-as many threads. Files of one and of three layers are made once and kept.
+as many threads. Files of one and of three layers are made once and stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ....models.errors import FloeError, UsageError
 from ..measure import Report
 
 WORKER = Path(__file__).with_name("worker.py")
-LAYERS = (1, 3)  # the two that are the difference stand for the two kinds of layers of Q4_K_M
+LAYERS = (1, 3)  # the two extra layers stand for the two kinds of layers of Q4_K_M
 BLOCKS = {  # values and bytes of a block (ggml-common.h)
     "F32": (1, 4),
     "Q4_0": (32, 18),
@@ -123,7 +123,7 @@ class Recipe:
         return int(sum(size * share if "_exps." in name else size for name, size in sizes.items()))
 
     def file(self, folder: Path) -> Path:
-        """Where it lies: named by all that it depends on."""
+        """The file's path: its name contains everything that it depends on."""
         w = self.widths
         sizes = f"{w.hidden}-{w.neurons}-{w.heads}-{w.kv_heads}-{w.vocabulary}"
         return folder / f"{self.kind}-{sizes}-{self.layers}.gguf"
@@ -166,7 +166,7 @@ class Worker:
 
     def __init__(self, python: str, arguments: Sequence[str]) -> None:
         command = [python, str(WORKER), "answer", *arguments]
-        # How our own threads wait (app/cli/main.py) is not how llama.cpp's do.
+        # Our threads' wait policy (app/cli/main.py) is not meant for llama.cpp's.
         own = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, env=own)
@@ -195,12 +195,12 @@ class Worker:
 
 
 def default_folder() -> Path:
-    """Where files are kept unless told otherwise."""
+    """The default folder for the files."""
     return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "peers"
 
 
 def memory_bytes(widths: Widths) -> int:
-    """What llama.cpp takes: all files, which it may lay out anew as it loads them."""
+    """llama.cpp's memory: all files, which it may repack as it loads them."""
     return sum(recipe.nbytes() for recipe in _recipes(widths).values())
 
 
@@ -286,5 +286,5 @@ def _make_file(python: str, recipe: Recipe, file: Path) -> None:
 
 
 def _last(text: str) -> str:
-    """How an interpreter's complaint ends."""
+    """The last line of an interpreter's error output."""
     return " ".join(text.strip().splitlines()[-_CAUSE_LINES:]) or "It printed nothing."
