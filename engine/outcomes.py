@@ -1,14 +1,14 @@
-"""Outcomes that no check can rule out, in words: memory that runs out, and files that can no longer be read."""
+"""Explains failures that no check can rule out: memory that runs out, and files that can no longer be read."""
 
 from __future__ import annotations
 
 from ..models.errors import FloeError
 
-_ON_CPU = "can't allocate memory"  # what torch's allocator of RAM says, in a plain RuntimeError
+_ON_CPU = "can't allocate memory"  # the message of torch's RAM allocator, in a plain RuntimeError
 
 
 def explained(error: BaseException) -> FloeError | None:
-    """What a person should know of an error that is no fault of the program; None for any other error.
+    """An explanation of an error that is not a bug of the program; None for any other error.
 
     torch is not imported here, so its error is known by name.
     """

@@ -61,7 +61,7 @@ class PoolReport(Protocol):
     """What a pool of rows reports about itself, see `Offload`."""
 
     def moved(self) -> tuple[int, float]:
-        """Bytes that the link moved so far, and the seconds in which it was busy."""
+        """Bytes that the link moved so far, and its busy seconds."""
         ...
 
     def sizes(self) -> dict[str, int]:

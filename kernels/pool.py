@@ -117,7 +117,7 @@ class RowTable:
     def locate(
         self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
     ) -> Located:
-        """Where a step's active neurons are; those present stay until the next step. Notes their use.
+        """Where a step's active neurons are; those present stay until the next step. Records their use.
 
         Args:
             experts: (P,). offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the same neuron.

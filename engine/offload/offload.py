@@ -1,4 +1,4 @@
-"""What the layers of a model share whose rows do not fit device memory: the pool of rows, and how it changes its size.
+"""The state shared by the layers of a model whose rows do not fit device memory: the pool of rows, and its resizing.
 
 The up projections of all layers are on the device, all rows in RAM, and some of them in the pool.
 """
@@ -30,14 +30,14 @@ from .scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Which parts of the engine work; each can be switched off, to see what it is worth.
+    """Which parts of the engine are on; each can be switched off, to measure its effect.
 
-    None changes what is computed, only the order of sums: an answer differs by rounding, as between two processors.
+    None changes what is computed, only the order of sums: answers differ by rounding, as between two processors.
 
     Attributes:
-        eviction: what the pool gives up first, see eviction.py. cpu: whether the CPU computes a share of absent rows.
+        eviction: what the pool evicts first, see eviction.py. cpu: whether the CPU computes a share of absent rows.
         whole: share of active neurons above which an absent expert is moved in one piece (CORM).
-        predictor: what names the next layer's rows, see predictor.py; "none" fetches nothing ahead.
+        predictor: predicts the next layer's rows, see predictor.py; "none" prefetches nothing.
         transfer: how absent rows cross the link, see tuned_link.py.
     """
 
@@ -49,7 +49,7 @@ class Parts:
 
     @classmethod
     def of(cls, advanced: Advanced) -> Parts:
-        """By a person's settings.
+        """The parts by the user's settings.
 
         Raises:
             UsageError: there is no such predictor or transfer.
@@ -67,23 +67,25 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class UncountedStep:
-    """A step that is not counted yet: its counts (P, 2) on the device, and what adds them once they are on the host."""
+    """A step that is not counted yet: its counts (P, 2) on the device, and the function that adds them once they are on
+    the host.
+    """
 
     counts: Tensor
     add: Callable[[Tensor], None]
 
 
 class Offload:
-    """The pool, its bytes, and what moves into them. One thread's: the engine's.
+    """The pool, its bytes, and the transfers into them. Only the engine thread uses it.
 
     Rows and the keys and values of a conversation share one piece of device memory: rows give way as keys and values
     need more of it (`kv.Room`).
 
     Attributes:
         pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
-        predictor: names what the next layer will need; None where nothing is fetched ahead.
-        notices: what a person should know, until somebody takes it.
-        untold: what layers have still to count.
+        predictor: predicts what the next layer will need; None if nothing is prefetched.
+        notices: for the user, until collected.
+        untold: steps that layers still have to count.
     """
 
     def __init__(
@@ -95,11 +97,11 @@ class Offload:
         uses: Mapping[str, int] | None = None,
         keys: int = 0,
     ) -> None:
-        """A pool of `capacity` rows, or of as many as the layers have.
+        """A pool of `capacity` rows, or fewer if the layers have fewer.
 
         Args:
             uses: bytes of device memory by use, of which those of up projections and the dense part are shown.
-            keys: bytes for keys and values, which rows use as well once `share` was called.
+            keys: bytes for keys and values, which rows may use too once `share` was called.
 
         Raises:
             ValueError: a pool without a row.
@@ -123,7 +125,7 @@ class Offload:
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
 
     def moved(self) -> tuple[int, float]:
-        """Bytes that the link moved so far, and the seconds in which it was busy."""
+        """Bytes that the link moved so far, and its busy seconds."""
         return self.device.link.bytes_moved, self.device.link.busy_s
 
     def sizes(self) -> dict[str, int]:
@@ -132,17 +134,17 @@ class Offload:
         return {"pool": self.memory.rows.nbytes, "pool_used": used, **self._fixed}
 
     def link_peak(self) -> float:
-        """Bytes per second that the link moves when nothing holds it up."""
+        """The link's bytes per second when nothing delays it."""
         return self._peak
 
     def count(self) -> None:
-        """Let layers count what they have still to count: waits for the device, so at the end of an answer."""
+        """Let layers count their remaining steps: waits for the device, so only at the end of an answer."""
         untold, self.untold = self.untold, []
         for late, counts in zip(untold, self.device.fetched(*(late.counts for late in untold)), strict=True):
             late.add(counts)
 
     def share(self) -> None:
-        """Let rows have the room of keys and values too, as long as those do not need it; before the pool is filled."""
+        """Let rows use the room of keys and values too, while those do not need it; call before the pool is filled."""
         nbytes = self.memory.nbytes + self._keys
         self.pool.resize(0)
         self.memory.give()
@@ -163,7 +165,7 @@ class Offload:
         return self.memory.lent()
 
     def lend(self, nbytes: int) -> None:
-        """See `kv.Room`; between two steps. Rows that were there are fetched again when they are wanted."""
+        """See `kv.Room`; between two steps. Rows that were there are fetched again when needed."""
         before = self.lent().numel()
         if nbytes == before:
             return
@@ -187,9 +189,9 @@ class Offload:
         self._fit()
 
     def make_room(self) -> bool:
-        """Give a quarter of the pool back to the device after its memory ran out; False at the last rows.
+        """Return a quarter of the pool to the device after its memory ran out; False at the last rows.
 
-        Whoever calls it holds no view of rows, keys or values: their memory would not come back.
+        The caller must hold no view of rows, keys or values, since their memory could not be freed.
         """
         capacity = self.pool.capacity * 3 // 4
         if capacity < self._least:
@@ -207,7 +209,7 @@ class Offload:
         return True
 
     def warm(self, heat: Heat) -> None:
-        """Fill the pool with the neurons that were used most, and wait for them.
+        """Fill the pool with the most used neurons, and wait for them.
 
         Raises:
             ValueError: heat of another model's shape.
@@ -218,10 +220,10 @@ class Offload:
         self.scheduler.await_all()
 
     def close(self) -> None:
-        """End what runs beside the engine."""
+        """Stop background work."""
         self.scheduler.forget(None)
         self.device.close()
 
     def _fit(self) -> None:
-        """As many rows as there is memory for."""
+        """Resize the pool to the rows that memory has room for."""
         self.pool.resize(len(self.memory.rows))

@@ -1,4 +1,4 @@
-"""Where work on absent rows is done: copied to the GPU, or computed by the CPU from RAM (Fiddler; FloE; CORM).
+"""Where absent rows are computed: copied to the GPU, or by the CPU from RAM (Fiddler; FloE; CORM).
 
 Every choice minimises the time at which the later of the two lanes ends, by the rates in `lane_rates.py`. A decode step
 is split by rows, a prompt by experts.
@@ -14,15 +14,15 @@ import numpy.typing as npt
 
 from .lane_rates import Rates
 
-EXACT = 16  # experts of which every placement is tried: 65,536 of them take 1 to 3 milliseconds
-WHOLE = 0.75  # of an expert's neurons: above it CORM moves them all (appendix, figure 9)
+EXACT = 16  # experts up to which every placement is tried: 65,536 placements take 1 to 3 milliseconds
+WHOLE = 0.75  # share of an expert's neurons above which CORM moves them all (appendix, figure 9)
 
 _Seconds = npt.NDArray[np.float64]
 _Chosen = npt.NDArray[np.bool_]
 
 
 class Lane(enum.Enum):
-    """Who computes an expert, and how its absent rows get there."""
+    """Where an expert is computed, and how its absent rows get there."""
 
     GPU = "gpu"  # nothing is absent, or nothing to do
     COPY = "copy"  # absent rows are copied, the GPU computes
@@ -30,7 +30,7 @@ class Lane(enum.Enum):
 
 
 def whole(active: npt.NDArray[np.int64], neurons: int, cap: float = WHOLE) -> _Chosen:
-    """Of which experts so many neurons are active that moving all of it, in one piece, is quicker (CORM)."""
+    """The experts with so many active neurons that moving the whole expert in one piece is quicker (CORM)."""
     return active > cap * neurons
 
 
@@ -45,9 +45,9 @@ def share(
     """Split a decode step's absent rows between the link and the CPU so that both end together.
 
     With c of M bytes on the CPU, it ends at cpu_latency + c·s_cpu, the link (and the GPU behind it) at
-    queued + latency + (M - c)·s_copy; a lane without rows ends at 0. The best split is none, all, or beside the
+    queued + latency + (M - c)·s_copy; a lane without rows ends at 0. The best split is none, all, or next to the
     crossing of the two lines. Of equally quick splits the one that copies more is taken, and the CPU gets the rows of
-    the calls with the lowest router weights: copied rows stay in the pool, and experts with high scores are wanted
+    the calls with the lowest router weights: copied rows stay in the pool, and experts with high scores are needed
     again soonest.
 
     Args:
@@ -67,11 +67,11 @@ def share(
     return taken
 
 
-_Runs = Sequence[tuple[int, float]]  # so many rows of so many bytes each, one run after another
+_Runs = Sequence[tuple[int, float]]  # runs of equal rows: number and bytes of each
 
 
 def _cpu_rows(runs: _Runs, rates: Rates, link_queued_s: float, cap: float) -> int:
-    """How many of the rows, the first, the CPU computes."""
+    """How many of the first rows the CPU computes."""
     total = sum(rows for rows, _ in runs)
     if cap <= 0 or not total:
         return 0
@@ -91,7 +91,7 @@ def _cpu_rows(runs: _Runs, rates: Rates, link_queued_s: float, cap: float) -> in
 
 
 def _rows_within(runs: _Runs, nbytes: float) -> int:
-    """How many rows, the first, take no more than that."""
+    """How many of the first rows take at most that many bytes."""
     found = 0
     for rows, each in runs:
         if nbytes < rows * each:
@@ -101,7 +101,7 @@ def _rows_within(runs: _Runs, nbytes: float) -> int:
 
 
 def _bytes_of(runs: _Runs, count: int) -> float:
-    """Of the first rows."""
+    """Bytes of the first rows."""
     found = 0.0
     for rows, each in runs:
         found += min(rows, count) * each
@@ -143,7 +143,7 @@ def prefill(
 
 
 def _every(copy: _Seconds, cpu: _Seconds, queued: float) -> _Chosen:
-    """Try all 2**N placements; of equally quick ones the one with the least work for the CPU.
+    """Try all 2**N placements; of equally fast ones take the one with the least work for the CPU.
 
     The queue counts even where nothing is copied: that changes no choice, since every copy would end after it.
     """
@@ -160,9 +160,9 @@ def _every(copy: _Seconds, cpu: _Seconds, queued: float) -> _Chosen:
 def _balanced(copy: _Seconds, cpu: _Seconds, queued: float) -> _Chosen:
     """The two-pointer balance (importance-driven scheduling, algorithm 2), the best meeting point found at once.
 
-    Experts stand in order of what the CPU would take per second of copying; the link takes from the front, the CPU
-    from the back. All meeting points are compared, and if experts could be cut one of them would be best: so the end is
-    later than the best possible by at most the shorter time, copied or on the CPU, of the expert there.
+    Experts are ordered by the CPU's time per second of copying; the link takes from the front, the CPU from the back.
+    All meeting points are compared, and if experts could be cut one of them would be best: so the end is later than the
+    best possible by at most the shorter time, copied or on the CPU, of the expert there.
     """
     order = np.argsort(-cpu / copy, kind="stable")
     copy_end = queued + np.concatenate(([0.0], np.cumsum(copy[order])))

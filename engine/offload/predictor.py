@@ -1,11 +1,10 @@
-"""What the next layer will want, named one layer ahead so that it can be fetched meanwhile.
+"""Predicts what the next layer will need, one layer ahead, so that it can be fetched meanwhile.
 
-A predictor says two things: what the next MoE block will be given, and from that or otherwise how likely each of its
-experts is. Neurons follow from the former by the next layer's own up projection (FloE section 3.3.2). A wrong guess
-costs time, never correctness.
+A predictor returns two things: the input of the next MoE block, and how likely each of its experts is. Neurons follow
+from that input by the next layer's own up projection (FloE section 3.3.2). A wrong guess costs time, never correctness.
 
-`layer` is always the one whose MoE input is at hand; what is named belongs to layer + 1. `hidden` is what that layer's
-MoE block was given, after its norm.
+`layer` is always the one whose MoE input is known; predictions are for layer + 1. `hidden` is the input of that layer's
+MoE block, after its norm.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ PartialPass = Callable[[int, Tensor | None], Tensor]
 
 
 class Predictor(Protocol):
-    """Guesses the next layer's input and scores its experts.
+    """Predicts the next layer's input and scores its experts.
 
     Attributes:
-        attends: whether a guess takes a pass through the next layer's attention.
+        attends: whether a prediction takes a pass through the next layer's attention.
     """
 
     name: str
     attends: bool
 
     def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
-        """What layer + 1's MoE block will be given, (B, H).
+        """The predicted input of layer + 1's MoE block, (B, H).
 
         Args:
-            output: (B, H) what is known so far of this layer's own; None for nothing.
+            output: (B, H) the part of this layer's own output known so far; None for nothing.
         """
         ...
 
@@ -61,16 +60,16 @@ class GatePredictor:
         self._routers, self._carries = routers, carries
 
     def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
-        """This layer's input, as the next one's norm would have weighed it."""
+        """This layer's input, reweighted by the next layer's norm."""
         return hidden * self._carries[layer].to(hidden.dtype)
 
     def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
-        """(B, E); what this layer chose is not looked at."""
+        """(B, E); ignores this layer's choice."""
         return F.linear(guess, self._routers[layer + 1])
 
 
 class LearnedPredictor(GatePredictor):
-    """What packing learned from the calibration text (FloE section 3.3.1): reads this layer's experts too."""
+    """A predictor that packing trained on the calibration text (FloE section 3.3.1); reads this layer's experts too."""
 
     name = "learned"
 
@@ -84,14 +83,14 @@ class LearnedPredictor(GatePredictor):
 
 
 class PartialPredictor(GatePredictor):
-    """The next layer's attention and router on what this layer has added so far: nothing, or what its resident experts
-    compute (importance-driven scheduling section 5.2).
+    """The next layer's attention and router on this layer's partial output: nothing, or that of its resident experts
+    (importance-driven scheduling section 5.2).
 
-    Names far more experts and neurons than the others, for a second pass through attention.
+    Predicts far more experts and neurons correctly than the others, at the cost of a second pass through attention.
 
     Args:
-        ahead: of the decoder, which has the residual stream and the keys and values: layer and what it adds, (B, H) or
-            None for nothing -> (B, H), what the MoE block of layer + 1 would be given.
+        ahead: of the decoder, which has the residual stream and the keys and values: layer and its output, (B, H) or
+            None for nothing -> (B, H), the input of layer + 1's MoE block.
     """
 
     name, attends = "partial", True
@@ -109,7 +108,7 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
     """The predictor `name` for a loaded model, not "none"; "auto" is the learned one where the pack has it.
 
     Args:
-        ahead: of the decoder, for "partial"; None where it has none.
+        ahead: of the decoder, for "partial"; None if it has none.
 
     Raises:
         UsageError: there is no such predictor, or it does not work with this model. PackError: its weights are damaged.
@@ -132,6 +131,6 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
 
 
 def carries(model: Any) -> list[Tensor]:
-    """What each layer's MoE input (B, H) is multiplied by to guess the next one's: (H,) float32, none for the last."""
+    """The factors of each layer's MoE input (B, H) that predict the next layer's: (H,) float32, none for the last."""
     norms = [block.post_attention_layernorm.weight for block in model.model.layers]
     return [carry(norm, following) for norm, following in itertools.pairwise(norms)]

@@ -1,9 +1,8 @@
 """Which neurons' rows are in device memory, and in which slots: one pool for all layers.
 
 Bookkeeping only, on one thread: the bytes are in `device_memory.py`'s tensor. Caching is per neuron, as CORM's
-limitations ask for, and no expert has a share of its own. A slot is free, filling (its row is on the way) or ready. It
-keeps its row while that is filling, and until `release` if the step that runs uses it. `eviction.py` says which rows
-give way.
+limitations suggest, and experts have no fixed shares. A slot is free, filling (its row is on the way) or ready. It
+keeps its row while filling, and until `release` if the running step uses it. `eviction.py` says which rows give way.
 
 A neuron's key within its layer is e * F + n. The tables and the work on them are in `kernels/pool.py`.
 """
@@ -26,7 +25,7 @@ from .eviction import Policy, Uses
 
 __all__ = ["Keys", "RowPool", "Slots", "keys_of"]
 
-SPARED = 32  # at most so small a part of the pool is kept free for rows to come
+SPARED = 32  # at most this small part of the pool is kept free for future rows
 
 
 def keys_of(experts: Tensor, active: Active, width: int) -> Keys:
@@ -43,8 +42,8 @@ class RowPool:
 
     Attributes:
         slots: (L, E, F) int32, -1 for an absent neuron; an assigned slot may still be filling. To be read only.
-        layers: (L, E * F), the same. reason: in words, what works on the tables and why.
-        marks: (E * F,) bool, all False: for whoever compares sets of keys and resets what it set.
+        layers: (L, E * F), the same. reason: in words, which code works on the tables and why.
+        marks: (E * F,) bool, all False: scratch space for comparing sets of keys; users reset what they set.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, capacity: int, policy: Policy = "score") -> None:
@@ -59,7 +58,7 @@ class RowPool:
     def locate(
         self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
     ) -> Located:
-        """Where a step's active neurons are. Notes their use; those present stay until `release`.
+        """Where a step's active neurons are. Records their use; those present stay until `release`.
 
         Args:
             experts: (P,) of each call. offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the
@@ -75,11 +74,12 @@ class RowPool:
         return self._table.keys[slots].astype(np.int64) - layer * self.layers.shape[1]
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
-        """Slots for the first M of these absent neurons; the rows that were there are gone from now on.
+        """Slots for the first M of these absent neurons; the rows that were in them are evicted.
 
-        With `urgent` the step that runs needs the rows: they stay until `release`, and M is N unless all other slots
-        are filling or in use. Without, it is a prefetch: under the policy "score" it takes only rows worth less than
-        `eviction.PREFETCH_WORTH`, and what it brings is worth that until its layer's turn; so none displaces another.
+        With `urgent` the running step needs the rows: they stay until `release`, and M is N unless all other slots
+        are filling or in use. Without, it is a prefetch: under the policy "score" it replaces only rows worth less than
+        `eviction.PREFETCH_WORTH`, and its own rows are worth that until their layer's turn; so no prefetch displaces
+        another.
 
         Returns:
             (M,) int32. Each is filling until it is given to `filled` or `abandon`.
@@ -91,10 +91,10 @@ class RowPool:
         return self._table.reserve(layer, keys, urgent=urgent)
 
     def spare(self, wanted: int) -> None:
-        """Give up the rows worth least until so many slots are free, for urgent rows that are asked for later.
+        """Evict the rows worth least until this many slots are free, for later urgent rows.
 
-        Choosing them takes longer than all else in a step; so it can be done while the engine waits anyway. A pool that
-        is small beside that keeps its rows: they would be missed sooner than time was gained.
+        Choosing them takes longer than all else in a step, so it is done while the engine waits anyway. A pool that is
+        small in comparison keeps its rows: they would be missed.
         """
         if wanted <= self.capacity // SPARED:
             self._table.spare(wanted)
@@ -108,7 +108,7 @@ class RowPool:
         self._table.settle(slots, arrived=True)
 
     def abandon(self, slots: Slots) -> None:
-        """The transfers into these filling slots were dropped: their rows are absent, the slots free.
+        """The transfers into these filling slots were dropped: their rows are absent and the slots free.
 
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
@@ -116,15 +116,17 @@ class RowPool:
         self._table.settle(slots, arrived=False)
 
     def release(self) -> None:
-        """The kernels that read rows of this step have ended: the rows may go. Those that are filling stay."""
+        """The kernels that read this step's rows have ended: the rows may be evicted. Filling ones stay."""
         self._table.counters[STEP] += 1
 
     def heard(self, layer: int, scores: Sequence[float]) -> None:
-        """The router's scores (E,) of this step, after softmax; the mean of several tokens. Ignored if not finite."""
+        """Record the router's scores (E,) of this step, after softmax; the mean over several tokens. Ignored if not
+        finite.
+        """
         self._uses.heard(layer, scores)
 
     def likeliest(self, layer: int) -> int:
-        """The expert that the router has favoured of late."""
+        """The expert that the router has favoured recently."""
         return int(self._uses.means.recent[layer].argmax())
 
     def resident(self, layer: int) -> NDArray[np.float32]:
@@ -151,11 +153,11 @@ class RowPool:
         self._table.resize(capacity)
 
     def heat(self) -> Heat:
-        """What was used how much so far, for the next start."""
+        """How much each expert and neuron was used so far, for the next start."""
         return self._uses.heat()
 
     def warm(self, heat: Heat) -> tuple[NDArray[np.int64], Keys]:
-        """Start from what was used before.
+        """Start from earlier use.
 
         Returns:
             layers and keys, (N,) each: the neurons that fill the pool, hottest first.

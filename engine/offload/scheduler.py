@@ -1,8 +1,8 @@
 """Which rows move to the device, and when: those a step needs now, and those that the next layer will probably need.
 
-A prefetch goes behind everything urgent, in pieces that stand or fall together. `predictor.py` predicts the next
-layer's experts and input; the device is asked which neurons follow, their rows are fetched once it has found them, and
-what has not begun is dropped when that layer's own choice is known. Nothing waits for a prediction.
+A prefetch goes behind everything urgent, in pieces that are sent or dropped as a whole. `predictor.py` predicts the
+next layer's experts and input; the device is asked which neurons follow, their rows are fetched once it has found them,
+and pieces that have not begun are dropped when that layer's own choice is known. Nothing waits for a prediction.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PIECE, PIECES = 200, 12
 
 @dataclass(frozen=True, slots=True)
 class PendingPrefetch:
-    """What a layer will probably need, as soon as the device has found it.
+    """What a layer will probably need, available once the device has found it.
 
     Attributes:
-        layer: its index. width: neurons of one of the experts that were asked for, as the preset divides them.
-        asked: its neurons; also experts and scores of the calls, and all experts that were named, (B, K).
+        layer: its index. width: neurons of one of the requested experts, as the preset divides them.
+        asked: its neurons; also experts and scores of the calls, and all predicted experts, (B, K).
     """
 
     layer: int
@@ -54,14 +54,14 @@ class Early:
 
 
 class Scheduler:
-    """What is on its way into the pool of rows. One thread's: the engine's.
+    """Transfers into the pool of rows. Only the engine thread uses it.
 
     Attributes:
         sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
         under_way: transfers into the pool that are not known to have arrived, the oldest first.
-        ahead: what the next layer will probably need, until it is fetched or that layer's turn has come.
-        guessed: by layer, what was asked for ahead, to be compared with what its step needs: neurons, each once or once
-            per token, and experts (B, K).
+        ahead: what the next layer will probably need, until it is fetched or that layer's turn comes.
+        guessed: by layer, what was predicted, to compare with what its step needs: neurons, each once or once per
+            token, and experts (B, K).
         early: of a prompt, the next layer's first expert in a buffer.
     """
 
@@ -76,16 +76,16 @@ class Scheduler:
     def transfer(
         self, layer: int, keys: Keys, target: Tensor, slots: Slots, *, urgent: bool, score: float = 0.0
     ) -> Transfer:
-        """One of the rows of these neurons; it is not submitted yet."""
+        """A transfer of these neurons' rows, not submitted yet."""
         return Transfer(self.sources[layer], keys, target, slots, urgent, score, layer)
 
     def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
-        """Ask for the rows of the first of these absent neurons that get a slot; `transfer.index` are those."""
+        """Request the rows of these absent neurons, as many as get a slot; `transfer.index` names them."""
         slots = self._pool.reserve(layer, keys, urgent=urgent)
         return self._submit(layer, keys[: slots.size], slots, urgent, score)
 
     def prefetch(self, layer: int, keys: Keys, score: float) -> bool:
-        """Ask for the rows of these absent neurons behind everything urgent; False if the pool has no room for all."""
+        """Request the rows of these absent neurons behind everything urgent; False if the pool has no room for all."""
         slots = self._pool.reserve(layer, keys, urgent=False)
         piece = max(PIECE, -(-slots.size // PIECES))
         for start in range(0, slots.size, piece):
@@ -100,19 +100,19 @@ class Scheduler:
             self.ahead = None
 
     def begin(self, layer: int) -> None:
-        """A layer's turn: what was guessed for it and has not begun is given up, since it is known what is needed."""
+        """A layer's turn: drop its prefetches that have not begun, since its real needs are known now."""
         self.collect()
         self.forget(layer)
         self.ahead = None
 
     def forget(self, layer: int | None) -> None:
-        """Give up prefetches for a layer (None: for all) that have not begun."""
+        """Drop prefetches for a layer (None: for all) that have not begun."""
         for transfer in self._device.link.drop(layer):
             self._pool.abandon(transfer.slots)
             del self.under_way[transfer]
 
     def collect(self) -> None:
-        """Note what has arrived, and how fast."""
+        """Record what has arrived, and how fast."""
         link = self._device.link
         moved, busy = link.bytes_moved, link.busy_s
         self._device.rates.observed("link", moved - self._seen[0], busy - self._seen[1])
@@ -123,7 +123,7 @@ class Scheduler:
                 del self.under_way[transfer]
 
     def await_rows(self, layer: int, keys: Keys) -> float:
-        """Until these rows of a layer, all on their way, have arrived; seconds that this took."""
+        """Wait until these rows of a layer, all on their way, have arrived; returns the seconds waited."""
         waited, marks = 0.0, self._pool.marks
         marks[keys] = True
         wanted = [t for t in self.under_way if t.layer == layer and marks[t.index].any()]
@@ -134,13 +134,13 @@ class Scheduler:
         return waited
 
     def await_all(self) -> None:
-        """Until everything that is on its way has arrived."""
+        """Wait until everything on its way has arrived."""
         for transfer in list(self.under_way):
             self._device.wait(transfer)
         self.collect()
 
     def settle(self) -> None:
-        """Until nothing is on its way and no row is in use."""
+        """Wait until nothing is on its way and no row is in use."""
         self.forget(None)
         self.await_all()
         self._device.finish()
@@ -154,7 +154,7 @@ class Scheduler:
         return transfer
 
     def _fetch_ahead(self, ahead: PendingPrefetch) -> None:
-        """Ask for the rows that are absent, those of the likeliest expert first."""
+        """Request the absent rows, those of the likeliest expert first."""
         active, _, (experts, weights, named) = ahead.asked.answer()
         keys, ends, worth = keys_of(experts, active, ahead.width), active.offsets.tolist(), weights.tolist()
         if not isfinite(sum(worth)):

@@ -1,1 +1,1 @@
-"""Ways from RAM into device memory."""
+"""Links from RAM into device memory."""

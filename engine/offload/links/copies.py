@@ -1,4 +1,4 @@
-"""What a device computed on its way to the host, all of it by one copy, which nobody has to wait for at once."""
+"""Results on their way from a device to the host, in one copy that need not be awaited at once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from ....kernels.types import Active
 
-# Where each call's neurons end (P,), the neurons and their values; behind the last end both may hold anything.
+# Where each call's neurons end (P,), the neurons and their values; after the last end both may hold anything.
 Listed = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """Tensors that are on the host once the device has come so far.
+    """Tensors that are on the host once the device has reached an event.
 
     Attributes:
-        event: behind the copy; None where nothing had to be copied. at: virtual seconds, where those count.
+        event: after the copy; None if nothing had to be copied. at: virtual seconds, if those count.
     """
 
     tensors: list[Tensor]
@@ -30,10 +30,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Active neurons that a device was told to find.
+    """Active neurons that a device was asked to find.
 
     Attributes:
-        values: on the device. copy: ends, neurons and values on their way to the host, and what else was asked for.
+        values: on the device. copy: ends, neurons and values on their way to the host, and everything else requested.
     """
 
     values: Tensor
@@ -50,9 +50,9 @@ class Asked:
 def moved(
     tensors: Sequence[Tensor], wanted: Callable[[Tensor], bool], move: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Copies of those that are wanted, by one `move` of all their bytes; the others as they are."""
+    """Copies of the wanted tensors, by one `move` of all their bytes; the others unchanged."""
     moved = list(tensors)
-    # The widest first, so that each lies where its values may.
+    # The widest first, so that each is aligned.
     chosen = sorted((i for i, tensor in enumerate(tensors) if wanted(tensor)), key=lambda i: -tensors[i].element_size())
     if chosen:
         packed = move(torch.cat([tensors[i].contiguous().view(-1).view(torch.uint8) for i in chosen]))
@@ -63,7 +63,7 @@ def moved(
 
 
 def to_host(tensors: Sequence[Tensor]) -> Copy:
-    """Start the copy of those that are on a GPU."""
+    """Start the copy of the tensors that are on a GPU."""
     if all(tensor.is_cpu for tensor in tensors):
         return Copy(list(tensors))
     copied = moved(tensors, lambda tensor: not tensor.is_cpu, _started)

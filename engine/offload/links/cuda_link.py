@@ -17,7 +17,7 @@ from .pinning import Pinned
 from .threaded_link import LANES, ThreadedLink
 from .transfer import CHUNK, Transfer
 
-STREAMS = 2  # one chunk's rows are put into their slots while the next one's come over the bus
+STREAMS = 2  # one chunk's rows are put into their slots while the next chunk's cross the bus
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _Lane:
         head: bytes in front of the rows.
         numbers_here, numbers_there: (1, chunk) slots, or (2, chunk) slots and rows of the source.
         rows_here, rows_there: (chunk, nbytes); none here when the device reads them in place.
-        event: recorded behind the chunk's last kernel.
+        event: recorded after the chunk's last kernel.
     """
 
     here: Tensor
@@ -43,12 +43,12 @@ class _Lane:
 
 
 class CudaLink(ThreadedLink):
-    """To a GPU (FloE section 3.4.2): all cores pack a chunk into pinned memory, one copy takes it over with the numbers
-    of its slots, a kernel puts its rows there.
+    """To a GPU (FloE section 3.4.2): all cores pack a chunk into pinned memory, one copy transfers it with its slot
+    numbers, and a kernel puts its rows there.
 
-    `wait` returns when the copies are under way, with the current stream put behind them: the compute stream is the
+    `wait` returns when the copies are under way, with the current stream ordered after them: the compute stream is the
     current one of the thread that submits and waits. `zero_copy`: rows in pinned memory are read by the device itself.
-    Rows in RAM never change, so only their being unpinned has to wait for the kernels that read them: see `close`.
+    Rows in RAM never change, so only unpinning has to wait for the kernels that read them: see `close`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CudaLink(ThreadedLink):
             raise ValueError(f"rows cannot be read in place: {self._gpu.reason}")
         self.zero_copy, self._pinned = zero_copy, pinned
         device = torch.empty(0, device=device).device  # with its number
-        # Their small kernels go before the compute stream's large ones.
+        # Their small kernels run before the compute stream's large ones.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in range(streams)]
         self._lanes = [_lane(self._streams[i % streams], device, nbytes, chunk, zero_copy) for i in range(LANES)]
         self._target: ref[Tensor] | None = None
@@ -83,7 +83,7 @@ class CudaLink(ThreadedLink):
         super().__init__("cuda, read in place" if zero_copy else "cuda", device, nbytes, chunk)
 
     def wait(self, transfer: Transfer) -> float:
-        """See `Link`. The seconds: the host's now, and the compute stream's in earlier calls, once that is known."""
+        """See `Link`. Returns the host's seconds now, plus the compute stream's of earlier calls once known."""
         return super().wait(transfer) + self._stalled()
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ class CudaLink(ThreadedLink):
         if self.zero_copy and not transfer.source.is_pinned():
             raise ValueError("source is in pageable memory, which the device cannot read in place: pin it")
         if self._target is None or self._target() is not target:
-            # A new pool: what its own stream still does to that memory comes first, and once freed it is not given
-            # away before the copies have ended.
+            # A new target: pending work of its own stream on that memory comes first, and it is not reused before the
+            # copies have ended.
             compute = torch.cuda.current_stream(self.device)
             for stream in self._streams:
                 stream.wait_stream(compute)
@@ -143,7 +143,7 @@ class CudaLink(ThreadedLink):
         super()._settle(job)
 
     def _stalled(self) -> float:
-        """Seconds that the compute stream stood still behind copies, of those waits that it has passed."""
+        """Seconds that the compute stream stalled on copies, for the waits that it has passed."""
         seconds = 0.0
         while self._stalls and self._stalls[0][1].query():
             pair = self._stalls.popleft()
@@ -160,7 +160,7 @@ def _lane(stream: Any, device: torch.device, nbytes: int, chunk: int, zero_copy:
     kinds = 2 if zero_copy else 1
     head, body = align(8 * kinds * chunk), chunk * nbytes
     here = torch.empty(head + (0 if zero_copy else body), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    with torch.cuda.stream(stream):  # the memory is this stream's, also when it is freed
+    with torch.cuda.stream(stream):  # the memory belongs to this stream, also when it is freed
         there = torch.empty(head + body, dtype=torch.uint8, device=device)
 
     def numbers(buffer: Tensor) -> Tensor:
@@ -169,5 +169,5 @@ def _lane(stream: Any, device: torch.device, nbytes: int, chunk: int, zero_copy:
     def rows(buffer: Tensor) -> Tensor:
         return buffer[head:].view(-1, nbytes)
 
-    event = torch.cuda.Event(blocking=True)  # the thread sleeps meanwhile: the cores are for those who compute
+    event = torch.cuda.Event(blocking=True)  # the thread sleeps meanwhile: the cores are for computing
     return _Lane(here, there, head, numbers(here), numbers(there), rows(here), rows(there), stream, event)

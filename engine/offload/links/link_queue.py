@@ -1,7 +1,7 @@
-"""The queue of a link: which rows go next, in which chunks, and what has landed. It has no thread and no clock.
+"""The queue of a link: which rows go next, in which chunks, and which have landed. It has no thread and no clock.
 
 A link moves chunks of rows. Before each chunk the queue is asked again, so that an urgent transfer waits for the chunks
-on their way at most; a prefetch that was begun continues later. Two kinds of link work through it: `threaded_link.py`
+on their way at most; an interrupted prefetch continues later. Two kinds of link work through it: `threaded_link.py`
 by the machine's clock, `virtual_link.py` by a virtual one.
 """
 
@@ -30,7 +30,7 @@ class Job:
 
     Attributes:
         index, places: (N,) int64, rows of the source and slots of the target.
-        asked_at: by the link's clock. begun: rows whose chunks have begun. sent: those on their way or landed.
+        asked_at: by the link's clock. begun: rows whose chunks have begun. sent: rows on their way or landed.
     """
 
     transfer: Transfer
@@ -42,11 +42,11 @@ class Job:
 
     @property
     def total(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return self.index.numel()
 
     def rows(self) -> ExpertRows:
-        """The source as one expert, for whoever moves its bytes: any layout of as many bytes will do."""
+        """The source as one expert, for moving bytes: any layout with rows of that size will do."""
         source = self.transfer.source
         return ExpertRows(_plain(source.shape[1]), source[None])
 
@@ -57,7 +57,7 @@ class Chunk:
 
     Attributes:
         number: of the link's chunks, in the order in which they begin and land.
-        begun_at, due: by the link's clock, when it began and when it lands; `due` is 0 where nobody knows before.
+        begun_at, due: by the link's clock, when it began and when it lands; `due` is 0 if unknown in advance.
     """
 
     job: Job
@@ -78,8 +78,8 @@ class LinkQueue:
 
     Attributes:
         flying: chunks on their way, in the order in which they land.
-        queued_bytes: of rows that were put and have not landed. bytes_moved: of those that have.
-        busy_s: seconds in which rows were on their way or being packed: bytes_moved / busy_s is the rate they get.
+        queued_bytes: of rows that were put and have not landed. bytes_moved: of rows that have.
+        busy_s: seconds in which rows were on their way or being packed: bytes_moved / busy_s is the link's rate.
     """
 
     def __init__(self, nbytes: int, chunk: int, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class LinkQueue:
         return bool(self._urgent or self._prefetch)
 
     def accept(self, transfer: Transfer) -> Job:
-        """Check everything, so that no chunk need be checked again. Nothing is put in the queue yet.
+        """Check everything, so that chunks need no checks. Nothing is queued yet.
 
         Raises:
             ValueError: rows, slots, tensors or a score that do not fit.
@@ -147,13 +147,13 @@ class LinkQueue:
         if transfer.urgent:
             self._urgent.append(job)
         else:
-            insort(self._prefetch, job, key=lambda other: -other.transfer.score)  # behind its equals
+            insort(self._prefetch, job, key=lambda other: -other.transfer.score)  # after transfers of the same rank
 
     def urge(self, transfer: Transfer) -> Job:
         """Make a transfer that has not landed urgent.
 
         Raises:
-            ValueError: it was not submitted, or dropped.
+            ValueError: it was never submitted, or was dropped.
         """
         job = self._jobs.get(transfer)
         if job is None:
@@ -189,12 +189,12 @@ class LinkQueue:
         return Chunk(job, first, job.begun, self._begun, now)
 
     def sent(self, chunk: Chunk) -> None:
-        """A chunk is on its way."""
+        """Note that a chunk is on its way."""
         self.flying.append(chunk)
         chunk.job.sent = chunk.last
 
     def landed(self, now: float) -> None:
-        """The oldest chunk on its way has landed, and with its last chunk a transfer is done."""
+        """Note that the oldest chunk has landed; a transfer is done with its last chunk."""
         chunk = self.flying.popleft()
         nbytes = chunk.total * self.nbytes
         self.queued_bytes -= nbytes
@@ -206,18 +206,18 @@ class LinkQueue:
             self.done(chunk.job)
 
     def done(self, job: Job) -> None:
-        """The compute that follows finds the job's rows in their slots, whether or not all chunks have landed."""
+        """Mark a job as done: later computation finds its rows in their slots, even if not all chunks have landed."""
         if not job.transfer.done:
             job.transfer.done = True
             self._finished.append(job.transfer)
 
     def finished(self) -> list[Transfer]:
-        """What became done since the last call."""
+        """The transfers done since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def landed_all(self) -> bool:
-        """Whether nothing that was put is still to land."""
+        """Whether all queued transfers have landed."""
         return not self._jobs
 
 

@@ -1,6 +1,6 @@
-"""Pinning a pack's rows in RAM, so that a GPU's kernels read them over the link where they lie.
+"""Pinning a pack's rows in RAM, so that a GPU's kernels can read them in place over the link.
 
-A pack is mapped, not read: its pages are the system's, which takes them back when it likes. Registering them with the
+A pack is mapped, not read: its pages belong to the system, which may evict them. Registering them with the
 driver fetches all of them, keeps them in RAM as this process's own, and gives them an address on the GPU.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ....kernels import operations as kernels
 from ...machine import hardware
 
-SHARE = 0.75  # of free RAM, what may be pinned: nothing else gets it back while the model is loaded
+SHARE = 0.75  # share of free RAM that may be pinned: nothing else can use it while the model is loaded
 _PORTABLE = 1  # cudaHostRegisterPortable: every device may read it
 
 
@@ -49,9 +49,9 @@ class Pinned:
             self._starts.append(start)
 
     def release(self) -> None:
-        """Give the pages back, once the device has done all that it was told; the second time nothing happens."""
+        """Unpin the pages, once the device has finished all its work; a second call does nothing."""
         if self._starts:
-            with contextlib.suppress(RuntimeError):  # a device that has failed reads nothing any more
+            with contextlib.suppress(RuntimeError):  # a failed device no longer reads
                 torch.cuda.synchronize(self._device)
             cudart: Any = torch.cuda.cudart()
             for start in self._starts:
@@ -62,7 +62,7 @@ class Pinned:
 
 
 def pages(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Addresses of the whole pages in which tensors lie, [start, end), in order: no page can be pinned twice."""
+    """Addresses of the whole pages that contain the tensors, [start, end), in order: no page can be pinned twice."""
     size = mmap.PAGESIZE
     spans = sorted(
         (tensor.data_ptr() // size * size, -(-(tensor.data_ptr() + tensor.nbytes) // size) * size)
@@ -79,9 +79,9 @@ def pages(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def why_not(place: str, nbytes: int) -> str:
-    """Why so many bytes of rows cannot be read in place by the GPU `place`; "" where nothing speaks against it.
+    """Why this many bytes of rows cannot be read in place by the GPU `place`; "" if nothing prevents it.
 
-    Nothing is pinned here, so that the driver may still refuse.
+    Nothing is pinned here, so the driver may still refuse.
     """
     backend = kernels.choose(place)
     if backend.name == "reference":
@@ -94,7 +94,7 @@ def why_not(place: str, nbytes: int) -> str:
 
 
 def _forget_error(device: torch.device) -> None:
-    """CUDA tells an error a second time, to the next launch that asks for it; this is that launch."""
+    """CUDA reports an error a second time, at the next check after a launch; this is that check."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
         torch.cuda.synchronize(device)

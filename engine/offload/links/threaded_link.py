@@ -1,4 +1,4 @@
-"""What the real links share: a thread that packs, sends and lands chunks of the queue, by the machine's clock.
+"""The base of the real links: a thread that packs, sends and lands chunks of the queue, by the machine's clock.
 
 A chunk of rows is packed into a lane (a staging buffer), sent, and landed in its slots; while it is on its way the next
 one is packed (FloE section 3.4.2).
@@ -20,7 +20,7 @@ LANES = 4  # chunks between packing and landing: one being packed, one on its wa
 
 
 class ThreadedLink(ABC):
-    """A link (see `transfer.Link`) whose subclass says how a chunk is sent and landed."""
+    """A link (see `transfer.Link`) whose subclasses define how a chunk is sent and landed."""
 
     def __init__(self, name: str, device: torch.device, nbytes: int, chunk: int) -> None:
         """Start the thread: the last thing in a link's own constructor.
@@ -35,13 +35,13 @@ class ThreadedLink(ABC):
         self._queue = LinkQueue(nbytes, chunk, device)
         self._closing = self._ended = False
         self._failure: Exception | None = None
-        self._changed = threading.Condition()  # held while the queue is looked at or changed
+        self._changed = threading.Condition()  # held while the queue is read or changed
         self._thread = threading.Thread(target=self._run, name=f"floe {name}", daemon=True)
         self._thread.start()
 
     @property
     def bytes_moved(self) -> int:
-        """Landed so far."""
+        """Bytes landed so far."""
         return self._queue.bytes_moved
 
     @property
@@ -84,10 +84,10 @@ class ThreadedLink(ABC):
             return self._queue.drop(layer)
 
     def drain(self) -> None:
-        """Until all that was submitted has landed, as when the target is about to go.
+        """Wait until everything submitted has landed, such as before the target is freed.
 
         Raises:
-            Exception: what the link failed with.
+            Exception: the link's failure.
         """
         with self._changed:
             self._until(self._queue.landed_all)
@@ -101,7 +101,7 @@ class ThreadedLink(ABC):
 
     @abstractmethod
     def _send(self, lane: int, job: Job, first: int, last: int) -> None:
-        """Pack the job's rows first..last-1 into a free lane and start them on their way."""
+        """Pack the job's rows first..last-1 into a free lane and start sending them."""
 
     @abstractmethod
     def _arrived(self, lane: int) -> bool:
@@ -109,7 +109,7 @@ class ThreadedLink(ABC):
 
     @abstractmethod
     def _land(self, lane: int, job: Job, first: int, last: int) -> None:
-        """Until the lane's rows are in their slots; the lane is free then."""
+        """Wait until the lane's rows are in their slots; the lane is free then."""
 
     def _accept(self, transfer: Transfer) -> Job:
         """In `submit`: check everything."""
@@ -120,11 +120,11 @@ class ThreadedLink(ABC):
         return job.transfer.done
 
     def _settle(self, job: Job) -> None:
-        """What `wait` does once that is `_reached`, the lock held."""
+        """Called by `wait` once `_reached`, with the lock held."""
         self._queue.done(job)
 
     def _lanes_of(self, job: Job) -> list[int]:
-        """The lanes in which its rows are on their way; the lock is held."""
+        """The lanes that carry its rows; the lock is held."""
         return [_lane(chunk) for chunk in self._queue.flying if chunk.job is job]
 
     def _until(self, reached: Callable[[], bool]) -> None:
@@ -132,7 +132,7 @@ class ThreadedLink(ABC):
         if not reached():
             raise self._failure or RuntimeError("the link is closed")
 
-    # Tensors that the engine thread made in inference mode may be written in that mode only, which is a thread's own.
+    # Tensors made in inference mode by the engine thread may be written only in that mode, which is per thread.
     @torch.inference_mode()
     def _run(self) -> None:
         try:

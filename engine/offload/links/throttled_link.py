@@ -13,10 +13,10 @@ from .transfer import CHUNK
 
 
 class ThrottledLink(ThreadedLink):
-    """A test device: real threads, lanes and bytes, a chunk taking latency + bytes / rate at least.
+    """A test device: real threads, lanes and bytes; a chunk takes at least latency + bytes / rate.
 
-    Packing is hidden behind the chunk before, as on a real link. Its times say what the queue does, never what a GPU
-    would do: whoever shows them says "throttled".
+    Packing is hidden behind the chunk before, as on a real link. Its times show the queue's behaviour, never a GPU's:
+    they are always labelled "throttled".
     """
 
     def __init__(self, nbytes: int, *, rate: float, latency: float = 0.0, chunk: int = CHUNK) -> None:

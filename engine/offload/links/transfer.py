@@ -1,8 +1,8 @@
-"""Rows on their way from RAM into slots of device memory: what is asked of a link, and what a link is.
+"""Transfers of rows from RAM into slots of device memory, and the interface of a link.
 
 Who may touch what: from `submit` until it is done a transfer's slots belong to it. A slot may be given to a transfer
 once the kernels that read its former row have ended, seen by the host (the pool's `release`). So a link need not wait
-for the compute stream, which would put every copy behind the very kernels it is to run beside.
+for the compute stream, which would delay every copy until after the very kernels that it should overlap with.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 CHUNK = 50  # rows: FloE's best for 16-bit rows on an RTX 3090 (section 4.1, figure 7); see tuned_link.py
-Kind = Literal["staged", "in place"]  # packed by the CPU and copied, or read by the device from RAM
-TransferMode = Literal["auto", "staged", "in place"]  # "auto": what was measured to be faster here
+Kind = Literal["staged", "in place"]  # packed by the CPU and copied, or read from RAM by the device
+TransferMode = Literal["auto", "staged", "in place"]  # "auto": whichever was measured to be faster here
 
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """Rows of RAM that are wanted in slots of device memory.
+    """Rows in RAM to copy to slots of device memory.
 
     Attributes:
         source: (R, nbytes) uint8 in RAM. index: (N,) int64, which of its rows.
@@ -42,7 +42,7 @@ class Transfer:
 
 
 class Link(Protocol):
-    """A way for rows from RAM into device memory. All methods are the engine thread's.
+    """Copies rows from RAM into device memory. All methods belong to the engine thread.
 
     Attributes:
         name: for people.
@@ -52,7 +52,7 @@ class Link(Protocol):
 
     @property
     def bytes_moved(self) -> int:
-        """Landed so far."""
+        """Bytes landed so far."""
         ...
 
     @property
@@ -68,20 +68,20 @@ class Link(Protocol):
         """Take a transfer and return at once. Urgent ones go first, in order; then prefetches, highest score first.
 
         Raises:
-            ValueError: rows, slots or tensors that do not fit. Exception: what the link failed with.
+            ValueError: rows, slots or tensors that do not fit. Exception: the link's failure.
         """
         ...
 
     def wait(self, transfer: Transfer) -> float:
-        """Until the compute that follows finds the rows in their slots; seconds that were waited.
+        """Wait until later computation finds the rows in their slots; returns the seconds waited.
 
         Raises:
-            ValueError: it was not submitted, or dropped. Exception: what the link failed with.
+            ValueError: it was never submitted, or was dropped. Exception: the link's failure.
         """
         ...
 
     def finished(self) -> list[Transfer]:
-        """What became done since the last call."""
+        """The transfers done since the last call."""
         ...
 
     def drop(self, layer: int | None) -> list[Transfer]:
@@ -89,5 +89,5 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """End: what is on its way lands, what is queued stays undone."""
+        """End: transfers under way land, queued ones are not done."""
         ...

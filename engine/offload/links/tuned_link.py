@@ -1,6 +1,6 @@
-"""How rows cross this machine's link fastest: staged or read in place, and how many in a chunk.
+"""The fastest way for rows over this machine's link: staged or in place, and how many in a chunk.
 
-Measured when a pack first needs it, and kept for the next starts. Staged rows are packed by the CPU into a buffer that
+Measured when a pack first needs it, and saved for later starts. Staged rows are packed by the CPU into a buffer that
 is copied; rows in place are read by the GPU's kernels, which takes no core but pins all rows in RAM.
 """
 
@@ -25,13 +25,14 @@ from .threaded_link import ThreadedLink
 from .transfer import Kind, Transfer, TransferMode
 
 CHUNKS = (25, 50, 100, 200, 400, 800)  # rows
-ROWS = 2867  # that are moved: 20 % of a Mixtral expert, as in FloE's figure 7
-SAMPLE = 128 << 20  # bytes of rows that these are drawn from, more than caches hold
-# Times as fast as staged. Pinning takes seconds of the start, and RAM that nobody else gets: a little gain is too dear.
+ROWS = 2867  # rows moved: 20 % of a Mixtral expert, as in FloE's figure 7
+SAMPLE = 128 << 20  # bytes of the rows to choose from, more than caches hold
+# Required speed-up over staged. Pinning takes seconds of the start, and RAM from other programs: a small gain is not
+# worth it.
 IN_PLACE_FROM = 1.1
 
 _ROUNDS = 5
-_ALIKE = 1.03  # a larger chunk must be faster than this to be worth that urgent rows wait longer
+_ALIKE = 1.03  # a larger chunk must be this much faster, since urgent rows wait longer
 _ENDING = "-transfer.json"
 
 _log = logging.getLogger("floe_chat.engine")
@@ -40,12 +41,12 @@ Found = Mapping[Annotated[int, Meta(gt=0)], saved_figures.Rate]
 
 @dataclass(frozen=True, slots=True)
 class Tuned(saved_figures.Record):
-    """What was measured of a link: bytes per second by rows in a chunk.
+    """A link's measurements: bytes per second by rows in a chunk.
 
     Attributes:
         device, row_bytes: which link, and for rows of how many bytes.
-        staged, in_place: by kind; empty what was not measured. why_not: the reason why rows could not be read in place
-            when somebody last tried to, or "".
+        staged, in_place: by kind; empty if not measured. why_not: why rows could not be read in place at the last
+            attempt, or "".
     """
 
     device: str
@@ -59,17 +60,17 @@ class Tuned(saved_figures.Record):
         return self.staged if kind == "staged" else self.in_place
 
     def chunk(self, kind: Kind) -> int:
-        """The smallest of those that are about as fast as the fastest."""
+        """The smallest chunk that is about as fast as the fastest."""
         rates = self.of(kind)
         fastest = max(rates.values())
         return min(size for size, rate in rates.items() if rate * _ALIKE >= fastest)
 
     def rate(self, kind: Kind) -> float:
-        """What a kind reaches in that chunk, in bytes per second."""
+        """A kind's speed with that chunk, in bytes per second."""
         return self.of(kind)[self.chunk(kind)]
 
     def faster(self) -> Kind:
-        """Which kind is worth more."""
+        """The better kind."""
         wins = self.in_place and self.rate("in place") >= IN_PLACE_FROM * self.rate("staged")
         return "in place" if wins else "staged"
 
@@ -79,7 +80,7 @@ class Tuned(saved_figures.Record):
         return f"{how}, {self.chunk(kind)} in a chunk: {self.rate(kind) / 1e9:.3g} GB/s"
 
     def beside(self, kind: Kind) -> str:
-        """What the other kind would be, or why it cannot be; "" where nobody looked."""
+        """The other kind's speed, or why it is impossible; "" if it was not tried."""
         if kind == "staged" and self.why_not:
             return f"not read in place, because {self.why_not}"
         other: Kind = "in place" if kind == "staged" else "staged"
@@ -87,31 +88,31 @@ class Tuned(saved_figures.Record):
 
 
 def file_of(device: str, row_bytes: int) -> Path:
-    """Where a link of this machine is kept."""
+    """The file with a link's measurements on this machine."""
     return saved_figures.rates_folder() / f"{hardware.machine_id()}-{device.replace(':', '-')}-{row_bytes}{_ENDING}"
 
 
 def all_kept() -> Iterator[Tuned]:
-    """What was kept of this machine's links."""
+    """The saved measurements of this machine's links."""
     for file in sorted(saved_figures.rates_folder().glob(f"{hardware.machine_id()}-*{_ENDING}")):
         if (tuned := Tuned.load(file)) is not None:
             yield tuned
 
 
 def forget() -> None:
-    """Have all links of this machine measured again, each when it is next used."""
+    """Delete the measurements of all links, so that each is measured again when next used."""
     for file in saved_figures.rates_folder().glob(f"{hardware.machine_id()}-*{_ENDING}"):
         file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEnds:
-    """What a link joins.
+    """The two ends of a link.
 
     Attributes:
-        device: its name, for people and for the kept record. place: torch's name of where its tensors lie.
-        make: a link of a kind, with chunks of so many rows, that holds what is pinned for it until it is closed.
-        obstacle: why rows cannot be read in place here and now; "" where nothing is known to speak against it.
+        device: its name, for people and for the saved record. place: torch's name of where its tensors are.
+        make: makes a link of a kind, with chunks of this many rows; it holds what is pinned for it until it is closed.
+        obstacle: why rows cannot be read in place here and now; "" if nothing is known to prevent it.
     """
 
     device: str
@@ -121,13 +122,13 @@ class LinkEnds:
 
 
 def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[ThreadedLink, float, str]:
-    """The link that is best for these rows, by what was kept or is measured now.
+    """The best link for these rows, by saved or new measurements.
 
     Args:
         wanted: "auto": the faster kind. rows: (E, F, nbytes) uint8 in RAM, all that may cross; the first are measured.
 
     Returns:
-        the link, the bytes per second that it reaches, and in words how rows cross it and why so.
+        the link, its bytes per second, and in words how rows cross it and why.
 
     Raises:
         UsageError: "in place" is wanted and cannot be. Exception: what a link failed with.
@@ -141,7 +142,7 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
         target = torch.empty((min(len(sample), ROWS), first.shape[1]), dtype=torch.uint8, device=place)
         pinned = Pinned([sample], place) if "in place" in kinds else None
         try:
-            sample.view(torch.int64).sum()  # brings into RAM what is still on the disk alone
+            sample.view(torch.int64).sum()  # brings rows into RAM that are still only on the disk
             return measure(lambda kind, chunk: ends.make(kind, chunk, None), kinds, sample, target)
         finally:
             if pinned is not None:
@@ -162,7 +163,7 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
     how = f"rows are {tuned.describe(kind)}" + (f" ({beside})" if beside else "")
     try:
         return ends.make(kind, tuned.chunk(kind), pinned), tuned.rate(kind), how
-    except Exception:  # whatever it was: it is raised again, once nothing is pinned
+    except Exception:  # any error: it is raised again, once nothing is pinned
         if pinned is not None:
             pinned.release()
         raise
@@ -171,10 +172,11 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
 def choose(
     wanted: TransferMode, known: Tuned, obstacle: str, measured: Callable[[Sequence[Kind]], Mapping[Kind, Found]]
 ) -> tuple[Kind, Tuned]:
-    """The kind of transfer to use, and the figures that this follows from.
+    """The kind of transfer to use, and the figures behind the choice.
 
     Args:
-        wanted: "auto": the faster. known: what was kept; without rates where that is nothing. obstacle: see `Ends`.
+        wanted: "auto": the faster. known: the saved measurements; without rates if there are none. obstacle: see
+            `Ends`.
         measured: the rates of these kinds, at the same time.
 
     Raises:
@@ -184,7 +186,7 @@ def choose(
         try:
             found = measured(("staged", "in place"))
             known = replace(known, staged=found["staged"], in_place=found["in place"])
-        # Whatever a driver or a compiler does not like, staged rows may cross: if they do not either, that is raised.
+        # Whatever a driver or a compiler rejects, staged rows may still work: if they fail too, that error is raised.
         except Exception as error:  # noqa: BLE001
             obstacle = str(error).splitlines()[0] if str(error) else type(error).__name__
             _log.warning("Rows cannot be read in place: %s", error)
@@ -200,7 +202,7 @@ def choose(
 
 
 def cannot(obstacle: str) -> UsageError:
-    """The error for a transfer that was asked for and does not work on this machine."""
+    """The error for a requested transfer that does not work on this machine."""
     why = obstacle[:1].upper() + obstacle[1:] + "."
     return UsageError("Rows cannot be read in place here", why, "Set advanced.transfer to auto or staged.")
 
@@ -212,14 +214,14 @@ def measure(
     target: Tensor,
     sizes: Sequence[int] = CHUNKS,
 ) -> dict[Kind, dict[int, float]]:
-    """Bytes per second of each kind and chunk, all in turn, so that what changes meanwhile changes all of them.
+    """Bytes per second of each kind and chunk, all in turn, so that disturbances affect all of them.
 
     Args:
-        make: a link of a kind with chunks of so many rows; it is closed here.
+        make: makes a link of a kind with chunks of this many rows; it is closed here.
         source: (R, nbytes) rows in RAM, more than the caches hold. target: (S, nbytes), overwritten.
 
     Raises:
-        Exception: what a link failed with. RuntimeError: one that moves other bytes than it was told.
+        Exception: what a link failed with. RuntimeError: a link that moves the wrong bytes.
     """
     count = min(ROWS, source.shape[0], target.shape[0])
     slots, random = np.arange(count, dtype=np.int32), np.random.default_rng(0)
@@ -235,7 +237,7 @@ def measure(
                 before = link.busy_s
                 link.submit(Transfer(source, index, target, slots, urgent=True, score=0.0, layer=0))
                 link.drain()
-                if turn:  # the first one warms up
+                if turn:  # the first one is a warm-up
                     best[which] = min(best.get(which, math.inf), link.busy_s - before)
                 if turn == _ROUNDS and not torch.equal(target[:count].cpu(), source[torch.from_numpy(index)]):
                     raise RuntimeError(f"rows that were {which[0]} did not arrive unchanged")

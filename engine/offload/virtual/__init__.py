@@ -1,1 +1,1 @@
-"""A card that is not there, in virtual time."""
+"""A simulated card, in virtual time."""

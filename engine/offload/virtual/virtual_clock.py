@@ -1,4 +1,4 @@
-"""Virtual time: what a card would take, counted beside the time that this program's own code takes on this machine."""
+"""Virtual time: the time a card would take, combined with the time that this program's own code takes here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Timeline = Literal["host", "gpu", "cpu", "link"]
 
 
 class Clock:
-    """Virtual seconds of four lanes that work side by side, each on one thing at a time.
+    """Virtual seconds of four parallel lanes, each working on one thing at a time.
 
-    The host lane is the engine's thread: its end is now. What it hands to another lane begins when that lane is free.
-    The host's own work takes no time but inside `host`, where it takes the processor time that it really takes.
+    The host lane is the engine's thread: its end is now. Work handed to another lane begins when that lane is free. The
+    host's own work counts only inside `host`, with its real processor time.
     """
 
     def __init__(self, thread_time: Callable[[], float] = time.thread_time) -> None:
@@ -23,11 +23,11 @@ class Clock:
         self._ends: dict[Timeline, float] = {"host": 0.0, "gpu": 0.0, "cpu": 0.0, "link": 0.0}
         self._busy: dict[Timeline, float] = dict(self._ends)
         self._thread_time = thread_time
-        self._counted: float | None = None  # thread time up to which the host's work is counted; None: it is not
+        self._counted: float | None = None  # thread time up to which the host's work is counted; None: not counting
 
     @contextmanager
     def host(self) -> Generator[None]:
-        """Inside, the host's own work takes the time that it takes this thread."""
+        """Inside, the host's own work counts with this thread's time."""
         self._counted = self._thread_time()
         try:
             yield
@@ -37,7 +37,7 @@ class Clock:
 
     @contextmanager
     def aside(self) -> Generator[None]:
-        """Inside, this thread stands in for another lane, whose time is counted otherwise."""
+        """Inside, this thread simulates another lane, whose time is counted separately."""
         self._count()
         counting, self._counted = self._counted is not None, None
         try:
@@ -58,11 +58,11 @@ class Clock:
         return self._ends["host"]
 
     def end(self, lane: Timeline) -> float:
-        """When a lane will have done all that it was given."""
+        """When a lane will have finished all its work."""
         return self.now if lane == "host" else self._ends[lane]
 
     def busy(self, lane: Timeline) -> float:
-        """Seconds of work that a lane was given so far."""
+        """Seconds of work given to a lane so far."""
         self._count()
         return self._busy[lane]
 
@@ -70,7 +70,7 @@ class Clock:
         """Give a lane work; returns when it ends.
 
         Args:
-            after: not before, for work that needs another lane's result. asked: when it was handed over; None: now.
+            after: earliest start, for work that needs another lane's result. asked: when it was handed over; None: now.
 
         Raises:
             ValueError: seconds that are negative or no number.
@@ -84,12 +84,12 @@ class Clock:
         return self._ends[lane]
 
     def wait(self, lane: Timeline, until: float) -> float:
-        """Let a lane begin nothing more before `until`; returns the seconds that it idles for that alone."""
+        """Let a lane begin nothing more before `until`; returns the seconds that it idles because of that."""
         now = self.now
         free = max(self._ends[lane], now)
         self._ends[lane] = max(self._ends[lane], until)
         return max(0.0, until - free)
 
     def sync(self, lane: Timeline) -> float:
-        """The host waits for all that a lane was given; returns the seconds waited."""
+        """The host waits for all of a lane's work; returns the seconds waited."""
         return self.wait("host", self._ends[lane])

@@ -1,4 +1,4 @@
-"""A card that is not there: decisions, bytes and results are real; time is counted from the card's profile.
+"""A simulated card: decisions, bytes and results are real; time is calculated from the card's profile.
 
 It shows, and tests, what a schedule would cost on a card (`cards.py`), on any machine.
 """
@@ -24,8 +24,8 @@ from .virtual_link import VirtualLink
 class VirtualDevice(Device):
     """The CPU computes what a card would, and the card's profile says how long that would take.
 
-    What the engine's own code does in a layer of experts takes the time that it takes here. Around the layers the CPU
-    computes attention instead of launching it, so that launches alone are counted.
+    The engine's own code in a layer of experts counts with its real time here. Around the layers the CPU computes
+    attention instead of launching it, so only launches are counted.
     """
 
     real = False
@@ -116,7 +116,7 @@ class VirtualDevice(Device):
         self.clock.sync("gpu")
 
     def _beside(self, work: Callable[[], Partial], what: RateName, count: int, nbytes: int) -> Future[Partial]:
-        """Done at once; the CPU's lane has the time that it would take."""
+        """Done at once; the CPU's lane is charged the time that it would take."""
         with self.clock.aside():
             found = work()
         rate, read = self._true.cpu_batch_bytes_s, float(count * nbytes)

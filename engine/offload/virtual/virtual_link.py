@@ -15,7 +15,7 @@ class VirtualLink:
     """A link (see `transfer.Link`) whose chunks take a card's time.
 
     Bytes are in the target when `submit` returns, so that decisions and results are real; `done` follows the clock's
-    link lane. What has landed is what the host's clock says, and what the GPU has waited for.
+    link lane. Landed are the chunks due by the host's clock, and those that the GPU has waited for.
     """
 
     def __init__(self, card: Card, clock: Clock, nbytes: int, chunk: int | None = None) -> None:
@@ -28,7 +28,7 @@ class VirtualLink:
 
     @property
     def bytes_moved(self) -> int:
-        """Landed so far."""
+        """Bytes landed so far."""
         return self._queue.bytes_moved
 
     @property
@@ -52,10 +52,11 @@ class VirtualLink:
             self._move(job)
 
     def wait(self, transfer: Transfer) -> float:
-        """The GPU's lane begins nothing more before the rows have landed; virtual seconds that it idles for that alone.
+        """The GPU's lane begins nothing more before the rows have landed; returns the virtual seconds that it idles
+        because of that.
 
         Raises:
-            ValueError: it was not submitted, or dropped.
+            ValueError: it was never submitted, or was dropped.
         """
         if not transfer.done:
             self._catch_up()
@@ -63,7 +64,7 @@ class VirtualLink:
             return 0.0
         job = self._queue.urge(transfer)
         with self._clock.aside():
-            while job.begun < job.total:  # nothing that is submitted later can overtake what is begun here
+            while job.begun < job.total:  # nothing submitted later can overtake what begins here
                 self._begin_chunk()
             last = next(chunk for chunk in self._queue.flying if chunk.last == job.total and chunk.job is job)
             self._land(last.due)
@@ -82,7 +83,7 @@ class VirtualLink:
         return self._queue.drop(layer)
 
     def close(self) -> None:
-        """End: what is queued stays undone."""
+        """End: queued transfers are not done."""
         self._closed = True
 
     def _move(self, job: Job) -> None:
@@ -95,7 +96,7 @@ class VirtualLink:
     def _catch_up(self) -> None:
         """Begin the chunks that begin before now, and land those that end by now."""
         now = self._clock.now
-        with self._clock.aside():  # a real link's chunks are its own thread's work
+        with self._clock.aside():  # on a real link its own thread does this
             while self._queue and not self._closed and self._begins() < now:
                 self._begin_chunk()
             self._land(now)
