@@ -19,7 +19,7 @@ class Preset:
     """A rule under a name.
 
     Attributes:
-        x_bits: how much of the precision of x the kernels keep where weights are codes (`kernels.operations`).
+        x_bits: how much of x's precision the kernels keep if weights are codes (`kernels.operations`).
     """
 
     name: str
@@ -45,8 +45,8 @@ CUSTOM = "Custom"
 def of(manifest: Manifest) -> tuple[Preset, ...]:
     """The presets that a pack can run, best first.
 
-    Exact is there only where all weights are the source's own 16-bit weights. High, Balanced and Fast are those that
-    were measured on this very pack (`floe-chat tune`), or else rules that did well on others.
+    Exact is there only where all weights are the source's own 16-bit weights. High, Balanced and Fast are those
+    measured on this pack (`floe-chat tune`), or else rules that did well on others.
     """
     measured = {tuned.name: tuned.rule for tuned in manifest.tuned}
     presets = [replace(p, rule=measured.get(p.name, p.rule)) for p in PRESETS if manifest.unquantized or not p.exact]
@@ -56,14 +56,14 @@ def of(manifest: Manifest) -> tuple[Preset, ...]:
 
 
 def ruled(name: str, rule: Rule) -> Preset:
-    """The preset `name` with another rule; how x is read goes with the name."""
+    """The preset `name` with another rule; the precision of x goes with the name."""
     known = next((preset for preset in PRESETS if preset.name == name), Preset(name))
     return replace(known, rule=rule)
 
 
 def custom(manifest: Manifest, rule: Rule) -> Preset:
-    """A preset of one's own. One that skips at least the neurons that Balanced skips reads x as coarsely; its
-    thresholds are weighed, and shared out among layers, as Balanced's are.
+    """A custom preset. If it skips at least as many neurons as Balanced, it reads x as coarsely; its thresholds are
+    weighed, and vary by layer, as in Balanced.
 
     Raises:
         UsageError: a share that is none, or halves of experts that have an odd number of neurons.

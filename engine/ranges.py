@@ -1,4 +1,4 @@
-"""Which values a person may set; without torch, since commands check before anything is stored."""
+"""The values that users may set; without torch, since commands check values before anything is saved."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ SAMPLING: Mapping[str, Range] = MappingProxyType(
         "seed": Range(0, (1 << 63) - 1, whole=True),
     }
 )
-"""The values that each field of `Sampling` may have; no seed, None, is possible too."""
+"""The values that each field of `Sampling` may have; the seed may also be None."""
 MAX_TOKENS = Range(1, 1_000_000, whole=True)  # of one answer
 
 
@@ -73,5 +73,5 @@ def check(sampling: Sampling) -> None:
 
 
 def may_be(name: str, value: Any) -> bool:
-    """Whether `Sampling`'s field `name` may have this value, of whatever type it is."""
+    """Whether `Sampling`'s field `name` may have this value, which can be of any type."""
     return value in SAMPLING[name] or (name == "seed" and value is None)

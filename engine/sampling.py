@@ -13,7 +13,7 @@ from ..kernels.sampling import Filters
 from .events import Sampling
 from .ranges import check
 
-_AT_ONCE = 64  # numbers that the generator is asked for: a call for one takes as long
+_AT_ONCE = 64  # random numbers drawn per call: a call for one takes as long
 
 
 class Sampler:
@@ -25,7 +25,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         check(sampling)
-        greedy = sampling.temperature < 1e-6  # colder, the likeliest token has all of the probability anyway
+        greedy = sampling.temperature < 1e-6  # below this the likeliest token has all of the probability anyway
         self.filters = Filters(
             0.0 if greedy else float(sampling.temperature),
             sampling.top_k,
@@ -59,18 +59,18 @@ class Sampler:
         return token
 
     def uniforms(self, count: int) -> list[float]:
-        """The numbers from [0, 1) that the next so many tokens are drawn by."""
+        """Numbers from [0, 1) for drawing this many next tokens."""
         while len(self._ahead) < count:
             self._ahead += torch.rand(_AT_ONCE, dtype=torch.float64, generator=self._generator).tolist()
         return self._ahead[:count]
 
     def seen(self, vocabulary: int) -> Tensor | None:
-        """(V,) uint8, 1 for each token that is there already; None where that does not matter."""
+        """(V,) uint8, 1 for each token in the text so far; None if that does not matter."""
         if self.filters.penalty == 1:
             return None
         return torch.zeros(vocabulary, dtype=torch.uint8).index_fill_(0, torch.tensor(self._ids), 1)
 
     def took(self, tokens: Sequence[int]) -> None:
-        """These were drawn, by this sampler or with the numbers that it gave."""
+        """Record drawn tokens, by this sampler or with its numbers."""
         del self._ahead[: len(tokens)]
         self._ids += tokens

@@ -46,8 +46,8 @@ _log = logging.getLogger("floe_chat.engine")
 class Session:
     """One engine on a daemon thread of its own.
 
-    `send` never blocks and `poll` takes what has happened since; both may be called from any thread. A cancel is seen
-    within one layer, since it does not queue behind the running answer.
+    `send` never blocks and `poll` returns events since the last call; both may be called from any thread. A cancel is
+    seen within one layer, since it does not queue behind the running answer.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class Session:
         self._running: int | None = None
         self._closing = False
         self._loaded: LoadedModel | None = None
-        self._kv: KVCache | None = None  # of the loaded model; outlives an answer, for the conversation's next turn
+        self._kv: KVCache | None = None  # of the loaded model; kept after an answer for the conversation's next turn
         self._thread = threading.Thread(target=self._run, name="floe-engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; commands sent before are kept."""
+        """Start the thread; commands sent before wait for it."""
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -106,8 +106,8 @@ class Session:
                 self._obey(command)
             except FloeError as error:
                 self._fail(error.title, error.cause, error.hint, command, error.exit_code)
-            # The thread's border: whatever goes wrong below must reach the user, and the engine must live on. A panic
-            # of a library in Rust, such as the one that reads weights, is no Exception.
+            # The thread's border: every failure below must reach the user, and the engine must survive it. A panic of a
+            # Rust library, such as the one that reads weights, is not an Exception.
             except BaseException as error:  # noqa: BLE001
                 if (known := explained(error)) is not None:
                     _log.warning("%s: %s", type(command).__name__, error)
@@ -137,7 +137,7 @@ class Session:
         self._events.put(Failed(title, cause, hint, request, exit_code))
 
     def _forget(self) -> None:
-        """Let the model go, and what was computed with it."""
+        """Unload the model and everything computed with it."""
         loaded, self._loaded, self._kv = self._loaded, None, None
         if loaded is not None:
             loaded.close()
@@ -159,7 +159,7 @@ class Session:
         )
         self._loaded, self._kv = loaded, KVCache()
         self._events.put(event)
-        # Memory is known before anything was asked; what was not measured stays None.
+        # Memory is known before the first answer; what was not measured stays None.
         self._events.put(
             loaded.telemetry.stats(
                 kv_bytes=0, vram_bytes=loaded.vram_bytes(), context_used=0, context_window=loaded.window
@@ -245,9 +245,9 @@ class Session:
                 self._events.put(loaded.offload.notices.pop(0))
 
     def _obey_between_tokens(self) -> None:
-        """Take a preset change at once; everything else waits for the answer to end.
+        """Apply a preset change at once; everything else waits for the answer to end.
 
-        A change sent behind a load or unload is meant for the model that comes then, so it waits behind it.
+        A change sent after a load or unload is meant for the next model, so it waits for that.
         """
         while True:
             try:

@@ -18,17 +18,17 @@ from .events import Rows, Stats
 
 @dataclass(slots=True)
 class LayerCounts:
-    """What one MoE layer did in decode.
+    """One MoE layer's counters in decode.
 
     Attributes:
         neurons: of the chosen experts. active: of those. bytes: of weights that were read. calls: by expert.
         ready, coming, copied, on_cpu: of an offloaded layer's active neurons, those whose rows were in the pool, on
-            their way there, fetched now, and computed by the CPU. left_out: those that a lenient preset did without.
+            their way there, fetched now, and computed by the CPU. left_out: those that a lenient preset skipped.
             These five add up to `active`. waited: seconds for rows on their way.
-        guessed, needed, right: neurons that the predictor named, that were active, and both.
+        guessed, needed, right: neurons that were predicted, that were active, and both.
         experts_guessed, experts_needed, experts_right: likewise experts, and those that were computed.
         looked, hit: expert calls, and those of which at least half the rows were there or on their way.
-        substituted, dropped: chosen experts that resident ones stood in for, and halves that were left out by score.
+        substituted, dropped: chosen experts that resident ones replaced, and halves left out by score.
     """
 
     experts: int
@@ -76,7 +76,7 @@ class PoolReport(Protocol):
 class Telemetry:
     """Counts one answer at a time; `begin` starts the next one.
 
-    Times are seconds of `clock`, which is a virtual device's own where there is one. Decode counts leave the prompt
+    Times are seconds of `clock`, which is a virtual device's own if there is one. Decode counts leave the prompt
     out: its tokens share each expert's weights, so bytes per token would mean something else there.
     """
 
@@ -90,7 +90,7 @@ class Telemetry:
         self.begin(-1, 0, self.clock())
 
     def begin(self, request: int, prompt_tokens: int, asked_at: float) -> None:
-        """Start counting the answer to `request`, which was asked for at `asked_at`."""
+        """Start counting the answer to `request`, which was sent at `asked_at`."""
         self.layers[:] = [LayerCounts(self._experts) for _ in self.layers]
         self.request = request
         self._prompt_tokens = prompt_tokens
@@ -105,7 +105,7 @@ class Telemetry:
         self._moved_before, self._prefilled_at = (0, 0.0), asked_at
 
     def reused(self, tokens: int) -> None:
-        """So many of the prompt's tokens are in the KV cache already."""
+        """This many prompt tokens are in the KV cache already."""
         self._reused = tokens
 
     def prefill_done(self, seconds: float) -> None:
@@ -115,19 +115,19 @@ class Telemetry:
             self._moved_before = self.memory.moved()
 
     def decoded(self, seconds: float, tokens: int = 1) -> None:
-        """Decode steps of so many tokens ended, whatever they drew; they took `seconds`."""
+        """Decode steps of this many tokens ended; they took `seconds`."""
         self._decode_s += seconds
         self._decoded += tokens
 
     def token(self, at: float) -> None:
-        """A token of the answer was drawn when the clock said `at`."""
+        """A token of the answer was drawn at time `at`."""
         self._new_tokens += 1
         self._recent.append(at)
         if self._first_token_s is None:
             self._first_token_s = at - self._asked_at
 
     def stats(self, *, kv_bytes: int, vram_bytes: int | None, context_used: int, context_window: int) -> Stats:
-        """The counters as they stand. What was not measured yet is None."""
+        """The counters so far. What was not measured yet is None."""
         now = self.clock()
         while self._recent and now - self._recent[0] > 1.0:
             self._recent.popleft()
@@ -161,7 +161,7 @@ class Telemetry:
             return sum(getattr(layer, name) for layer in self.layers)
 
         looked, guessed, needed = total("looked"), total("guessed"), total("needed")
-        # Not `active`, which a GPU's layers count a token later than where the rows were.
+        # Not `active`, which a GPU's layers count one token later than the rows' places.
         located = sum(map(total, ("ready", "coming", "copied", "on_cpu", "left_out")))
         chosen = sum(sum(layer.calls) for layer in self.layers)
         moved, busy = memory.moved()

@@ -8,11 +8,10 @@ import sys
 
 
 def import_torch() -> None:
-    """Import torch, where that has not been done, without looking for garbage meanwhile.
+    """Import torch, unless that is done, without garbage collection meanwhile.
 
-    What it makes, some 150,000 objects, stays until the program ends. To look through them again and again as they are
-    made takes a tenth of the import, and every later look through all of them a pause that a person sees: so they are
-    set aside for good.
+    Its 150,000 or so objects stay until the program ends. Scanning them repeatedly during the import takes a tenth of
+    its time, and every later full collection would be a visible pause: so they are frozen for good.
     """
     if "torch" in sys.modules:
         return

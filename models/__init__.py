@@ -1,1 +1,1 @@
-"""What lies on disk: checkpoints, packed models, tokenizers. Of the kernels it knows the layouts alone."""
+"""Files on disk: checkpoints, packed models, tokenizers. Imports only the layouts of the kernels."""

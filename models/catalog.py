@@ -1,8 +1,8 @@
-"""Which models there are: on this machine (the built-in demo, the user's models folder, any path) and published ones.
+"""The known models: on this machine (the built-in demo, the user's models folder, any path) and published ones.
 
-Every command, the screen and the settings resolve what a person typed here: `find` for a pack that answers, `described`
-for anything that can be planned, `source` for what can be set up or packed. The command line asks before it draws
-anything, so torch is not imported to find a model.
+Every command, the screen and the settings resolve names here: `find` for a pack that answers, `described` for anything
+that can be planned, `source` for what can be set up or packed. The command line calls this before it shows anything, so
+finding a model does not import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .paths import expanded
 from .published import PUBLISHED
 
 DEMO = "demo"
-FETCHED = ".download"  # ends the name of a folder with what was fetched of a model that is being set up
-_SHOWN = 60  # letters of a name in an error
+FETCHED = ".download"  # suffix of a folder with the downloads of a model that is being set up
+_SHOWN = 60  # characters of a name in an error
 _LARGEST_FILE = 4 << 20  # bytes of a config.json
 
 _chosen_folder: Path | None = None  # the person's setting
@@ -47,7 +47,7 @@ def asset(*parts: str) -> Path:
 
 
 def models_folder() -> Path:
-    """The folder of packed models: the one given to `use_models_folder`, or else the one in the user's data folder."""
+    """The folder of packed models: the one set by `use_models_folder`, or else the one in the user's data folder."""
     return _chosen_folder or Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "models"
 
 
@@ -58,14 +58,14 @@ def use_models_folder(folder: Path | None) -> None:
 
 
 def find(name: str, *, saved: bool = False) -> Path:
-    """The folder of the pack that `name` means: "demo", a name in the models folder or a part of it that only one
+    """The folder of the pack called `name`: "demo", a name in the models folder or a part of it that only one
     model has, the listed name or hub id (or address) that it was set up from, or a path.
 
     Args:
         saved: it was saved earlier (see `reference`), so it is a whole name, or an absolute path.
 
     Raises:
-        UsageError: there is no such model, or there are several. PackError: the folder is there but holds no finished
+        UsageError: there is no such model, or there are several. PackError: the folder exists but holds no finished
         pack.
     """
     if name == DEMO:
@@ -95,7 +95,7 @@ def find(name: str, *, saved: bool = False) -> Path:
 
 
 def _existing(name: str, *, saved: bool) -> Path | None:
-    """The folder of that very name in the models folder, or of that path."""
+    """The folder of exactly that name in the models folder, or of that path."""
     try:
         if name and not any(sign in name for sign in "/\\") and (models_folder() / name).is_dir():
             return models_folder() / name
@@ -107,7 +107,7 @@ def _existing(name: str, *, saved: bool) -> Path | None:
 
 
 def _called(name: str) -> str | None:
-    """What a model that was set up as `name`, a listed name, a hub id or an address, is usually called here."""
+    """The usual local name of a model set up as `name`, a listed name, a hub id or an address."""
     repo = names.hub_repo(name)
     if (entry := published(repo.id if repo else name)) is not None:
         return entry.name
@@ -115,12 +115,12 @@ def _called(name: str) -> str | None:
 
 
 def _shown(name: str) -> str:
-    """As it was typed, in quotes, but no longer than a line."""
+    """The name as typed, in quotes, at most a line long."""
     return repr(name if len(name) <= _SHOWN else name[:_SHOWN] + "…")
 
 
 def name_of(folder: Path, packed_as: str) -> str:
-    """What a person calls the packed model in `folder`: in the models folder that may be a copy with a name of its own.
+    """The user's name for the packed model in `folder`: in the models folder it may be a renamed copy.
 
     Args:
         packed_as: the name in its manifest.
@@ -129,7 +129,9 @@ def name_of(folder: Path, packed_as: str) -> str:
 
 
 def reference(folder: Path) -> str:
-    """What `find` takes for the pack in `folder`, from any current folder: its name here, or its absolute path."""
+    """A name by which `find` finds the pack in `folder` from any current folder: its name here, or its
+    absolute path.
+    """
     if folder == asset("demo", "packed"):
         return DEMO
     absolute = folder.absolute()
@@ -137,7 +139,7 @@ def reference(folder: Path) -> str:
 
 
 def short_name(model: str) -> str:
-    """What to call a model that `find` takes: its name, or the last part of its path."""
+    """A short name for a model as `find` takes it: its name, or the last part of its path."""
     return Path(model).name or model
 
 
@@ -158,7 +160,7 @@ def installed() -> list[Installed]:
 
 
 def published(name: str) -> Entry | None:
-    """The entry of a name or hub id that is listed here, in any case of letters; None if there is none."""
+    """The entry of a listed name or hub id, ignoring case; None if there is none."""
     wanted = name.lower()
     return next((entry for entry in PUBLISHED if wanted in (entry.name, (entry.repo or "").lower())), None)
 
@@ -166,7 +168,7 @@ def published(name: str) -> Entry | None:
 def listed(name: str) -> Entry | None:
     """The listed model that a name, a part of one, a hub id or an address means; None if it means none.
 
-    Of several ("mixtral") it is the first in the list: the smallest that can chat.
+    Of several ("mixtral") the first in the list: the smallest that can chat.
     """
     if (entry := published(name)) is not None:
         return entry
@@ -180,11 +182,10 @@ def listed(name: str) -> Entry | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a model can be packed from: the folder of a checkpoint, or a repository on the hub.
+    """The source of a model: the folder of a checkpoint, or a repository on the hub.
 
     Attributes:
-        commit: of the repository, "" for what main is when it is asked. entry: the listed model that it is, if it is
-            one.
+        commit: of the repository, "" for the current main. entry: the listed model, if it is one.
     """
 
     folder: Path | None = None
@@ -199,12 +200,12 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the model is called if no other name is given."""
+        """The model's default name."""
         return self.entry.name if self.entry else Path(self.place).name.lower()
 
 
 def source(model: str) -> Source:
-    """What `model` is packed from: a folder, a listed name or a part of one, a hub id or the address of its page.
+    """The source of `model`: a folder, a listed name or a part of one, a hub id or the address of its page.
 
     Raises:
         UsageError: it is none of these, with the reason if the name says one (GGUF, another family).
@@ -214,27 +215,27 @@ def source(model: str) -> Source:
         if folder is not None and folder.is_dir() and published(model) is None:
             return Source(folder=folder.resolve())
     except (OSError, ValueError):
-        pass  # too long a name, or a place that may not be read
+        pass  # too long a name, or a path that may not be read
     if (entry := listed(model)) is not None and entry.repo:
         repo = names.hub_repo(model)
         return Source(repo=entry.repo, commit=repo.commit if repo else "", entry=entry)
     refused = supported.refused(model)
     repo = names.hub_repo(model)
-    # Of a repository config.json says what it is; its name tells only that nothing in it can be read.
+    # A repository's config.json decides what it is; its name can only rule it out.
     if repo is not None and (refused is None or not refused.title.endswith("cannot be read yet")):
         return Source(repo=repo.id, commit=repo.commit)
     raise refused or _unknown(model)
 
 
 def described(model: str | Path | Mapping[str, Any]) -> Entry:
-    """What is known of a model: one that is listed, one on this machine, or any of a supported family.
+    """Describes a model: a listed one, one on this machine, or any of a supported family.
 
     Args:
         model: whatever `find` and `listed` understand, the folder of a pack or a checkpoint, a hub id or address whose
             config.json is in the hub's own cache, or the fields of a config.json. No network is used.
 
     Raises:
-        UsageError: there is no such model, or nothing is known of it here. CheckpointError: its family is not
+        UsageError: there is no such model, or it is unknown here. CheckpointError: its family is not
         supported, it has no experts, or its configuration makes no sense.
     """
     if isinstance(model, Mapping):

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: sizes, licence, terms, and whether it can chat."""
+"""A model's description without its weights: sizes, licence, terms, and whether it can chat."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sizes:
 
     @property
     def parameters(self) -> int:
-        """All weights; the head counts once where it is the embedding."""
+        """All weights; a tied head counts once."""
         expert = 3 * self.hidden * self.intermediate
         heads = 1 if self.tied else 2
         return self.layers * (self.attention + self.experts * expert) + heads * self.embedding + self.small
@@ -57,14 +57,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model as far as it is known without its weights.
+    """A model's description without its weights.
 
     Attributes:
         name: on our command line. repo: on the hub; None for a model that is known by its folder alone.
         folder: where it is stored on this machine, or None. packed: whether that folder is a pack already.
-        licence: as its publisher states it, "" if unknown. gated: whether the publisher asks to accept terms first,
-            as last known; the hub decides at run time. chat: how turns are written, in words; None for a base model,
-            which has no chat template; "" if unknown.
+        licence: as its publisher states it, "" if unknown. gated: whether the publisher requires its terms to be
+            accepted first, as last known; the hub decides at run time. chat: how turns are written, in words; None for
+            a base model, which has no chat template; "" if unknown.
     """
 
     name: str

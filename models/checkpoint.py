@@ -1,6 +1,6 @@
-"""Tensors out of a published checkpoint, by its family's names, read one tensor at a time.
+"""A published checkpoint's tensors, by its family's names, read one at a time.
 
-What the shards' headers say is checked before the first byte of weights is asked for.
+The shards' headers are checked before the first byte of weights is read.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DTYPES = {  # by safetensors' names: the ones of weights that can be packed
     "F32": torch.float32,
 }
 LARGEST_CONFIG = 1 << 22  # bytes of a config.json: a few kilobytes are usual
-_SAMPLE = 4096  # bytes of each tensor that stand for all of it where no commit does
+_SAMPLE = 4096  # bytes sampled of each tensor for the fingerprint, if there is no commit
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The transformers configuration in `folder`; no code of the checkpoint's own is ever run.
+    """The transformers configuration in `folder`; the checkpoint's own code is never run.
 
     Raises:
-        CheckpointError: no config.json, one that cannot be read, or a model that is no MoE of a family in FAMILIES.
+        CheckpointError: no config.json, one that cannot be read, or a model that is not an MoE of a family in FAMILIES.
     """
     path = folder / "config.json"
     try:
@@ -73,7 +73,7 @@ def read_config(folder: Path) -> PretrainedConfig:
             raise ValueError(f"its experts use {config.hidden_act!r}; floe-chat computes {family.activation}")
     except CheckpointError:
         raise
-    # Each of transformers' configurations raises what it likes, down to ZeroDivisionError.
+    # transformers' configurations raise all kinds of errors, down to ZeroDivisionError.
     except Exception as error:
         raise CheckpointError(f"{path} does not describe a model", str(error), "Download it again.") from error
     return config
@@ -93,7 +93,7 @@ class Checkpoint:
     Attributes:
         config: transformers' configuration. family: its names. float16: float16 or bfloat16, what 16-bit widths store.
         exact: False when the weights are wider than 16 bit, so that 16-bit widths round them.
-        folder: where its small files lie. places: published tensor name -> (shard, place), shards in order.
+        folder: with its small files. places: published tensor name -> (shard, place), shards in order.
 
     Raises:
         CheckpointError: there is no such model, or its files contradict each other; says which and how.
@@ -131,7 +131,7 @@ class Checkpoint:
         return [name for name in self.places if name not in experts]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor by its published name, in memory of its own.
+        """One tensor by its published name, in its own memory.
 
         Raises:
             CheckpointError: the shard that should hold it is missing or damaged. FloeError: it cannot be had.
@@ -150,7 +150,9 @@ class Checkpoint:
         return raw.view(_dtype(name, place)).view(place.shape)
 
     def fingerprint(self) -> str:
-        """A sha256 that stands for these weights: where every tensor lies, and the commit, or samples of the bytes."""
+        """A sha256 that identifies these weights: the place of every tensor, and the commit, or samples of
+        the bytes.
+        """
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for name, (file, place) in self.places.items():
             digest.update(repr((name, file, place.dtype, place.shape, place.start, place.end)).encode())
@@ -209,7 +211,7 @@ def _folder_of(shelf: Shelf) -> Path:
 
 
 def _places(shelf: Shelf) -> dict[str, tuple[str, TensorPlace]]:
-    """Published tensor name -> shard and place; by the index where the model has one, which has to agree."""
+    """Published tensor name -> shard and place; an index, if there is one, has to agree."""
     headers = shelf.headers()
     index = _index(shelf)
     if index is not None:

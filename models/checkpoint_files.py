@@ -1,4 +1,4 @@
-"""Where a checkpoint's files come from: a folder with all of them, or a hub from which they arrive one by one."""
+"""The sources of a checkpoint's files: a folder with all of them, or a hub from which they arrive one by one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TensorPlace:
 
 
 class Shelf(Protocol):
-    """A checkpoint's files as a packer asks for them.
+    """A checkpoint's files, in the interface that a packer needs.
 
     Attributes:
         name: for people. commit: of the published model, where there is one.
@@ -86,11 +86,11 @@ class Shelf(Protocol):
         ...
 
     def done(self, file: str) -> None:
-        """This shard is not read again; if it was fetched, it may be deleted."""
+        """Called when a shard will not be read again; if it was downloaded, it may be deleted."""
         ...
 
     def order(self, files: Sequence[str]) -> None:
-        """The order in which shards will be asked for: fetch ahead, with at most two unread ones on the disk."""
+        """Announce the order in which shards will be read: fetch ahead, with at most two unread ones on the disk."""
         ...
 
 

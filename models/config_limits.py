@@ -1,6 +1,6 @@
-"""What the numbers of a configuration may be: far beyond every published model, and small enough to compute with.
+"""Limits for a configuration's numbers: far beyond every published model, and small enough to compute with.
 
-A config.json comes from a hub or in a pack. Everything that reads one asks here before it makes a list, a table or a
+A config.json comes from a hub or in a pack. All code that reads one checks here before it makes a list, a table or a
 tensor of such a size.
 """
 
@@ -34,7 +34,7 @@ _MOST_EXPERTS = 1 << 17  # of all layers: 30,720
 
 
 def out_of_range(name: str, value: Any) -> str | None:
-    """Why a configuration's value cannot be, as a sentence; None where it can."""
+    """Why a configuration's value is impossible, as a sentence; None if it is possible."""
     if name in SIZES:
         least, most = SIZES[name]
         if type(value) is not int:
@@ -49,7 +49,7 @@ def out_of_range(name: str, value: Any) -> str | None:
 
 
 def problem(values: Mapping[str, Any]) -> str | None:
-    """Why the values of a configuration, by their names in config.json, describe no model; None where they do.
+    """Why a configuration's values, by their names in config.json, describe no model; None if they do.
 
     Only the values that are given are checked, and None is accepted where transformers accepts it.
     """
@@ -75,7 +75,7 @@ def problem(values: Mapping[str, Any]) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """A value of somebody else's in an error message: never long."""
+    """An untrusted value for an error message, shortened."""
     text = f"{value:,}" if type(value) is int and abs(value) < 1 << 64 else ascii(value) if type(value) is str else ""
     text = text or (f"{value:g}" if type(value) is float else f"a {type(value).__name__}")
     return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,4 +1,4 @@
-"""A pack's config.json, read as transformers would read it, without importing transformers.
+"""Reads a pack's config.json as transformers would, without importing transformers.
 
 Only plain files are read here: of the families in families/, with fields of the expected types and the usual rope.
 transformers reads all others, and the log says why.
@@ -73,7 +73,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "clip_qkv": (float, NoneType),
     "norm_topk_prob": (bool,),
 }
-# What a family does not have, and what transformers takes for what config.json leaves out in each family.
+# What a family does not have, and transformers' defaults in each family for what config.json leaves out.
 _DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
@@ -118,7 +118,7 @@ def parse(fields: Any) -> Config:
     if involved := [name for name in _INVOLVED if fields.get(name) is not None]:
         raise ValueError(f"it has {involved[0]}")
     given = dict(fields)
-    experts = given.pop("num_experts", None)  # the same by the other family's name
+    experts = given.pop("num_experts", None)  # the same under the other family's name
     if experts is not None and given.setdefault("num_local_experts", experts) != experts:
         raise ValueError("it has two numbers of experts")
     defaults = _DEFAULTS | dict(family.defaults)
@@ -146,7 +146,7 @@ def _rope(fields: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Leave to transformers what it would refuse, or what would need its code."""
+    """Leave to transformers what it would refuse, or what needs its code."""
     values = {name: getattr(config, name) for name in _TYPES} | config.rope_parameters
     if cause := config_limits.problem(values):
         raise ValueError(cause)

@@ -1,4 +1,4 @@
-"""The one family of errors that a person sees: what happened, why, and what to do."""
+"""The one family of errors that users see: what happened, why, and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FloeError(Exception):
     Args:
         title: what happened, a short sentence without a full stop.
         cause: why, in the terms of the thing that failed.
-        hint: what the person can do about it.
+        hint: what the user can do about it.
 
     Each part is cut at 2,000 characters: causes quote files and answers of other programs.
     `exit_code` follows the command line's convention: 1 failure, 2 usage, 3 try again.
@@ -31,13 +31,13 @@ class FloeError(Exception):
 
 
 class UsageError(FloeError):
-    """The person asked for something that does not exist or cannot be combined."""
+    """The user asked for something that does not exist or cannot be combined."""
 
     exit_code = 2
 
 
 class TryAgainError(FloeError):
-    """Nothing is wrong with the request; the same call may work later."""
+    """The request is fine; the same call may work later."""
 
     exit_code = 3
 
@@ -67,11 +67,11 @@ class NoCheckpointError(CheckpointError):
 
 
 class HubError(FloeError):
-    """A hub that lacks what was asked for, or sends something else."""
+    """A hub that lacks the requested data, or sends something else."""
 
 
 class AccessError(HubError):
-    """A hub that wants a token, or one with more rights: another token helps, the same request again does not."""
+    """A hub that requires a token, or one with more rights: another token helps, repeating the request does not."""
 
 
 def _cut(text: str) -> str:

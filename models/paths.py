@@ -1,4 +1,4 @@
-"""Paths as people write them, and names of folders as notes hold them."""
+"""Paths as people write them, and folder names as saved in notes."""
 
 from __future__ import annotations
 

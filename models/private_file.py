@@ -1,5 +1,5 @@
-"""The one way to make, replace and read files. The user's own are closed to others, whatever the umask; nothing here
-waits for a pipe or reads a device; a file is replaced whole or not at all, also after a power cut or on a full disk.
+"""The only way to create, replace and read files. The user's own are closed to others, whatever the umask; nothing here
+waits for a pipe or reads a device; a file is replaced atomically, even in case of a power cut or a full disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .errors import FloeError, UsageError
 
 MODE = 0o600
 SHARED = 0o666
-"""What the umask leaves of it: the mode of packs, which several users may read."""
+"""Before the umask applies: the mode of packs, which several users may read."""
 
 _PARTIAL = ".floe-chat-"  # how the name of a file begins that is being written, followed by the process
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -55,7 +55,7 @@ def make_folder(folder: Path) -> None:
 
 
 def own_folder(folder: Path) -> None:
-    """Make a folder that only this program uses, and take away what others may do in one that exists.
+    """Make a folder that only this program uses, and remove other users' access if it exists.
 
     One that is a link stays as it is: its owner chose that place.
 
@@ -67,7 +67,7 @@ def own_folder(folder: Path) -> None:
 
 
 def own_file(file: Path) -> None:
-    """Take away what others may do with a file that only this program uses; the target of a link stays as it is.
+    """Remove other users' access to a file that only this program uses; the target of a link stays as it is.
 
     Raises:
         OSError: its mode cannot be changed.
@@ -108,7 +108,7 @@ def replacing(file: Path, mode: int = MODE, *, durable: bool = True) -> Generato
 
 
 def _tidy(folder: Path) -> None:
-    """Delete what processes that were killed were writing there."""
+    """Delete the remains of killed processes."""
     for left in folder.glob(f"{_PARTIAL}*.part"):
         import psutil
 

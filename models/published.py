@@ -10,5 +10,5 @@ PUBLISHED = tuple(
         key=lambda entry: (entry.chat is None, entry.sizes.parameters),
     )
 )
-"""In the order in which they are listed where no machine is known (`engine.plan.in_order` knows one): the smallest that
+"""In the order in which they are listed if no machine is known (`engine.plan.in_order` knows one): the smallest that
 can chat first, base models last."""

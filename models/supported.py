@@ -1,5 +1,6 @@
-"""Which models floe-chat can set up, and for the others the reason: their format, their family, or that they have no
-experts. By the name that a person typed, and by the fields of a config.json."""
+"""Which models floe-chat can set up, and why not the others: their format, their family, or that they have no experts.
+Decided by the typed name, and by the fields of a config.json.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ _FORMATS = (
     (r"mlx", "MLX"),
     (r"(bnb-)?(4|8)bit|int[48]|nf4|[mn]?x?fp[48]", "Quantized weights"),
 )
-# Mixture-of-Experts families that are not supported yet: model_type, what they are called, what their models' names
-# look like (in lower case, with hyphens for all other signs).
+# Mixture-of-Experts families that are not supported yet: model_type, name, and a pattern of their models' names (in
+# lower case, with hyphens for all other signs).
 _OTHERS = (
     ("qwen3_next", "Qwen3-Next", r"qwen-?3-next"),
     ("qwen3_5_moe", "Qwen3.5 MoE", r"qwen-?3-[5-9]-.*a\d+b|qwen-?3-[5-9]-moe"),

@@ -20,7 +20,7 @@ def import_library() -> None:
 
 @contextmanager
 def untimed() -> Generator[None]:
-    """Stop the clock that counts this process's computing, if one runs (see chat_worker.py), for what is ours."""
+    """Pause the limit on this process's computing time, if there is one (see chat_worker.py), for our own work."""
     if not hasattr(signal, "setitimer"):
         yield
         return

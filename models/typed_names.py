@@ -1,4 +1,4 @@
-"""What people type for a model: hub addresses, parts of names, misspellings. Pure text, no disk and no network."""
+"""Model names as people type them: hub addresses, parts of names, misspellings. Pure text, no disk and no network."""
 
 from __future__ import annotations
 

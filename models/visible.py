@@ -7,7 +7,8 @@ import re
 _LONGEST_NAME = 200  # characters
 
 CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-"""What never reaches a terminal as it is, for a regular expression's brackets: control characters but newline and tab,
+"""Characters that never reach a terminal unchanged, for a regular expression's brackets: control characters but newline
+and tab,
 Unicode's direction overrides, and halves of surrogate pairs."""
 
 _CONTROL = re.compile(f"[{CONTROLS}]")

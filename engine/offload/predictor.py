@@ -86,7 +86,7 @@ class PartialPredictor(GatePredictor):
     """The next layer's attention and router on this layer's partial output: nothing, or that of its resident experts
     (importance-driven scheduling section 5.2).
 
-    Predicts far more experts and neurons correctly than the others, at the cost of a second pass through attention.
+    Predicts far more of the needed experts and neurons than the others, at the cost of a second pass through attention.
 
     Args:
         ahead: of the decoder, which has the residual stream and the keys and values: layer and its output, (B, H) or

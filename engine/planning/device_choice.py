@@ -39,7 +39,8 @@ from .memory_plan import DeviceShares, Needs
 from .rates import measured_rates
 
 THROTTLED = "throttled:"
-# What cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while running.
+# Defaults for what cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while
+# running.
 GUESS = Rates(
     link_bytes_s=10e9,
     link_latency_s=1e-5,
@@ -56,9 +57,9 @@ class Choice:
     """Where to open a pack.
 
     Attributes:
-        place: torch's name of the device. why: in words. shares: how the device's memory is shared out.
+        place: torch's name of the device. why: in words. shares: the division of the device's memory.
         make: the device of a pool of rows; None where there is no pool.
-        budget: bytes of device memory that weights, keys and values may take; None where the CPU computes in RAM.
+        budget: bytes of device memory that weights, keys and values may take; None if the CPU computes in RAM.
         cap: bytes that torch may take of a GPU, see `enforce`; None where there is no GPU.
     """
 
@@ -70,9 +71,10 @@ class Choice:
     cap: int | None = None
 
     def enforce(self) -> None:
-        """Have torch refuse what goes beyond the memory that may be used; the driver's own (0.3 to 0.5 GB) is not its.
+        """Make torch refuse allocations beyond the memory that may be used; the driver's own 0.3 to 0.5 GB are not
+        included.
 
-        Called before anything is put on the GPU. Without it a limit held for the pool alone.
+        Called before anything is put on the GPU. Without it the limit would apply only to the pool.
         """
         if self.cap is not None:
             share = min(1.0, self.cap / torch.cuda.mem_get_info(self.place)[1])
@@ -143,7 +145,7 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice
     why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile"
 
     def make(wanted: TransferMode) -> Device:
-        # What is read in place is not packed. The papers' cards stage, so that is what "auto" means here.
+        # Rows read in place are not packed. The papers' cards use staging, so that is what "auto" means here.
         own = dataclasses.replace(card, pack_bytes_s=math.inf) if wanted == "in place" else card
         device = VirtualDevice(own, needs.row, needs.hidden, needs.dense // needs.layers)
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
@@ -177,7 +179,7 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
 
 
 def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer]) -> Device:
-    """A device with the transfer that is best for its link here, and with the rates it had last time."""
+    """A device with the best transfer for its link here, and with the rates saved last time."""
     rows = layers[0].rows
     kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)
     rates = Rates.load(kept) or measured_rates(rows.layout, rows.data.shape[1], GUESS, ends.place)
@@ -194,6 +196,6 @@ def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offl
     shares, device = choice.shares, choice.make(parts.transfer)
     try:
         return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys)
-    except Exception:  # whatever it was: it is raised again, once the device and what it pins are let go
+    except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()
         raise

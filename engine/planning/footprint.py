@@ -1,4 +1,4 @@
-"""What a model takes at given widths, in bytes: by its architecture alone, as packing would lay it out."""
+"""A model's size at given widths, in bytes, computed from its architecture, as packing would lay it out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...models.packing.pack import PackSpec
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes, of one layer where the name does not say otherwise.
+    """Sizes in bytes, of one layer unless the name says otherwise.
 
     Attributes:
         attention: the four projections. head: of the whole model. kept: embedding, routers and norms of the whole
@@ -57,7 +57,7 @@ class Footprint:
 
     @property
     def dense(self) -> int:
-        """All that is no expert's, as it lies on the disk."""
+        """Everything but experts, as stored on the disk."""
         return self.sizes.layers * self.attention + self.head + self.kept
 
     @property
@@ -88,7 +88,7 @@ class Footprint:
 
 
 def kv_element(dense: int) -> int:
-    """Bytes of a number among the keys and values on the CPU, where the dense part has so many bits (see `layers`)."""
+    """Bytes of a number in keys and values on the CPU, if the dense part has this many bits (see `layers`)."""
     return 4 if dense == 16 else 2
 
 

@@ -1,7 +1,7 @@
 """The machine that a plan is made for: this one, one that was described, or a graphics card from the list.
 
-Memory counts as installed, less a reserve for the system and other programs: what happens to be free this second is no
-ground for a choice that lasts. Everything that nobody said or measured is assumed, and every assumption is listed.
+Memory counts as installed, less a reserve for the system and other programs: memory that happens to be free now is no
+basis for a lasting choice. Everything not given or measured is assumed, and every assumption is listed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .measured_figures import figures
 from .rates import GPU_REACHED, Measured
 from .speed_estimate import Speeds
 
-MEASURED_DOUBT, ASSUMED_DOUBT = 0.15, 0.35  # by what share rates may be off
-PACKED = 1 / 3  # of a linear read, what the CPU packs rows at (assets/devices.json, pack_bytes_s)
+MEASURED_DOUBT, ASSUMED_DOUBT = 0.15, 0.35  # share by which rates may be off
+PACKED = 1 / 3  # share of a linear read at which the CPU packs rows (assets/devices.json, pack_bytes_s)
 NO_CARD = "none"
-FREE = 0.8  # of the memory that is counted on, less than which being free now is worth a word
+FREE = 0.8  # share of the memory counted on; if less is free now, the plan says so
 AGAIN = "floe-chat doctor --measure"
 
-# What is assumed where neither a measurement nor an option says it.
+# Assumptions, where neither a measurement nor an option gives a value.
 CPU_BYTES_S = 30e9  # two channels of DDR4
 GPU_BYTES_S = 272e9 * GPU_REACHED  # RTX 4060, the slowest of the common cards in assets/devices.json
 GPU_FLOPS = 25.5e12 * GPU_REACHED  # RTX 3060, likewise
@@ -37,12 +37,12 @@ SYSTEM_SHARE, SYSTEM_MOST = 0.15, 3 << 30  # of a machine's RAM, for the system,
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a plan needs to know, in bytes and bytes per second.
+    """The figures of a machine that a plan needs, in bytes and bytes per second.
 
     Attributes:
         name: in words. ram: installed less `reserve`, for our files in the page cache too. vram: of the GPU, 0 without
-            one. disk_free: None where it does not matter. cores: physical. doubt: by what share its rates may be off.
-            told: by subject, where its figures are from and what was assumed, in sentences.
+            one. disk_free: None if it does not matter. cores: physical. doubt: share by which its rates may be off.
+            told: by subject, the sources of its figures and the assumptions, in sentences.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A machine as options describe it; None is what they leave out.
+    """A machine described by options; None for what they leave out.
 
     Attributes:
         card: a name that `cards.named` knows, or NO_CARD. vram, ram: installed bytes. pcie: generation and lanes.
@@ -79,7 +79,7 @@ class Described:
 
 
 def reserve(ram: int) -> int:
-    """Bytes of a machine's RAM that are left to the system, the desktop and other programs."""
+    """Bytes of a machine's RAM left to the system, the desktop and other programs."""
     return min(int(ram * SYSTEM_SHARE), SYSTEM_MOST)
 
 
@@ -135,7 +135,7 @@ def _of_ram(ram: int) -> str:
 
 
 def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str]) -> Speeds:
-    """A GPU's rates as they were measured, or those of a slow card of today."""
+    """A GPU's measured rates, or those of a slow current card."""
     if rates.GPU not in known:
         told["gpu"] = f"The GPU reads its memory at {rate(GPU_BYTES_S)}: assumed, as for a slow current card."
     if rates.PINNED not in known:
@@ -152,7 +152,7 @@ def described(said: Described, base: Machine) -> Machine:
     """The machine that `said` describes; the rest is taken from `base`, or from the card's usual machine.
 
     Raises:
-        UsageError: no such card, or the memory or link of none.
+        UsageError: no such card, or memory or a link without a card.
     """
     if said.card == NO_CARD:
         machine = _without_gpu(said, base)
@@ -169,7 +169,7 @@ def described(said: Described, base: Machine) -> Machine:
         told["ram"] = _of_ram(said.ram)
     if said.cpu_bytes_s is not None:
         told.pop("cpu", None)
-        # Kernels measured here reach about the same share of another memory's rate; prompts are bound by arithmetic.
+        # Kernels reach about the same share of another memory's rate as here; prompts are bound by arithmetic.
         factor = said.cpu_bytes_s / speeds.read
         cpu = {name: rate * (1 if name.startswith("prompt") else factor) for name, rate in speeds.cpu.items()}
         speeds = dataclasses.replace(speeds, read=said.cpu_bytes_s, cpu=cpu)
@@ -210,7 +210,7 @@ def _linked(speeds: Speeds, said: Described, told: dict[str, str]) -> Speeds:
 
 def of_card(card: Card, base: Machine) -> Machine:
     """A card and its usual machine; RAM and disk are taken from `base`, since a card's profile has none."""
-    flops_per_byte = 1.5 * 4 * 4096 / 4608  # three matrices' work, counted by the bytes of 4-bit rows
+    flops_per_byte = 1.5 * 4 * 4096 / 4608  # the work of three matrices, per byte of 4-bit rows
     speeds = Speeds(
         read=card.cpu_bytes_s,
         cpu={"prompt 4 bit": card.cpu_flops / flops_per_byte},

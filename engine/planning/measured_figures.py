@@ -1,5 +1,5 @@
 """Figures that stand in for measurements of this machine or model: assets/figures.json, written by the benchmarks that
-measured them (tests/bench/plan_figures.py). The file says for each with which command, when and where.
+measured them (tests/bench/plan_figures.py). For each figure the file names the command, date and machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ByBits = Mapping[str, Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What plans count with.
+    """The figures that plans use.
 
     Attributes:
         quantization: quality loss, in nats of mean KL divergence, of one part ("up", "gate", "down", "dense") at so
@@ -27,8 +27,8 @@ class Figures:
             chosen experts' neurons that are active. dropped: router's score, relative to the mean, below which experts
             are dropped -> share of expert work left out.
         hits: share of a model's rows in the pool -> share of the wanted rows that are there. recall: of active neurons
-            by the default predictor; as much of what it fetches is used.
-        kernels: of the rate of a linear read, what our CPU kernels reach, by kind and bits.
+            by the default predictor; the same share of what it fetches is used.
+        kernels: share of a linear read's rate that our CPU kernels reach, by kind and bits.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
         host_s, host_gpu_s, host_pool_s: the host's own time for one layer and token on the CPU, beside a GPU that
             holds all rows, and with a pool.

@@ -1,4 +1,4 @@
-"""How memory is shared out: what a model takes of a device's memory and of RAM, and how many rows fit beside the rest.
+"""How memory is divided: a model's needs in device memory and RAM, and how many rows fit beside the rest.
 
 `device_choice.py` asks when a pack is opened, `options.py` before anything is downloaded.
 """
@@ -17,26 +17,27 @@ from .. import context
 from ..decoder.kv_cache import GROUP
 from .footprint import Footprint, kv_element
 
-Place = Literal["gpu", "pool", "cpu"]  # all of it on the device, a pool of its rows there, or all of it in RAM
+Place = Literal["gpu", "pool", "cpu"]  # all on the device, a pool of rows there, or all in RAM
 
-KEPT_FREE = 0.08  # of the GPU memory that may be used, for a step's own tensors and for the desktop
-CONTEXT = 4096  # tokens whose keys and values are reserved, at the most
+KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
+CONTEXT = 4096  # the most tokens whose keys and values are reserved
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
-RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # of usable RAM, what stays free
+RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
 
 def budget(vram: int) -> int:
-    """Of so much GPU memory, what weights, keys and values may take."""
+    """The part of this much GPU memory that weights, keys and values may take."""
     return int(vram * (1 - KEPT_FREE))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceShares:
-    """A device's memory, shared out.
+    """The division of a device's memory.
 
     Attributes:
         rows: those that are on the device. keys: bytes reserved for keys and values beside them.
-        window: tokens of the longest chat, which may take memory from the rows. reserved: of the longest that does not.
+        window: tokens of the longest chat, which may take memory from the rows. reserved: of the longest chat that does
+            not.
         uses: bytes by use.
     """
 
@@ -49,13 +50,13 @@ class DeviceShares:
 
     @classmethod
     def none(cls, window: int) -> DeviceShares:
-        """Where the CPU computes in RAM."""
+        """The shares if the CPU computes in RAM."""
         return cls("cpu", 0, 0, window, window, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model takes of device memory, in bytes.
+    """A model's needs in device memory, in bytes.
 
     Attributes:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
@@ -97,7 +98,7 @@ class Needs:
 
     @classmethod
     def of_footprint(cls, takes: Footprint, context: int) -> Needs:
-        """Of a model that is not packed yet, on a GPU."""
+        """The needs of a model that is not packed yet, on a GPU."""
         sizes = takes.sizes
         return cls(
             dense=takes.dense,
@@ -114,20 +115,20 @@ class Needs:
         )
 
     def least(self) -> int:
-        """The fewest bytes that work: all that is fixed, and the rows that one token can need in one layer."""
+        """The fewest bytes that work: all fixed parts, and the rows that one token can need in one layer."""
         return self._fixed() + self._working()
 
     def whole(self) -> int:
-        """Bytes with which all rows fit the device."""
+        """The bytes for which all rows fit the device."""
         return self._weights() + self.context * self._kv_as_it_grows()
 
     def fits(self, place: Place, budget: int) -> bool:
-        """Whether so many bytes are enough in this place; RAM is not looked at."""
+        """Whether this many bytes are enough in this place; RAM is not considered."""
         return place == "cpu" or budget >= (self.whole() if place == "gpu" else self.least())
 
     def share_out(self, place: Place, budget: int, window: int) -> DeviceShares:
-        """Share a device's memory out. A chat takes memory from the rows of a pool too, all but what one token can need
-        in one layer; where all rows are on the device, they can give none away.
+        """Divide a device's memory. A chat also takes memory from the rows of a pool, all but what one token can need
+        in one layer; if all rows are on the device, they give none away.
 
         Args:
             window: tokens of the model's own longest chat.
@@ -160,7 +161,7 @@ class Needs:
         return self.dense + self.up + self.rows
 
     def _kv_as_it_grows(self) -> int:
-        """Bytes of a token's keys and values where they grow by copying: one group of layers is there twice then."""
+        """Bytes of a token's keys and values if they grow by copying: one group of layers then exists twice."""
         return self.kv + self.kv * min(GROUP, self.layers) // self.layers
 
     def _working(self) -> int:
@@ -183,11 +184,12 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class RamShares:
-    """RAM, shared out.
+    """The division of RAM.
 
     Attributes:
         uses: bytes by use: the "pages" of the pack that are in it, those that are "lacking", and what stays "free".
-        share: of what is read from RAM while answering, what fits there. missing: bytes without which it does not work.
+        share: share of what is read from RAM while answering that fits there. missing: bytes without which it does not
+            work.
     """
 
     uses: Mapping[str, int]
@@ -196,11 +198,11 @@ class RamShares:
 
 
 def share_ram(ram: int, takes: Footprint, place: Place, pool: float, context: int) -> RamShares:
-    """Share out the RAM that programs may use, where a share `pool` of the rows is on the device."""
+    """Divide the RAM that programs may use, if a share `pool` of the rows is on the device."""
     stays = max(int(ram * RAM_SHARE), RAM_LEAST)
     uses, mapped = {"program": PROGRAM}, 0
     if place == "cpu":
-        # What a pack stores in 16 bits is computed in 32.
+        # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
         uses["context"] = kv_element(takes.spec.dense) * takes.kv * context
         mapped = takes.ups + takes.rows

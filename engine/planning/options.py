@@ -1,7 +1,6 @@
-"""What one model at some widths would be on a machine: where it is stored, what it needs, how fast it answers, and how
-good a choice that is (`worth`).
+"""One model at some widths on a machine: its place, its needs, its speed, and how good a choice it is (`worth`).
 
-Memory is shared out by memory_plan.py; the speed comes from speed_estimate.py.
+Memory is divided by memory_plan.py; the speed comes from speed_estimate.py.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ WIDTHS = (
     PackSpec(2, 2, 2, 4),
 )
 DISK_FREE = 1 << 30  # bytes of the disk that stay free
-USABLE = 0.5  # tokens/s; a slower plan counts as none
+USABLE = 0.5  # tokens/s; slower plans do not count
 
 # The rule of the recommendation: what `worth` weighs.
-WORTH = 0.035  # nats of quality loss that twice the speed outweighs
+WORTH = 0.035  # nats of quality loss outweighed by twice the speed
 ENOUGH = 20.0  # tokens/s, faster than most people read
-BEYOND = 1 / 3  # of that is what twice the speed outweighs above it
-CLEARLY = 0.1  # doublings by which an option has to be better than the usual bits, or than more exact ones
-FROM_DISK = 1.0  # doublings of speed that reading from the disk costs besides, since it slows the whole machine down
-_DISK_SHARE = 0.05  # of what a token reads, from which all of that counts
-_ROUTES_ALIKE = ((0.0, 0.0), (1.0, 1.0))  # the pool finds no more than its share
-_LUCK = 1.15  # times as many rows found, at the best
+BEYOND = 1 / 3  # share of that which twice the speed outweighs above it
+CLEARLY = 0.1  # doublings by which an option must be better than the usual bits, or than more exact ones
+FROM_DISK = 1.0  # extra cost of reading from the disk, in doublings of speed, since it slows down the whole machine
+_DISK_SHARE = 0.05  # share of a token's reads from which all of that counts
+_ROUTES_ALIKE = ((0.0, 0.0), (1.0, 1.0))  # the pool's hit rate is only its share
+_LUCK = 1.15  # times as many rows found, at best
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +55,15 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A model at some widths on the machine, in the place where it would be fastest.
+    """A model at some widths on the machine, in its fastest place.
 
     Attributes:
         spec: bits. kl: quality loss of these widths, see `rounding`. place: "gpu" for all of it there, "pool" for the
             dense part, the up projections and some rows, or "cpu".
         vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that are in it, and
             those that are "lacking"; of the disk the "pack", and the "peak" while packing.
-        pool_rows, pool_share: of the rows, those in the pool. ram_share: of what is read from RAM while answering,
-            what fits there; the rest comes from the disk.
+        pool_rows, pool_share: rows in the pool. ram_share: share of what is read from RAM while answering that fits
+            there; the rest comes from the disk.
         missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
         token: one token's seconds by part. decode, prefill: tokens per second.
     """
@@ -85,7 +84,7 @@ class Option:
 
     @property
     def works(self) -> bool:
-        """Whether it fits, and answers fast enough to be of use."""
+        """Whether it fits, and answers fast enough to be useful."""
         return not self.missing and self.decode.mid >= USABLE
 
     @property
@@ -119,7 +118,7 @@ def rounding(spec: PackSpec) -> float:
 
 
 def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk: Mapping[str, int]) -> Option | None:
-    """In this place; None where the GPU has no room for it."""
+    """The option in this place; None if the GPU has no room for it."""
     needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
     if not needs.fits(place, budget):
         return None
@@ -162,7 +161,7 @@ def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk
 
 
 def _disk(entry: Entry, takes: Footprint, keep_source: bool) -> dict[str, int]:
-    """Bytes on the disk afterwards, and at most meanwhile."""
+    """Bytes on the disk afterwards, and the peak meanwhile."""
     if entry.packed:
         return {"pack": 0, "peak": 0}
     source = 0

@@ -28,10 +28,10 @@ class Plan:
     """What to do with a model on a machine.
 
     Attributes:
-        context: tokens whose keys and values have room. chosen: the recommended option, None where nothing works.
-            options: all widths that were considered, the most exact first. why: sentences. missing: bytes by "ram" or
-            "disk" that the smallest lacks, where nothing works. instead: what would work, in words.
-        download_s, pack_s: seconds, None where there is nothing to fetch or pack, or no rate is known.
+        context: tokens whose keys and values have room. chosen: the recommended option, None if nothing works.
+            options: all widths considered, most exact first. why: sentences. missing: bytes by "ram" or "disk" that the
+            smallest lacks, if nothing works. instead: what would work, in words.
+        download_s, pack_s: seconds, None if there is nothing to fetch or pack, or no rate is known.
     """
 
     entry: Entry
@@ -89,8 +89,9 @@ def make(
 
 
 def in_order(plans: Iterable[Plan]) -> list[Plan]:
-    """The order in which a person should see them: models that run here before others, those that can chat before base
-    models, and the smaller first, since a person who is new wants an answer soon."""
+    """The order in which to show them: models that run here before others, chat models before base models, and smaller
+    ones first, since a new user wants an answer soon.
+    """
     return sorted(
         plans,
         key=lambda plan: (plan.chosen is None, plan.entry.chat is None, plan.entry.sizes.parameters, plan.entry.name),
@@ -119,7 +120,7 @@ def _choose(options: Sequence[Option]) -> Option | None:
 
 
 def _widths(entry: Entry) -> tuple[PackSpec, ...]:
-    """Those of the pack, if the model is packed already."""
+    """The widths to consider; only the pack's own if the model is packed already."""
     if not entry.packed or entry.folder is None:
         return WIDTHS
     widths = Manifest.read(entry.folder).widths

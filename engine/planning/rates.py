@@ -1,7 +1,7 @@
-"""What this machine reaches, measured once and saved: memory, our CPU kernels, the way to the GPU, the disk.
+"""This machine's speeds, measured once and saved: memory, our CPU kernels, the link to the GPU, the disk.
 
-Figures are bytes per second under names such as "rows 4 bit"; "gpu flops" are operations. One that cannot be measured
-is a reason instead. Everything takes a few seconds at the most.
+Figures are bytes per second under names such as "rows 4 bit"; "gpu flops" are operations. If one cannot be measured, a
+reason takes its place. Everything takes a few seconds at most.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ READ, DISK, PINNED, PAGEABLE, GPU, FLOPS = (
     "gpu",
     "gpu flops",
 )
-GPU_REACHED = 0.7  # of a copy within the GPU, what kernels on codes reach (see cards.REACHED)
+GPU_REACHED = 0.7  # share of a copy within the GPU that kernels on codes reach (see cards.REACHED)
 UP_WIDTHS, ROW_WIDTHS, DENSE_WIDTHS = (2, 3, 4), (2, 3, 4), (4, 8)
 
 _TURNS = 5
-_LEAST, _MOST = 64 << 20, 256 << 20  # bytes that the CPU's kernels take turns in: twice the last cache, within these
+_LEAST, _MOST = 64 << 20, 256 << 20  # bytes that CPU kernels work through: twice the last cache, within these
 _BATCH_TOKENS, _BATCH_NEURONS = 32, 1024
 _COPIED = 256 << 20
-_SQUARE = 4096  # of the matrices whose product tells the GPU's arithmetic
+_SQUARE = 4096  # size of the matrices whose product measures the GPU's arithmetic
 
 
 @dataclass(frozen=True, slots=True)
 class Measured(saved_figures.Record):
-    """Rates by name, reasons of those that could not be measured, when (ISO 8601), and how many cores other programs
-    kept busy meanwhile."""
+    """Rates by name, reasons for missing ones, the time (ISO 8601), and how many cores other programs kept busy
+    meanwhile.
+    """
 
     rates: Mapping[str, saved_figures.Rate]
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -57,12 +58,12 @@ class Measured(saved_figures.Record):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other programs make these rates too low."""
+        """Whether other programs made these rates too low."""
         return self.busy > load.BUSY
 
 
 def kept_file() -> Path:
-    """Where this machine's rates are kept."""
+    """The file with this machine's rates."""
     return saved_figures.rates_folder() / f"{hardware.machine_id()}-machine.json"
 
 
@@ -73,7 +74,7 @@ def reliable() -> Measured | None:
 
 
 def measure(folder: Path, report: Callable[[str], None]) -> Measured:
-    """Measure everything, on the first GPU and on the disk of `folder`, and keep it."""
+    """Measure everything, on the first GPU and on the disk of `folder`, and save it."""
     rates: dict[str, float] = {}
     reasons: dict[str, str] = {}
     others = load.Others()
@@ -82,7 +83,7 @@ def measure(folder: Path, report: Callable[[str], None]) -> Measured:
             report(name)
             try:
                 rates |= work()
-            # A probe that fails in whatever way is a line of the report; a driver raises what it likes.
+            # A failed probe becomes a line of the report, whatever it raised; drivers raise anything.
             except Exception as error:  # noqa: BLE001
                 reasons[name] = str(error).splitlines()[0] if str(error) else type(error).__name__
     measured = Measured(rates, reasons, datetime.now(UTC).isoformat(timespec="seconds"), others.cores())
@@ -91,10 +92,10 @@ def measure(folder: Path, report: Callable[[str], None]) -> Measured:
 
 
 def measured_rates(layout: RowLayout, neurons: int, guess: Rates, place: str = "cpu") -> Rates:
-    """Rates for rows of this layout to begin with, the CPU's and those of the GPU `place` measured in under 0.5 s.
+    """Initial rates for rows of this layout; those of the CPU and the GPU `place` are measured in under 0.5 s.
 
     Args:
-        neurons: of one expert. guess: what is not measured here, the link above all.
+        neurons: of one expert. guess: for what is not measured here, above all the link.
     """
     hidden = layout.gate.n
     with computing(None, hidden, neurons):
@@ -230,7 +231,7 @@ def _read() -> float:
 
 
 def _rate(work: Callable[[int], int], turns: int = _TURNS) -> float:
-    """The best of some turns, after one that warms up: what disturbs them says nothing about the machine."""
+    """The best of several runs after a warm-up: disturbances say nothing about the machine."""
     work(0)
     rates: list[float] = []
     for turn in range(1, turns + 1):
@@ -252,7 +253,7 @@ def _records(layout: RowLayout, experts: int, neurons: int) -> torch.Tensor:
 
 
 def _pairs(nbytes: int) -> int:
-    """Things of `nbytes` to take turns in, an even number: more than the last cache holds."""
+    """How many objects of `nbytes` to work through, an even number: more than the last cache holds."""
     wanted = min(max(2 * random_weights.last_level_cache(), _LEAST), _MOST)
     return max(2, 2 * math.ceil(wanted / nbytes / 2))
 

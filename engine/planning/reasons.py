@@ -12,7 +12,7 @@ from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
 from .options import DEFAULT, ENOUGH, WORTH, Option
 
-# What the two figures of quality mean, in the words that every page uses.
+# The meanings of bits and KL, in the words that every page uses.
 BITS = (
     "Bits: bits per weight, written up / gate and down / attention. Fewer are smaller and faster, and less exact; "
     "published models have 16."
@@ -37,7 +37,7 @@ _PARTS = {
 
 
 def describe(spec: PackSpec) -> str:
-    """Widths as every page writes them: "3/4/4" for up / gate and down / attention."""
+    """Widths as every page shows them: "3/4/4" for up / gate and down / attention."""
     rows = f"{spec.gate}" if spec.gate == spec.down else f"{spec.gate}+{spec.down}"
     return f"{spec.up}/{rows}/{spec.dense}"
 
@@ -60,7 +60,7 @@ def lacks(missing: Mapping[str, int]) -> str:
 
 
 def why_not(nearest: Option, missing: Mapping[str, int]) -> str:
-    """Why nothing works, by the option that is nearest to working."""
+    """Why nothing works, for the option that is nearest to working."""
     bits = f"{describe(nearest.spec)} bits"
     if nearest.missing:
         return f"Even with {bits}, {lacks(missing)} {'is' if len(missing) == 1 else 'are'} missing."
@@ -74,7 +74,7 @@ def why_not(nearest: Option, missing: Mapping[str, int]) -> str:
 
 
 def why(machine: Machine, entry: Entry, chosen: Option, options: Sequence[Option], context: int) -> tuple[str, ...]:
-    """The reasons for what was chosen."""
+    """The reasons for the choice."""
     return tuple(
         sentence
         for sentence in (

@@ -1,8 +1,8 @@
 """How fast a model would answer: the one cost model of plans.
 
-A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. Rows that are absent
-from the pool are split by the engine's own placement (`placement.share`, `placement.prefill`), as many as can be
-expected. What is expected comes from benchmarks (`figures.py`).
+A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
+absent rows is split by the engine's own placement (`placement.share`, `placement.prefill`). Expectations come from
+benchmarks (`measured_figures.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..quality_presets import Preset
 from .footprint import Footprint, kv_element
 from .measured_figures import Curve, figures
 
-PROMPT = 512  # tokens of the prompt whose speed is estimated, and that a decoded token looks back on
+PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 
 
 def at(curve: Curve, x: float) -> float:
-    """The value of a curve, straight between its points; its ends beyond them."""
+    """The value of a curve, linear between its points and constant beyond its ends."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x <= x1:
             return y0 + (y1 - y0) * max(0.0, x - x0) / (x1 - x0)
@@ -33,7 +33,7 @@ def at(curve: Curve, x: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TokenWork:
-    """What a token computes of the experts that its router chose.
+    """A token's work in the experts that its router chose.
 
     Attributes:
         calls: share of expert work that is not dropped by score. active: of their neurons. reached: of those, whose
@@ -48,13 +48,13 @@ class TokenWork:
     def of(cls, preset: Preset) -> TokenWork:
         """By a preset's rule."""
         rule = preset.rule
-        # Below the first score an expert is left out, between the two half of it.
+        # Below the first score an expert is left out, between the two only half of it.
         dropped = figures().dropped
         left_out = (at(dropped, rule.drop) + at(dropped, max(rule.drop, rule.major))) / 2
         calls = 1 - left_out
         active = at(figures().active, rule.sparsity) if rule.weighed else 1 - rule.sparsity
         reached = min(1.0, (1 - rule.product) / active) if rule.product and active else 1.0
-        # By weight, experts of a low score, which are left out first, have hardly an active neuron.
+        # With weighed thresholds, low-score experts, which are left out first, have hardly any active neurons.
         return cls(calls, min(1.0, active / calls) if rule.weighed else active, reached)
 
     @property
@@ -65,7 +65,7 @@ class TokenWork:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a machine reaches, in bytes and operations per second, and in seconds.
+    """A machine's speeds, in bytes and operations per second, and in seconds.
 
     Attributes:
         read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`.
@@ -92,7 +92,7 @@ class Speeds:
             return measured
         table = figures().kernels[what]
         nearest = min(table, key=lambda known: abs(known - bits))
-        # Where this machine was measured at other widths, its own kernels say more than other machines'.
+        # If this machine was measured at other widths, its own kernels predict better than other machines'.
         own = [rate / table[known] for known in table if (rate := self.cpu.get(f"{what} {known} bit"))]
         return table[nearest] * (sum(own) / len(own) if own else self.read)
 
@@ -114,7 +114,7 @@ class Speeds:
         return takes.row / self.of_cpu("rows", min(takes.spec.gate, takes.spec.down))
 
     def rates(self, takes: Footprint, work: TokenWork) -> Rates:
-        """For the engine's placement, which counts whole rows."""
+        """The rates for the engine's placement, which counts whole rows."""
         return Rates(
             link_bytes_s=self.link,
             link_latency_s=self.link_latency,
@@ -144,7 +144,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Seconds of one decoded token, by what takes them.
+    """Seconds of one decoded token, by part.
 
     Attributes:
         dense: attention and head. up: finding active neurons. rows: computing them, and waiting for absent ones.
@@ -169,7 +169,7 @@ class Token:
 def decode(
     takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve | None = None, context: int = PROMPT
 ) -> Token:
-    """What one token takes after `context` others. `curve`: rows found by rows held, None: as measured."""
+    """The time of one token after `context` others. `curve`: hit rate by pool share, None: as measured."""
     if held.gpu:
         return _on_gpu(takes, work, speeds, held, curve or figures().hits, 2 * takes.kv * context)
     return _on_cpu(takes, work, speeds, held, kv_element(takes.spec.dense) * takes.kv * context)
@@ -180,7 +180,7 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, kv_by
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + kv_bytes / speeds.read
-    # Pages of the disk bring their neighbours along: of an expert that is used, nearly all is read.
+    # Disk reads bring neighbouring pages along: of a used expert nearly all is read.
     absent = (1 - held.ram) * calls * (takes.up + sizes.intermediate * takes.row)
     return Token(
         dense=dense,
@@ -221,7 +221,7 @@ def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve
         up=layers * up,
         rows=layers * max(own + ahead, end),
         disk=layers * missing * row / speeds.disk if pooled else 0.0,
-        # Without a pool nothing makes the host wait for the device: the slower of the two counts.
+        # Without a pool the host never waits for the device: the slower of the two counts.
         host=layers * (host if pooled else max(0.0, host - dense - up - own)),
         hit=hit,
         moved=layers * copied * row,
@@ -229,7 +229,7 @@ def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve
 
 
 def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool) -> tuple[float, float]:
-    """When both lanes have ended, and how many rows went over the link."""
+    """The end of both lanes, and how many rows went over the link."""
     count = round(rows)
     if not count:
         return 0.0, 0.0
@@ -248,7 +248,7 @@ def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, token
     away = (1 - held.ram) * (1 - held.pool if held.gpu else 1) * rows / speeds.disk
     batch = speeds.of_cpu("prompt", 4)
     if not held.gpu:
-        # The kernels' rate counts rows alone, though an expert's up projection is in it: three matrices for two.
+        # The kernels' rate counts only rows, though it includes an expert's up projection: three matrices for two.
         dense = takes.attention * tokens / (1.5 * batch)
         compute = calls * sizes.intermediate * takes.row / batch
         layer = dense + max(compute, (rows + ups) / speeds.read) + away
@@ -262,7 +262,7 @@ def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, token
 
 
 def _experts_end(takes: Footprint, calls: float, rates: Rates, held: Held) -> tuple[float, float]:
-    """When the link and the CPU have ended with one layer's experts, which so many calls want."""
+    """The end of the link's and the CPU's work on one layer's experts, for this many calls."""
     experts = takes.sizes.experts
     counts = experts * [max(1, round(calls / experts))]
     nbytes = experts * [float(takes.sizes.intermediate * takes.row)]

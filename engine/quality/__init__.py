@@ -1,1 +1,1 @@
-"""How far a pack is from its source, and the presets that follow."""
+"""The distance of a pack from its source, and the presets derived from it."""

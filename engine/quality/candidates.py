@@ -28,17 +28,17 @@ from .source_model import SourceModel
 
 WEIGHED = Rule(weighed=True)
 MAJOR, WHOLE = 1, 2  # how many halves of an expert's neurons are computed
-RESIDENT_SHARE = 0.5  # of a layer's experts, where a setting or a figure depends on which are resident
+RESIDENT_SHARE = 0.5  # share of a layer's experts, if a setting or a figure depends on which are resident
 _FACTOR_BYTES = 1 + 4 / 64  # per value of a compensator's factors: 8-bit codes in groups of 64
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How experts are stored and what a token may skip. All at their defaults: the source itself.
+    """How experts are stored and what a token may skip. The defaults are the source itself.
 
     Attributes:
         up, gate, down: bits per weight. rank: of the low-rank compensator of the up projection, 0 for none.
-        rule: what a token may skip; `late` means nothing here, where all rows are there.
+        rule: what a token may skip; `late` has no effect here, since all rows are there.
     """
 
     up: int = 16
@@ -50,7 +50,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Taken:
-    """Work of experts per token: halves of experts looked at, neurons whose gate was read, and whose down."""
+    """Expert work per token: expert halves examined, neurons whose gate was read, and neurons whose down was read."""
 
     halves: float = 0.0
     active: float = 0.0
@@ -84,13 +84,13 @@ def together(parts: Iterable[Taken]) -> Taken:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a candidate computed and took.
+    """A candidate's results and costs.
 
     Attributes:
-        logits: (N, keep, V) float32, of the last positions of each window; called for when needed, since all of them
-            together may be large.
-        taken: of all layers. missed: the part of it that belongs to experts that were not resident, when the last
-            RESIDENT_SHARE of each layer's experts to be used are.
+        logits: (N, keep, V) float32, of the last positions of each window; a function, since all of them together may
+            be large.
+        taken: of all layers. missed: the part for absent experts, if the last used RESIDENT_SHARE of each layer's
+            experts is resident.
     """
 
     setting: Setting
@@ -140,7 +140,7 @@ def compute(
 
 
 class _Experts(nn.Module):
-    """Stands where a layer's experts stand; the first `lead` tokens calibrate, then `size` tokens of each setting."""
+    """Replaces a layer's experts; the first `lead` tokens calibrate, then `size` tokens of each setting."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Experts(nn.Module):
 
 
 class _Route:
-    """Where a setting sends its tokens: index, weights, halves and eases (B, K), and whether the expert was absent."""
+    """A setting's routing: index, weights, halves and eases (B, K), and whether the expert was absent."""
 
     def __init__(
         self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor, normalized: bool
@@ -204,7 +204,7 @@ class _Route:
                 probabilities, index, weights, resident, rule.alpha, normalized=normalized
             )
         self.index, self.weights = index, weights
-        # With limits of one, what a neuron must reach is what its expert's limit is multiplied by.
+        # With limits of one, the thresholds are the factors of the experts' limits.
         ones = Limits(torch.ones(rule.parts * experts))
         eases = kernels.select(index, weights, ones, rule).thresholds.view(*index.shape, rule.parts)
         self.halves = eases.isfinite().sum(-1) * (WHOLE // rule.parts)
@@ -220,7 +220,7 @@ class _Route:
 
 
 class _Expert:
-    """One expert at any width, with the thresholds that its calibration tokens ask for."""
+    """One expert at any width, with thresholds from its calibration tokens."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, seen: Tensor) -> None:
         self._gate, self._up, self._down, self._seen = gate.float(), up.float(), down.float(), seen
@@ -278,8 +278,8 @@ class _Expert:
     def _compensated(self, rounded: Tensor, rank: int) -> Tensor:
         """`rounded` plus the best product of two factors of `rank` for inputs like those seen.
 
-        What matters of the rounding error R is R · x: its columns are weighted by the inputs' root mean square before
-        the singular values are cut off.
+        The rounding error R matters through R · x: its columns are weighted by the inputs' root mean square before the
+        singular values are cut off.
         """
         if not rank:
             return rounded
@@ -291,7 +291,7 @@ class _Expert:
 
 
 def _rounded(matrix: Tensor, bits: int) -> Tensor:
-    """The values that a pack of that width stands for."""
+    """The values as a pack of that width represents them."""
     if bits == 16:
         return matrix
     group = group_size(matrix.shape[1])

@@ -12,12 +12,12 @@ _BLOCK = 64  # positions at a time: bounds the float64 copies to 64 vocabularies
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What was measured at each of n positions, float64 (n,) except `same_top`, which is bool.
+    """Measurements at each of n positions, float64 (n,) except `same_top`, which is bool.
 
     Attributes:
         kl: KL divergence of the pack's distribution from the source's, nats.
-        nll, source_nll: negative log-likelihood of the token that really follows, nats.
-        dp: its probability by the pack minus that by the source.
+        nll, source_nll: negative log-likelihood of the actual next token, nats.
+        dp: its probability in the pack minus that in the source.
         same_top: whether both find the same token likeliest.
     """
 
@@ -50,7 +50,7 @@ def score(logits: Tensor, source: Tensor, following: Tensor) -> Scores:
     differ by noise e give about e² / 2.
 
     Args:
-        logits, source: (n, V) of the pack and of the source. following: (n,) int64, the tokens that really follow.
+        logits, source: (n, V) of the pack and of the source. following: (n,) int64, the actual next tokens.
     """
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(following), _BLOCK):
@@ -59,7 +59,7 @@ def score(logits: Tensor, source: Tensor, following: Tensor) -> Scores:
         log_p = source[part].double().log_softmax(-1)
         token = following[part, None]
         q_next, p_next = log_q.gather(1, token)[:, 0], log_p.gather(1, token)[:, 0]
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0.0)  # rounding of the sum alone could go below
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0.0)  # rounding of the sum could make it negative
         same = logits[part].argmax(-1) == source[part].argmax(-1)
         parts.append((kl, -q_next, -p_next, q_next.exp() - p_next.exp(), same))
     return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))

@@ -33,7 +33,7 @@ from .divergence import Divergence, Scores, score, summarize
 from .source_model import SourceModel, identify
 from .text_windows import cut, cut_prompts
 
-NEW_TOKENS = 32  # that each prompt of the greedy gate is continued by
+NEW_TOKENS = 32  # tokens by which each prompt of the greedy gate is continued
 NO_SPARSITY = Preset("No sparsity")
 
 
@@ -57,7 +57,7 @@ class PresetLoss:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was compared, and the figures. `tokens` were read in `windows` windows, `scored` of them predicted."""
+    """An evaluation's inputs and figures. `tokens` were read in `windows` windows, `scored` of them predicted."""
 
     model: str
     source: str
@@ -74,7 +74,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Where a run tells what it does: `step` gets progress that may be overwritten, `note` what has to be read."""
+    """Receives a run's messages: `step` gets progress that may be overwritten, `note` what should be read."""
 
     step: Callable[[str], None]
     note: Callable[[str], None]
@@ -146,7 +146,7 @@ def run(
 
 
 class Reference:
-    """The source's logits, from the cache where they are there; the model is built when first needed."""
+    """The source's logits, from the cache if possible; the model is built when first needed."""
 
     def __init__(self, checkpoint: Checkpoint, identity: str, told: Told) -> None:
         self._checkpoint, self._identity, self._told = checkpoint, identity, told
@@ -199,7 +199,7 @@ def _pack_logits(loaded: LoadedModel, ids: Tensor, keep: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """What follows each prompt greedily, tokens (P, T) int64, and means of what was counted meanwhile."""
+    """The greedy continuation of each prompt, tokens (P, T) int64, and means of the counters meanwhile."""
 
     tokens: Tensor
     active_neurons: float | None

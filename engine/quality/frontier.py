@@ -1,8 +1,8 @@
 """`floe-chat tune`: quality against bytes, measured, and the presets that follow.
 
-First every dial alone, at all its levels; then combinations. What a combination will cost is predicted by adding up
-what its dials cost alone, which is good enough to name the few that may lie on the frontier; those are measured, and
-only what was measured is kept. Quality is the mean KL divergence of the next-token distribution from the source's.
+First every dial alone, at all its levels; then combinations. The cost of a combination is predicted as the sum of its
+dials' costs, which is good enough to select the few that may be on the frontier; those are measured, and only measured
+points are used. Quality is the mean KL divergence of the next-token distribution from the source's.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ PROBES = {  # always measured, to compare with
 }
 LEVELS = {"High": 0.002, "Balanced": 0.01, "Fast": 0.05}  # KL that skipping may add, nats
 _TOGETHER = 32  # combinations to measure at the pack's own widths, and as many at any
-_MEMORY_SHARE = 0.4  # of what is free, for the settings of one pass
+_MEMORY_SHARE = 0.4  # share of free memory, for the settings of one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A setting and what was measured of it.
+    """A setting and its measurements.
 
     Attributes:
         read: bytes of experts' weights per token. missed: those of experts that were not resident, see candidates.py.
@@ -75,13 +75,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """All that was measured, each setting once. `own` has the widths of the pack and skips nothing."""
+    """All measured points, each setting once. `own` has the widths of the pack and skips nothing."""
 
     own: Setting
     points: tuple[Point, ...]
 
     def pareto(self, *, own: bool) -> list[Point]:
-        """The points that no other beats in both bytes read and KL, fewest bytes first; `own`: of the pack's widths."""
+        """The points that no other point beats in both bytes read and KL, fewest bytes first; `own`: of the pack's
+        widths.
+        """
         found: list[Point] = []
         usable = [p for p in self.points if not p.setting.rule.alpha and (not own or has_widths(p.setting, self.own))]
         for point in sorted(usable, key=lambda point: (point.read, point.kl)):
@@ -112,7 +114,7 @@ def search(
     *,
     widths: bool = True,
 ) -> Frontier:
-    """Measure dials alone, then the combinations that promise most.
+    """Measure dials alone, then the most promising combinations.
 
     Then what the presets would be, and the next cheaper points, with shares that rise or fall from layer to layer.
 
@@ -151,7 +153,7 @@ def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Setting]
     if widths:
         found += [replace(Setting(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
         hidden, neurons = checkpoint.config.hidden_size, checkpoint.neurons
-        # Ranks whose factors take about 5 and 15 % of what a 2-bit up projection takes.
+        # Ranks whose factors take about 5 and 15 % of the bytes of a 2-bit up projection.
         stored = hidden * neurons * 2.5 / 8 / (hidden + neurons)
         found += [Setting(up=2, rank=max(1, round(share * stored))) for share in (0.05, 0.15)]
     return list(dict.fromkeys(found))
@@ -163,7 +165,7 @@ def _drops(*, even: bool) -> list[tuple[float, float]]:
 
 
 class _Measure:
-    """Runs settings in as many passes over the source as memory asks for."""
+    """Runs settings in as many passes over the source as memory requires."""
 
     def __init__(
         self, checkpoint: Checkpoint, passages: Tensor, windows: Tensor, keep: int, report: Callable[[str], None]
@@ -206,7 +208,7 @@ class _Measure:
 
 
 class _Guess:
-    """What combinations will probably cost, from what their dials cost alone."""
+    """Predicts the costs of combinations from the costs of their dials."""
 
     def __init__(self, alone: Iterable[Point], measure: _Measure) -> None:
         self._known = {point.setting: point for point in alone}
@@ -249,7 +251,7 @@ class _Guess:
 
 
 def described(setting: Setting) -> dict[str, Any]:
-    """What a setting has that is not a default, by name."""
+    """A setting's values that are not defaults, by name."""
     default = asdict(Setting())
     widths, rule = asdict(setting), asdict(setting.rule)
     found = {name: value for name, value in widths.items() if name != "rule" and value != default[name]}

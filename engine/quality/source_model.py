@@ -20,7 +20,8 @@ from ...models.errors import CheckpointError, UsageError
 from ...models.pack.packed_model import PackedModel
 from ..decoder.finite_check import first_nonfinite
 
-# Of config.json: who wrote it, how the library is to run the model, when to stop; not what the model computes.
+# Of config.json: fields about its origin, how the library runs the model and when to stop, but not about what it
+# computes.
 _NO_PART_OF_THE_MODEL = {
     *("_name_or_path", "transformers_version", "dtype", "use_cache", "output_router_logits"),
     *("eos_token_id", "pad_token_id"),
@@ -31,8 +32,8 @@ class SourceModel:
     """A checkpoint that answers with logits.
 
     Args:
-        report: called with each step in words. experts: layer and its router -> what computes its experts; by default
-            they are transformers' own.
+        report: called with each step in words. experts: layer and its router -> the module that computes its experts;
+            transformers' own by default.
 
     Raises:
         CheckpointError: tensors that are missing or of another shape than config.json asks for.
@@ -131,7 +132,7 @@ class SourceModel:
 
 
 class _Shelf:
-    """Stands where transformers' experts keep a stacked parameter (E, ...); an index reads one expert's part of it."""
+    """Replaces a stacked parameter (E, ...) of transformers' experts; indexing reads one expert's part of it."""
 
     def __init__(self, checkpoint: Checkpoint, layer: int, parts: tuple[str, ...]) -> None:
         family = checkpoint.family
@@ -156,7 +157,7 @@ def identify(source: Checkpoint, packed: PackedModel) -> str:
     be the source's own, value by value. The sha256 covers these, the configuration, and size and time of each shard.
 
     Raises:
-        UsageError: the source is another model; says what differs.
+        UsageError: the source is another model; names the difference.
     """
     ours, theirs = (_model_fields(config) for config in (read_config(packed.folder), source.config))
     for name in sorted(ours.keys() | theirs.keys()):

@@ -1,4 +1,4 @@
-"""Which parts of a text an evaluation reads: windows to predict in, and prompts to continue.
+"""The parts of a text that an evaluation reads: windows to predict in, and prompts to continue.
 
 Windows follow llama.cpp's perplexity tool: 512 tokens that start with the model's start token if it has one, the
 first half of which is context only, while each token of the second half is predicted from all before it. They do not
@@ -35,7 +35,7 @@ def cut(ids: Sequence[int], config: Any, tokens: int) -> tuple[Tensor, int]:
     if len(ids) < text:
         cause = f"It has {len(ids)} tokens; a window takes {text}."
         raise UsageError("The text is too short", cause, "Give a longer one: --text FILE.")
-    room = logits_cache.LIMIT_BYTES // 2  # the other half is for what the source says to continued prompts
+    room = logits_cache.LIMIT_BYTES // 2  # the other half is for the source's logits of continued prompts
     most = max(1, room // logits_cache.entry_bytes(keep, config.vocab_size))
     if tokens // width > most:
         limit = f"The source's logits may take {room / 1e9:.1f} GB."

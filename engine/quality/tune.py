@@ -2,7 +2,7 @@
 
 The frontier is computed from the source's weights rounded to the pack's widths. What it derives is then measured again
 on the pack itself, through the kernels that will run, and these figures go into the manifest beside the presets. All
-points are kept in the pack's folder as frontier.json, which nothing but a later look at them needs.
+points are saved in the pack's folder as frontier.json, for reference only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .text_windows import cut, cut_prompts
 
 @dataclass(frozen=True, slots=True)
 class TunedPresets:
-    """What was found. `unskipped_kl` is the pack's own with nothing left out; `scored` tokens were predicted."""
+    """The result. `unskipped_kl` is the pack's own KL with nothing left out; `scored` tokens were predicted."""
 
     model: str
     source: str
@@ -63,7 +63,7 @@ def run(
 
     Args:
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
-        text: the name of the text, which the pack notes beside its presets.
+        text: the name of the text, saved with the pack's presets.
         widths: whether other widths than the pack's are tried too. device: for the pack, as `load` takes it.
 
     Raises:
@@ -86,7 +86,7 @@ def run(
     w = manifest.widths
     own = Setting(w.up, w.gate, w.down)
     passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
-    # Before the long search: a source or pack that computes nonsense says so here, and where.
+    # Before the long search: report a source or pack with non-finite values, and where.
     expected = Reference(checkpoint, identity, told).logits(windows[:, :-1], keep)
     prompts = cut_prompts(ids, checkpoint.config)
     unskipped = measured_divergence(loaded, NO_SPARSITY, windows, expected, told).kl_mean
@@ -129,7 +129,7 @@ def in_rows(passages: Tensor, windows: Tensor) -> Tensor:
     """The passages, end to end, in rows as long as the windows without their last token."""
     length = windows.shape[1] - 1
     flat = passages.flatten()
-    flat = flat.repeat(-(-length // len(flat)))  # more than once only where they do not fill one row
+    flat = flat.repeat(-(-length // len(flat)))  # repeated only if they do not fill one row
     return flat[: len(flat) // length * length].view(-1, length)
 
 

@@ -1,6 +1,6 @@
 """Pack only the damaged files of a finished pack again.
 
-A repair is an interrupted pack of which all other files are finished: calibration text passes through the packed
+A repair is treated as an interrupted pack whose other files are finished: calibration text passes through the packed
 layers up to the last damaged one, so the same text and source give the same bytes.
 """
 
@@ -34,7 +34,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
         tokens: (N, T) the calibration text of the pack. progress: as for `pack`.
 
     Returns:
-        the files that are sound now but have other bytes than before: the text or the number of threads differed.
+        the files that are intact now but differ from before: the text or the number of threads differed.
 
     Raises:
         CheckpointError: the source is another model, or cannot be read. TryAgainError: another process uses the folder.
@@ -66,7 +66,7 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
 
 
 def _declare(journal: Journal, folder: Path, manifest: Manifest, dense: DensePart, files: list[str]) -> int:
-    """Note in the journal what is finished; returns how many layers the text has to pass through."""
+    """Record in the journal what is finished; returns how many layers the text has to pass through."""
     a = manifest.architecture
     sound = PROFILE not in files
     damaged = [layer for layer in range(a.layers) if not sound or layer_file(layer) in files]

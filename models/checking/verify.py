@@ -28,7 +28,7 @@ from ..tokenizer.chat_process import ChatProcess, largest_token
 LIMITS = {16: 0.005, 8: 0.02, 4: 0.2, 3: 0.35, 2: 0.7}
 _COLUMNS = 64  # of gate, up and down each, by which a neuron is matched
 _ROWS = 1024  # neurons matched at a time: E x F distances would take 800 MB
-# What is read together with a file: it can be judged only where these are sound.
+# Files read together with a file, which can be checked only if these are intact.
 _READ_WITH = {
     "dense.safetensors": ("config.json",),
     "tokenizer.json": (
@@ -65,7 +65,7 @@ class Compared:
 
 
 def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
-    """Every damaged file of a pack, read from end to end; none if it is sound.
+    """Every damaged file of a pack, read from end to end; empty if it is intact.
 
     Args:
         report: called with a step in words and the share done, 0..1.
@@ -90,7 +90,7 @@ def damages(folder: Path, manifest: Manifest, report: Report) -> list[Damage]:
 
 
 def unrecorded(folder: Path, manifest: Manifest) -> list[str]:
-    """The files of a pack without a recorded checksum (of earlier versions), whose changes cannot be noticed."""
+    """The files of a pack without a recorded checksum (from earlier versions), in which damage cannot be detected."""
     kept = [] if manifest.sealed else [FILE_NAME]
     return kept + ([FRONTIER] if FRONTIER not in manifest.beside and (folder / FRONTIER).exists() else [])
 
@@ -132,7 +132,7 @@ def _changed(path: Path, entry: FileEntry) -> str | None:
 
 
 def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
-    """What is impossible in a file whose hash is right: it was packed wrongly, or changed and sealed again."""
+    """Impossible values in a file whose hash is right: it was packed wrongly, or changed and sealed again."""
     packed = PackedModel(folder, manifest)
     try:
         match name:
@@ -155,7 +155,7 @@ def _senseless(folder: Path, manifest: Manifest, name: str) -> str | None:
 
 
 def _bad_chat(folder: Path) -> str | None:
-    """What the tokenizer, and the chat template where there is one, do with a first message."""
+    """What is wrong with the tokenizer and the chat template, tried on a first message."""
     config = read_config(folder)
     number, text = largest_token(folder)
     if number >= config.vocab_size:

@@ -1,4 +1,4 @@
-"""The state of a training that is under way, kept so that an hour's work survives being broken off."""
+"""The state of a running training, saved so that an hour's work survives an interruption."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrainingProgress:
     """A model's weights and its optimizer's moments in one file.
 
     Args:
-        plan: what is trained, in words: the state of another plan is not gone on with.
+        plan: what is trained, in words: the state of another plan is not continued.
     """
 
     def __init__(self, file: Path, model: nn.Module, optimizer: torch.optim.AdamW, plan: str) -> None:
@@ -37,7 +37,7 @@ class TrainingProgress:
             save_file(tensors, partial, metadata={"plan": self._plan, "steps": str(steps)})
 
     def restore(self) -> int:
-        """Take the kept state, if there is one of this plan: the steps that it has behind it, else 0."""
+        """Load the saved state of this plan, if there is one; returns its number of steps, else 0."""
         try:
             with safe_open(self._file, "pt") as file:
                 told = file.metadata() or {}

@@ -27,7 +27,7 @@ SEED = 1000  # and the training's own
 
 
 def settle(folder: Path, *, seed: int) -> None:
-    """Trains the checkpoint in `folder` on, and writes it anew; the same weights for the same ones."""
+    """Trains the checkpoint in `folder` further and overwrites it; deterministic."""
     keep_freed_memory()
     torch.set_num_threads(1)
     torch.manual_seed(seed)

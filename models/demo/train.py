@@ -57,8 +57,8 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> MixtralConfig:
 def train(out: Path, *, steps: int, seed: int) -> None:
     """Trains and writes the checkpoint into the folder `out`.
 
-    The same seed, steps, Python and torch give the same weights on the same kind of CPU. Broken off, it goes on where
-    it last kept its state (progress.py), with the same result.
+    The same seed, steps, Python and torch give the same weights on the same kind of CPU. After an interruption it
+    continues from its last saved state (progress.py), with the same result.
     """
     context: SpawnContext = torch.multiprocessing.get_context("spawn")
     parameters = sum(p.numel() for p in MixtralForCausalLM(model_config(build_tokenizer())).parameters())
@@ -100,7 +100,7 @@ def _work(rank: int, exchange: torch.Tensor, meeting: threading.Barrier, out: Pa
     first = kept.restore()
     if first:
         log.info("continuing after step %d", first)
-    meeting.wait()  # both have read it before one writes it anew
+    meeting.wait()  # both have read it before one overwrites it
     started, totals = time.monotonic(), torch.zeros(2)
     for step, (ids, wanted) in zip(range(steps), batches(tokenizer, seed * WORKERS + rank), strict=False):
         if step < first:

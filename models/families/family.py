@@ -1,4 +1,4 @@
-"""What a family of models is to floe-chat, beside transformers' own code for it."""
+"""What floe-chat knows about a family of models, besides transformers' own code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class GroupedQuery:
 
     Attributes:
         normalized: whether queries and keys are normalized before rope.
-        window: configuration and layer -> how many tokens attention looks back, itself included; None for all.
+        window: configuration and layer -> how many tokens attention looks back, including the current one; None for
+            all.
     """
 
     normalized: bool = False
@@ -37,10 +38,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What every token of a layer gets beside its own experts.
+    """An expert that every token of a layer uses besides its own experts.
 
     Attributes:
-        module: its name in the block. gate: that of the linear layer whose sigmoid scales it; None for no such layer.
+        module: its name in the block. gate: the name of the linear layer whose sigmoid scales it; None if there is
+            none.
     """
 
     module: str
@@ -55,10 +57,11 @@ class Family:
         model_type: in config.json. called: what people call it.
         expert: published name of one expert matrix, with fields {layer}, {expert} and {part}.
         gate, up, down: what {part} is for each. renames: published fragment -> fragment of the module's name.
-        linears: how the names end of the linear layers that a pack may store at low width, on disk and in memory.
+        linears: name endings of the linear layers that a pack may store at low width, on disk and in memory.
         width: the field that says how many neurons an expert has. activation: of its gate, as config.json names it.
-        dense_layers: configuration -> the layers that have no experts. shared: what all tokens get beside them.
-        defaults: of transformers' configuration, for what a config.json leaves out. A field that the family does not
+        dense_layers: configuration -> the layers that have no experts. shared: the expert of all tokens.
+        defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
+            not
             have is None or False.
         published: models to set up, in no order.
     """

@@ -1,1 +1,1 @@
-"""A model repository on the hub that the user chose, and downloads from it."""
+"""A model repository on the user's hub, and downloads from it."""

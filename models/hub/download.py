@@ -1,7 +1,7 @@
-"""Downloads that survive broken connections, expired addresses, kills and restarts; only bytes on the wire are lost.
+"""Downloads that survive broken connections, expired addresses, kills and restarts; only bytes in transit are lost.
 
-`Download` is the handle that other threads hold. Behind it one thread runs the loop of `fetch_loop`; nothing here waits
-for the network, so pausing and cancelling take effect at once, even on a stalled connection.
+Other threads hold a `Download`; its own thread runs the loop of `fetch_loop`. Nothing here waits for the network, so
+pausing and cancelling take effect at once, even on a stalled connection.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Download:
 
     Args:
         files: in the order in which they are fetched. folder: made if needed; parts of files are stored there too.
-        ahead: how many fetched files may be there before they are `release`d, or None for all of them.
+        ahead: how many fetched files may exist before they are `release`d, or None for all of them.
 
     Raises:
         TryAgainError: another process downloads into this folder. FloeError: the folder cannot be written, or the
@@ -92,11 +92,11 @@ class Download:
     resume = start
 
     def pause(self) -> None:
-        """Close the connections; everything that arrived is kept."""
+        """Close the connections; everything that arrived stays."""
         self._wish_for("pause")
 
     def cancel(self) -> None:
-        """Stop it. Everything that arrived is kept; waiting callers get an error."""
+        """Stop it. Everything that arrived stays; waiting callers get an error."""
         self._wish_for("cancel")
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Download:
         self.close()
 
     def order(self, files: Sequence[str]) -> None:
-        """From now on fetch these files, in this order; the rest of the others is not fetched.
+        """From now on fetch these files, in this order, and no others.
 
         Raises:
             FloeError: the repository has no such file.
@@ -141,7 +141,7 @@ class Download:
             return item.path
 
     def release(self, file: str) -> None:
-        """This file is not read again: delete what was fetched of it, now or in an earlier run."""
+        """The file will not be read again: delete what was fetched of it, now or in an earlier run."""
         with self._changed:
             item = next((item for item in self._fetcher.items if item.file.name == file), None)
             if item is not None:
@@ -200,7 +200,7 @@ class Download:
         self._nudge()
 
     def _nudge(self) -> None:
-        """Have the loop look at changes from outside."""
+        """Wake the loop to handle changes from outside."""
         with self._changed:
             if self._loop is not None and self._nudged is not None:
                 self._loop.call_soon_threadsafe(self._nudged.set)
@@ -217,7 +217,7 @@ class Download:
                 raise self._error
             if self._wish == "cancel":
                 raise TryAgainError("The download was cancelled", "", "Everything downloaded so far is saved.")
-            self._changed.wait(1.0)  # not for ever: Ctrl+C would not be seen on Windows
+            self._changed.wait(1.0)  # with a limit: Ctrl+C would not be seen on Windows
 
     def _run(self) -> None:
         loop = asyncio.new_event_loop()

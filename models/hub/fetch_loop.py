@@ -1,7 +1,7 @@
-"""The loop that brings files here: a few workers, each with one request at a time, on one thread.
+"""The download loop: a few workers, each with one request at a time, on one thread.
 
 Files are fetched in order and cut into pieces, so that several connections work on one file. A worker whose request
-breaks asks again for the rest of its piece; bytes that arrived are kept.
+breaks requests the rest of its piece; bytes that arrived stay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .fetch_request import Passing, RangeReply, Wrong, asked
 from .repository import Repo
 from .repository_files import RepoFile
 
-_MOST_WRONG = 8  # answers in a row that are not what was asked for
+_MOST_WRONG = 8  # wrong answers in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Patience:
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """Bytes [start, end) that one worker fetches; `start` moves on as they arrive.
+    """Bytes [start, end) that one worker fetches; `start` advances as they arrive.
 
-    came: bytes of the current answer that arrived. new: those of them that were not here yet.
+    came: bytes of the current answer that arrived. new: how many of them were not here yet.
     """
 
     start: int
@@ -83,7 +83,7 @@ class FetchItem:
     unranged: bool = False
 
     def want(self) -> None:
-        """Fetch it, again if it was released and deleted."""
+        """Request the file, also if it was released and deleted."""
         self.released = False
         if self.state == "done" and self.path is None:
             self.state, self.have = "waiting", 0
@@ -133,14 +133,14 @@ class Fetcher:
         self._repo, self._folder, self._tuning, self._ahead = repo, folder, tuning, ahead
         self._places, self._changed, self._stop = places, changed, stop
         self._news, self._journals = asyncio.Event(), asyncio.Lock()
-        self._hold = 0.0  # no request before then: the hub asked for it
-        self._last_byte = self._asked = 0.0  # when it came; how long the hub has made us wait since
+        self._hold = 0.0  # the hub asked for no request before then
+        self._last_byte = self._asked = 0.0  # when the last byte came; how long the hub has made us wait since
 
     def is_idle(self) -> bool:
         return all(item.path is not None or item.released for item in self.items)
 
     def wake(self) -> None:
-        """Have waiting workers look at the items again."""
+        """Wake waiting workers to look at the items again."""
         self._news.set()
         self._news.clear()
 
@@ -148,7 +148,7 @@ class Fetcher:
         """Work until every file is ready. Cancelling it closes the connections and leaves the journals in order.
 
         Raises:
-            FloeError: it cannot continue. OSError: the disk. Everything that arrived is kept.
+            FloeError: it cannot continue. OSError: of the disk. Everything that arrived stays.
         """
         self._news, self._journals = asyncio.Event(), asyncio.Lock()  # of this run's loop
         self._hold, self._last_byte, self._asked = 0.0, time.monotonic(), 0.0
@@ -274,7 +274,7 @@ class Fetcher:
         self.wake()
 
     async def _fetch(self, client: httpx2.AsyncClient, item: FetchItem, piece: Piece) -> None:
-        """Ask for the rest of `piece` until all of it is here."""
+        """Request the rest of `piece` until all of it is here."""
         failures = 0
         while piece.start < piece.end and not item.released and not (item.unranged and len(item.pieces) > 1):
             await asyncio.sleep(max(0.0, self._hold - time.monotonic()))

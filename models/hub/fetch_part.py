@@ -13,7 +13,7 @@ from .. import private_file
 from .repository_files import RepoFile
 
 _GIVEN_BACK = 128 << 10  # bytes
-_BLOCK = 4 << 20  # bytes read at a time for a hash, between two questions whether to stop
+_BLOCK = 4 << 20  # bytes hashed at a time, between checks whether to stop
 
 
 class Ranges:
@@ -55,13 +55,13 @@ class Ranges:
 
 
 class PartFile:
-    """`file` being written into `folder`, continued where an earlier process stopped.
+    """A partial `file` in `folder`, continued where an earlier process stopped.
 
     The journal is written after the bytes, so they are on the disk, and a kill or a power cut loses only later ones.
     One thread writes and `finish`es; `sync` may run in another one at the same time.
 
     Attributes:
-        written: the file with the bytes. done: the ones in it. news: why an earlier part could not be used, or None.
+        written: the file with the bytes. done: the ranges in it. news: why an earlier part could not be used, or None.
 
     Raises:
         OSError: the folder cannot be written.
@@ -75,7 +75,7 @@ class PartFile:
         self._open = True
         self.done, self.news = _resumed(folder, file)
         if not self.done.total:
-            self.written.unlink(missing_ok=True)  # whatever it is: a link would lead elsewhere, a pipe hang
+            self.written.unlink(missing_ok=True)  # of any kind: a link would lead elsewhere, a pipe would hang
         self._raw = self.written.open("r+b" if self.done.total else "wb", buffering=0)
         self._saved = self.done.total
         self._turn = self._recorded = 0
@@ -127,7 +127,7 @@ class PartFile:
                 self._raw.close()
 
     def _make_room(self) -> None:
-        """Give the end of the part back to a full disk, so that the journal has room."""
+        """Truncate the end of the part on a full disk, so that the journal has room."""
         with self._lock:
             *kept, (start, end) = self.done.intervals() or [(0, 0)]
             end = max(start, end - _GIVEN_BACK)
@@ -137,7 +137,7 @@ class PartFile:
             self._recorded = self._turn  # a sync under way would record bytes that are gone
 
     def finish(self) -> Path:
-        """Give the whole and verified file its name, once it is on the disk.
+        """Rename the complete, verified file, once it is on the disk.
 
         Raises: InterruptedError: the part was closed meanwhile.
         """

@@ -1,4 +1,4 @@
-"""One request for a range of a file: the answers of a hub, its storage, or a proxy in between, told apart."""
+"""One request for a range of a file; tells apart the answers of a hub, its storage, and a proxy in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RangeReply:
 
 
 class Passing(Exception):  # noqa: N818 - not an error yet
-    """A failure that may pass. `wait`: seconds after which the server wants to be asked again, if it said so."""
+    """A temporary failure. `wait`: seconds after which the server wants to be asked again, if it said so."""
 
     def __init__(self, error: FloeError, wait: float | None = None) -> None:
         super().__init__(error.title)
@@ -35,14 +35,14 @@ class Passing(Exception):  # noqa: N818 - not an error yet
 
 
 class Wrong(Passing):
-    """An answer that is not what was asked for: worth another try, but not many."""
+    """A wrong answer: worth another try, but not many."""
 
 
 @asynccontextmanager
 async def asked(
     client: httpx2.AsyncClient, repo: Repo, file: RepoFile, start: int, end: int
 ) -> AsyncGenerator[RangeReply]:
-    """Ask for bytes [start, end) of a file, always at the hub: the signed address that it redirects to soon expires.
+    """Request bytes [start, end) of a file, always from the hub: the signed address that it redirects to soon expires.
 
     Raises:
         Passing: no connection, a broken one (also while chunks are read), a busy server, an expired address.

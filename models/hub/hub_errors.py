@@ -1,4 +1,4 @@
-"""What went wrong between us and a hub, in words; and whether the same request may succeed a moment later."""
+"""Explains failures between us and a hub, and decides whether the same request may succeed a moment later."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..errors import AccessError, FloeError, HubError, TryAgainError, UsageError
 
 _TOKENS = "https://huggingface.co/settings/tokens"
 _DAY_S = 86400
-_MOST_QUOTED = 300  # characters of somebody else's text
+_MOST_QUOTED = 300  # characters of untrusted text
 
 
 class BadRedirectError(httpx2.RequestError):
-    """A redirect that leads nowhere; its text says how, in a sentence."""
+    """A redirect that leads nowhere; its text explains it, in a sentence."""
 
 
 def is_passing(response: httpx2.Response) -> bool:
@@ -119,7 +119,7 @@ def refusal(response: httpx2.Response, body: bytes, repo: str, endpoint: str, *,
 
 
 def gated(repo: str, endpoint: str, *, token: bool) -> AccessError:
-    """The error for a model whose publisher asks to accept terms first."""
+    """The error for a model whose publisher requires its terms to be accepted first."""
     page = f"{endpoint}/{repo}"
     if token:
         return AccessError(
@@ -173,7 +173,7 @@ def no_connection(error: Exception, endpoint: str) -> FloeError:
 
 
 def plain(text: str) -> str:
-    """The beginning of somebody else's text, without characters that could drive a terminal."""
+    """The beginning of untrusted text, without characters that could control a terminal."""
     return "".join(char if char.isprintable() else " " for char in text[:_MOST_QUOTED])
 
 

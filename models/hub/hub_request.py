@@ -1,4 +1,4 @@
-"""Requests to a hub and to where it leads: one client, redirects followed here, and every answer bounded.
+"""Requests to a hub and its redirect targets: one client, redirects followed here, and every answer bounded.
 
 Nothing that the other side sends is trusted. Compressed bodies are refused: none was asked for, and 2.5 KB of one can
 grow to 3 GB. Bodies of redirects and errors are read to 64 KB at most. A number in a header is a few ASCII digits.
@@ -25,7 +25,7 @@ from . import hub_errors
 
 SILENCE_S = 20.0  # without a byte, after which a connection counts as broken
 _CONNECT_S = 10.0
-_SHORT = 64 << 10  # bytes of a body that is read for its words, or so that its connection can be used again
+_SHORT = 64 << 10  # bytes read of a body for its message, or to reuse its connection
 _SHORT_S = 10.0  # that such a body may take
 _REDIRECTS = 10
 
@@ -42,7 +42,7 @@ def new_client(endpoint: str, silence: float | None = None) -> httpx2.AsyncClien
         UsageError: the certificates or the proxies in the environment cannot be used.
     """
     for name in ("httpx2", "httpcore2"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # below that they log addresses, and signed ones are keys
+        logging.getLogger(name).setLevel(logging.WARNING)  # below that they log addresses, also secret signed ones
     try:
         return httpx2.AsyncClient(
             verify=_certificates(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")),

@@ -1,4 +1,4 @@
-"""What may leave this machine: requests to the hub that the user chose, when a model is asked for; else nothing."""
+"""What may leave this machine: requests to the user's hub, when a model is requested; nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _OFFLINE = "FLOE_CHAT_OFFLINE"
 
 
 def stay_private() -> None:
-    """Take every library of this process and of its children off the network for good.
+    """Keep all libraries in this process and its children off the network permanently.
 
     Called before any of them is imported, since they read the environment only once. Our own requests to a hub
     (`models.hub`) do not go through them, so that nothing else gets out while a model is being fetched; whether the
@@ -20,6 +20,6 @@ def stay_private() -> None:
 
 
 def offline() -> bool:
-    """Whether the user has set HF_HUB_OFFLINE (or FLOE_CHAT_OFFLINE), so that not even a hub may be asked."""
+    """Whether the user has set HF_HUB_OFFLINE (or FLOE_CHAT_OFFLINE), so that not even a hub may be contacted."""
     wish = os.environ.get(_OFFLINE, os.environ.get("HF_HUB_OFFLINE", ""))
     return wish.upper() in ("1", "ON", "YES", "TRUE")  # as huggingface_hub reads it

@@ -16,7 +16,7 @@ from .fetch_progress import DownloadProgress
 from .repository import Repo
 from .repository_files import cached
 
-_AT_ONCE = 8  # headers asked for at the same time
+_AT_ONCE = 8  # headers requested at the same time
 
 
 class HubShelf:

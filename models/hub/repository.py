@@ -29,7 +29,7 @@ _LARGEST_SMALL = 32 << 20  # bytes of a JSON or tokenizer file
 _LARGEST_LISTING = 16 << 20  # bytes
 _FIRST_LOOK = 256 << 10  # bytes: what a shard's header usually takes
 _TRIES = 3
-_LONGEST_WAIT = 10.0  # seconds that a person watching waits at the hub's wish; a download is more patient
+_LONGEST_WAIT = 10.0  # seconds to wait at the hub's request while the user watches; a download is more patient
 _PATIENCE_S = 90.0  # for an answer, all tries together, and as long again for each 2 MB of a file
 _SLOWEST = 20_000.0  # bytes per second
 

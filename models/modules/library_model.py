@@ -73,7 +73,7 @@ def empty(config: Any, dtype: torch.dtype, make: Make | None = None) -> Any:
     try:
         with torch.device("meta"):
             return (make or _library)(config, dtype)
-    # transformers looks values of the configuration up in its tables and lets whatever that raises pass.
+    # transformers looks configuration values up in its tables and passes on whatever that raises.
     except Exception as error:
         raise PackError(
             "The model's configuration cannot be built", f"{type(error).__name__}: {error}", "Restore config.json."

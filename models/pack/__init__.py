@@ -1,1 +1,1 @@
-"""The packed format: what a pack holds and how it is read."""
+"""The packed format: a pack's content and how to read it."""

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DTYPE = torch.bfloat16  # of stored weights: a column of an input that hardly varies may exceed what float16 holds
+DTYPE = torch.bfloat16  # of stored weights: the column of an input that hardly varies may exceed float16's range
 PREFIX = "lookahead"
 RECALL = f"{PREFIX}.recall"
 
 # A Mixtral's first layer has 2 M parameters and its last 32 K, as in the paper; other sizes in proportion.
 _WIDEST, _DEPTH_RATIO = 1 / 8, 64.0  # of H; first layer's width over the last's
 _LEAST_TOKENS = 64  # less text than this teaches nothing
-_BLOCKS, _CHOOSE, _HELD_OUT = 16, (3, 11), (7, 15)  # the text is cut in 16; what of it chooses, what of it judges
+_BLOCKS, _CHOOSE, _HELD_OUT = 16, (3, 11), (7, 15)  # the text is cut in 16 blocks; those that choose, those that judge
 _RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # relative to the inputs' mean square
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the network's correction that may be taken
 _WORTH = 0.01  # recall that the network has to add; less may be chance
@@ -32,7 +32,8 @@ _EPOCHS, _BATCH, _RATE, _DECAY = 20, 256, 1e-2, 0.3
 
 
 def carry(norm: Tensor, following: Tensor) -> Tensor:
-    """What turns one layer's MoE input into a guess of the next one's: its norm's weights (H,) over the layer's own.
+    """The factors that turn one layer's MoE input into a guess of the next one's: its norm's weights (H,) over the
+    layer's own.
 
     Both inputs are the residual stream divided by its size, times the weights of their norm; the stream itself changes
     little from layer to layer.
@@ -82,7 +83,7 @@ class Lookahead:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What one layer's predictor is taught with: tokens as they passed this layer and the next.
+    """The training data of one layer's predictor: tokens as they passed this layer and the next.
 
     Attributes:
         hidden: (B, H) given to this layer's MoE block. chosen: (B, K) its experts.
@@ -130,7 +131,7 @@ class _Course:
         self._study = ~(self._choose | _part(tokens, _HELD_OUT))
         # Inputs of like size: the regression weighs them alike, and the network is easier to train.
         self._size = x[self._study].square().mean(0).sqrt()
-        self._size[self._size < 1e-4 * self._size.mean()] = torch.inf  # what hardly ever varies teaches nothing
+        self._size[self._size < 1e-4 * self._size.mean()] = torch.inf  # inputs that hardly vary teach nothing
         self._x = x.div_(self._size)
         self._router = torch.zeros(experts, x.shape[1])
         self._router[:, : lesson.router.shape[1]] = lesson.router
@@ -208,8 +209,8 @@ class Training:
 
     Attributes:
         before: what a layer's MoE block was given (B, H), what it chose (B, K), and its norm's weights (H,); None at
-            the first layer. learned: of each layer that was taught, see `learn`. Both may be set, to go on with a
-            training that was broken off.
+            the first layer. learned: of each layer that was taught, see `learn`. Both may be set, to continue an
+            interrupted training.
     """
 
     def __init__(self, layers: int, report: Callable[[int], None]) -> None:

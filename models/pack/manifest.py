@@ -1,4 +1,4 @@
-"""manifest.json: what a packed folder holds. It is written last, so a folder without one is an unfinished pack."""
+"""manifest.json: the content of a packed folder. It is written last, so a folder without one is an unfinished pack."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class TunedPreset:
-    """A preset that `floe-chat tune` derived for this very pack.
+    """A preset that `floe-chat tune` derived for this pack.
 
     Attributes:
         rule: what a token may skip.
-        kl: mean KL divergence from the source that this pack was measured to have there, nats.
+        kl: mean KL divergence from the source, as measured on this pack, nats.
         bytes_per_token: of experts' weights that it was measured to read.
         text: what `kl` was measured on, "" where that was not noted. tokens: how many of it were predicted.
     """
@@ -104,7 +104,7 @@ class Manifest:
     """Everything about a packed model that is not a tensor. `tuned` is empty until its presets have been measured.
 
     Attributes:
-        files: what the model needs. beside: what else lies there and has a checksum.
+        files: those that the model needs. beside: other files with a checksum.
         sealed: whether it was read from a manifest.json with a checksum of its own, which earlier ones lack.
     """
 
@@ -159,7 +159,7 @@ class Manifest:
         return a.experts * a.intermediate * (self.row_layout.nbytes + up.row_bytes + 4 * up.vector.groups)
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json so that it is there whole or not at all, also after a power cut."""
+        """Write manifest.json atomically, even in case of a power cut."""
         fields = dataclasses.asdict(self)
         del fields["sealed"]
         if not self.beside:
@@ -244,7 +244,7 @@ def _unfinished(folder: Path) -> PackError:
 
 
 def _garbled(folder: Path, cause: str) -> PackError:
-    # By the manifest alone can a pack be repaired.
+    # Without a manifest a pack cannot be repaired.
     return PackError(
         f"The packed model at {folder} is damaged", cause, "Pack the source checkpoint again, or restore a copy."
     )
@@ -275,7 +275,7 @@ def _parse(fields: dict[str, Any]) -> Manifest:
         if PurePosixPath(name).name != name or set("\\:\0") & set(name) or name in ("", ".", ".."):
             raise ValueError(f"the file name {as_name(name)!r}")
     layers = sum(name.startswith("layer_") for name in manifest.files)
-    if layers != a.layers:  # compared before any name is made: the number may be absurd
+    if layers != a.layers:  # compared before names are generated: the number may be absurd
         raise ValueError(f"the entries of {a.layers} layers")
     needed = {"dense.safetensors", "profile.safetensors", "config.json", *map(layer_file, range(a.layers))}
     if missing := sorted(needed - manifest.files.keys()):

@@ -35,7 +35,8 @@ class PackedLayer:
     products: Tensor
 
     def halved(self) -> PackedLayer:
-        """The same layer with expert e as two of half as many neurons: 2e, the major half, and 2e + 1 (DualSparse-MoE).
+        """The same layer with expert e split into two with half as many neurons: 2e, the major half, and 2e + 1
+        (DualSparse-MoE).
 
         Neurons are stored by falling importance, so halves are views. The number of neurons has to be even.
         """
@@ -116,7 +117,9 @@ class PackedModel:
         return self._tensors("profile.safetensors")
 
     def has_lookahead(self) -> bool:
-        """Whether packing learned to look ahead; packs of earlier versions and those of very little text did not."""
+        """Whether the pack has learned predictors; packs of earlier versions and those calibrated on very little text
+        have none.
+        """
         return learned_predictor.RECALL in self.profile()
 
     def lookahead(self) -> list[learned_predictor.Lookahead]:
@@ -152,7 +155,9 @@ def rising(table: Tensor) -> bool:
 
 
 class _Stamp:
-    """A note in the user's cache that these very files passed their sha256, so that 30 GB are not read each start."""
+    """A note in the user's cache that these exact files passed their sha256, so that 30 GB are not read at
+    each start.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._files = [folder / FILE_NAME, *(folder / name for name in manifest.files)]

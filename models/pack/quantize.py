@@ -72,7 +72,7 @@ def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Ten
 
 @cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads of which each computes alone."""
+    """Threads that each compute on one core."""
     together = Barrier(workers + 1)
 
     def alone() -> None:

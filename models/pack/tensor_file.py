@@ -37,11 +37,11 @@ class TensorFile:
 
     Args:
         path: replaced if it exists. plan: dtype and shape of every tensor by name.
-        resume: go on with the file that is there instead, of which some tensors have been written.
+        resume: continue the existing file instead, some of whose tensors have been written.
 
     Raises:
         OSError: the disk cannot hold the file; space is claimed at once, so this is known before any work is done.
-        ValueError: there is no file to go on with, or one of another plan.
+        ValueError: there is no file to continue, or it has another plan.
     """
 
     def __init__(self, path: Path, plan: TensorShapes, *, resume: bool = False) -> None:
@@ -77,7 +77,7 @@ class TensorFile:
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r+")
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor `name` as it lies in the file; what is written to it is written to the file."""
+        """A view of the tensor `name` in the file: writing to it writes to the file."""
         dtype, shape = self._plan[name]
         offset, nbytes = self._places[name]
         return torch.from_numpy(self._bytes[offset : offset + nbytes]).view(dtype).view(shape)

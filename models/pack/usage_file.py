@@ -1,4 +1,4 @@
-"""How much each expert and each neuron of a model is used, kept from one start to the next."""
+"""How much each expert and each neuron of a model is used, saved between starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("floe_chat.models")
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """What was used how much.
+    """Expert and neuron use.
 
     Attributes:
         scores: (L, E) float32 >= 0, mean score of each expert. uses: (L, E, F) float32, 0..1, the share of an expert's
@@ -35,7 +35,7 @@ class Heat:
 def from_popularity(popularity: NDArray[np.floating[Any]], neurons: int) -> Heat:
     """A guess for a model that was never used: its experts' popularity (L, E) on calibration text (Fiddler, 3.2).
 
-    Of each expert's neurons, which lie by falling importance, the first are taken to be active more often.
+    Each expert's neurons are sorted by falling importance, so the first are assumed to be active more often.
     """
     total = popularity.sum(1, keepdims=True, dtype=np.float64)
     scores = np.divide(popularity, total, out=np.full(popularity.shape, 1 / popularity.shape[1]), where=total > 0)
@@ -44,13 +44,13 @@ def from_popularity(popularity: NDArray[np.floating[Any]], neurons: int) -> Heat
 
 
 def file_of(pack: Path) -> Path:
-    """Where the heat of a packed folder is kept: in the user's cache."""
+    """The file with the heat of a packed folder, in the user's cache."""
     key = hashlib.sha256(str(pack.resolve()).encode()).hexdigest()[:32]
     return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "heat" / f"{key}.safetensors"
 
 
 def forget(pack: Path) -> None:
-    """Delete what is kept of a packed folder.
+    """Delete the saved heat of a packed folder.
 
     Raises:
         OSError: it cannot be deleted.
@@ -59,7 +59,7 @@ def forget(pack: Path) -> None:
 
 
 def write(path: Path, heat: Heat) -> None:
-    """Save heat in a file that only its owner may read: what a person asked about can be guessed from it.
+    """Save heat in a file that only its owner can read: it may reveal what the user asked about.
 
     Raises:
         OSError: it cannot be written.
@@ -69,7 +69,7 @@ def write(path: Path, heat: Heat) -> None:
 
 
 def read(path: Path, layers: int, experts: int, neurons: int) -> Heat | None:
-    """What `write` kept; None where there is nothing, or (told in the log) nothing that fits or makes sense."""
+    """The heat that `write` saved; None if there is none, or (logged) if it does not fit or is invalid."""
     if not path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""What packing measures on calibration text: activity quantiles, expert popularity, neuron importance."""
+"""Packing's measurements on calibration text: activity quantiles, expert popularity, neuron importance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..tokenizer.chat_process import encode
 QUANTILES = 101  # entries of a threshold table: the percentiles 0, 1 ... 100
 MEASURES = ("gate", "abs_gate", "gate_up", "abs_gate_up")
 ORDER_BY = MEASURES.index("abs_gate")  # best on Mixtral and OLMoE (DualSparse-MoE section 5.3.4)
-_SAMPLE = 1 << 22  # values that a quantile table looks at, at the most: sorting more gains no digits
+_SAMPLE = 1 << 22  # most values used for a quantile table: sorting more adds no precision
 # Passages and tokens of each: every expert of a balanced Mixtral layer sees about 1,000.
 TEXT_SHAPE = (16, 256)
 

@@ -18,10 +18,10 @@ FILE = "dense.safetensors"
 
 
 class DensePart:
-    """What of a checkpoint goes into dense.safetensors, known from the shards' headers.
+    """The tensors of a checkpoint that go into dense.safetensors, known from the shards' headers.
 
-    Stage 0 is the embedding, stage n + 1 layer n, and the last one whatever follows: the last norm, the head. What of
-    that lies in a shard that an earlier stage reads is stored then, lest the shard be kept until the end.
+    Stage 0 is the embedding, stage n + 1 layer n, and the last stage the rest: the last norm, the head. Tensors of the
+    rest in a shard that an earlier stage reads are stored then, so that the shard need not stay until the end.
 
     Attributes:
         stages: published names of each. plan: tensors of the file; what stays at 16 bit first, then the codes.
@@ -62,7 +62,7 @@ class DensePart:
         return TensorFile(folder / FILE, self.plan, resume=resume)
 
     def store(self, file: TensorFile, name: str) -> None:
-        """Write what becomes of one published tensor.
+        """Write one published tensor in its packed form.
 
         Raises:
             CheckpointError: it cannot be read, or holds values that are not finite.

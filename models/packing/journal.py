@@ -1,8 +1,9 @@
-"""What an interrupted pack has finished: an append-only journal, and the state of calibration after the last layer.
+"""Records what an interrupted pack has finished: an append-only journal, and the state of calibration after the last
+layer.
 
 Both are in a folder of their own beside the pack's files until the manifest is written. A line is added only when the
 bytes that it records are on the disk, so the journal holds after a kill or a power cut; a torn last line is ignored.
-Lines and working tensors carry checksums: a pack that continued from damaged ones would be wrong, and sealed as right.
+Lines and working tensors carry checksums: a pack that continued from damaged ones would be wrong, with valid checksums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Logits of the 16-bit source, kept in the user's cache folder: computing them reads the whole checkpoint.
+"""Logits of the 16-bit source, saved in the user's cache folder: computing them reads the whole checkpoint.
 
 Raw float32 logits are stored, as they were computed, and add no error. Log-probabilities would add up to 3e-3 nats
 (bfloat16), 3e-4 (float16) or 1e-7 (float32) to the KL divergence of a position, measured on the demo model, and a pack
@@ -45,7 +45,8 @@ def cached(key: str, shape: tuple[int, int, int], note: Callable[[str], None], c
     """The entry `key`, or what `compute` gives, which is then stored if the disk takes it.
 
     Args:
-        shape: (N, keep, V) that the entry must have. note: told in words when an entry is unusable or cannot be kept.
+        shape: (N, keep, V) that the entry must have. note: receives a message when an entry is unusable or cannot be
+            saved.
     """
     folder = _folder()
     try:

@@ -4,7 +4,7 @@ Layer after layer, its dense tensors are read, rounded and written, the text's h
 written, and its experts are packed one at a time. So the states that a layer is calibrated on are
 those that the packed layers before it produce; memory holds one layer's dense part, one expert of the source and the
 states; and a shard of the source is not needed any more once its last tensor is packed. A journal says what is
-finished, so that an interrupted pack goes on where it was and ends in the same bytes.
+finished, so that an interrupted pack continues where it stopped and produces the same bytes.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ def pack(
 ) -> Manifest:
     """Write the packed layout of `source` into `folder`; the manifest comes last.
 
-    An interrupted pack of the same source, text and settings is gone on with: nothing that was finished is done again,
-    and the bytes are those of an undisturbed one.
+    An interrupted pack of the same source, text and settings is continued: nothing finished is repeated, and the bytes
+    are the same as without the interruption.
 
     Args:
         tokens: (N, T) int64 calibration text. name: what the model will be called.
-        progress: called with a sentence, the share that is done, 0..1, and the seconds left, None while unknown.
-        fresh: start over, whatever was interrupted.
+        progress: called with a sentence, the share done, 0..1, and the seconds left, None while unknown.
+        fresh: start over instead of continuing.
 
     Raises:
         UsageError: the folder holds something else, a finished pack, or an interrupted one of other settings; or there
-            is no such device. CheckpointError: the source is unreadable. TryAgainError: somebody else packs into it.
+            is no such device. CheckpointError: the source is unreadable. TryAgainError: another process packs into it.
         FloeError: the disk is too small or fails.
     """
     _check_device(spec.device)
@@ -133,7 +133,7 @@ def _silent(step: str, share: float, left: float | None) -> None:
 
 @contextmanager
 def _threads(count: int) -> Generator[None]:
-    """Compute with so many threads: how sums are cut decides their last digits."""
+    """Compute with this many threads: how sums are split decides their last digits."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -153,7 +153,7 @@ def _check_device(device: str) -> None:
 
 
 def settings_of(source: Checkpoint, spec: PackSpec, tokens: Tensor) -> Settings:
-    """What has to be the same for an interrupted pack to be gone on with."""
+    """The settings that must be the same to continue an interrupted pack."""
     return {
         "version": f"{VERSION}.{_JOURNAL_VERSION}",
         "weights": source.fingerprint(),

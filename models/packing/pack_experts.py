@@ -1,7 +1,7 @@
 """One layer's experts while they are packed: measured, ordered, quantized and written one at a time.
 
-The module stands where transformers keeps the experts, so that it is given what the packed layers before it produce,
-and answers as the packed experts will.
+The module replaces transformers' experts, so that it receives the output of the packed layers before it, and returns
+what the packed experts will.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class PackingExperts(nn.Module):
         with self._file, self._measures:
             for expert in range(self._manifest.architecture.experts):
                 token, slot = (top_k_index == expert).nonzero(as_tuple=True)
-                # An expert that the text never reaches is measured on all of it: a rough table beats none.
+                # An expert that the text never reaches is measured on all tokens: a rough table is better than none.
                 x = hidden[token] if token.numel() else hidden
                 if (self._layer, expert) in self._journal.experts:
                     y = self._compute(expert, x)[2]

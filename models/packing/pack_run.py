@@ -1,4 +1,4 @@
-"""One run of packing over a source: what a journal does not call finished is packed, layer after layer."""
+"""One run of packing over a source: everything not finished in the journal is packed, layer after layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order a packer reads a checkpoint, and which shards it has read for the last time."""
+"""The order in which a packer reads a checkpoint, and which shards it no longer needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..checkpoint import Checkpoint
 
 
 class ReadingOrder:
-    """Tells a shelf what will be asked for, and lets it have each shard back as soon as nothing later needs it.
+    """Tells a shelf what will be read, and releases each shard as soon as nothing later needs it.
 
     Args:
         steps: what is left to do, in order, and the published names of the tensors that each step reads.

@@ -1,4 +1,4 @@
-"""The folder that a pack is written into: nobody else's files, no second writer, enough room."""
+"""The folder that a pack is written into: no other files, no second writer, enough room."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FETCHING = "download.lock"  # in a folder into which a model is downloaded
 def claimed(folder: Path, source: Path, settings: Settings, needed: int, *, fresh: bool) -> Generator[Journal]:
     """Hold `folder` for a pack of `needed` bytes, and its journal: that of an interrupted pack, or a new one.
 
-    Leaving it after an exception keeps what was done, for the same pack to go on with. `fresh` begins anew instead.
+    Leaving it after an exception keeps finished work, so that the same pack can continue. `fresh` starts over instead.
 
     Raises:
         UsageError: it is the source, a file, a finished pack, holds files that are not ours, or a pack with other
@@ -58,12 +58,12 @@ def claimed(folder: Path, source: Path, settings: Settings, needed: int, *, fres
 
 @contextmanager
 def locked(marker: Path, title: str) -> Generator[None]:
-    """Hold a file that says who works in its folder; the system lets go of it when the process ends.
+    """Lock a file that names the process working in its folder; the system releases it when the process ends.
 
     Raises:
-        TryAgainError: another process holds it. FloeError: the disk knows no locks.
+        TryAgainError: another process holds it. FloeError: the disk does not support locks.
     """
-    import filelock  # takes time, and only who packs or downloads needs it
+    import filelock  # takes time, and only packing and downloading need it
 
     lock = filelock.FileLock(marker, blocking=False)
     try:

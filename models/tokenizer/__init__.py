@@ -1,1 +1,1 @@
-"""Tokenizer and chat template, in a process of their own."""
+"""Tokenizer and chat template, in their own process."""

@@ -1,6 +1,6 @@
 """A packed model's chat template around its tokenizer: messages to token ids.
 
-Template and tokenizer are programs by whoever published the model. The chat runs this file in a process of its own, see
+Template and tokenizer are programs by the model's publisher. The chat runs this file in its own process, see
 chat_process.py.
 """
 
@@ -76,8 +76,7 @@ class ChatFormat:
             messages: {"role": "system" | "user" | "assistant", "content": text} in order; the last is the user's.
             most: characters that the prompt may have; None for any number.
 
-        Text that spells a control token of the model ("</s>") is broken up first, so that no text can end a turn or
-        open one.
+        Text that spells a control token of the model ("</s>") is broken up first, so no text can end or open a turn.
 
         Raises:
             UsageError: the model's template does not accept these roles in this order.

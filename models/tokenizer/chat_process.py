@@ -1,7 +1,7 @@
-"""A model's tokenizer and chat template in a process of their own (chat_worker.py), which may be ended at any time.
+"""A model's tokenizer and chat template in their own process (chat_worker.py), which can be killed at any time.
 
-They come from whoever published the model. A template can loop for ever, a tokenizer can make its library panic or
-abort, and either can ask for all memory; none of that must reach the screen, the engine or the terminal.
+They come from the model's publisher. A template can loop for ever, a tokenizer can make its library panic or abort, and
+either can allocate all memory; none of that must affect the screen, the engine or the terminal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import FloeError, PackError, verify_hint
 
 _OPENING_S = 6.0  # of computing; the largest published tokenizers take two
 _REQUEST_S, _CHARACTERS_PER_S = 2.0, 250_000  # of computing: at least, and for long texts
-_GRACE_S = 8.0  # until a process is ended that does not compute, and does not answer either
+_GRACE_S = 8.0  # until a process is killed that neither computes nor answers
 _SHORT = 1 << 16  # characters that are always tokenized, however short the model's tokens are
 _log = logging.getLogger("floe_chat.models")
 
@@ -104,7 +104,7 @@ class ChatProcess:
         return self._ask(len(text), do="count", text=text)["count"]
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens of the answer, safe for a terminal. Raises PackError."""
+        """The text completed by these tokens of the answer, safe for a terminal. Raises PackError."""
         return self._ask(0, do="push", ids=list(ids))["text"]
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class _Child:
         threading.Thread(target=self._read, name="floe-chat-format", daemon=True).start()
 
     def ask(self, seconds: float, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request that may compute for so long.
+        """The reply to a request, within a limit of computing time.
 
         Raises:
             FloeError: as the process says. _EndedError: it ended.
@@ -207,7 +207,7 @@ class _Child:
         try:
             send(self._process.stdin, {**request, "seconds": seconds})
             while True:
-                # Its own clock counts computing; this one is for a process that waits for something.
+                # The process limits its own computing time; this limit is for a process that blocks.
                 reply = self._replies.get(timeout=seconds + _GRACE_S)
                 if reply is None:
                     raise _EndedError(step, self._why(seconds))
@@ -223,7 +223,7 @@ class _Child:
             raise _EndedError(step, self._why(seconds)) from None
 
     def end(self) -> None:
-        """Let the process go."""
+        """End the process."""
         with suppress(OSError):
             self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""A model's chat template, run as transformers runs it: the same sandbox, functions and tags, without its import.
+"""A model's chat template, run as in transformers: the same sandbox, functions and tags, without importing it.
 
 A template is a program from the hub. It runs in Jinja's sandbox, sees only plain strings, and cannot reach Python's
 internals or files. What is allowed beyond Jinja's own is listed here, after transformers/utils/chat_template_utils.py.
@@ -100,7 +100,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict` for templates: makes dictionaries and exposes nothing else of the type."""
+    """`dict` for templates: creates dictionaries and exposes nothing else of the type."""
 
     def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
         return dict(*args, **named)
@@ -143,5 +143,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own would escape what HTML minds."""
+    """Jinja's own would escape HTML characters."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

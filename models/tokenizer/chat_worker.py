@@ -1,6 +1,6 @@
 """The process in which a model's tokenizer and chat template run: requests in on stdin, replies out on stdout.
 
-Both are a stranger's programs. Here they may loop, panic, abort or ask for all memory; the kernel ends this process
+Both are untrusted programs. Here they may loop, panic, abort or allocate all memory; the kernel ends this process
 when it has computed for longer than a request allows, or refuses it memory. chat_process.py is the other end.
 """
 
@@ -31,11 +31,11 @@ class Worker:
         self._decoder: Detokenizer | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The reply to a request; what goes wrong is a reply too."""
+        """The reply to a request; failures are replies too."""
         try:
             _arm(request.pop("seconds"))
             try:
-                # Whatever else goes wrong here comes of the folder's files: floe-chat's own part is a few lines.
+                # Any other failure here comes from the folder's files: floe-chat's own part is a few lines.
                 with contained(f"The tokenizer at {request['folder']} fails", Path(request["folder"])):
                     return getattr(self, "do_" + request.pop("do"))(**request)
             finally:
@@ -90,8 +90,8 @@ class Worker:
 
 
 def _arm(seconds: float) -> None:
-    """Let the kernel end this process after so much computing of all of its threads; 0: never."""
-    if hasattr(signal, "setitimer"):  # elsewhere the other end's clock has to do
+    """Let the kernel end this process after this much computing time of all its threads; 0: never."""
+    if hasattr(signal, "setitimer"):  # elsewhere the other end's clock must suffice
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -111,7 +111,7 @@ def _confine() -> None:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    # What a library prints must not come between the replies.
+    # Library output must not mix with the replies.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     _confine()

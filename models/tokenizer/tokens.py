@@ -1,7 +1,7 @@
 """A model's tokenizer.json: text to token ids, and token ids to text as they come.
 
-The file is a stranger's program for the tokenizers library. What the library makes of a bad one is an exception, a
-panic of its Rust code, or worse: `contained` turns the first two into a PackError, `chat_process.py` survives the rest.
+The file is an untrusted program for the tokenizers library. A bad one causes an exception, a panic of its Rust code, or
+worse: `contained` turns the first two into a PackError, `chat_process.py` survives the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LONGEST_CAUSE = 300  # characters of somebody else's error message
 
 @contextmanager
 def contained(title: str, folder: Path) -> Generator[None]:
-    """Whatever goes wrong inside is a fault of the files in `folder`.
+    """Blames every failure inside on the files in `folder`.
 
     Raises:
         PackError: with this title, and what went wrong as its cause.
@@ -44,7 +44,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Tokens:
-    """A tokenizer as floe-chat uses it: it neither cuts nor fills up a text, and adds no special tokens.
+    """A tokenizer as floe-chat uses it: it neither truncates nor pads a text, and adds no special tokens.
 
     Attributes:
         largest: the largest token id that it knows, and that token's text.
@@ -58,10 +58,10 @@ class Tokens:
         self._folder = folder
         path = folder / "tokenizer.json"
         with contained(f"The tokenizer at {folder} cannot be read", folder):
-            if not path.is_file():  # which a pipe is not: nothing would ever come of it
+            if not path.is_file():  # not a pipe: reading one would block for ever
                 raise FileNotFoundError("tokenizer.json is missing.")
             self._tokenizer = Tokenizer.from_file(str(path))
-            # What the file may ask for on behalf of another program.
+            # Settings in the file for other programs.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -104,10 +104,10 @@ class Detokenizer:
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain with `ids`, with control characters made visible.
+        """The text completed by `ids`, with control characters made visible.
 
         Raises:
-            PackError: the tokenizer fails, or makes more text of a token than any token has.
+            PackError: the tokenizer fails, or turns a token into more text than any token has.
         """
         at_all, each = _MOST_TEXT
         most, pieces = at_all + each * len(ids), list[str]()
