@@ -239,7 +239,7 @@ class Stats:
         kv_bytes: bytes in the KV cache.
         context_used, context_window: tokens.
         reused_tokens: of the prompt, those that the KV cache held from the turn before.
-        rows: None where all rows lie where they are computed.
+        rows: None if all rows are in the memory of the device that computes them.
     """
 
     request: int

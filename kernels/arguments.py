@@ -1,8 +1,8 @@
-"""What every operation checks before it computes, once for all backends.
+"""The argument checks of every operation, shared by all backends.
 
-One function per operation checks types, shapes, devices and strides, without reading a tensor's values: so it costs a
-few microseconds and no GPU is waited for. `calls_in_range`, `active_in_range` and `slots_in_range` read the values; the
-compiled kernels check those themselves, and use these only to say what was wrong.
+One function per operation checks types, shapes, devices and strides without reading a tensor's values, so it costs a
+few microseconds and never waits for a GPU. `calls_in_range`, `active_in_range` and `slots_in_range` read the values;
+the compiled kernels check values themselves, and use these functions only to report what was wrong.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def active_in_range(rows: ExpertRows, active: Active) -> None:
     """Offsets rise from 0 to the number of neurons; each neuron exists and is named once in a call.
 
     Raises:
-        ValueError: which of these is not so.
+        ValueError: which of these does not hold.
     """
     offsets, count = active.offsets.tolist(), active.neurons.numel()
     if offsets[0] != 0 or offsets[-1] != count or sorted(offsets) != offsets:
@@ -151,7 +151,7 @@ def slots_in_range(slots: Tensor, capacity: int) -> None:
     """All slots (N,) exist and none is named twice.
 
     Raises:
-        ValueError: which of these is not so.
+        ValueError: which of these does not hold.
     """
     indices("slot", slots, capacity)
     if slots.unique().numel() != slots.numel():

@@ -25,8 +25,8 @@ class Backend:
     Attributes:
         name: "native ..." (our C++ on the CPU), "triton" (on a GPU) or "reference" (plain torch).
         device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
-        up_list: `up_gemv` for whom nobody waits: where each call's neurons end (P,), and room for all neurons and
-            values, of which those up to the last end count. None where that cannot be.
+        up_list: `up_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and values,
+            valid up to the last end. None if not available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do.
     """
 
@@ -74,7 +74,7 @@ def _cuda(index: int) -> Backend:
             device, f"plain torch, because the Triton kernels need {needed} or newer and this GPU has {of}"
         )
     try:
-        from . import triton  # here, since it is slow to import and absent where no GPU could use it
+        from . import triton  # imported here, since it is slow and absent if no GPU can use it
     except ImportError as error:
         return _reference(device, f"plain torch, because Triton cannot be imported: {error}")
     return Backend(

@@ -1,7 +1,7 @@
 """The check that a tensor passes before an operation touches its memory: type, shape, device and strides.
 
-Weights pass it once, as `layouts.py` puts them together; what changes from call to call passes it in each call
-(`arguments.py`); what the compiled library gets an address of passes it in `cpu/weights.py: required`.
+Weights are checked once, when `layouts.py` puts them together; arguments that change are checked in each call
+(`arguments.py`); tensors passed to the compiled library by address are checked in `cpu/weights.py: required`.
 """
 
 from __future__ import annotations

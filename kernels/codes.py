@@ -1,4 +1,4 @@
-"""How codes of 2, 3, 4, 8 and 16 bits are packed into bytes, and read again."""
+"""How codes of 2, 3, 4, 8 and 16 bits are packed into bytes and unpacked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 WIDTHS = (2, 3, 4, 8, 16)
 ALIGN = 64  # bytes: a cache line, and the alignment of every tensor and neuron record
 CHUNK = 64  # codes that are packed together
-THREE_BIT_BLOCK = 256  # 3-bit codes whose lower two bits lie together: a register of them, then half a one
+THREE_BIT_BLOCK = 256  # 3-bit codes whose lower two bits are stored together: a register of them, then half a register
 
 
 def check_width(bits: int) -> None:

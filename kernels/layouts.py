@@ -1,13 +1,13 @@
-"""How quantized weights lie in memory: bit packing, group scales, and the record of one neuron.
+"""The memory layout of quantized weights: bit packing, group scales, and the record of one neuron.
 
 Shared by the packed format on disk (models/pack/packed_model.py) and by every kernel, so the bytes are never rearranged
 between disk, RAM, a transfer buffer and device memory.
 
 Bit packing. A vector of n codes is cut into chunks of 64, the last one possibly shorter. Inside a chunk that takes
-s bytes, code i lies in byte i % s at bit position bits * (i // s). A 64-byte register of 2-bit codes is thus four
+s bytes, code i is in byte i % s at bit position bits * (i // s). A 64-byte register of 2-bit codes is thus four
 chunks of 16 bytes; shifting it by 2k yields 16 consecutive values of each, so that the integer sums of four groups
-stand side by side in one register (AVX-512, AVX2) and a 32-bit word on a GPU belongs to one group. Of 3-bit codes,
-256 at a time (the rest of a vector likewise) are their lower two bits packed so, then their upper bits packed so.
+stand side by side in one register (AVX-512, AVX2) and a 32-bit word on a GPU belongs to one group. 3-bit codes are
+packed 256 at a time (the rest of a vector likewise): first their lower two bits in this way, then their upper bits.
 
 Group scales. HQQ's affine code: w = (q - zero) * scale, one float16 pair per group of consecutive values.
 """
@@ -26,7 +26,7 @@ from .codes import align, check_width, dequantize, pack_codes, packed_bytes
 class VectorLayout:
     """One stored vector of `n` values: [scales f16 | zeros f16 | codes], or plain 16-bit values.
 
-    Its scales lie in front of its codes, so that a neuron is one contiguous read.
+    Its scales precede its codes, so that a neuron is one contiguous read.
     """
 
     n: int

@@ -1,4 +1,4 @@
-"""Lists of active neurons by where their rows are: cut, and checked before rows land in a pool."""
+"""Lists of active neurons by where their rows are: cutting them, and checks before rows land in a pool."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> P
 
 
 def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
-    """The slots (N,) of a transfer as int64, once it is known that nothing in it is out of range.
+    """The slots (N,) of a transfer as int64, after checking that nothing in it is out of range.
 
     Args:
         source: (N,) which of `rows` rows. slots: (N,) int32, which of `capacity` slots each goes to.

@@ -1,13 +1,13 @@
-"""The numerical operations, one function each: the device's backend computes.
+"""The numerical operations, one function each, computed by the device's backend.
 
 `reference.py` defines what each computes. Tensors of another type, shape or device and indices out of range raise a
-ValueError before any memory is touched: weights when they are put together (`layouts.py`), what changes from call to
-call by `arguments.py`. The compiled kernels run those checks themselves, for callers that have them from `choose`.
+ValueError before any memory is touched: weights when they are put together (`layouts.py`), changing arguments by
+`arguments.py`. The compiled kernels run those checks themselves, for callers that have them from `choose`.
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons per expert, N active neurons.
 
-`x_bits` says how much of x's precision must be kept where weights are codes: 22 bits (float32's), or what
+`x_bits` says how much of x's precision must be kept if weights are codes: 22 bits (float32's), or what
 `reference.rounded` leaves, 15 (relative errors of about 5e-5) or 8 (of 0.6 to 0.9 %, still far below those of low-bit
-weights). The CPU's kernels are the faster the fewer it is; implementations may keep more.
+weights). The fewer bits, the faster the CPU's kernels; implementations may keep more.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = [
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
-    """What a rule leaves of a router's choice: calls, and what a neuron must reach in each.
+    """Apply a rule to a router's choice: the calls, and the thresholds of each.
 
     Args:
-        index, weights: (B, K) the router's choice. limits: of the layer's experts, or of their halves where the rule
+        index, weights: (B, K) the router's choice. limits: of the layer's experts, or of their halves if the rule
             divides them, at the rule's shares.
 
     Returns:
-        P = B · K · rule.parts calls; those that are left out have an infinite threshold. On a GPU nobody waits, so
-        that an expert out of range is found out by the operation that reads it.
+        P = B · K · rule.parts calls; those that are left out have an infinite threshold. On a GPU nothing waits, so an
+        expert out of range is detected only by the operation that reads it.
 
     Raises:
         ValueError: shapes that do not fit, or (on the CPU) an expert out of range.
@@ -122,8 +122,8 @@ def moe_step(
 ) -> tuple[Tensor, Tensor]:
     """`up_gemv`, then `sparse_swiglu` of the neurons it found: one layer's experts for a few tokens.
 
-    On a GPU the list of active neurons stays there and the host waits for nothing; so tokens and experts that lie on
-    the GPU, which come from the model's own router, are not looked at before the kernels use them.
+    On a GPU the list of active neurons stays there and the host waits for nothing; so tokens and experts on the GPU,
+    which come from the model's own router, are not checked before the kernels use them.
 
     Args:
         x: (B, H). thresholds, down_thresholds: (P,) as in those operations.
@@ -196,7 +196,7 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
     Raises:
         ValueError: an index out of range, or a buffer that does not fit.
     """
-    # Pinned rows are read by the device that wants them.
+    # Pinned rows are read by the device that needs them.
     device = rows.data.device if out.is_cpu else out.device
     backend = choose(device)
     if not backend.checks:

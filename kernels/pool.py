@@ -1,5 +1,5 @@
-"""Which neuron's row lies in which slot of a pool, who gives way, and how much each neuron is used: the tables, and the
-few operations on them that a step asks for.
+"""Which neuron's row is in which slot of a pool, which rows are evicted, and how much each neuron is used: the tables,
+and the few operations on them that a step needs.
 
 `RowTable` defines them in numpy; `cpu/native_pool.py` is compiled. Policies are in `engine/offload/eviction.py`.
 
@@ -21,7 +21,7 @@ from .located import Keys, Located, Part, Slots, check_offsets, require
 FREE, FILLING, READY = 0, 1, 2  # a slot's state
 STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE = range(7)  # places in `RowTable.counters`
 
-# What is known of a slot, side by side, so that looking through many reads memory once.
+# A slot's fields, side by side, so that scanning many reads memory once.
 CELL = np.dtype([("word", np.int32), ("key", np.int32), ("mark", np.int32), ("mean", np.float32)])
 _STEPS = (1 << 28) - 1  # steps are counted round in a word: a row would have to be unused for exactly so many
 
@@ -31,14 +31,14 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class EvictionRule:
-    """What decides who stays.
+    """The parameters of eviction.
 
     Attributes:
-        by_score: by what a row is worth; else the smallest mark goes first.
+        by_score: by what a row is worth; else the smallest mark is evicted first.
         marks_use: whether `locate` marks rows with its time, as an LRU does.
-        sample, smallest_window: eviction looks at so many slots for each that is wanted, and at so many at least.
+        sample, smallest_window: eviction examines `sample` slots for each one wanted, and at least `smallest_window`.
         prefetch_worth: what a prefetched row is worth until its turn, and the most that a row is worth which gives way
-            to one. turn: what is needed next by the layer just asked counts this much less, others in proportion.
+            to one. turn: rows of the layer that has just run count this much less, others in proportion.
         use_rate: share of a new observation in the mean activity. largest_growth: see `Means`.
     """
 
@@ -52,7 +52,7 @@ class EvictionRule:
     largest_growth: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError: values with which no search would end or no mean be a number."""
+        """Raises ValueError: values for which a search would not end or a mean would not be a number."""
         if min(self.sample, self.smallest_window) < 1:
             raise ValueError(f"eviction must look at 1 slot at least, not {self.sample} and {self.smallest_window}")
         if not (0 <= self.use_rate < 1 and self.largest_growth >= 1):
@@ -145,8 +145,8 @@ class RowTable:
         )
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
-        """Slots for the first M of these absent neurons (N,), free ones first; rows that lay there are gone from now
-        on. `urgent` and the policy: see `engine/offload/row_pool.py`.
+        """Slots for the first M of these absent neurons (N,), free ones first; the rows that were in them are evicted.
+        `urgent` and the policy: see `engine/offload/row_pool.py`.
 
         Raises:
             ValueError: a key out of range, present or named twice. Nothing has changed then.
@@ -183,7 +183,7 @@ class RowTable:
         return taken
 
     def spare(self, wanted: int) -> None:
-        """Give up rows now so that so many slots are free for urgent rows: so nobody waits for that later.
+        """Evict rows now so that this many slots are free for urgent rows, which then need not wait.
 
         Raises:
             ValueError: fewer than none.
@@ -195,7 +195,7 @@ class RowTable:
         self.counters[SPARE] = min(wanted, int(self.counters[FREE_COUNT]))
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
-        """These filling rows have arrived, or never will: those are absent now, the slots free.
+        """These filling rows have arrived, or never will: then they are absent and their slots free.
 
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
@@ -236,7 +236,7 @@ class RowTable:
         self.capacity = capacity
 
     def recall(self) -> None:
-        """The means were changed by others: keep those of the rows in slots anew."""
+        """The means were changed elsewhere: copy those of the rows in slots again."""
         self.kept[:] = self.means.raw.reshape(-1)[self.keys]
 
     def _have(self, cells: NDArray[np.void]) -> None:
@@ -248,7 +248,7 @@ class RowTable:
         return 4 * (int(self.counters[STEP]) & _STEPS)
 
     def _slots(self, wanted: int) -> int:
-        """As many as that, or all."""
+        """That many slots, or all."""
         if wanted < 0:
             raise ValueError(f"{wanted} slots cannot be spared")
         return min(wanted, self.capacity)
@@ -276,12 +276,12 @@ class RowTable:
         self.counters[FREE_COUNT] += slots.size
 
     def _evict(self, wanted: int, urgent: bool) -> Slots:
-        """Up to `wanted` slots whose rows were ready and not in use, and are gone now."""
+        """Evict up to `wanted` rows that are ready and not in use; returns their slots."""
         target, count, left = max(self.rule.sample * wanted, self.rule.smallest_window), 0, self.capacity
         enough = max(target // 2, wanted)
         first = hand = int(self.counters[HAND])
         worths = [np.zeros(0, np.float32)]
-        # Where much is in use a window has too few to choose from, and the hand goes on, once round at most.
+        # If much is in use, a window has too few to choose from, and the hand continues, at most once round.
         while left and count < enough:
             end = min(hand + min(target, left), self.capacity)
             words = self.words[hand:end]
@@ -301,7 +301,7 @@ class RowTable:
         return evicted.astype(np.int32)
 
     def _worth(self, window: slice, urgent: bool) -> NDArray[np.floating[Any]]:
-        """What the rows in a window of slots are worth by the rule; infinite if more than a prefetch may take."""
+        """The worth of the rows in a window of slots by the rule; infinite if more than a prefetch may replace."""
         counters, means, keys = self.counters, self.means, self.keys[window]
         if not self.rule.by_score:
             return -(_low(counters[FINDS] + counters[BROUGHT]) - self.marks[window]).view(np.uint32).astype(np.float64)

@@ -1,7 +1,7 @@
-"""The definition of every operation, in plain torch. Fast paths are compared with these; they run everywhere.
+"""The definition of every operation, in plain torch. Fast paths are tested against these; they run everywhere.
 
 Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, N active neurons over all calls.
-`x_bits` lets other implementations keep less of x, as much as `rounded` leaves; here operations read all of it.
+`x_bits` lets other implementations keep less of x's precision, as `rounded` defines; operations here read all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .weights import ExpertRows, LinearWeights, UpWeights
 
 
 def rounded(x: Tensor, x_bits: int) -> Tensor:
-    """What operations told `x_bits` must keep of x (B, H): 15 or 8 bits, relative to the largest of 64 neighbours.
+    """The precision of x (B, H) that operations with `x_bits` must keep: 15 or 8 bits, relative to the largest of 64
+    neighbours.
 
     Multiples of a step that each chunk of 64 values has for itself, a 127 · 128th (15 bits) or a 127th (8 bits) of its
     largest magnitude. On Gaussian x 8 bits cost a relative RMS of 0.6 % (that largest magnitude is 2.7 standard
@@ -35,12 +36,12 @@ def rounded(x: Tensor, x_bits: int) -> Tensor:
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
-    """What a rule leaves of a router's choice, index and weights (B, K): P = B · K · rule.parts calls.
+    """Apply a rule to a router's choice, index and weights (B, K): P = B · K · rule.parts calls.
 
     With w a choice's weight and m the mean of its token's, a first or only part is left out where w < drop · m, a
     second one where w < max(drop, major) · m (DualSparse-MoE sections 4.1 and 4.2: the paper's normalized score times
     K, so that one limit suits any K). A weighed rule multiplies the limits of what stays by m / w. No weight changes.
-    A weight that is not a number stays, so that it reaches the result and is noticed.
+    A NaN weight stays, so that it reaches the result and is noticed.
     """
     (tokens, among), parts = index.shape, rule.parts
     shares = weights.double()

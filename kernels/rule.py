@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 MOST_MULTIPLE = 4.0
-MOST_EASE = 1000.0  # what thresholds are multiplied by at most: none may become infinite, which says "left out"
+MOST_EASE = 1000.0  # largest factor of thresholds: none may become infinite, which means "left out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +18,14 @@ class Rule:
         drop, major: the router's weight for an expert, relative to the mean of those it chose for the token, below
             which the expert is skipped, or only its major half computed (DualSparse-MoE section 4).
         weighed: whether thresholds rise as that weight falls. A neuron adds weight · silu(gate · x) (up · x) down to y,
-            so the weight says as much of what it is worth as its own values: the same loss takes fewer rows then
+            so its worth depends as much on the weight as on its own values: the same loss then takes fewer rows
             (BENCHMARKS.md, the frontier).
-        alpha: how far from the best rejected score an absent expert may be replaced by a resident one, and the other
-            way round (importance-driven scheduling section 5.1); 0 replaces none.
-        layers: what these four shares are multiplied by in each layer, since some layers bear more than others
+        alpha: how far from the best rejected score an absent expert may be replaced, and a resident one may replace it
+            (importance-driven scheduling section 5.1); 0 replaces none.
+        layers: factors of these four shares in each layer, since some layers tolerate more than others
             (DualSparse-MoE figure 12); empty: all have the same shares.
-        late: of the active neurons the share, the weakest, that may be skipped while their rows are not on the device
-            (CORM); 0 waits for every row. So an answer is never worse than at `lateness`, whatever the link does.
+        late: share of the active neurons, the weakest, that may be skipped while their rows are not on the device
+            (CORM); 0 waits for every row. So an answer is never worse than at `lateness`, however slow the link is.
     """
 
     sparsity: float = 0.0
@@ -48,7 +48,7 @@ class Rule:
 
     @property
     def wrong(self) -> str:
-        """The first field whose value means nothing, whatever its type; "" if all do."""
+        """The first field with an invalid value, whatever its type; "" if all are valid."""
         for field in fields(self):
             value = getattr(self, field.name)
             match field.name:
@@ -64,7 +64,7 @@ class Rule:
 
     @property
     def parts(self) -> int:
-        """Into how many parts experts are divided: 2 where a token may have the major half alone."""
+        """Into how many parts experts are divided: 2 if a token may use only the major half."""
         return 2 if self.major > self.drop else 1
 
     @property
@@ -86,6 +86,6 @@ NOTHING = Rule()
 """Skips nothing."""
 
 LATE = 0.25
-"""The share of active neurons that a lenient rule may skip. Were their rows never there, that would add 0.065 nats to
-Balanced on the demo model; half of the neurons would add 0.15. Without a bound an active row that is absent is as
+"""The share of active neurons that a lenient rule may skip. If their rows were never there, that would add 0.065 nats
+to Balanced on the demo model; half of the neurons would add 0.15. Without a bound an active row that is absent is as
 likely the strongest as the weakest, and 5 % of them cost 0.3 nats a token (BENCHMARKS.md)."""

@@ -1,4 +1,4 @@
-"""Drawing a token from a model's logits. `draw` defines it; `cpu/native_ends.py` has the compiled one.
+"""Drawing a token from a model's logits. `draw` defines it; `cpu/native_ends.py` has the compiled version.
 
 What changes the distribution before are transformers' logits processors of the same names. Each takes ids (1, T) int64
 so far, the prompt included, and scores (1, V) floating point, and gives the new scores; a token that may not be drawn
@@ -21,7 +21,7 @@ Warper = Callable[[Tensor, Tensor], Tensor]
 class NotNumbersError(ValueError):
     """Logits without a largest one: NaN or infinity among them, or nothing but -infinity.
 
-    The weights of a model are not numbers then, or what became of its activations.
+    A model's weights or activations are then not finite.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class LogitsProcessorList(list[Warper]):
 
 
 class RepetitionPenaltyLogitsProcessor:
-    """Scores of tokens that are there already are divided by `penalty`, or multiplied where negative (CTRL)."""
+    """Scores of tokens in the text so far are divided by `penalty`, or multiplied if negative (CTRL)."""
 
     def __init__(self, penalty: float) -> None:
         self._penalty = penalty
@@ -59,7 +59,7 @@ class TemperatureLogitsWarper:
 
 
 class TopKLogitsWarper:
-    """The `top_k` likeliest stay, and what is as likely as the last of them."""
+    """The `top_k` likeliest stay, and those as likely as the last of them."""
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
@@ -70,7 +70,7 @@ class TopKLogitsWarper:
 
 
 class TopPLogitsWarper:
-    """The likeliest stay that together reach `top_p`; at least one. Of equal ones those that are named last."""
+    """The likeliest that together reach `top_p` stay; at least one. Of equally likely ones those with higher ids."""
 
     def __init__(self, top_p: float) -> None:
         self._top_p = top_p
@@ -83,7 +83,7 @@ class TopPLogitsWarper:
 
 
 class MinPLogitsWarper:
-    """Those stay that are at least `min_p` times as likely as the likeliest."""
+    """Tokens at least `min_p` times as likely as the likeliest stay."""
 
     def __init__(self, min_p: float) -> None:
         self._min_p = min_p
@@ -94,7 +94,7 @@ class MinPLogitsWarper:
 
 
 class Filters(NamedTuple):
-    """How a token is drawn, see `engine.events.Sampling`; the values of the fields but the first leave all as it is.
+    """How a token is drawn, see `engine.events.Sampling`; the defaults of all fields but the first change nothing.
 
     Attributes:
         temperature: 0 takes the likeliest token. penalty: of tokens that are there already.
@@ -123,7 +123,7 @@ class Filters(NamedTuple):
             raise ValueError(f"penalty must be from 1e-6 to 1e6, not {self.penalty}")
 
     def warpers(self) -> LogitsProcessorList:
-        """One after the other what they ask for."""
+        """The processors that the fields ask for, in order."""
         found = LogitsProcessorList()
         if self.penalty != 1:
             found.append(RepetitionPenaltyLogitsProcessor(self.penalty))
@@ -140,7 +140,7 @@ class Filters(NamedTuple):
 
 
 def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None = None) -> int:
-    """A token by a number from [0, 1): the first at which the probabilities before it and its own exceed that.
+    """A token chosen by a number from [0, 1): the first whose cumulative probability exceeds it.
 
     Args:
         logits: (V,) floating point; computed in float64. seen: (V,) uint8, not 0 for tokens that are there already.
@@ -160,7 +160,7 @@ def draw(logits: Tensor, filters: Filters, uniform: float, seen: Tensor | None =
     shares = scores[0].softmax(-1)
     reached = shares.cumsum(-1)
     first = int(torch.searchsorted(reached, reached[-1] * uniform, right=True))
-    return min(first, int(shares.nonzero()[-1]))  # rounding may take the number beyond them all
+    return min(first, int(shares.nonzero()[-1]))  # rounding may leave the number above all of them
 
 
 def check_draw(logits: Tensor, uniform: float, seen: Tensor | None) -> None:

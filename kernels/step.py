@@ -1,4 +1,4 @@
-"""One token's way through a layer. What comes before its experts is one operation: norm, attention, norm, router.
+"""One token's way through a layer. Everything before its experts is one operation: norm, attention, norm, router.
 
 `dense_step` defines that in plain torch; `cpu/native_step.py` is the compiled one, and `cpu/native_token.py` goes
 through all layers, experts included, in one call, and on to the next tokens. Shapes: H hidden size, D width of a head,
@@ -76,7 +76,7 @@ class Router:
     dtype: torch.dtype = torch.float32
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equal ones, any may be chosen."""
+        """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
         probabilities = torch.softmax(F.linear(hidden, self.weight), -1, dtype=torch.float32)
         weights, index = probabilities.topk(self.top_k, -1)
         if self.norm_topk_prob:
@@ -118,10 +118,10 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class ModelEnds:
-    """What lies before the first layer and behind the last.
+    """The parts before the first layer and after the last.
 
     Attributes:
-        embedding: (V, H). norm: (H,) of the RMS norm behind the layers. eps: of that. head: to V logits.
+        embedding: (V, H). norm: (H,) of the RMS norm after the layers. eps: of that. head: to V logits.
     """
 
     embedding: Tensor
@@ -135,10 +135,10 @@ class ModelEnds:
 
 
 class Stepped(NamedTuple):
-    """What a step gives.
+    """The result of a step.
 
     Attributes:
-        stream: (1, H) the residual after attention. hidden: (1, H) what the block is given. routed: with a router, the
+        stream: (1, H) the residual after attention. hidden: (1, H) the block's input. routed: with a router, the
             experts (1, K) int64 and their weights (1, K) float32; else nothing.
     """
 
@@ -151,7 +151,7 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     """One token before a layer's experts.
 
     Args:
-        x: (1, H) the residual stream after the attention before. added: (1, H) what the block since then gave, or None.
+        x: (1, H) the residual stream after the attention before. added: (1, H) the block's output since then, or None.
         rope: (2, D) cosines and sines of the position, the first half of the sines negated.
         kv: (C, 2 * key heads, D) keys, then values, of the tokens before; the token's own are written to its place. In
             the form that `heads.cache_dtype` says.

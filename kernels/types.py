@@ -1,4 +1,4 @@
-"""What operations are called with: (token, expert) calls, what a neuron must reach in them, and which ones did."""
+"""The arguments of operations: (token, expert) calls, thresholds, and the active neurons."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-X_BITS = (22, 15, 8)  # how much of x's precision an operation may be told to keep (kernels/__init__.py)
+X_BITS = (22, 15, 8)  # the precisions of x that an operation may be asked to keep (kernels/operations.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Active:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a neuron must reach in each expert of a layer, or in each half: (E,) float32 each, at a rule's shares.
+    """The thresholds of neurons in each expert of a layer, or in each half: (E,) float32 each, at a rule's shares.
 
     Attributes:
         signal: of |up · x|. product: of |silu(gate · x) up · x|; None where no down half is skipped. late: of |up · x|
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed of a router's choice: P calls, token by token, choice by choice, part by part.
+    """The work for a router's choice: P calls, token by token, choice by choice, part by part.
 
     Attributes:
         thresholds: (P,) float32 for |up · x|, infinite for a call that is left out: it has no active neurons, and its

@@ -1,9 +1,9 @@
 """The compiled CPU kernels' library: records and functions as `floe.h` declares them, and the instruction set in use.
 
 `records.calls(count=2, token=..., ...)` makes a `floe_calls`, and `library().moe_step(...)` calls `floe_moe_step`. All
-fields are asked for by name. Where C has a pointer, both take a tensor or an array, refuse one of another type, and
-hand over its address; None is NULL where the header says FLOE_OPTIONAL. A record keeps alive what it has addresses of.
-Shapes, strides and devices are checked before (`arguments.py`, `weights.required`).
+fields are passed by name. For a C pointer, both take a tensor or an array, refuse a wrong type, and pass its address;
+None is NULL if the header says FLOE_OPTIONAL. A record keeps alive the objects whose addresses it holds. Shapes,
+strides and devices are checked before (`arguments.py`, `weights.required`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _structures: dict[str, type[Structure]] = {}
 
 
 def _type(declared: Declared, *, field: bool) -> Any:
-    """What ctypes calls it; fields take addresses only, so that `_converted` sees what they are of."""
+    """The ctypes type; fields take only addresses, so that `_converted` sees the objects behind them."""
     if not declared.stars:
         return _structures.get(declared.type) or _SCALARS[declared.type]
     if declared.type == "char":
@@ -62,7 +62,7 @@ def _type(declared: Declared, *, field: bool) -> Any:
 
 
 def _converter(declared: Declared) -> Callable[[Any], int | None]:
-    """What makes an address of something that is not a tensor of the declared type."""
+    """The function that makes an address of an object that is not a tensor of the declared type."""
     pointed = c_void_p if declared.stars > 1 else _structures.get(declared.type) or _SCALARS.get(declared.type)
     raw = declared.type in _RAW and declared.stars == 1
     dtype = np.dtype(_structures.get(declared.type) or _NUMPY.get(declared.type, np.uint8))
@@ -86,7 +86,9 @@ def _converter(declared: Declared) -> Callable[[Any], int | None]:
 
 
 def _converted(declared: Declared, *, field: bool) -> str:
-    """Python for what is handed over in its place; tensors, which most arguments are, get by without another call."""
+    """The Python expression for an argument's conversion; tensors, the most frequent arguments, need no
+    further call.
+    """
     name = declared.name
     if _type(declared, field=field) is not c_void_p:
         return name
@@ -133,22 +135,22 @@ _REFUSALS = {
 
 
 def array_of(items: Sequence[Structure]) -> Array[Any]:
-    """Copies of records, one behind the other; what they hold must be kept elsewhere."""
+    """An array of copies of records; the caller must keep alive what they point to."""
     return (type(items[0]) * len(items))(*items)
 
 
 def addresses_of(items: Sequence[Structure | Tensor]) -> Array[c_void_p]:
-    """Where records or checked tensors are; they must be kept elsewhere."""
+    """Addresses of records or checked tensors; the caller must keep these alive."""
     found = (item.data_ptr() if isinstance(item, Tensor) else addressof(item) for item in items)
     return (c_void_p * len(items))(*found)
 
 
 def check(code: int) -> None:
-    """What an operation returned.
+    """Check an operation's return code.
 
     Raises:
-        ValueError: sizes or indices that do not fit. NotNumbersError: logits without a largest one. MemoryError: there
-            was none left. RuntimeError: anything else.
+        ValueError: sizes or indices that do not fit. NotNumbersError: logits without a largest one. MemoryError: out of
+            memory. RuntimeError: anything else.
     """
     if code >= 0:
         return
@@ -163,7 +165,7 @@ def check(code: int) -> None:
 
 
 def refused(code: int) -> bool:
-    """Whether an operation returned that it was given something wrong, so that its definition can say what.
+    """Whether an operation refused its arguments, so that its definition can report the reason.
 
     Raises:
         MemoryError, RuntimeError: another error.
@@ -176,7 +178,7 @@ def refused(code: int) -> bool:
 
 
 def library_path() -> Path:
-    """Where the compiled library lies.
+    """The path of the compiled library.
 
     Raises:
         NativeUnavailableError: it was not built.
@@ -261,7 +263,7 @@ def select_isa(name: str | None) -> Isa:
 
 
 class Stop:
-    """Says to compiled code in another thread that it shall stop; the code looks at it in every layer."""
+    """Tells compiled code in another thread to stop; the code checks it in every layer."""
 
     def __init__(self) -> None:
         self.record = records.stop(raised=0)

@@ -1,4 +1,4 @@
-"""What the native library consists of and how it is compiled. Needs nothing but Python and a C++ compiler.
+"""Builds the native library. Needs only Python and a C++ compiler.
 
 `python build.py OUTPUT [FLAG ...]` builds it by hand, for example with `-fsanitize=address,undefined -g`. The flags of
 one instruction set apply to its own folder alone, so the library starts on every processor.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(path.relative_to(HERE).as_posix() for path in HERE.glob("*/**/*.cpp")))
-ARCH = {  # by folder of arch/; elsewhere than on x86 what is in there compiles to empty tables
+ARCH = {  # by folder of arch/; on other processors than x86 these compile to empty tables
     "avx2": {"unix": ["-mavx2", "-mfma", "-mf16c"], "msvc": ["/arch:AVX2"]},
     "avx512": {
         # gcc 12's own header trips over its warnings about uninitialized values (its bug 105593).

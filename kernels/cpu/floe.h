@@ -227,7 +227,7 @@ typedef struct {
     floe_matrix head;
 } floe_ends;
 
-// logits (vocabulary) of x (H), the residual stream behind the last layer.
+// logits (vocabulary) of x (H), the residual stream after the last layer.
 FLOE_API int floe_head(const floe_ends *ends, const float *x, int digits, int threads, float *logits);
 
 // How a token is drawn (sampling.Filters); temperature 0 takes the likeliest.

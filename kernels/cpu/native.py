@@ -1,4 +1,4 @@
-"""The CPU kernels compiled from C++: the operations of `reference.py`, close to what the memory can deliver.
+"""The CPU kernels compiled from C++: the operations of `reference.py`, at close to memory speed.
 
 The library (`floe.h`) is built with the package where a C++ compiler is installed. Tensors are handed over by address,
 so each operation checks its arguments first (`arguments.py`); the library checks indices. x may be float32, bfloat16 or
@@ -61,7 +61,7 @@ _DIGITS = {22: 3, 15: 2, 8: 1}  # by `x_bits`
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
-    """What a rule leaves of a router's choice, index and weights (B, K); see `kernels.select`.
+    """Apply a rule to a router's choice, index and weights (B, K); see `kernels.select`.
 
     Raises:
         ValueError: tensors that do not fit, or an expert out of range.
@@ -98,7 +98,7 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     if total < 0:
         arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
         check(total)
-    # They wait in the library, in this thread, until there are tensors of the right size for them.
+    # The library stores them per thread until tensors of the right size exist.
     neurons = torch.empty(total, dtype=torch.int64)
     values = torch.empty(total, dtype=torch.float32)
     check(loaded.up_take(total, neurons, values))

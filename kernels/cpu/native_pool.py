@@ -1,6 +1,6 @@
 """`pool.RowTable` compiled from C++ (pool.cpp): the same tables, worked on in one call where numpy takes dozens.
 
-Where the library refuses, the definition runs instead, which finds the reason and says it.
+If the library refuses, the definition runs instead, which finds and reports the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NativeTable(RowTable):
         located.require("offsets", offsets, _INT64, (calls + 1,))
         located.require("neurons", neurons, _INT64, (total,))
         parts, lists = np.empty((3, calls + 1), np.int64), np.empty((6, total), np.int64)
-        # An offset that ends elsewhere would have the library read beyond the neurons.
+        # With a wrong last offset the library would read beyond the neurons.
         fits = offsets[-1] == total and 0 <= layer < self.layers and 1 <= width <= self.neurons
         if not fits or refused(
             self._locate(self._tables, layer, width, calls, experts, offsets, neurons, parts, lists)
@@ -77,7 +77,7 @@ class NativeTable(RowTable):
         self._handed_over()
 
     def _handed_over(self) -> None:
-        """Tell the library where the tables lie now."""
+        """Tell the library where the tables are now."""
         rule, means = self.rule, self.means
         self._tables = records.pool(
             layers=self.layers,
@@ -104,10 +104,10 @@ class NativeTable(RowTable):
 
 
 def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> tuple[RowTable, str]:
-    """The table that works here, and why that one.
+    """The best table available here, and the reason.
 
     Raises:
-        NativeUnavailableError: an instruction set is asked for by name, and cannot be had.
+        NativeUnavailableError: an instruction set is requested by name and is not available.
     """
     try:
         return NativeTable(layers, experts, neurons, rule, means), "compiled"
@@ -119,7 +119,7 @@ def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Mea
 
 
 def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
-    """See `located.cut`, which runs where the library is not there."""
+    """See `located.cut`, which runs if the library is missing."""
     calls, total = kept.size, part.at.size
     try:
         functions = library()
@@ -130,7 +130,7 @@ def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
     located.require("at", part.at, _INT64, (total,))
     located.require("places", part.places, _INT64, (total,))
     offsets, lists = np.empty((2, calls + 1), np.int64), np.empty((2, total), np.int64)
-    # An offset that ends elsewhere would have the library read beyond the neurons.
+    # With a wrong last offset the library would read beyond the neurons.
     if part.offsets[-1] != total or refused(
         functions.cut(calls, part.offsets, kept, part.at, part.places, offsets, lists[0], lists[1])
     ):
@@ -140,7 +140,7 @@ def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
 
 
 def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:
-    """See `located.landing`, which runs where the library is not there."""
+    """See `located.landing`, which runs if the library is missing."""
     try:
         functions = library()
     except NativeUnavailableError:

@@ -1,4 +1,4 @@
-"""`step.dense_step` compiled from C++ (dense_step.cpp): a layer's weights are handed over once, then a call is a call.
+"""`step.dense_step` compiled from C++ (dense_step.cpp): a layer's weights are passed once, not in every call.
 
 At small sizes that call takes as long as two of the two dozen operations that torch would need.
 """
@@ -98,7 +98,7 @@ class NativeStep:
 
 
 def _check_heads(heads: Heads) -> None:
-    """Refuse what no attention has; in Python, where no product is too large."""
+    """Refuse impossible heads; in Python, where no product overflows."""
     if heads.cache_dtype not in (torch.float32, torch.float16):
         raise ValueError(f"keys and values must be float32 or float16, not {heads.cache_dtype}")
     if heads.num_kv_heads < 1 or heads.num_heads < 1 or heads.num_heads % heads.num_kv_heads:

@@ -1,7 +1,8 @@
-"""A token's way through all layers as one call of the compiled library (token_step.cpp), or several (decode.cpp).
+"""One token's pass through all layers in one call of the compiled library (token_step.cpp), or several tokens'
+(decode.cpp).
 
-The interpreter and its lock are not needed meanwhile: a layer costs what its kernels cost, and whatever else the
-program does, such as drawing a screen, goes on beside it.
+The interpreter and its lock are not needed meanwhile: a layer costs what its kernels cost, and other work, such as
+drawing a screen, continues in parallel.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from .weights import digits, optional, required, rows_record, rule_record, up_re
 
 
 class Through(NamedTuple):
-    """What came of a token.
+    """The result of a token's pass.
 
     Attributes:
-        stream: (1, H) the residual stream behind the last layer. chosen, weights: (L, K) of each layer's router.
+        stream: (1, H) the residual stream after the last layer. chosen, weights: (L, K) of each layer's router.
         counts: (L, K, 2, 2) of each expert's halves, or of the whole in the first place, how many neurons were active
             and how many of those reached the second threshold; -1 for what was left out whole.
     """
@@ -66,7 +67,7 @@ class Drawn(NamedTuple):
 
 
 class NativeToken:
-    """The layers of a model, handed over once for a preset.
+    """The layers of a model, passed to the library once per preset.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -82,7 +83,7 @@ class NativeToken:
         self._held = dense, made  # the arrays have only their bytes and addresses
         self._dense, self._experts = addresses_of([step.layer for step in dense]), array_of(made)
         self._layers = records.layers(count=len(made), dense=self._dense, experts=self._experts)
-        self._paced: tuple[Any, Any] = None, None  # what a pace was made of, and that
+        self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
         self._hidden, self._top_k = one.hidden, one.top_k
         self._rope, self._stored, self._form = (2, one.dim), (2 * one.kv_heads, one.dim), dense[0].kept  # of a token
@@ -92,11 +93,11 @@ class NativeToken:
     def __call__(
         self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int, bits: tuple[int, int], stop: Stop
     ) -> Through | None:
-        """One token; None where `stop`, looked at in each layer, was raised.
+        """Run one token; None if `stop`, checked in each layer, was set.
 
         Args:
             x: (1, H) float32 its embedding. rope, kv, position: as `step.dense_step` takes them; kv of each of the
-                first L layers, which are all that it goes through.
+                first L layers, which are the layers it runs.
             bits: how much of x's precision the dense part and the experts keep (`kernels.X_BITS`).
 
         Raises:
@@ -126,10 +127,10 @@ class NativeToken:
         how: Draw,
         seconds: float,
     ) -> Drawn | None:
-        """As many tokens behind `token`, at `position`, as there are numbers to draw them by, but at least one.
+        """Draw as many tokens after `token`, at `position`, as there are random numbers, but at least one.
 
-        Fewer if `seconds` have passed before, if one of `how.last` was drawn or if `stop`, looked at in each layer, is
-        raised. None if that was before the first.
+        Fewer if `seconds` have passed, if one of `how.last` was drawn or if `stop`, checked in each layer, is set. None
+        if it was set before the first.
 
         Args:
             rope: (N, 2, D) from that position on. kv: as in the call of one token. bits: the head has the experts'.
@@ -183,7 +184,7 @@ class NativeToken:
         return self._paced[1]
 
     def _room(self, *sizes: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What is filled for each layer: its experts, their weights, and counts."""
+        """Output buffers for each layer: its experts, their weights, and counts."""
         shape = *sizes, self._top_k
         return torch.empty(shape, dtype=torch.int64), torch.empty(shape), torch.empty(*shape, 2, 2, dtype=torch.int64)
 

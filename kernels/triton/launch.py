@@ -85,7 +85,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_weights(device: torch.device, name: str, weights: Tensor) -> None:
-    """Refuse weights that a kernel on `device` cannot read where they lie.
+    """Refuse weights that a kernel on `device` cannot read in place.
 
     Raises:
         ValueError: not contiguous uint8, another GPU, or host memory that is not pinned.

@@ -3,8 +3,8 @@
 """Copying records, and unpacking blocks of rows for matrix products.
 
 Records are multiples of 64 bytes, so they are moved as 32-bit words, four to a load. A program moves a few records at
-once: 16 bytes times several per thread under way is what hides the latency of memory, and that of PCIe for records
-that lie in pinned host memory all the more.
+once: 16 bytes times several per thread under way is what hides the latency of memory, and even more so that of PCIe for
+records in pinned host memory.
 """
 
 from __future__ import annotations

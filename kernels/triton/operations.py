@@ -1,8 +1,8 @@
 """The sparse operations of `reference.py` on a GPU, and `moe_step`, which runs them without asking the host anything.
 
-Weights are read where they lie: in device memory or in pinned host memory ("zero copy", over PCIe), also record by
-record while a kernel runs. Nothing here copies them; pageable host memory is refused. `x_bits` changes nothing: float32
-costs these kernels no more.
+Weights are read in place: in device memory or in pinned host memory ("zero copy", over PCIe), also record by record
+while a kernel runs. Nothing here copies them; pageable host memory is refused. `x_bits` changes nothing: float32 costs
+these kernels no more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _List:
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
-    """What a rule leaves of a router's choice, index and weights (B, K); see `kernels.select`. Nobody waits.
+    """Apply a rule to a router's choice, index and weights (B, K); see `kernels.select`. Nobody waits.
 
     Raises:
         ValueError: a tensor that is not on the device.
@@ -84,8 +84,8 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
 def up_list(
     x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`up_gemv`, and nobody waits: where each call's neurons end (P,), then room for all neurons (int32, to be copied
-    in half the time) and all values, of which those up to the last end count.
+    """`up_gemv` without waiting: where each call's neurons end (P,), then buffers for all neurons (int32, copied in
+    half the time) and all values, valid up to the last end.
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
@@ -127,7 +127,7 @@ def moe_step(
     down_thresholds: Tensor | None = None,
     x_bits: int = 22,
 ) -> tuple[Tensor, Tensor]:
-    """`up_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nobody waits.
+    """`up_gemv` and `sparse_swiglu` in one go; the list of active neurons stays on the device and nothing waits.
 
     With calls and thresholds on the device already, and once it has run, this can be captured in a CUDA graph.
 
@@ -147,7 +147,7 @@ def moe_step(
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
     """Copy the records of `neurons` (N,) of one expert, in the order given, into out (N, layout.nbytes) uint8.
 
-    Runs on the device of `out`; rows may lie in pinned host memory, and `out` too if the rows are on the device.
+    Runs on the device of `out`; rows may be in pinned host memory, and `out` too if the rows are on the device.
 
     Raises:
         ValueError: rows or out that the device cannot reach.
@@ -159,7 +159,7 @@ def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> 
 
 
 def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
-    """Copy records (N, nbytes) uint8 into pool[slots], pool (S, nbytes); records may lie in pinned host memory.
+    """Copy records (N, nbytes) uint8 into pool[slots], pool (S, nbytes); records may be in pinned host memory.
 
     Raises:
         ValueError: records or a pool that the device cannot reach.

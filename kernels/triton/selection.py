@@ -1,6 +1,6 @@
 # Device code: its values have types only once Triton compiles it.
 # pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false, reportGeneralTypeIssues=false
-"""What a rule leaves of a router's choice: one small program per token, so that one launch does what ten would.
+"""Applies a rule to a router's choice: one small program per token, so that one launch replaces ten.
 
 Sums and limits are float64, as everywhere: a weight at its limit falls to the same side on the CPU and here.
 """

@@ -1,4 +1,4 @@
-"""What a kernel must know of one stored vector when it is compiled: where its parts lie and how words hold codes.
+"""What a kernel must know about one stored vector at compile time: where its parts are and how words hold codes.
 
 The fast path reads 32-bit words. Word w of a chunk of 64 codes holds `len(columns)` of them, all of one chunk
 (`layouts.py` packs planes for that): the field at bit `shifts[i]` belongs to column `columns[i]` counted from the
@@ -29,7 +29,7 @@ class Vector(NamedTuple):
         n, bits, group: as in `VectorLayout`. bfloat16: what 16-bit values are.
         fast: whether it may be read in 32-bit words.
         row, codes: bytes from one row to the next, and from a row's start to the codes.
-        scale_row, scales, zeros: likewise for the float16 scales and zeros, which may lie in tensors of their own.
+        scale_row, scales, zeros: likewise for the float16 scales and zeros, which may be in their own tensors.
         words: 32-bit words of a vector, or its values where they are read one by one.
         per_chunk, lanes: words of a chunk; neighbouring codes that share a plane.
         shifts, columns: bit and column of each field of a word. sets: scales per word, one or one per plane.

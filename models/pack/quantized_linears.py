@@ -60,7 +60,7 @@ def stored_layers(source: Checkpoint, bits: int) -> dict[str, str]:
 
 
 def plan(layer: str, rows: int, columns: int, bits: int) -> TensorShapes:
-    """The tensors that `store` makes of a layer of `rows` by `columns`, as they lie in the file."""
+    """The tensors that `store` makes of a layer of `rows` by `columns`, as in the file."""
     vector = layout_of(columns, bits)
     return {
         f"{layer}.q": (torch.uint8, (rows, packed_bytes(columns, bits))),

@@ -108,7 +108,7 @@ class Writer:
                 self._unsaved = self.failure is not None and bool(store.conversations(1))
                 store.close()
             self._ended = True
-        # The thread's border: the chat goes on without its history, and the person knows.
+        # The thread's border: the chat continues without its history, and the user is informed.
         except Exception as error:
             logging.getLogger("floe_chat").exception("the history failed")
             hint = "This is a bug in floe-chat. You can continue the chat; new messages are not saved."

@@ -126,13 +126,13 @@ void fill_factors(const floe_pool &p, float *factors) {
     }
 }
 
-// Up to `wanted` slots whose rows were ready and not in use, and are gone now. Fills slots, returns how many.
+// Evict up to `wanted` rows that are ready and not in use. Fills slots with theirs, returns how many.
 int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, Candidates &found, float *factors) {
     const int64_t target = std::max(p.sample * wanted, p.smallest_window);
     const int64_t enough = std::max(target / 2, wanted);
     if (p.by_score) fill_factors(p, factors);
     int64_t &hand = p.counters[FLOE_POOL_HAND];
-    // Where much is in use a window has too few to choose from, and the hand goes on, once round at most.
+    // If much is in use, a window has too few to choose from, and the hand continues, at most once round.
     for (int64_t left = p.capacity, ready = 0; left > 0 && ready < enough;) {
         const int64_t end = std::min(hand + std::min(target, left), p.capacity);
         ready += p.by_score ? look_by_score(p, hand, end, urgent, factors, found) : look_by_mark(p, hand, end, found);
