@@ -1,1 +1,1 @@
-"""What a person sees: command line, Textual screens, settings. Imports engine and models."""
+"""The user interface: command line, Textual screens, settings. Imports engine and models."""

@@ -208,13 +208,13 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "title": "rename",
     }
 )
-"""What other programs call a command, and what it is called here."""
+"""Other programs' names for commands, and ours."""
 _ELSEWHERE = {
     "save": "Chats are saved as you write; /export writes this one to a file",
     "rm": "/models removes models, /delete deletes this chat",
     "serve": "There is no server; for scripts, use: floe-chat ask --json",
 }
-"""What other programs' commands are here, where one of ours alone is not the answer."""
+"""Answers to other programs' commands that have no single counterpart here."""
 
 
 def command(name: str) -> Action | None:
@@ -224,7 +224,7 @@ def command(name: str) -> Action | None:
 
 
 def unknown(name: str) -> str:
-    """What to say of `name`, which is no command."""
+    """The remark on `name`, which is not a command."""
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     meant = {**ALIASES, **{action.command: action.command for action in COMMANDS}}

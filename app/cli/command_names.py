@@ -76,7 +76,7 @@ def translated(args: list[str]) -> list[str]:
 
 
 def unknown(name: str, names: list[str], path: str) -> UsageError:
-    """`path` (such as "floe-chat history") has no command `name`: what it may have meant."""
+    """The error for an unknown command `name` of `path` (such as "floe-chat history"), with suggestions."""
     if " " in name.strip():
         return UsageError(
             f"There is no command {name!r}",

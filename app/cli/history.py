@@ -67,7 +67,7 @@ def history() -> None:
 )
 @_JSON
 def list_(limit: int, as_json_lines: bool) -> None:
-    """List chats, the last used first.
+    """List chats, last used first.
 
     Columns: number, last use, messages on its branch, model, title (or first question).
 

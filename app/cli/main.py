@@ -299,7 +299,7 @@ def command() -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0
     logging.shutdown()
-    # After a signal nothing more is flushed: a reader that has stopped reading would block the exit.
+    # After a signal stdout is not flushed: a reader that has stopped reading would block the exit.
     for stream in (sys.stdout, sys.stderr) if code < EXIT_SIGNAL else (sys.stderr,):
         try:
             if stream is not None:

@@ -66,7 +66,7 @@ def setup(ctx: click.Context, model: str | None, name: str | None, yes: bool, fo
 
 
 def _forget(begun: list[Wish], model: str | None, name: str | None) -> None:
-    """Delete an unfinished setup, or a note that cannot be used; of the latter the note alone."""
+    """Delete an unfinished setup, or only the note if the note cannot be used."""
     if (wanted := _begun(begun, model, name)) is not None:
         forget(wanted)
         note(f"Deleted the unfinished setup of {wanted.name}.")
@@ -188,7 +188,7 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
 
 
 def _entry(wanted: Wish) -> tuple[Entry, str | None]:
-    """What is to be set up, and the token that had to be asked for."""
+    """The model to set up, and the token if one had to be asked for."""
     if (known := catalog.published(wanted.model)) is not None:
         return known, None
     try:

@@ -101,7 +101,7 @@ def merged(updates: Iterable[Update]) -> list[Update]:
             case Stats(), Stats():
                 found[-1] = update
             case Loaded(), _:
-                # A pack's name and source are whatever its maker wrote.
+                # A pack's name and source are untrusted text.
                 named = {"model": printable(update.model), "source": printable(update.source)}
                 found.append(dataclasses.replace(update, **named))
             case _:

@@ -1,4 +1,4 @@
-"""What the history holds, as small frozen dataclasses; nothing here knows the database.
+"""The records of the history, as small frozen dataclasses, independent of the database.
 
 Times are whole milliseconds since 1970, UTC. Texts are unchanged: a screen or a terminal gets them through `printable`
 (`app/text/plain_text.py`).
@@ -139,7 +139,7 @@ class Message:
 
     Attributes:
         parent: the message before it; None begins the conversation. position: how many come before it on its branch.
-        sibling, siblings: it is number `sibling` (from 1, by age) of so many that follow the same parent.
+        sibling, siblings: it is number `sibling` (from 1, by age) of all `siblings` that follow the same parent.
         model, preset: of the answer; "" for questions. stats: None for questions, and for answers that a crash cut off.
     """
 

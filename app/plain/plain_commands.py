@@ -47,7 +47,7 @@ class Chat(Protocol):
     stats: AnswerStats | None
 
     def ask(self, text: str, instead: Message | None = None) -> None:
-        """Ask a question, in place of another or behind the last answer."""
+        """Ask a question, in place of another or after the last answer."""
 
     def answer(self, instead: Message | None = None) -> None:
         """Answer the last question, again if `instead` is its answer."""

@@ -120,7 +120,8 @@ def remove(name: str) -> None:
                 "Delete it by hand.",
             )
         else:
-            (folder / UNFINISHED).touch()  # first: without it the rest is no model, and can still be deleted
+            # First: an interrupted deletion leaves an unfinished pack, which can still be deleted.
+            (folder / UNFINISHED).touch()
             (folder / FILE_NAME).unlink(missing_ok=True)
             usage_file.forget(folder)
             shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""How fast a model answers: decode and prefill, whole and per layer, beside the floor and beside llama.cpp.
+"""How fast a model answers: decode and prefill, whole and per layer, compared with the floor and with llama.cpp.
 
 The time of one layer is the difference between all layers and the first one alone, shared out; so embedding, head and a
 step's fixed costs cancel out, here and for the peer. All take turns within each round.

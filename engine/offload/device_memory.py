@@ -1,4 +1,4 @@
-"""One piece of device memory, by bytes alone: rows at its beginning, keys and values of a conversation at its end."""
+"""One block of device memory, managed in bytes: rows at its beginning, keys and values of a conversation at its end."""
 
 from __future__ import annotations
 

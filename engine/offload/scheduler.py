@@ -94,7 +94,7 @@ class Scheduler:
         return slots.size == keys.size
 
     def look(self) -> None:
-        """Fetch what the next layer will probably need, if the device has found it by now. Nobody waits."""
+        """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
         if self.ahead is not None and self._device.there(self.ahead.asked.copy):
             self._fetch_ahead(self.ahead)
             self.ahead = None

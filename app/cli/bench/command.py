@@ -28,9 +28,9 @@ def bench() -> None:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: cuda if there is one]")
 @with_options(*TIMING)
 def kernels(device: str | None, threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
-    """Time the kernels at Mixtral's width beside what the memory delivers.
+    """Time the kernels at Mixtral's width, compared with the speed of memory.
 
-    On a CPU it takes about a minute (--quick, the default widths alone: half of that) and 3 GB of memory, on a GPU
+    On a CPU it takes about a minute (--quick, only the default widths: half of that) and 3 GB of memory, on a GPU
     5 GB of its memory. Nothing is downloaded. Close other programs first; a disturbed section is marked.
 
     Example: floe-chat bench kernels --quick --json > kernels.json
@@ -53,7 +53,7 @@ def kernels(device: str | None, threads: int | None, runs: int | None, quick: bo
 @bench.command(short_help="Time how rows are packed and copied to the GPU.")
 @with_options(*TIMING)
 def transfer(threads: int | None, runs: int | None, quick: bool, as_json: bool) -> None:
-    """Time how active neurons are packed and copied, by chunk size, beside what a large copy reaches.
+    """Time how active neurons are packed and copied, by chunk size, compared with one large copy.
 
     At Mixtral's width, 4- and 16-bit rows (--quick: 4-bit rows, three chunk sizes). Without a CUDA device only the
     packing is measured. It takes about a minute and 2 GB of memory.

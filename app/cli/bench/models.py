@@ -56,7 +56,7 @@ def decode(**options: Any) -> None:
     """Time how fast MODEL answers, token by token: whole, per layer, and until its first token.
 
     A synthetic Mixtral takes 0.8 GB of memory per layer and 1 GB more; llama.cpp takes another 7.4 GB. --quick measures
-    the default preset alone.
+    only the default preset.
 
     Example: floe-chat bench decode --synthetic mixtral-8x7b --peer PEER/bin/python
     """
@@ -89,7 +89,7 @@ def ablation(
     as_json: bool,
     **widths: int | None,
 ) -> None:
-    """Time what each part of the engine gains: parts are added one by one, from transformers' own model on.
+    """Measure what each part of the engine gains: parts are added one by one, starting from transformers' own model.
 
     Runs on the CPU. transformers' own model has 16-bit weights: a synthetic Mixtral takes 4 GB of memory per layer and
     4 GB more (2 layers unless --layers says more). --quick leaves this model out: 1 GB per layer.

@@ -37,7 +37,7 @@ Told = Callable[[str], None]
 
 @dataclass(slots=True)
 class _Row:
-    """Tokens to read, without the last one, and the requests that want the likelihood of what they end in."""
+    """Tokens to read, without the last one, and the requests for the likelihood of their endings."""
 
     ids: tuple[int, ...]
     requests: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
@@ -52,7 +52,7 @@ class _Row:
 
 
 class PackLM(TemplateLM):
-    """What the harness calls.
+    """The model interface that the harness calls.
 
     Attributes:
         preset: its name, for progress. cut: how many requests were longer than the window and lost their beginning.
@@ -105,7 +105,7 @@ class PackLM(TemplateLM):
             raise UsageError("The model's chat template refuses a task", str(error), "Leave out --chat.") from error
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text. Unless told otherwise, with what the tokenizer puts around a text, but no second start."""
+        """Ids of a text. By default with the tokenizer's special tokens, but without a second start token."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -148,7 +148,7 @@ class PackLM(TemplateLM):
         return list(zip(values, greedy, strict=True))
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[int, ...]:
-        """What is read to predict `continuation`; too long a context loses its beginning."""
+        """The tokens to read to predict `continuation`; a context that is too long loses its beginning."""
         if not 0 < len(continuation) <= self.max_length:
             raise FloeError(
                 f"A task asks for the likelihood of {len(continuation)} tokens",

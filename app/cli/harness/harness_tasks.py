@@ -189,7 +189,7 @@ def _border(title: str, *, download: bool) -> Generator[None]:
             yield
     except FloeError:
         raise
-    # A task is somebody's program.
+    # A task is untrusted code.
     except Exception as error:
         logging.getLogger("floe_chat").exception("%s", title)
         hint = f"The details are in {log_file()}."
@@ -241,7 +241,7 @@ _network = cache(_Network)
 
 @contextlib.contextmanager
 def _no_network() -> Generator[None]:
-    """The Hub's library was told to stay offline; a task's own Python may know other ways to fetch things."""
+    """The Hub's library is set to stay offline, but a task's own Python may use other ways to fetch data."""
     network = _network()
     network.refused, network.asked = True, False
     try:

@@ -30,13 +30,13 @@ def line(each: Summary) -> str:
 
 
 def hit(found: Hit) -> dict[str, Any]:
-    """What a search found, for JSON; `marks` are the places of what matched, in characters of `snippet`."""
+    """A search hit, for JSON; `marks` are the positions of matches, in characters of `snippet`."""
     fields = asdict(found)
     return {name: fields[name] for name in ("number", "name", "position", "shown", "snippet", "marks")}
 
 
 def hit_line(found: Hit) -> str:
-    """What a search found, for people, in two lines; on a terminal what matched is bold."""
+    """A search hit, for people, in two lines; on a terminal matches are bold."""
     where = (
         "title" if found.message is None else f"message {found.position + 1}{'' if found.shown else ', another branch'}"
     )

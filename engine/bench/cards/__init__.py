@@ -1,1 +1,1 @@
-"""The engine on virtual cards, beside other policies."""
+"""The engine on virtual cards, compared with other policies."""

@@ -248,7 +248,7 @@ KV_BYTES = 2 * 1024 * 2  # of one token in one layer of Mixtral, 16 bit
 
 
 def room(card: Card, width: Width, trace: Trace) -> int:
-    """Rows that the card's memory holds beside all else, scaled from the whole model to the trace's layers.
+    """Rows that the card's memory holds besides everything else, scaled from the whole model to the trace's layers.
 
     Raises:
         ValueError: none.

@@ -1,1 +1,1 @@
-"""llama.cpp beside the engine."""
+"""Comparison with llama.cpp."""

@@ -82,7 +82,7 @@ def answer(threads: int, context: int, vocabulary: int, files: list[str]) -> Non
 
 def time_one(model: Any, vocabulary: int, request: dict[str, Any]) -> dict[str, float]:
     """Seconds of a prompt of random tokens, and the median of `tokens` more after it."""
-    # Any walk through the vocabulary does: weights are random, and so is what a token leads to.
+    # Any sequence of tokens will do, since weights are random.
     ids = [(7919 * (place + 1)) % vocabulary for place in range(request["prompt"] + request["tokens"])]
     model.reset()
     start = time.perf_counter()
