@@ -296,14 +296,14 @@ def test_a_closed_standard_error_does_not_matter(arguments: str) -> None:
 @pytest.mark.parametrize("arguments", ["ask hi </dev/null", "paths", "--plain", "--version"])
 def test_a_closed_standard_output_is_told(arguments: str) -> None:
     done = redirected(arguments, ">&-")
-    assert done.returncode == 1 and "Standard output is closed" in done.stderr and "fault" not in done.stderr
+    assert done.returncode == 1 and "Standard output is closed" in done.stderr and "bug in floe-chat" not in done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such shell on Windows")
 @pytest.mark.parametrize(("arguments", "code"), [("--plain", 0), ("ask hi --max-tokens 2", 0), ("ask", 2)])
 def test_a_closed_standard_input_is_an_empty_one(arguments: str, code: int) -> None:
     done = redirected(arguments, "<&-")
-    assert done.returncode == code and "fault" not in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code and "bug in floe-chat" not in done.stderr and "Traceback" not in done.stderr
 
 
 def test_output_that_cannot_be_written_is_not_called_a_fault(tiny_pack: Path) -> None:

@@ -80,7 +80,7 @@ def test_damaged_heat_is_ignored_and_told(
     damage(path)
     with caplog.at_level(logging.WARNING):
         assert usage_file.read(path, 2, 3, 11) is None
-    assert "not known" in caplog.text
+    assert "earlier expert use is unknown" in caplog.text
 
 
 def test_each_pack_has_a_file_of_its_own(tmp_path: Path) -> None:
