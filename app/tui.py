@@ -143,13 +143,8 @@ class FloeChatApp(App[int]):
             self._chat.call_later(reopen, self._reopened.conversation, own_model=self._reopened.own_model)
         if self._file is not None and first_run(self._file):
             self._show_wizard(self._welcomed)
-        self._tell_problems()
-
-    def _tell_problems(self) -> None:
-        """Show in one toast which settings cannot be used: several would cover the text field."""
-        if problems := self._settings.problems:
-            title = "A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used"
-            said = _told(self._file, problems)
+        if problems := self._settings.problems:  # in one toast: several would cover the text field
+            title, said = _told(self._file, problems)
             self.notify(said, title=title, severity="warning", timeout=15, markup=False)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -329,12 +324,13 @@ def _palette(chat: ChatScreen) -> Iterable[SystemCommand]:
         yield SystemCommand(f"Preset: {preset}", uses, partial(model.choose_preset, preset))
 
 
-def _told(file: Path | None, problems: Sequence[Problem]) -> str:
-    """The first problems of the settings file, and how many more there are."""
+def _told(file: Path | None, problems: Sequence[Problem]) -> tuple[str, str]:
+    """How many problems the settings file has, and the first of them."""
+    title = "A setting cannot be used" if len(problems) == 1 else f"{len(problems)} settings cannot be used"
     told = [f"{problem}; {problem.effect}." for problem in problems[:_TOLD]]
     if len(problems) > _TOLD:
         told.append(f"{len(problems) - _TOLD} more: /settings shows them all.")
-    return "\n".join([f"{file}:", *told, "The file was not changed."])
+    return title, "\n".join([f"{file}:", *told, "The file was not changed."])
 
 
 def _setup_of_new(client: ChatClient, sampling: Sampling, system_prompt: str, settings: Settings) -> ChatSetup:

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ...models.errors import FloeError
 from .answer import Answer
 from .database.opening import connect
-from .database.reading import Reader
+from .database.reading import Reader, forgiving
 from .database.store import HistoryStore
 from .database.trouble import SQLITE_ERRORS, explaining
 from .database.writer import Write, Writer
 from .events import Changed, HistoryEvent
 from .processes import is_running, this_process
-from .records import (
-    AnswerStats,
-    Attachment,
-    ChatSetup,
-    Conversation,
-    Hit,
-    Message,
-    State,
-    Summary,
-    Tree,
-    Unsent,
-    new_id,
-)
+from .records import AnswerStats, Attachment, ChatSetup, Message, State, Tree, Unsent, new_id
 
 
-class History:
+class History(Reader):
     """One open history; any number of them, in any number of processes, can share a file.
 
     `History(history_file())` opens it in the background; `poll()` with the screen's timer; `close()` at the end. With
@@ -42,16 +32,17 @@ class History:
     message can be continued at once. Writes that fail for a passing reason (a lock, a full disk) wait in memory, `poll`
     reports it (`HistoryTrouble`, later `Recovered`), and they are retried every second.
 
-    **Reads** see committed data, some milliseconds after it was written: read again when `poll` reports `Changed`, or
-    call `settle()` first. They may be called from any thread, wait for the opening, and raise FloeError where the file
-    cannot be read (TryAgainError if it is locked) and UsageError for what does not exist.
+    **Reads** (`Reader`) see committed data, some milliseconds after it was written: read again when `poll` reports
+    `Changed`, or call `settle()` first. They may be called from any thread, wait for the opening, and raise FloeError
+    where the file cannot be read (TryAgainError if it is locked) and UsageError for what does not exist.
     """
 
     def __init__(self, file: Path | None) -> None:
+        super().__init__()
         self._file = file or Path(":memory:")
         self._writer = Writer(file)
-        self._idle: list[Reader] = []
-        self._watcher: Reader | None = None
+        self._idle: list[sqlite3.Connection] = []
+        self._watcher: sqlite3.Connection | None = None
         self._watching = threading.Lock()  # another thread may close while this one polls
         self._closed = False
         self._seen: object = None
@@ -185,8 +176,7 @@ class History:
 
     def take_over_unsent(self) -> list[Unsent]:
         """Unsent texts of programs that have ended, oldest first. From now on they are saved as this program's."""
-        with self._reading() as reader:
-            found = reader.unsent(is_running)
+        found = self.unsent(is_running)
         questions = [question for left in found.values() for question in left]
         if questions:
             self._keep_unsent(questions, tuple(found))
@@ -196,60 +186,21 @@ class History:
         kept = tuple(questions)
         self._writer.put(lambda store: store.keep_unsent(this_process(), kept, instead))
 
-    # Reading: see Reader for each -------------------------------------------------------------------------------------
-
-    def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
-        """The newest conversations, or those that follow `before` in the list."""
-        with self._reading() as reader:
-            return reader.conversations(limit, before)
-
-    def conversation(self, conversation: int) -> Conversation:
-        """One conversation."""
-        with self._reading() as reader:
-            return reader.conversation(conversation)
-
-    def numbered(self, number: int) -> Conversation:
-        """One conversation by its short number."""
-        with self._reading() as reader:
-            return reader.numbered(number)
-
-    def newest(self) -> Conversation | None:
-        """The last used conversation."""
-        with self._reading() as reader:
-            return reader.newest()
-
-    def branch(self, head: int | None) -> tuple[int, ...]:
-        """The ids of all messages from the beginning to `head`: a screen reads windows of them with `messages`."""
-        with self._reading() as reader:
-            return reader.branch(head)
-
-    def messages(self, ids: Sequence[int]) -> list[Message]:
-        """The messages `ids`, in this order, without those that do not exist (any more)."""
-        with self._reading() as reader:
-            return reader.messages(ids)
-
-    def siblings(self, message: int) -> tuple[int, ...]:
-        """The messages that follow the same parent, `message` among them, oldest first."""
-        with self._reading() as reader:
-            return reader.siblings(message)
-
-    def newest_leaf(self, message: int) -> int:
-        """The end of the last used branch through `message`."""
-        with self._reading() as reader:
-            return reader.newest_leaf(message)
-
-    def tree(self, conversation: int) -> Tree:
-        """A conversation with all its branches, for an export."""
-        with self._reading() as reader:
-            return reader.tree(conversation)
-
-    def search(self, words: str, limit: int = 50) -> list[Hit]:
-        """Titles, then messages, that contain all `words`, best first; the last word may be the beginning of one.
-
-        In a large history it takes too long for a key press: call it from a worker.
-        """
-        with self._reading() as reader:
-            return reader.search(words, limit)
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> Iterable[tuple[Any, ...]]:
+        self._writer.opened.wait()
+        memory = self._writer.memory
+        with explaining(self._file):
+            if memory is not None:
+                with self._writer.lock:
+                    return list(memory.rows(sql, values))
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+            try:
+                return connection.execute(sql, values).fetchall()
+            finally:
+                self._idle.append(connection)
 
     def _begin(self, answer: Answer, begin: Write) -> Answer:
         self._running.add(answer)
@@ -265,23 +216,10 @@ class History:
 
         self._writer.put(end)
 
-    @contextmanager
-    def _reading(self) -> Generator[Reader]:
-        self._writer.opened.wait()
-        memory = self._writer.memory
-        with explaining(self._file):
-            if memory is not None:
-                with self._writer.lock:
-                    yield memory
-                return
-            try:
-                reader = self._idle.pop()
-            except IndexError:
-                reader = Reader(connect(self._file))
-            try:
-                yield reader
-            finally:
-                self._idle.append(reader)
+    def _connect(self) -> sqlite3.Connection:
+        connection = connect(self._file)
+        connection.text_factory = forgiving
+        return connection
 
     def _version(self) -> object:
         if self._writer.memory is not None:
@@ -290,6 +228,6 @@ class History:
             if self._closed:
                 return self._seen
             if self._watcher is None:
-                self._watcher = Reader(connect(self._file))
-            return self._watcher.data_version()
+                self._watcher = self._connect()
+            return self._watcher.execute("PRAGMA data_version").fetchone()  # changes when another has committed
         return self._seen

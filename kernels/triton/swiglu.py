@@ -70,60 +70,80 @@ def down_kernel(
     begin += part * size
     end = tl.minimum(end, begin + size)
     out = partial + (call.to(tl.int64) * parts + part) * V.n
-    lane = tl.arange(0, ROWS)
-    at = begin + lane
-    hn = tl.load(h + at, mask=at < end, other=0.0)
-    row = tl.load(place + at, mask=at < end, other=0)
     if V.fast:
-        two_23 = tl.load(magic)
-        fields: tl.constexpr = len(V.shifts)
-        word = block * BLOCK + tl.arange(0, BLOCK)
-        within = word < V.words
-        first = first_column(word, V)
-        # One accumulator per field of a word, so that every thread adds up its own words and nothing is exchanged.
-        sums = ()
-        for _ in tl.static_range(fields):
-            sums = sums + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005 (Triton knows no unpacking)
-        zeros = ()
-        for _ in tl.static_range(V.sets):
-            zeros = zeros + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005
-        for start in range(begin, end, ROWS):
-            at = start + ROWS + lane
-            next_h = tl.load(h + at, mask=at < end, other=0.0)
-            next_row = tl.load(place + at, mask=at < end, other=0)
-            both = (hn != 0.0)[:, None] & within[None, :]
-            words = load_words(data, row[:, None], word[None, :], both, V)
-            new_sums = ()
-            new_zeros = ()
-            for group in tl.static_range(V.sets):
-                hs = tl.broadcast_to(hn[:, None], (ROWS, BLOCK))
-                if V.bits != 16:
-                    of_word = group_of(word, group * (fields // V.sets), V)[None, :]
-                    s, z = load_scale(data, data, row[:, None], of_word, both, V)
-                    hs = hs * s
-                    new_zeros = new_zeros + (zeros[group] + hs * z,)  # noqa: RUF005
-                else:
-                    new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
-                for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
-                    new_sums = new_sums + (sums[i] + hs * field(words, two_23, i, V),)  # noqa: RUF005
-            sums = new_sums
-            zeros = new_zeros
-            hn = next_h
-            row = next_row
-        for i in tl.static_range(fields):
-            total = sums[i] * undo_field(i, V) - zeros[i * V.sets // fields]
-            tl.store(out + first + V.columns[i], tl.sum(total, 0), mask=within)
+        _down_words(h, place, begin, end, data, out, block, magic, V, ROWS, BLOCK)
     else:
-        column = block * BLOCK + tl.arange(0, BLOCK)
-        within = column < V.n
-        total = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(begin, end, ROWS):
-            at = start + ROWS + lane
-            both = (hn != 0.0)[:, None] & within[None, :]
-            total += hn[:, None] * load_values(data, data, data, row[:, None], column[None, :], both, V)
-            hn = tl.load(h + at, mask=at < end, other=0.0)
-            row = tl.load(place + at, mask=at < end, other=0)
-        tl.store(out + column, tl.sum(total, 0), mask=within)
+        _down_columns(h, place, begin, end, data, out, block, V, ROWS, BLOCK)
+
+
+@device_code()
+def _down_words(
+    h, place, begin, end, data, out, block, magic,
+    V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum over records of h times the columns that a block of their words holds."""
+    two_23 = tl.load(magic)
+    fields: tl.constexpr = len(V.shifts)
+    word = block * BLOCK + tl.arange(0, BLOCK)
+    within = word < V.words
+    first = first_column(word, V)
+    lane = tl.arange(0, ROWS)
+    hn, row = _record(h, place, begin + lane, end)
+    # One accumulator per field of a word, so that every thread adds up its own words and nothing is exchanged.
+    sums = ()
+    for _ in tl.static_range(fields):
+        sums = sums + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005 (Triton knows no unpacking)
+    zeros = ()
+    for _ in tl.static_range(V.sets):
+        zeros = zeros + (tl.zeros((ROWS, BLOCK), tl.float32),)  # noqa: RUF005
+    for start in range(begin, end, ROWS):
+        next_h, next_row = _record(h, place, start + ROWS + lane, end)
+        both = (hn != 0.0)[:, None] & within[None, :]
+        words = load_words(data, row[:, None], word[None, :], both, V)
+        new_sums = ()
+        new_zeros = ()
+        for group in tl.static_range(V.sets):
+            hs = tl.broadcast_to(hn[:, None], (ROWS, BLOCK))
+            if V.bits != 16:
+                of_word = group_of(word, group * (fields // V.sets), V)[None, :]
+                s, z = load_scale(data, data, row[:, None], of_word, both, V)
+                hs = hs * s
+                new_zeros = new_zeros + (zeros[group] + hs * z,)  # noqa: RUF005
+            else:
+                new_zeros = new_zeros + (zeros[group],)  # noqa: RUF005
+            for i in tl.static_range(group * (fields // V.sets), (group + 1) * (fields // V.sets)):
+                new_sums = new_sums + (sums[i] + hs * field(words, two_23, i, V),)  # noqa: RUF005
+        sums = new_sums
+        zeros = new_zeros
+        hn = next_h
+        row = next_row
+    for i in tl.static_range(fields):
+        total = sums[i] * undo_field(i, V) - zeros[i * V.sets // fields]
+        tl.store(out + first + V.columns[i], tl.sum(total, 0), mask=within)
+
+
+@device_code()
+def _down_columns(
+    h, place, begin, end, data, out, block,
+    V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for a block of columns, of codes that do not fill words."""
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    within = column < V.n
+    lane = tl.arange(0, ROWS)
+    hn, row = _record(h, place, begin + lane, end)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(begin, end, ROWS):
+        both = (hn != 0.0)[:, None] & within[None, :]
+        total += hn[:, None] * load_values(data, data, data, row[:, None], column[None, :], both, V)
+        hn, row = _record(h, place, start + ROWS + lane, end)
+    tl.store(out + column, tl.sum(total, 0), mask=within)
+
+
+@device_code()
+def _record(h, place, at, end):
+    """h and the number of the record of the neurons `at`, zeros past the `end`."""
+    return tl.load(h + at, mask=at < end, other=0.0), tl.load(place + at, mask=at < end, other=0)
 
 
 @device_code("calls", "hidden")

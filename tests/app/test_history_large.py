@@ -10,6 +10,7 @@ import pytest
 from floe_chat.app.history import ChatSetup, new_id, open_history
 from floe_chat.app.history.database.opening import connect
 from floe_chat.app.history.database.reading import Reader
+from floe_chat.app.history.database.store import HistoryStore
 
 MESSAGES = 10_000
 _GRAIN = 10
@@ -44,7 +45,7 @@ def connection(file: Path) -> Iterator[sqlite3.Connection]:
 
 @pytest.fixture
 def reader(connection: sqlite3.Connection) -> Reader:
-    return Reader(connection)
+    return HistoryStore(connection)
 
 
 def steps(connection: sqlite3.Connection, read: Callable[[], object]) -> int:
@@ -95,10 +96,9 @@ def test_a_page_of_the_list_costs_as_much_as_it_is_long(connection: sqlite3.Conn
     assert [one.messages for one in reader.conversations(400) if one.title == "chat 150"] == [MESSAGES]
 
 
-def test_siblings_and_data_version_cost_next_to_nothing(connection: sqlite3.Connection, reader: Reader) -> None:
+def test_siblings_cost_next_to_nothing(connection: sqlite3.Connection, reader: Reader) -> None:
     last = head(reader, "chat 150")
     assert steps(connection, lambda: reader.siblings(last)) < 200
-    assert steps(connection, reader.data_version) < 50
 
 
 def test_a_search_in_all_of_it_finds_the_place(reader: Reader) -> None:

@@ -1,11 +1,11 @@
-"""Everything that reads the history, over one connection."""
+"""Everything that reads the history."""
 
 from __future__ import annotations
 
 import json
 import re
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, TypeVar, get_args
 
@@ -72,22 +72,22 @@ _FOUND_TITLE = f"""SELECT c.id, c.number, c.title, c.updated,
     WHERE conversation_title MATCH ? AND c.deleted IS NULL ORDER BY rank LIMIT ?"""
 
 
-class Reader:
+class Reader(ABC):
     """Queries over one open history. Deleted chats are never returned.
 
-    Every method raises one of `trouble.SQLITE_ERRORS` where the file cannot be read; methods that take an id raise
-    UsageError where there is no such conversation or message.
+    Methods that take an id raise UsageError where there is no such conversation or message.
 
     Attributes:
         left_out: the numbers of conversations read so far whose saved sampling values no model takes, as an earlier
             version could save; defaults replace them.
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        self._connection = connection
-        # A flipped bit can make a text invalid UTF-8; the rest of it is still worth reading.
-        connection.text_factory = forgiving
+    def __init__(self) -> None:
         self.left_out: set[int] = set()
+
+    @abstractmethod
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> Iterable[tuple[Any, ...]]:
+        """What one statement finds."""
 
     def conversations(self, limit: int = 50, before: Summary | None = None) -> list[Summary]:
         """The newest conversations, or those that follow `before` in the list."""
@@ -95,7 +95,7 @@ class Reader:
         if before is not None:
             page = " AND (c.updated, c.number) < (?, ?)"
             values = [before.updated, before.number, limit]
-        rows = self._rows(f"{_SUMMARY}{page} ORDER BY c.updated DESC, c.number DESC LIMIT ?", values)
+        rows = self.rows(f"{_SUMMARY}{page} ORDER BY c.updated DESC, c.number DESC LIMIT ?", values)
         return [_summary(row) for row in rows]
 
     def conversation(self, conversation: int) -> Conversation:
@@ -108,7 +108,7 @@ class Reader:
 
     def newest(self) -> Conversation | None:
         """The last used conversation."""
-        rows = self._rows(f"{_CONVERSATION} ORDER BY updated DESC, number DESC LIMIT 1")
+        rows = self.rows(f"{_CONVERSATION} ORDER BY updated DESC, number DESC LIMIT 1")
         return next((self._conversation(row) for row in rows), None)
 
     def branch(self, head: int | None) -> tuple[int, ...]:
@@ -116,13 +116,13 @@ class Reader:
 
         It touches one row per message, and none of the texts.
         """
-        return () if head is None else tuple(row[0] for row in self._rows(PATH, [head]))[::-1]
+        return () if head is None else tuple(row[0] for row in self.rows(PATH, [head]))[::-1]
 
     def newest_leaf(self, message: int) -> int:
         """The end of the last used branch through `message`: the head to switch to."""
         # A message's id is greater than its parent's, so the highest id is a leaf.
         sql = f"{SUBTREE} SELECT max(id) FROM message WHERE id IN (SELECT id FROM below) AND deleted IS NULL"
-        leaf = next(self._rows(sql, [message]))[0]
+        ((leaf,),) = self.rows(sql, [message])
         if leaf is None:
             raise _no_message()
         return int(leaf)
@@ -135,9 +135,9 @@ class Reader:
             places = ",".join("?" * len(part))
             attached: dict[int, list[Attachment]] = {}
             sql = f"SELECT message, name, text FROM attachment WHERE message IN ({places}) ORDER BY message, place"
-            for message, name, text in self._rows(sql, part):
+            for message, name, text in self.rows(sql, part):
                 attached.setdefault(message, []).append(Attachment(as_text(name), as_text(text)))
-            for row in self._rows(f"{_MESSAGE.format(places)} AND m.deleted IS NULL", part):
+            for row in self.rows(f"{_MESSAGE.format(places)} AND m.deleted IS NULL", part):
                 found[row[0]] = _message(row, tuple(attached.get(row[0], ())))
         return [found[identity] for identity in ids if identity in found]
 
@@ -152,12 +152,12 @@ class Reader:
         """The messages that follow the same parent, `message` among them, oldest first."""
         sql = """SELECT s.id FROM message m JOIN message s ON s.parent IS m.parent AND s.conversation = m.conversation
             WHERE m.id = ? AND s.deleted IS NULL ORDER BY s.id"""
-        return tuple(row[0] for row in self._rows(sql, [message]))
+        return tuple(row[0] for row in self.rows(sql, [message]))
 
     def tree(self, conversation: int) -> Tree:
         """A conversation with all its branches."""
         sql = "SELECT id FROM message WHERE conversation = ? AND deleted IS NULL ORDER BY id"
-        ids = [row[0] for row in self._rows(sql, [conversation])]
+        ids = [row[0] for row in self.rows(sql, [conversation])]
         return Tree(self.conversation(conversation), tuple(_linked(self.messages(ids))))
 
     def search(self, words: str, limit: int = 50) -> list[Hit]:
@@ -169,11 +169,11 @@ class Reader:
         if not wanted:
             return []
         hits: list[Hit] = []
-        for id_, number, title, updated, snippet in self._rows(_FOUND_TITLE, [wanted, limit]):
+        for id_, number, title, updated, snippet in self.rows(_FOUND_TITLE, [wanted, limit]):
             hits.append(Hit(id_, number, as_text(title), as_whole(updated), None, 0, True, *_marked(as_text(snippet))))
         branches: dict[int, frozenset[int]] = {}
         names: dict[int, str] = {}
-        found = list(self._rows(_FOUND, [wanted, limit - len(hits)]))
+        found = list(self.rows(_FOUND, [wanted, limit - len(hits)]))
         for id_, number, title, updated, head, message, depth, snippet in found:
             if id_ not in branches:
                 branches[id_] = frozenset(self.branch(head))
@@ -188,26 +188,18 @@ class Reader:
         when it saved them.
         """
         found: dict[str, list[Unsent]] = {}
-        for writer, written, text, files in self._rows(
+        for writer, written, text, files in self.rows(
             "SELECT writer, written, text, files FROM unsent ORDER BY written, writer, place"
         ):
             if writer in found or not is_running(as_text(writer), as_whole(written)):
                 found.setdefault(writer, []).append(Unsent(as_text(text), _files(files)))
         return found
 
-    def data_version(self) -> int:
-        """A number that changes when another connection, of this process or another, has committed."""
-        return int(next(self._rows("PRAGMA data_version"))[0])
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
-
     def _summary(self, conversation: int) -> Iterator[Summary]:
-        yield from map(_summary, self._rows(f"{_SUMMARY} AND c.id = ?", [conversation]))
+        yield from map(_summary, self.rows(f"{_SUMMARY} AND c.id = ?", [conversation]))
 
     def _one_conversation(self, which: str, value: int, none: str = "There is no such chat") -> Conversation:
-        row = next(self._rows(f"{_CONVERSATION} AND {which}", [value]), None)
+        row = next(iter(self.rows(f"{_CONVERSATION} AND {which}", [value])), None)
         if row is None:
             raise UsageError(none, "", "`floe-chat history list` shows the chats.")
         return self._conversation(row)
@@ -222,12 +214,10 @@ class Reader:
         setup = ChatSetup(as_text(model), preset and as_text(preset), Sampling(**usable), *texts, _quality(quality))
         return Conversation(id_, number, as_text(title), as_whole(created), as_whole(updated), setup, head)
 
-    def _rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        yield from self._connection.execute(sql, values)
-
 
 def forgiving(raw: bytes) -> str:
-    """A text as stored, for `sqlite3.Connection.text_factory`."""
+    """A text as stored, for `sqlite3.Connection.text_factory`: a flipped bit can make it invalid UTF-8, and the rest
+    of it is still worth reading."""
     return raw.decode("utf-8", "replace")
 
 

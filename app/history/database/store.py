@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
+import sqlite3
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from typing import Any
 
 from ....models.errors import UsageError
 from ..records import AnswerStats, Attachment, ChatSetup, State, Tree, Unsent, as_text, as_whole, new_id, now, time_of
-from .reading import PATH, SUBTREE, Reader
+from .reading import PATH, SUBTREE, Reader, forgiving
 
 KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
 """Milliseconds for which a deletion can be undone; the next start after that wipes what was deleted from the file."""
@@ -18,9 +20,21 @@ KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
 class HistoryStore(Reader):
     """Reads and writes over one connection.
 
-    Every writing method raises one of `trouble.SQLITE_ERRORS` if the file cannot be written, and UsageError for what
+    Every method raises one of `trouble.SQLITE_ERRORS` if the file cannot be read or written, and UsageError for what
     does not exist.
     """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        connection.text_factory = forgiving
+
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> Iterable[tuple[Any, ...]]:
+        return self._connection.execute(sql, values)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
 
     @contextmanager
     def transaction(self) -> Generator[None]:
