@@ -20,7 +20,7 @@ BAD_IMPORTS = {
     "engine/events.py": "import floe_chat.app.log",
     "app/log.py": "from ..kernels import layouts",
     "models/transformers_import.py": "from ..kernels.backend import choose",
-    "engine/offload/placement.py": "from ..experts import moe_layer",
+    "engine/offload/missing_rows.py": "from ..experts import moe_layer",
     "models/pack/manifest.py": "from ..packing import pack",
     "app/client/prompt.py": "from ..widgets.chat import turns",
 }

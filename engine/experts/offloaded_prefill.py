@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.weights import ExpertRows, UpWeights
-from ..offload import placement
+from ..offload import missing_rows
 from ..offload.device import Partial
 from ..offload.links.transfer import Transfer
+from ..offload.missing_rows import Lane
 from ..offload.offload import Offload
-from ..offload.placement import Lane
 from ..offload.scheduler import Early
 from .moe_layer import Cancelled, Control
 from .ruled_layer import RuledLayer, Share
@@ -120,7 +120,7 @@ class StreamedPrompt:
         resident = [float(there[share.expert].mean()) for share in shares]
         nbytes = [neurons * self.ram.layer.rows.layout.nbytes] * len(shares)
         cap = device.cpu_share if shared.parts.cpu else 0.0
-        lanes = placement.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
+        lanes = missing_rows.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
         ahead = None if early is None else early.expert
         return [Lane.COPY if share.expert == ahead else lane for share, lane in zip(shares, lanes, strict=True)]
 

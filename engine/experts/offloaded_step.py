@@ -18,7 +18,7 @@ from ...kernels.cpu.native_pool import cut
 from ...kernels.located import Located, Part
 from ...kernels.types import Active, Calls
 from ...kernels.weights import ExpertRows
-from ..offload import placement
+from ..offload import missing_rows
 from ..offload.device import Partial, taken
 from ..offload.links.transfer import Transfer
 from ..offload.offload import Offload
@@ -201,7 +201,7 @@ class OffloadedStep:
         layer = self.ram().layer
         nbytes = [layer.rows.layout.nbytes] * missing.size
         queued = device.link.queued_bytes() / device.rates.link_bytes_s
-        shares = placement.share(
+        shares = missing_rows.share(
             missing.tolist(), nbytes, calls.weights.tolist(), device.rates, queued, device.cpu_share
         )
         if not any(shares):
@@ -225,7 +225,7 @@ class OffloadedStep:
     def _move_whole(self, missing: NDArray[np.int64]) -> None:
         """If an expert is mostly active and partly absent, fetch the rest of it as well (CORM)."""
         neurons, table = self._neurons, self.shared.pool.layers[self.index]
-        mostly = placement.whole(_sizes(self.active.offsets.numpy()), neurons, self.shared.parts.whole)
+        mostly = missing_rows.whole(_sizes(self.active.offsets.numpy()), neurons, self.shared.parts.whole)
         for expert in self.choice.work.calls.experts.numpy()[mostly & (missing > 0)].tolist():
             rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
             if rest.size:

@@ -18,7 +18,7 @@ from ...models.pack.usage_file import Heat
 from ...models.quantities import memory as size
 from ..events import Advanced, Notice
 from ..ranges import PREDICTORS, TRANSFERS
-from . import placement
+from . import missing_rows
 from .device import Device
 from .device_memory import DeviceMemory
 from .eviction import Policy
@@ -43,7 +43,7 @@ class Parts:
 
     eviction: Policy = "score"
     cpu: bool = True
-    whole: float = placement.WHOLE
+    whole: float = missing_rows.WHOLE
     predictor: str = "auto"
     transfer: TransferMode = "auto"
 

@@ -1,7 +1,7 @@
 """How fast a model would answer: the one cost model of plans.
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
-absent rows is split by the engine's own placement (`placement.share`, `placement.prefill`). Expectations come from
+absent rows is split by the engine's own placement (`missing_rows.share`, `missing_rows.prefill`). Expectations come from
 benchmarks (`measured_figures.py`).
 """
 
@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..offload import placement
+from ..offload import missing_rows
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
-from ..offload.placement import Lane
+from ..offload.missing_rows import Lane
 from ..quality_presets import Preset
 from .footprint import Footprint, kv_element
 from .measured_figures import Curve, figures
@@ -233,7 +233,7 @@ def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool) -> tuple[fl
     count = round(rows)
     if not count:
         return 0.0, 0.0
-    on_cpu = placement.share([count], [nbytes], [1.0], rates, 0.0, 1.0 if cpu else 0.0)[0]
+    on_cpu = missing_rows.share([count], [nbytes], [1.0], rates, 0.0, 1.0 if cpu else 0.0)[0]
     copied = count - on_cpu
     copy = rates.link_latency_s + rates.launch_s + copied * nbytes * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
     beside = rates.cpu_latency_s + on_cpu * nbytes / rates.cpu_bytes_s
@@ -267,7 +267,7 @@ def _experts_end(takes: Footprint, calls: float, rates: Rates, held: Held) -> tu
     counts = experts * [max(1, round(calls / experts))]
     nbytes = experts * [float(takes.sizes.intermediate * takes.row)]
     resident = [held.pool] * experts
-    lanes = placement.prefill(counts, resident, nbytes, rates, cap=1.0 if held.cpu else 0.0)
+    lanes = missing_rows.prefill(counts, resident, nbytes, rates, cap=1.0 if held.cpu else 0.0)
     copy = beside = 0.0
     for lane, count, each in zip(lanes, counts, nbytes, strict=True):
         absent = (1 - held.pool) * each

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from floe_chat.engine.offload import placement
+from floe_chat.engine.offload import missing_rows
 from floe_chat.engine.offload.lane_rates import RateName, Rates, rates_file
-from floe_chat.engine.offload.placement import Lane, prefill, share, whole
+from floe_chat.engine.offload.missing_rows import Lane, prefill, share, whole
 
 RANDOM = random.Random()
 
@@ -161,7 +161,7 @@ class TestPrefill:
             assert end <= min(costs) * (1 + 1e-9), (tokens, resident, nbytes, rates, queued, cap)
 
     def test_the_balance_is_off_by_less_than_one_expert(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(placement, "EXACT", 0)
+        monkeypatch.setattr(missing_rows, "EXACT", 0)
         for _ in range(60):
             tokens, resident = self.a_layer(12)
             rates, queued = some_rates(), RANDOM.choice([0.0, 1e-3, 1.0])
