@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 import runpy
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 # By path: floe_chat cannot be imported before it is installed.
 build = SimpleNamespace(**runpy.run_path(str(Path(__file__).parent / "kernels" / "cpu" / "build.py")))
@@ -18,16 +20,26 @@ class BuildKernels(build_ext):
     """Compiles each source with the flags of its own instruction set; the result is a plain library for ctypes."""
 
     def build_extension(self, ext: Extension) -> None:
-        kind = "msvc" if self.compiler.compiler_type == "msvc" else "unix"
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if self.compiler.compiler_type == "msvc":
+            self._build_with_msvc(ext, target)
+            return
+        try:
+            # Python's own flags would add its debug information, ten times as large as the kernels.
+            build.build(target)
+        except FileNotFoundError as error:
+            raise CompileError(str(error)) from error
+        except subprocess.CalledProcessError as error:
+            raise CompileError(error.stderr) from error
+
+    def _build_with_msvc(self, ext: Extension, target: Path) -> None:
         objects: list[str] = []
         Path(self.build_temp).mkdir(parents=True, exist_ok=True)
         for source in (*ext.sources, str(build.write_layout(Path(self.build_temp)))):
-            flags = build.flags_for(source, kind, platform.machine())
+            flags = build.flags_for(source, "msvc", platform.machine())
             objects += self.compiler.compile([source], output_dir=self.build_temp, extra_postargs=flags)
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        link = [] if kind == "msvc" else ["-pthread"]
-        self.compiler.link_shared_object(objects, str(target), extra_postargs=link, target_lang="c++")
+        self.compiler.link_shared_object(objects, str(target), target_lang="c++")
 
 
 setup(

@@ -54,12 +54,12 @@ def write_layout(folder: Path) -> Path:
 
 
 def build(output: Path, extra: list[str] | None = None) -> None:
-    """Compile with $CXX, c++, g++ or clang++ into the shared library `output`.
+    """Compile with $CXX, c++, g++ or clang++, and $CXXFLAGS after our own flags, into the shared library `output`.
 
     Raises:
         FileNotFoundError: no compiler. subprocess.CalledProcessError: it failed; stderr holds its words.
     """
-    named = os.environ.get("CXX")
+    named, extra = os.environ.get("CXX"), [*(extra or []), *shlex.split(os.environ.get("CXXFLAGS", ""))]
     compiler = shlex.split(named) if named else [c for c in ("c++", "g++", "clang++") if shutil.which(c)][:1]
     if not compiler:
         raise FileNotFoundError("no C++ compiler: install g++ or clang++, or set CXX")
@@ -67,13 +67,13 @@ def build(output: Path, extra: list[str] | None = None) -> None:
 
         def compiled(source: Path) -> str:
             target = str(Path(folder) / f"{source.parent.name}_{source.name}.o")
-            flags = flags_for(str(source), "unix", platform.machine()) + (extra or [])
+            flags = [*flags_for(str(source), "unix", platform.machine()), *extra]
             _run([*compiler, *flags, "-c", str(source), "-o", target])
             return target
 
         sources = *(HERE / source for source in SOURCES), write_layout(Path(folder))
         objects = list(pool.map(compiled, sources))  # arch/ takes longest and comes first
-        _run([*compiler, "-shared", *objects, *(extra or []), "-pthread", "-o", str(output)])
+        _run([*compiler, "-shared", *objects, *extra, "-pthread", "-o", str(output)])
 
 
 def _run(command: list[str]) -> None:
