@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,6 +19,15 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
 # With it each worker, and each process that tests start, would compile and instrument our files again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# A suite's files take less than a gigabyte, and a disk takes minutes to make and delete them.
+_MEMORY = Path("/dev/shm")
+if _MEMORY.is_dir() and min(shutil.disk_usage(_MEMORY).free, psutil.virtual_memory().available) > 8 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """More workers than cores: tests of screens and downloads wait for much of their time."""
+    return 3 * (psutil.cpu_count(logical=False) or 2) // 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.install, pytest.mark.slow, pytest.mark.timeout(900)]
 def run(*command: str | Path, cwd: Path) -> str:
     """Stdout of a command that must succeed, in an environment that knows nothing of this checkout."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    clean["CXXFLAGS"] = "-O0"  # the kernels compile in a fifth of the time
     done = subprocess.run([str(part) for part in command], cwd=cwd, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout

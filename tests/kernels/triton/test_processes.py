@@ -38,8 +38,8 @@ def run(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Compl
 
 @pytest.mark.slow
 def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
-    # Interpreted, each case takes long: every seventh one here (no axis has so many values), all of them on a GPU.
-    environment = {"TRITON_INTERPRET": "1", "FLOE_TEST_EVERY": "7"}
+    # Interpreted, each case takes long: every 13th one here (no axis has so many values), all of them on a GPU.
+    environment = {"TRITON_INTERPRET": "1", "FLOE_TEST_EVERY": "13"}
     ran = run(tmp_path, "-m", "pytest", str(HERE), "-q", "-p", "no:cacheprovider", **environment)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
@@ -51,8 +51,8 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("3/4/4-bfloat16-all", "75 80 89 90 100", id="default widths"),
         pytest.param("2/4/4-float16", "80", id="float16"),
         pytest.param("2/4/4-float32", "75", id="float32"),
-        pytest.param("3/3/2-bfloat16", "86 120", id="3 bit, 2-bit down"),
-        pytest.param("4/2/3-float16", "75 90", id="4-bit up, 2-bit gate, 3-bit down"),
+        pytest.param("3/3/2-bfloat16", "120", id="3 bit, 2-bit down"),
+        pytest.param("4/2/3-float16", "75", id="4-bit up, 2-bit gate, 3-bit down"),
         pytest.param("8/8/8-bfloat16", "86", id="8 bit"),
         pytest.param("16/16/16-bfloat16", "75", id="bfloat16 weights"),
         pytest.param("16/16/16-float16", "75", id="float16 weights"),
