@@ -110,7 +110,8 @@ class UpWeights:
         """The (F, H) matrix of `expert`."""
         vector = self.layout.vector
         if vector.bits == 16:
-            return self.q[expert].view(self.layout.float16).to(dtype)
+            # Flat in between: of no neurons the last stride may be any, and then nothing is seen as another type.
+            return self.q[expert].reshape(-1).view(self.layout.float16).reshape(-1, vector.n).to(dtype)
         return dequantize(self.q[expert], self.scale[expert], self.zero[expert], vector.n, vector.bits, dtype)
 
     @property

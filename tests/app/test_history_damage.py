@@ -253,6 +253,18 @@ def test_a_file_of_a_newer_version_is_refused_and_not_touched(file: Path) -> Non
     assert not list(file.parent.glob("*damaged*"))
 
 
+@pytest.mark.parametrize("version", [-1, -5])
+def test_a_version_that_cannot_be_is_damage(file: Path, version: int) -> None:
+    filled(file, 1, 2)
+    connection = sqlite3.connect(file)
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    opened = open_history(file)
+    assert read_all(opened.store) == 2 and opened.notices
+    opened.store.close()
+    assert list(file.parent.glob("*damaged*"))
+
+
 def test_columns_of_another_kind_are_read_as_what_they_should_be(file: Path) -> None:
     filled(file, conversations=1, messages=6)
     open_history(file).store.close()  # checked today: nothing is looked at again

@@ -249,7 +249,8 @@ def _refuse_foreign(file: Path) -> None:
     """Check before anything is written.
 
     Raises:
-        FloeError: another program made it, or a newer floe-chat. sqlite3.Error: it cannot be read.
+        FloeError: another program made it, or a newer floe-chat; or its version is none. sqlite3.Error: it cannot be
+            read.
     """
     connection = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
     try:
@@ -263,6 +264,8 @@ def _refuse_foreign(file: Path) -> None:
             f"{file} is a database with other tables. It was not changed.",
             "Move it away to start a new history.",
         )
+    if version < 0:
+        raise damaged(file, f"its version is {version}")
     if version > VERSION:
         raise FloeError(
             "The history was written by a newer floe-chat",
