@@ -57,7 +57,7 @@ def runs_avx512() -> bool:
 def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which the kernels run on the watching build."""
     runtime, library = sanitizer_runtime(), tmp_path_factory.mktemp("watched") / "floe_watched.so"
-    flags = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    flags = ["-g1", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
     if not runs_avx512():
         flags.append("-DFLOE_WITHOUT_AVX512")
     with mock.patch.dict(os.environ, {"CXX": "g++"}):
@@ -79,7 +79,7 @@ def test_hostile_calls_touch_only_their_own_memory(watched: dict[str, str], tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_cpu_kernels_touch_only_their_own_memory(watched: dict[str, str], tmp_path: Path) -> None:
-    # Every seventh case: memory is touched alike in its neighbours, and of six sizes, which change fastest, all come up.
+    # Every seventh case: memory is touched alike in its neighbours, and all of six sizes, which change fastest, come up.
     environment = watched | {"FLOE_TEST_EVERY": "7"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / n) for n in WATCHED)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
