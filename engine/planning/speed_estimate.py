@@ -1,8 +1,8 @@
 """How fast a model would answer: the one cost model of plans.
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
-absent rows is split by the engine's own placement (`missing_rows.share`, `missing_rows.prefill`). Expectations come from
-benchmarks (`measured_figures.py`).
+absent rows is split as in the engine (`missing_rows.share`, `missing_rows.prefill`). Expectations come from benchmarks
+(`measured_figures.py`).
 """
 
 from __future__ import annotations

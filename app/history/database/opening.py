@@ -16,7 +16,7 @@ from ....engine.events import Notice
 from ....models import private_file
 from ....models.errors import FloeError, TryAgainError
 from ..processes import is_running
-from ..records import now
+from ..records import as_text, as_whole, now
 from .schema import VERSION, has_search, lacking, mend_search, migrate, version_of
 from .store import KEPT_AFTER_DELETION, HistoryStore
 from .trouble import SQLITE_ERRORS, checked, damaged, explain, is_busy, is_damage
@@ -153,7 +153,7 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
         if due and _check(connection, file, suspect=last == 0):
             notices = (Notice("The search index was damaged", "It was built again from the chats; nothing is lost."),)
         with store.transaction():
-            interrupted = store.stop_abandoned(is_running)
+            interrupted = _stop_abandoned(store)
             purged = store.purge(now() - KEPT_AFTER_DELETION)
         if purged:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # the log still holds what was wiped
@@ -162,6 +162,15 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
             raise
     connection.execute(f"PRAGMA busy_timeout = {round(BUSY_SECONDS * 1000)}")
     return Opened(store, notices, interrupted)
+
+
+def _stop_abandoned(store: HistoryStore) -> int:
+    """Mark answers that no process is writing any more as stopped; returns how many there were."""
+    rows = list(store.rows("SELECT id, text, writer, created FROM message WHERE state = 'streaming'"))
+    left = [row for row in rows if not is_running(as_text(row[2]), as_whole(row[3]))]
+    for message, text, _writer, _created in left:
+        store.end_answer(message, as_text(text), "stopped", None)
+    return len(left)
 
 
 def _reading_only(file: Path) -> sqlite3.Connection | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -228,18 +228,6 @@ class HistoryStore(Reader):
         ]
         sql = "INSERT INTO unsent (writer, place, written, text, files) VALUES (?,?,?,?,?)"
         self._connection.executemany(sql, rows)
-
-    def stop_abandoned(self, is_running: Callable[[str, int], bool]) -> int:
-        """Mark answers that no process is writing any more as stopped, and return how many there were.
-
-        `is_running` gets an answer's writer and when it began.
-        """
-        sql = "SELECT id, text, writer, created FROM message WHERE state = 'streaming'"
-        rows = self._connection.execute(sql).fetchall()
-        left = [row for row in rows if not is_running(as_text(row[2]), as_whole(row[3]))]
-        for message, text, _writer, _created in left:
-            self.end_answer(message, as_text(text), "stopped", None)
-        return len(left)
 
     def purge(self, before: int) -> int:
         """Wipe what was deleted before the time `before`, in milliseconds since 1970; returns the number of deletions.
