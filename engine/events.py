@@ -163,7 +163,7 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class NewTokens:
     """Newly drawn token ids of an answer, in order; the stop token is never among them."""
 
     request: int
@@ -303,4 +303,4 @@ class Failed:
     exit_code: int = 1
 
 
-Event = Loading | Loaded | PrefillProgress | Tokens | Stats | PresetChanged | Notice | Finished | Unloaded | Failed
+Event = Loading | Loaded | PrefillProgress | NewTokens | Stats | PresetChanged | Notice | Finished | Unloaded | Failed

@@ -36,7 +36,7 @@ from .machine import hardware
 from .offload import predictor
 from .offload.offload import Offload, Parts
 from .planning import device_choice
-from .planning.device_choice import Choice
+from .planning.device_choice import DeviceChoice
 from .planning.memory_plan import DeviceShares
 from .quality_presets import Preset
 from .telemetry import Telemetry
@@ -136,7 +136,7 @@ class _Opened:
     preset: Preset
     config: Any
     layers: Sequence[PackedLayer]
-    choice: Choice
+    choice: DeviceChoice
 
     @property
     def architecture(self) -> Architecture:

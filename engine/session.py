@@ -21,13 +21,13 @@ from .events import (
     Generate,
     Load,
     Loading,
+    NewTokens,
     PrefillProgress,
     PresetChanged,
     SetPreset,
     SetQuality,
     Shutdown,
     Stats,
-    Tokens,
     Unload,
     Unloaded,
 )
@@ -232,7 +232,7 @@ class Session:
             if step.token is None:
                 self._events.put(PrefillProgress(command.request, step.done, len(command.prompt)))
             else:
-                self._events.put(Tokens(command.request, (step.token,)))
+                self._events.put(NewTokens(command.request, (step.token,)))
             self._tell(loaded)
             self._obey_between_tokens()
             if time.perf_counter() - told > STATS_EVERY_S:

@@ -17,7 +17,7 @@ import platformdirs
 
 from . import config_limits, private_file, supported
 from . import typed_names as names
-from .catalog_entry import Entry, Sizes
+from .catalog_entry import CatalogEntry, Sizes
 from .errors import CheckpointError, FloeError, UsageError
 from .families import FAMILIES
 from .paths import expanded
@@ -159,13 +159,13 @@ def installed() -> list[Installed]:
     return found + [_look(path.name, path) for path in sorted(folders)]
 
 
-def published(name: str) -> Entry | None:
+def published(name: str) -> CatalogEntry | None:
     """The entry of a listed name or hub id, ignoring case; None if there is none."""
     wanted = name.lower()
     return next((entry for entry in PUBLISHED if wanted in (entry.name, (entry.repo or "").lower())), None)
 
 
-def listed(name: str) -> Entry | None:
+def listed(name: str) -> CatalogEntry | None:
     """The listed model that a name, a part of one, a hub id or an address means; None if it means none.
 
     Of several ("mixtral") the first in the list: the smallest that can chat.
@@ -191,7 +191,7 @@ class Source:
     folder: Path | None = None
     repo: str = ""
     commit: str = ""
-    entry: Entry | None = None
+    entry: CatalogEntry | None = None
 
     @property
     def place(self) -> str:
@@ -227,7 +227,7 @@ def source(model: str) -> Source:
     raise refused or _unknown(model)
 
 
-def described(model: str | Path | Mapping[str, Any]) -> Entry:
+def described(model: str | Path | Mapping[str, Any]) -> CatalogEntry:
     """Describes a model: a listed one, one on this machine, or any of a supported family.
 
     Args:
@@ -239,7 +239,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
         supported, it has no experts, or its configuration makes no sense.
     """
     if isinstance(model, Mapping):
-        return Entry(str(model.get("_name_or_path") or "model"), _sizes(model, "The configuration"))
+        return CatalogEntry(str(model.get("_name_or_path") or "model"), _sizes(model, "The configuration"))
     if isinstance(model, str) and (entry := published(model)):
         return entry
     folder = _folder(str(model))
@@ -248,7 +248,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
             return entry
         if (repo := names.hub_repo(model)) is not None:
             if cached := _cached_config(repo.id):
-                return Entry(repo.id.rpartition("/")[2].lower(), _sizes(_config(cached), repo.id), repo.id)
+                return CatalogEntry(repo.id.rpartition("/")[2].lower(), _sizes(_config(cached), repo.id), repo.id)
             raise supported.refused(repo.id) or UsageError(
                 f"{repo.id} is not known on this machine",
                 "`floe-chat plan` does not use the network, and its config.json was not downloaded before.",
@@ -261,7 +261,7 @@ def described(model: str | Path | Mapping[str, Any]) -> Entry:
         raise supported.refused(str(model)) or _unknown(str(model))
     packed = (folder / "manifest.json").exists()
     name = DEMO if folder == asset("demo", "packed") else folder.resolve().name
-    entry = Entry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
+    entry = CatalogEntry(name, _sizes(_config(folder / "config.json"), str(folder)), folder=folder, packed=packed)
     if name == DEMO:
         return replace(entry, licence="Apache-2.0", gated=False, chat="turns, from its own template")
     return entry

@@ -56,7 +56,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """A model's description without its weights.
 
     Attributes:

@@ -9,7 +9,7 @@ from ...engine.events import Finished, PrefillProgress, Stats
 from ...models.errors import FloeError
 from ..background import in_background
 from ..client.bridge import EngineBridge
-from ..history import Answer, AnswerStats, History, Message, State
+from ..history import Answer, AnswerStats, History, Message, MessageState
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
 from .view import View
@@ -129,7 +129,7 @@ class Answering:
         await self.end("stopped" if stopped else "complete", AnswerStats.of(event.stats, event.reason))
         return "stopped" if stopped and shown else "ready"
 
-    async def end(self, state: State, stats: AnswerStats | None) -> None:
+    async def end(self, state: MessageState, stats: AnswerStats | None) -> None:
         """Save how the answer ended; an empty answer is removed."""
         if (running := self._live) is None:
             return

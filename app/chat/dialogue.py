@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..client.prompt import Turn as Turn
-from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, State, shortened
+from ..client.prompt import PromptTurn as PromptTurn
+from ..history import Answer, AnswerStats, Attachment, ChatSetup, History, Message, MessageState, shortened
 from ..history.records import first_line, now
 
 _PAGE = 200  # messages per read while looking back for what fits the window
@@ -96,7 +96,7 @@ class Dialogue:
         answer.finish(None)
         return self.ended(rewritten, text, "complete", None)
 
-    def ended(self, message: Message, text: str, state: State, stats: AnswerStats | None) -> Message:
+    def ended(self, message: Message, text: str, state: MessageState, stats: AnswerStats | None) -> Message:
         """Remember how an answer ended."""
         ended = replace(message, text=text, state=state, stats=stats)
         if message.id in self._known:
@@ -158,7 +158,7 @@ class Dialogue:
         if self._conversation is not None:
             self._history.set_up(self._conversation, setup)
 
-    def turns(self, window: int, before: Message | None = None) -> tuple[list[Turn], list[int]]:
+    def turns(self, window: int, before: Message | None = None) -> tuple[list[PromptTurn], list[int]]:
         """The messages that the model gets, up to the last question (the last one `before` an answer), and the id of
         each.
 
@@ -181,8 +181,8 @@ class Dialogue:
                 answered.append(message)
             elif answered and answered[-1].role == "user" and message.text.strip():
                 answered.append(message)
-        system = [Turn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
-        turns = [Turn(message.role, prompt_of(message)) for message in answered]
+        system = [PromptTurn("system", self.setup.system_prompt)] if self.setup.system_prompt else []
+        turns = [PromptTurn(message.role, prompt_of(message)) for message in answered]
         return system + turns, [message.id for message in answered]
 
     def _cut(self, before: Message) -> None:
@@ -198,7 +198,7 @@ class Dialogue:
         identity: int,
         role: str,
         text: str,
-        state: State,
+        state: MessageState,
         attachments: tuple[Attachment, ...],
         instead: Message | None,
         model: str = "",

@@ -23,7 +23,7 @@ class Exchange:
             its context) at the end.
     """
 
-    turns: tuple[chat_client.Turn, ...]
+    turns: tuple[chat_client.PromptTurn, ...]
     keep: Callable[[], Answer]
 
 
@@ -62,23 +62,23 @@ def ask_anew(history: History, text: str, setup: ChatSetup, attachments: Sequenc
     return Exchange((*turns((), setup.system_prompt), _turn("user", text, attachments)), keep)
 
 
-def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.Turn]:
+def turns(branch: Sequence[Message], system_prompt: str) -> list[chat_client.PromptTurn]:
     """A branch as the model gets it: the system prompt if there is one, then user and assistant in turn.
 
     A question without an answer, or with a blank one, is left out: chat templates require the roles to alternate.
     """
-    kept: list[chat_client.Turn] = [chat_client.Turn("system", system_prompt)] if system_prompt else []
+    kept: list[chat_client.PromptTurn] = [chat_client.PromptTurn("system", system_prompt)] if system_prompt else []
     question: Message | None = None
     for message in branch:
         if message.role == "user":
             question = message
         elif question is not None and message.text.strip():
             kept.append(_turn("user", question.text, question.attachments))
-            kept.append(chat_client.Turn("assistant", message.text))
+            kept.append(chat_client.PromptTurn("assistant", message.text))
             question = None
     return kept
 
 
-def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> chat_client.Turn:
+def _turn(role: str, text: str, attachments: Sequence[Attachment]) -> chat_client.PromptTurn:
     # The files first, so that the question stands next to where the answer begins.
-    return chat_client.Turn(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))
+    return chat_client.PromptTurn(role, "\n\n".join([*(f"{file.name}:\n{file.text}" for file in attachments), text]))

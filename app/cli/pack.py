@@ -14,7 +14,7 @@ from ..progress import note
 if TYPE_CHECKING:
     from ...models.pack.manifest import Manifest
     from ...models.packing.pack import PackSpec
-    from ...models.packing.pack_run import Progress
+    from ...models.packing.pack_run import PackReport
 from ..setup.packing_progress import time_left, tokens_of
 
 
@@ -91,7 +91,7 @@ def pack_folder(
     destination: Path,
     spec: PackSpec,
     name: str,
-    progress: Progress,
+    progress: PackReport,
     text_file: Path | None = None,
     *,
     fresh: bool = False,

@@ -19,7 +19,7 @@ from ..text.plain_text import printable
 
 if TYPE_CHECKING:
     from ...engine.planning.plan import Plan
-    from ...models.catalog_entry import Entry
+    from ...models.catalog_entry import CatalogEntry
 
 _LOOK_S = 0.2
 _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated later
@@ -187,7 +187,7 @@ def _planned(model: str, name: str | None, given: dict[str, int], *, ask: bool) 
     return wanted, token
 
 
-def _entry(wanted: Wish) -> tuple[Entry, str | None]:
+def _entry(wanted: Wish) -> tuple[CatalogEntry, str | None]:
     """The model to set up, and the token if one had to be asked for."""
     if (known := catalog.published(wanted.model)) is not None:
         return known, None

@@ -20,7 +20,7 @@ from .comparison import comparing, source_of, text_ids, text_name
 from .printing.scatter_plot import scatter
 
 if TYPE_CHECKING:
-    from ...engine.quality.candidates import Setting
+    from ...engine.quality.candidates import Candidate
     from ...engine.quality.frontier import Frontier, Point
     from ...engine.quality.tune import TunedPresets
     from ...models.pack.manifest import TunedPreset
@@ -139,7 +139,7 @@ def _dials(point: Point) -> int:
     return widths + bool(rule.sparsity or rule.product) + bool(rule.drop or rule.major) + bool(rule.alpha)
 
 
-def _table(points: Iterable[Point], names: Mapping[Setting, str]) -> list[str]:
+def _table(points: Iterable[Point], names: Mapping[Candidate, str]) -> list[str]:
     return [_HEAD, *(_row(point, names.get(point.setting, "")) for point in points)]
 
 

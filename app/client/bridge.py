@@ -15,7 +15,7 @@ from contextlib import suppress
 from textual.message import Message
 from textual.message_pump import MessagePump
 
-from ...engine.events import Loaded, Stats, Tokens, Unloaded
+from ...engine.events import Loaded, NewTokens, Stats, Unloaded
 from ..history import Answer, History, HistoryEvent
 from ..text.plain_text import printable
 from .chat_client import ChatClient, TextDelta, Update
@@ -94,7 +94,7 @@ def merged(updates: Iterable[Update]) -> list[Update]:
     found: list[Update] = []
     for update in updates:
         match update, found[-1] if found else None:
-            case ((Tokens() | Unloaded()), _):
+            case ((NewTokens() | Unloaded()), _):
                 pass
             case TextDelta(request, text), TextDelta(last, before) if request == last:
                 found[-1] = TextDelta(request, before + text)

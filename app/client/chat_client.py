@@ -21,18 +21,18 @@ from ...engine.events import (
     Generate,
     Load,
     Loaded,
+    NewTokens,
     Rule,
     Sampling,
     SetPreset,
     SetQuality,
     Shutdown,
-    Tokens,
     Unload,
 )
 from ...engine.session import Session
 from ...models.errors import FloeError, TryAgainError, damaged
 from ...models.tokenizer.chat_process import ChatProcess
-from .prompt import Turn, fit
+from .prompt import PromptTurn, fit
 
 if TYPE_CHECKING:
     from ...engine.quality_presets import Preset
@@ -141,7 +141,7 @@ class ChatClient:
         ids: list[int] = []  # of the running answer: all that came since the last call become text at once
         for event in events:
             match event:
-                case Tokens():
+                case NewTokens():
                     if event.request == self._running:
                         ids += event.ids
                 case Loaded():
@@ -168,13 +168,17 @@ class ChatClient:
             self._running = None
             return [Failed(error.title, error.cause, error.hint, request, error.exit_code)]
 
-    def submit(self, messages: Sequence[Turn], sampling: Sampling, max_new_tokens: int, answer: str = "") -> Submitted:
+    def submit(
+        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
         """Ask for an answer to `messages`: `prepare` and `begin` in one."""
         submitted = self.prepare(messages, sampling, max_new_tokens, answer)
         self.begin()
         return submitted
 
-    def prepare(self, messages: Sequence[Turn], sampling: Sampling, max_new_tokens: int, answer: str = "") -> Submitted:
+    def prepare(
+        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
         """Make a prompt of `messages` (the last one is the user's) for an answer that continues where `answer` ends.
 
         From then on the model counts as answering, and can be stopped, though nothing is computed before `begin`.
@@ -211,7 +215,7 @@ class ChatClient:
         except FloeError:
             return None
 
-    def context_of(self, messages: Sequence[Turn], max_new_tokens: int) -> tuple[int, int] | None:
+    def context_of(self, messages: Sequence[PromptTurn], max_new_tokens: int) -> tuple[int, int] | None:
         """How many tokens a chat takes before its next question, and how many of its oldest messages are left out so
         that the question and its answer fit; for any thread.
 
@@ -220,7 +224,7 @@ class ChatClient:
         chat = self._format
         if not isinstance(chat, ChatProcess) or not chat.alive:
             return None
-        asked = [] if messages and messages[-1].role == "user" else [Turn("user", "")]
+        asked = [] if messages and messages[-1].role == "user" else [PromptTurn("user", "")]
         try:
             fitted = fit(chat, self._window, (*messages, *asked), max_new_tokens)
         except FloeError:

@@ -10,7 +10,7 @@ from ...models.tokenizer.chat_process import ChatProcess, Fitted, TooLong, most_
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PromptTurn:
     """One turn: `role` is "system", "user" or "assistant"; `text` is what was written."""
 
     role: str
@@ -20,7 +20,7 @@ class Turn:
 def fit(
     chat: ChatProcess,
     window: int,
-    messages: Sequence[Turn],
+    messages: Sequence[PromptTurn],
     max_new_tokens: int,
     answer: str = "",
     *,
@@ -55,7 +55,7 @@ def _too_long(found: TooLong, limit: int, window: int) -> UsageError:
     )
 
 
-def _offered(messages: Sequence[Turn], most: int) -> tuple[Sequence[Turn], int] | TooLong:
+def _offered(messages: Sequence[PromptTurn], most: int) -> tuple[Sequence[PromptTurn], int] | TooLong:
     """The latest messages of no more than `most` characters, and how many older ones are left out.
 
     A system message at the front stays, and a question is left out together with its answer, as `ChatFormat.fit` does.

@@ -10,7 +10,7 @@ overwritten. One SQLite file holds all of them; `schema.py` has its tables.
 
 from .answer import Answer
 from .attachments import read_attachment
-from .database.opening import Opened, history_file, open_history
+from .database.opening import OpenedHistory, history_file, open_history
 from .events import Changed, HistoryEvent, HistoryTrouble, Ready, Recovered
 from .exporting import as_json, as_markdown, file_name, footer, json_text
 from .importing import parse
@@ -22,8 +22,8 @@ from .records import (
     Conversation,
     Hit,
     Message,
+    MessageState,
     Role,
-    State,
     Summary,
     Tree,
     Unsent,
@@ -43,11 +43,11 @@ __all__ = [
     "HistoryTrouble",
     "Hit",
     "Message",
-    "Opened",
+    "MessageState",
+    "OpenedHistory",
     "Ready",
     "Recovered",
     "Role",
-    "State",
     "Summary",
     "Tree",
     "Unsent",

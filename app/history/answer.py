@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from .records import AnswerStats, State
+from .records import AnswerStats, MessageState
 
-End = Callable[["Answer", State, AnswerStats | None], None]
+End = Callable[["Answer", MessageState, AnswerStats | None], None]
 
 
 class Answer:
@@ -30,7 +30,7 @@ class Answer:
         if not self._ended:
             self._pieces.append(text)
 
-    def finish(self, stats: AnswerStats | None, state: State = "complete") -> None:
+    def finish(self, stats: AnswerStats | None, state: MessageState = "complete") -> None:
         """No more text will come; later text is ignored. A second call does nothing."""
         if not self._ended:
             self._ended = True
@@ -54,7 +54,7 @@ class Answer:
 def unsaved() -> Answer:
     """An answer that is not saved."""
 
-    def ignored(_answer: Answer, _state: State, _stats: AnswerStats | None) -> None:
+    def ignored(_answer: Answer, _state: MessageState, _stats: AnswerStats | None) -> None:
         return
 
     return Answer(0, "", ignored)

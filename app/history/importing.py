@@ -13,7 +13,7 @@ from ...engine.events import LATE, Rule, Sampling
 from ...models.catalog import short_name
 from ...models.errors import UsageError
 from .exporting import FORMAT, FORMAT_VERSION
-from .records import LATEST, MOST, AnswerStats, Attachment, ChatSetup, Conversation, Message, Role, State, Tree
+from .records import LATEST, MOST, AnswerStats, Attachment, ChatSetup, Conversation, Message, MessageState, Role, Tree
 
 _Value = TypeVar("_Value")
 _KINDS: dict[type, str] = {str: "text", int: "a whole number", list: "a list", dict: "an object"}
@@ -139,7 +139,12 @@ def _message(item: _Object, before: dict[int, Message]) -> Message:
     files = [Attachment(file.get("name", str), file.get("text", str)) for file in item.objects("attachments")]
     return Message(
         *(identity, 0, parent, 0, item.one_of("role", get_args(Role)), item.get("text", str)),
-        *(item.one_of("state", get_args(State)), item.time("created"), item.get("model", str), item.get("preset", str)),
+        *(
+            item.one_of("state", get_args(MessageState)),
+            item.time("created"),
+            item.get("model", str),
+            item.get("preset", str),
+        ),
         *(None if stats is None else _stats(_Object(stats, f"{item.way}.stats")), tuple(files), 1, 1),
     )
 

@@ -18,7 +18,7 @@ from .database.trouble import SQLITE_ERRORS, explaining
 from .database.writer import Write, Writer
 from .events import Changed, HistoryEvent
 from .processes import is_running, this_process
-from .records import AnswerStats, Attachment, ChatSetup, Message, State, Tree, Unsent, new_id
+from .records import AnswerStats, Attachment, ChatSetup, Message, MessageState, Tree, Unsent, new_id
 
 
 class History(Reader):
@@ -207,7 +207,7 @@ class History(Reader):
         self._writer.put(begin)
         return answer
 
-    def _end(self, answer: Answer, state: State, stats: AnswerStats | None) -> None:
+    def _end(self, answer: Answer, state: MessageState, stats: AnswerStats | None) -> None:
         self._running.discard(answer)
 
         def end(store: HistoryStore) -> None:

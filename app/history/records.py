@@ -15,7 +15,7 @@ from typing import Literal
 from ...engine.events import Rule, Sampling, Stats
 
 Role = Literal["user", "assistant"]
-State = Literal["complete", "streaming", "stopped", "failed"]
+MessageState = Literal["complete", "streaming", "stopped", "failed"]
 """`streaming` while it is written, `stopped` when the person or a crash ended it, `failed` when an error did."""
 
 TITLE_LENGTH = 60
@@ -149,7 +149,7 @@ class Message:
     position: int
     role: Role
     text: str
-    state: State
+    state: MessageState
     created: int
     model: str
     preset: str

@@ -19,7 +19,7 @@ from ..widgets.common.keys import closing, keys_in, keys_of
 from ..widgets.panel.meanings import TERMS
 from .chat.chat import ChatScreen
 
-Section = tuple[str, Iterable[tuple[str, str]]]
+HelpSection = tuple[str, Iterable[tuple[str, str]]]
 _COPYING = ("Ctrl+C", "Copy the selected text; without one, stop the answer; twice, quit")
 
 
@@ -36,7 +36,7 @@ class SearchHelp(Input):
     ]
 
 
-class Entry(Horizontal):
+class HelpEntry(Horizontal):
     """A name and its meaning."""
 
     def __init__(self, name: str, text: str) -> None:
@@ -53,11 +53,12 @@ class HelpScreen(ModalScreen[None]):
         closing("help"),
     ]
 
-    def __init__(self, sections: Iterable[Section]) -> None:
+    def __init__(self, sections: Iterable[HelpSection]) -> None:
         """`sections`: by heading, names with their meanings."""
         super().__init__()
         self._sections = [
-            (Static(heading, classes="heading"), [Entry(*entry) for entry in entries]) for heading, entries in sections
+            (Static(heading, classes="heading"), [HelpEntry(*entry) for entry in entries])
+            for heading, entries in sections
         ]
         self._field = SearchHelp(placeholder="Type to search keys, commands and words", compact=True, id="search")
         self._nothing = Static("", markup=False, classes="nothing")
@@ -116,11 +117,11 @@ class HelpScreen(ModalScreen[None]):
             self._list.scroll_end(animate=False)
 
 
-def _holds(entry: Entry, words: Sequence[str]) -> bool:
+def _holds(entry: HelpEntry, words: Sequence[str]) -> bool:
     return all(word in entry.words for word in words)
 
 
-def help_of(page: Screen[Any], given: Mapping[str, str]) -> Iterable[Section]:
+def help_of(page: Screen[Any], given: Mapping[str, str]) -> Iterable[HelpSection]:
     """The help sections of `page`, with the keys that the user has `given` to actions."""
     if not isinstance(page, ChatScreen):
         yield page.TITLE or "This page", keys_of(page.BINDINGS, given)

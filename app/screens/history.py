@@ -33,7 +33,7 @@ Line = Summary | Hit
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class PickedChat:
     """The chat to open (None: stay), the message found in it, and the chats that were deleted."""
 
     conversation: int | None
@@ -54,7 +54,7 @@ class SearchField(Input):
     ]
 
 
-class HistoryScreen(ModalScreen[Opened]):
+class HistoryScreen(ModalScreen[PickedChat]):
     """Enter opens a chat, Ctrl+D deletes it, Ctrl+Z restores it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "Close", show=False)]
@@ -157,7 +157,7 @@ class HistoryScreen(ModalScreen[Opened]):
         self._entered = False
         if (line := self._highlighted()) is not None:
             message = line.message if isinstance(line, Hit) else None
-            self.dismiss(Opened(_id(line), message, self._gone()))
+            self.dismiss(PickedChat(_id(line), message, self._gone()))
 
     def action_delete(self) -> None:
         """Delete the highlighted chat."""
@@ -173,7 +173,7 @@ class HistoryScreen(ModalScreen[Opened]):
 
     def action_close(self) -> None:
         """Back to the chat."""
-        self.dismiss(Opened(None, None, self._gone()))
+        self.dismiss(PickedChat(None, None, self._gone()))
 
     def _after_writing(self) -> None:
         self._history.settle()

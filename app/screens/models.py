@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 
 from ...models import catalog
-from ...models.catalog_entry import Entry
+from ...models.catalog_entry import CatalogEntry
 from ...models.errors import AccessError, FloeError
 from ...models.published import PUBLISHED
 from ...models.quantities import size
@@ -61,7 +61,7 @@ class ModelsScreen(Screen["str | None"]):
         setups: Setups,
         *,
         current: str | None = None,
-        entries: Sequence[Entry] = PUBLISHED,
+        entries: Sequence[CatalogEntry] = PUBLISHED,
         surveyor: Surveyor = survey,
         settings: Path | None = None,
     ) -> None:

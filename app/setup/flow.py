@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...models.hub.remote_checkpoint import HubShelf
     from ...models.packing.pack import PackSpec
 
-State = Literal["looking", "working", "paused", "checking", "done", "failed", "cancelled"]
+SetupState = Literal["looking", "working", "paused", "checking", "done", "failed", "cancelled"]
 
 _log = logging.getLogger("floe_chat.app")
 
@@ -42,7 +42,7 @@ class SetupProgress:
         peak: the most disk space that it takes at once, in bytes; None until known.
     """
 
-    state: State
+    state: SetupState
     step: str
     share: float
     left: float | None
@@ -76,7 +76,7 @@ class Setup:
         self.wish = wanted
         self.error: FloeError | None = None
         self._token, self._tuning, self._after = token, tuning, after
-        self._state: State = "looking"
+        self._state: SetupState = "looking"
         self._step, self._share, self._left = "Looking at the model", 0.0, None
         self._shelf: HubShelf | None = None
         self._notices: list[str] = []
@@ -245,7 +245,7 @@ class Setup:
             self._peak += sum(shards[-2:])
         check_room(self.wish.folder, max(0, self._peak - self.wish.taken))
 
-    def _reach(self, state: State) -> None:
+    def _reach(self, state: SetupState) -> None:
         if self._cancelled.is_set():
             raise _CancelledError
         self._state = state

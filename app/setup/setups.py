@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ...engine.machine.hardware import Hardware
     from ...engine.planning.machine import Machine
-    from ...models.catalog_entry import Entry
+    from ...models.catalog_entry import CatalogEntry
     from ...models.checking.verify import Damage
     from ...models.hub.fetch_loop import Patience
 
@@ -73,7 +73,7 @@ def survey(told: Callable[[Hardware | str], None], *, again: bool) -> Survey:
     return Survey(found, machine.here(found, measured), dict(measured.rates))
 
 
-def look_up(wanted: Wish, token: str | None = None) -> Entry:
+def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
     """Look `wanted` up with as few requests to the hub as possible; this also shows whether the hub grants access.
 
     Raises:

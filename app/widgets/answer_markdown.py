@@ -83,11 +83,11 @@ class AnswerMarkdown(Ground, Widget):
                 block.give(ROOM if going_on and block is self.children[-1] else 1)
 
 
-class Rule(AnswerBlock):
+class HorizontalRule(AnswerBlock):
     """A line across."""
 
     DEFAULT_CSS = """
-    Rule {
+    HorizontalRule {
         border-bottom: solid $secondary;
         height: 1;
         padding-top: 1;
@@ -223,7 +223,7 @@ _KINDS: dict[str, type[AnswerBlock]] = {
     "table_open": Table,
     "fence": CodeBlock,
     "code_block": CodeBlock,
-    "hr": Rule,
+    "hr": HorizontalRule,
 }
 
 

@@ -26,7 +26,7 @@ from ..quality_presets import X_BITS_EXACT, Preset
 from ..telemetry import Telemetry
 from . import synthetic
 from .layers import Found, RoundKey, answered, floor_figures, floor_parts, slope, told_apart
-from .measure import Report, Section, Table, Timed, in_turn, summarise
+from .measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
 from .speed import WARM
 from .subject import Subject
 from .synthetic import Spec
@@ -142,7 +142,7 @@ def _plain_bytes(config: Any) -> int:
     return _FLOAT16 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def run(steps: list[Variant], *, threads: int | None, runs: int, report: Report) -> Table:
+def run(steps: list[Variant], *, threads: int | None, runs: int, report: MeasureReport) -> ResultTable:
     """Measure.
 
     Raises:
@@ -158,7 +158,7 @@ def run(steps: list[Variant], *, threads: int | None, runs: int, report: Report)
     rows, notes = _rows(steps, found)
     told = {"model": subject.describe(), **facts(chosen, threads=threads, runs=runs, warm_up=WARM)}
     section = Section("One token, one layer by the difference of layer counts", summarise(rows), cores)
-    return Table("ablation", "cpu", told, (section,), notes)
+    return ResultTable("ablation", "cpu", told, (section,), notes)
 
 
 def _timed(step: Variant) -> dict[RoundKey, float]:

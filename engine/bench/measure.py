@@ -15,7 +15,7 @@ from typing import TypeVar
 NOISY = 0.15  # a spread above this is marked: something else was running
 
 K = TypeVar("K", bound=Hashable)
-Report = Callable[[str, int, int], None]  # the current figure, rounds done, rounds in all
+MeasureReport = Callable[[str, int, int], None]  # the current figure, rounds done, rounds in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ResultTable:
     """A benchmark's results.
 
     Attributes:

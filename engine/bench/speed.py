@@ -17,7 +17,7 @@ from ..machine.read_floor import READ
 from ..quality.evaluate import choose_presets
 from ..quality_presets import DEFAULT, Preset
 from .layers import ANSWER, Found, Part, RoundKey, active_note, answered, floor_figures, floor_parts, slope, told_apart
-from .measure import Report, Section, Table, Timed, in_turn, summarise
+from .measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
 from .subject import Subject
 
 WARM = 3
@@ -70,7 +70,7 @@ class SpeedRun:
     published_layers: int | None = None
 
 
-def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Report) -> Table:
+def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: MeasureReport) -> ResultTable:
     """Measure.
 
     Raises:
@@ -87,7 +87,7 @@ def run(subject: Subject, plan: SpeedRun, peers: Sequence[Peer], report: Report)
     results = _Results(subject, plan, presets, peers, found, cores)
     told = {"model": subject.describe(), **facts(chosen, threads=threads, prompt=f"{plan.tokens} tokens")}
     told |= {"runs": plan.runs, "warm_up": WARM} | ({"peer": peers[0].version} if peers else {})
-    return Table(plan.bench, chosen.device, told, results.sections(), results.notes())
+    return ResultTable(plan.bench, chosen.device, told, results.sections(), results.notes())
 
 
 def _parts(subject: Subject, plan: SpeedRun, presets: Sequence[Preset], peers: Sequence[Peer]) -> list[Part]:

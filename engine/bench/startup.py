@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...models.errors import FloeError
 from ..torch_import import import_torch
-from .measure import Report, Section, Table, Timed, in_turn, summarise
+from .measure import MeasureReport, ResultTable, Section, Timed, in_turn, summarise
 
 WARM = 1  # the first run fills the system's file cache
 GOALS = {"first token": 1.0, "ask": 4.0}  # seconds, for the demo
@@ -24,8 +24,8 @@ _PARTS = ("python", "import torch", "load the model")
 
 
 def run(
-    ask: Sequence[str], pack: Path, model: str, *, runs: int, report: Report = lambda _what, _done, _total: None
-) -> Table:
+    ask: Sequence[str], pack: Path, model: str, *, runs: int, report: MeasureReport = lambda _what, _done, _total: None
+) -> ResultTable:
     """Measure.
 
     Args:
@@ -64,7 +64,7 @@ def run(
         ),
         Section("Before the model can answer, in order", summarise([rows[name] for name in _PARTS]), cores),
     )
-    return Table("startup", "cpu", facts, sections, ())
+    return ResultTable("startup", "cpu", facts, sections, ())
 
 
 def _output(command: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from ..machine.load import Others
 from ..machine.random_weights import MIXTRAL, Shapes
 from ..machine.read_floor import READ, reader
 from ..offload.links.pinning import PinError, Pinned, why_not
-from .measure import Figure, Report, Section, Table, measure
+from .measure import Figure, MeasureReport, ResultTable, Section, measure
 from .synthetic import need_memory
 
 WARM = 3
@@ -49,8 +49,8 @@ def run(
     shapes: Shapes | None = None,
     gpu: str | None,
     no_gpu: str = "",
-    report: Report = lambda _what, _done, _total: None,
-) -> Table:
+    report: MeasureReport = lambda _what, _done, _total: None,
+) -> ResultTable:
     """Measure.
 
     Args:
@@ -90,7 +90,7 @@ def run(
         runs=runs,
         warm_up=WARM,
     )
-    return Table("transfer", "cuda" if gpu else "cpu", told, tuple(sections), (*notes, PAPER))
+    return ResultTable("transfer", "cuda" if gpu else "cpu", told, tuple(sections), (*notes, PAPER))
 
 
 def packing(rows: ExpertRows, chunks: list[int]) -> list[Figure]:
@@ -210,7 +210,7 @@ def pinned(rows: Tensor, gpu: str) -> Generator[str]:
             held.release()
 
 
-def _section(title: str, figures: list[Figure], runs: int, report: Report) -> Section:
+def _section(title: str, figures: list[Figure], runs: int, report: MeasureReport) -> Section:
     others = Others()
     rows = measure(figures, warm=WARM, runs=runs, report=lambda done, total: report(title, done, total))
     return Section(title, rows, others.cores())

@@ -53,7 +53,7 @@ GUESS = Rates(
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DeviceChoice:
     """Where to open a pack.
 
     Attributes:
@@ -83,7 +83,7 @@ class Choice:
 
 def choose(
     wanted: str, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, vram: int | None = None
-) -> Choice:
+) -> DeviceChoice:
     """The device for a pack.
 
     Args:
@@ -105,17 +105,17 @@ def choose(
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
     if place == "cpu":
-        return Choice(place, why, DeviceShares.none(window))
+        return DeviceChoice(place, why, DeviceShares.none(window))
     needs = Needs.of(manifest, layers, config, 2)
     free = torch.cuda.mem_get_info(place)[0]
     cap = min(free, vram or free)
     budget = memory_plan.budget(cap)
     if needs.fits("gpu", budget):
         shares = needs.share_out("gpu", budget, window)
-        return Choice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
+        return DeviceChoice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
     if wanted == "auto" and not needs.fits("pool", budget):
         why += f" with {size(budget)} to use, and {size(needs.least())} is needed"
-        return Choice("cpu", why, DeviceShares.none(window))
+        return DeviceChoice("cpu", why, DeviceShares.none(window))
     if vram is not None and vram > free:
         why += f" of which {size(free)} is free"
     why += (
@@ -133,11 +133,11 @@ def choose(
 
 def _pooled(
     place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[TransferMode], Device]
-) -> Choice:
-    return Choice(place, why, needs.share_out("pool", budget, window), make, budget)
+) -> DeviceChoice:
+    return DeviceChoice(place, why, needs.share_out("pool", budget, window), make, budget)
 
 
-def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice:
+def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
     if vram is not None and vram > card.vram_bytes:
         has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
@@ -154,7 +154,7 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Choice
     return _pooled("cpu", why, needs, window, vram or card.vram_bytes, make)
 
 
-def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None) -> Choice:
+def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None) -> DeviceChoice:
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:
         raise UsageError(
@@ -189,7 +189,7 @@ def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer
     return device
 
 
-def offload(choice: Choice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
+def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts) -> Offload | None:
     """The pool and the device of a choice; None where there is no pool."""
     if choice.make is None:
         return None

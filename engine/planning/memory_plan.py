@@ -17,7 +17,7 @@ from .. import context
 from ..decoder.kv_cache import GROUP
 from .footprint import Footprint, kv_element
 
-Place = Literal["gpu", "pool", "cpu"]  # all on the device, a pool of rows there, or all in RAM
+ExpertsPlace = Literal["gpu", "pool", "cpu"]  # all on the device, a pool of rows there, or all in RAM
 
 KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
 CONTEXT = 4096  # the most tokens whose keys and values are reserved
@@ -41,7 +41,7 @@ class DeviceShares:
         uses: bytes by use.
     """
 
-    place: Place
+    place: ExpertsPlace
     rows: int
     keys: int
     window: int
@@ -122,11 +122,11 @@ class Needs:
         """The bytes for which all rows fit the device."""
         return self._weights() + self.context * self._kv_as_it_grows()
 
-    def fits(self, place: Place, budget: int) -> bool:
+    def fits(self, place: ExpertsPlace, budget: int) -> bool:
         """Whether this many bytes are enough in this place; RAM is not considered."""
         return place == "cpu" or budget >= (self.whole() if place == "gpu" else self.least())
 
-    def share_out(self, place: Place, budget: int, window: int) -> DeviceShares:
+    def share_out(self, place: ExpertsPlace, budget: int, window: int) -> DeviceShares:
         """Divide a device's memory. A chat also takes memory from the rows of a pool, all but what one token can need
         in one layer; if all rows are on the device, they give none away.
 
@@ -197,7 +197,7 @@ class RamShares:
     missing: int = 0
 
 
-def share_ram(ram: int, takes: Footprint, place: Place, pool: float, context: int) -> RamShares:
+def share_ram(ram: int, takes: Footprint, place: ExpertsPlace, pool: float, context: int) -> RamShares:
     """Divide the RAM that programs may use, if a share `pool` of the rows is on the device."""
     stays = max(int(ram * RAM_SHARE), RAM_LEAST)
     uses, mapped = {"program": PROGRAM}, 0

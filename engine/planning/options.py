@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...models.catalog import Entry
+from ...models.catalog import CatalogEntry
 from ...models.catalog_entry import SHARD_BYTES
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
@@ -18,7 +18,7 @@ from . import memory_plan, speed_estimate
 from .footprint import Footprint
 from .machine import Machine
 from .measured_figures import Curve, figures
-from .memory_plan import Needs, Place
+from .memory_plan import ExpertsPlace, Needs
 from .speed_estimate import Held, Speeds, Token, TokenWork
 
 DEFAULT = PackSpec()
@@ -45,7 +45,7 @@ _LUCK = 1.15  # times as many rows found, at best
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class SpeedRange:
     """Tokens per second: what is expected, and its bounds."""
 
     low: float
@@ -70,7 +70,7 @@ class Option:
 
     spec: PackSpec
     kl: float
-    place: Place
+    place: ExpertsPlace
     vram: Mapping[str, int]
     ram: Mapping[str, int]
     disk: Mapping[str, int]
@@ -79,8 +79,8 @@ class Option:
     ram_share: float
     missing: Mapping[str, int]
     token: Token
-    decode: Range
-    prefill: Range
+    decode: SpeedRange
+    prefill: SpeedRange
 
     @property
     def works(self) -> bool:
@@ -103,7 +103,7 @@ class Option:
         return speed - self.kl / WORTH - FROM_DISK * min(1.0, (1 - self.ram_share) / _DISK_SHARE)
 
 
-def option(machine: Machine, entry: Entry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
+def option(machine: Machine, entry: CatalogEntry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
     """The model at the widths of `spec`, in the fastest of the places where it fits."""
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
@@ -117,7 +117,9 @@ def rounding(spec: PackSpec) -> float:
     return loss["dense"][spec.dense] + sum(loss[part][getattr(spec, part)] for part in ("up", "gate", "down"))
 
 
-def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk: Mapping[str, int]) -> Option | None:
+def _placed(
+    machine: Machine, takes: Footprint, place: ExpertsPlace, context: int, disk: Mapping[str, int]
+) -> Option | None:
     """The option in this place; None if the GPU has no room for it."""
     needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
     if not needs.fits(place, budget):
@@ -155,12 +157,12 @@ def _placed(machine: Machine, takes: Footprint, place: Place, context: int, disk
         ram_share=ram.share,
         missing=missing,
         token=token,
-        decode=Range(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
-        prefill=Range(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
+        decode=SpeedRange(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
+        prefill=SpeedRange(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
     )
 
 
-def _disk(entry: Entry, takes: Footprint, keep_source: bool) -> dict[str, int]:
+def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str, int]:
     """Bytes on the disk afterwards, and the peak meanwhile."""
     if entry.packed:
         return {"pack": 0, "peak": 0}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...models import catalog, quantities
-from ...models.catalog import Entry
+from ...models.catalog import CatalogEntry
 from ...models.catalog_entry import Sizes
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
@@ -34,7 +34,7 @@ class Plan:
         download_s, pack_s: seconds, None if there is nothing to fetch or pack, or no rate is known.
     """
 
-    entry: Entry
+    entry: CatalogEntry
     machine: Machine
     context: int
     chosen: Option | None
@@ -48,7 +48,7 @@ class Plan:
 
 def make(
     machine: Machine,
-    entry: Entry,
+    entry: CatalogEntry,
     *,
     context: int = CONTEXT,
     keep_source: bool = False,
@@ -100,7 +100,7 @@ def in_order(plans: Iterable[Plan]) -> list[Plan]:
 
 def offers(
     machine: Machine,
-    entries: Iterable[Entry] = PUBLISHED,
+    entries: Iterable[CatalogEntry] = PUBLISHED,
     *,
     context: int = CONTEXT,
     keep_source: bool = False,
@@ -119,7 +119,7 @@ def _choose(options: Sequence[Option]) -> Option | None:
     return next((one for one in working if one.worth >= most - CLEARLY), None)
 
 
-def _widths(entry: Entry) -> tuple[PackSpec, ...]:
+def _widths(entry: CatalogEntry) -> tuple[PackSpec, ...]:
     """The widths to consider; only the pack's own if the model is packed already."""
     if not entry.packed or entry.folder is None:
         return WIDTHS
@@ -131,7 +131,7 @@ def _expert_weights(sizes: Sizes) -> int:
     return 3 * sizes.layers * sizes.experts * sizes.intermediate * sizes.hidden
 
 
-def _instead(machine: Machine, entry: Entry, context: int) -> str:
+def _instead(machine: Machine, entry: CatalogEntry, context: int) -> str:
     """A smaller model that works: the largest that reads nothing from the disk, or the demo, which always works."""
     for other in sorted(PUBLISHED, key=lambda known: -known.sizes.parameters):
         if other.sizes.parameters < entry.sizes.parameters and other.chat is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...models.catalog import Entry
+from ...models.catalog import CatalogEntry
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
 from .footprint import Footprint
@@ -73,7 +73,9 @@ def why_not(nearest: Option, missing: Mapping[str, int]) -> str:
     )
 
 
-def why(machine: Machine, entry: Entry, chosen: Option, options: Sequence[Option], context: int) -> tuple[str, ...]:
+def why(
+    machine: Machine, entry: CatalogEntry, chosen: Option, options: Sequence[Option], context: int
+) -> tuple[str, ...]:
     """The reasons for the choice."""
     return tuple(
         sentence
@@ -87,7 +89,7 @@ def why(machine: Machine, entry: Entry, chosen: Option, options: Sequence[Option
     )
 
 
-def _why_bits(entry: Entry, chosen: Option, options: Sequence[Option]) -> list[str]:
+def _why_bits(entry: CatalogEntry, chosen: Option, options: Sequence[Option]) -> list[str]:
     if entry.packed:
         return [f"It is already packed, with {describe(chosen.spec)} bits."]
     said = [f"{describe(chosen.spec)} bits: quality loss {_loss(chosen)} at about {_speed(chosen)}."]
@@ -125,7 +127,7 @@ def _speed(option: Option) -> str:
     return f"{digits(option.decode.mid, 2)} tokens/s"
 
 
-def _why_place(machine: Machine, entry: Entry, chosen: Option, context: int) -> str:
+def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: int) -> str:
     asked, usable = Needs.of_footprint(Footprint.of(entry.sizes, chosen.spec), context), budget(machine.vram)
     free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":

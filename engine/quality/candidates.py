@@ -33,7 +33,7 @@ _FACTOR_BYTES = 1 + 4 / 64  # per value of a compensator's factors: 8-bit codes 
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Candidate:
     """How experts are stored and what a token may skip. The defaults are the source itself.
 
     Attributes:
@@ -56,7 +56,7 @@ class Taken:
     active: float = 0.0
     kept: float = 0.0
 
-    def nbytes(self, setting: Setting, hidden: int, neurons: int) -> float:
+    def nbytes(self, setting: Candidate, hidden: int, neurons: int) -> float:
         """Bytes of weights that this work reads, scales included."""
         group = group_size(hidden)
         up, gate, down = (VectorLayout(hidden, bits, group).nbytes for bits in (setting.up, setting.gate, setting.down))
@@ -93,7 +93,7 @@ class Outcome:
             experts is resident.
     """
 
-    setting: Setting
+    setting: Candidate
     logits: Callable[[], Tensor]
     taken: Taken
     missed: Taken
@@ -101,7 +101,7 @@ class Outcome:
 
 def compute(
     checkpoint: Checkpoint,
-    settings: Sequence[Setting],
+    settings: Sequence[Candidate],
     passages: Tensor,
     windows: Tensor,
     keep: int,
@@ -128,7 +128,7 @@ def compute(
     states = model.states(torch.cat([passages, windows.repeat(len(settings), 1)]))[len(passages) :]
     count = len(windows)
 
-    def outcome(place: int, setting: Setting) -> Outcome:
+    def outcome(place: int, setting: Candidate) -> Outcome:
         own = states[place * count : (place + 1) * count, -keep:].clone()
         taken, missed = (
             together(parts).times(1 / size)
@@ -147,7 +147,7 @@ class _Experts(nn.Module):
         checkpoint: Checkpoint,
         layer: int,
         router: nn.Module,
-        settings: Sequence[Setting],
+        settings: Sequence[Candidate],
         lead: int,
         size: int,
     ) -> None:
@@ -175,7 +175,7 @@ class _Experts(nn.Module):
             seen = hidden[:lead][chosen] if bool(chosen.any()) else hidden[:lead]
             expert = _Expert(*self._checkpoint.expert(self._layer, number), seen)
             token, slot = (top_k_index[:lead] == number).nonzero(as_tuple=True)
-            y, _, _ = expert(Setting(), hidden[token], WHOLE, torch.ones(len(token)))
+            y, _, _ = expert(Candidate(), hidden[token], WHOLE, torch.ones(len(token)))
             out.index_add_(0, token, y * top_k_weights[token, slot, None])
             for place, (setting, block, route) in enumerate(zip(self._settings, blocks, routes, strict=True)):
                 for part in (MAJOR, WHOLE):
@@ -194,7 +194,7 @@ class _Route:
     """A setting's routing: index, weights, halves and eases (B, K), and whether the expert was absent."""
 
     def __init__(
-        self, setting: Setting, probabilities: Tensor, index: Tensor, weights: Tensor, normalized: bool
+        self, setting: Candidate, probabilities: Tensor, index: Tensor, weights: Tensor, normalized: bool
     ) -> None:
         experts, rule = probabilities.shape[1], setting.rule
         capacity = max(1, round(RESIDENT_SHARE * experts))
@@ -230,7 +230,7 @@ class _Expert:
         # Rounding takes much longer than multiplying: each width is made once, when the first setting asks for it.
         self._made: dict[tuple[str, int, int, int], Tensor] = {}
 
-    def __call__(self, setting: Setting, x: Tensor, part: int, ease: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, setting: Candidate, x: Tensor, part: int, ease: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, H) -> y (T, H), and how many neurons of each token were active and kept, (T,) each.
 
         ease: (T,) what multiplies both thresholds of each token, see `Rule.weighed`.
@@ -246,23 +246,23 @@ class _Expert:
             kept = active & ~(h.abs() < self._h_limit(s) * each)
         return h.masked_fill(~kept, 0) @ self._down_at(s), active.sum(-1), kept.sum(-1)
 
-    def _up_at(self, s: Setting) -> Tensor:
+    def _up_at(self, s: Candidate) -> Tensor:
         return self._once(("up", s.up, s.rank, 0), lambda: self._compensated(_rounded(self._up, s.up), s.rank))
 
-    def _gate_at(self, s: Setting) -> Tensor:
+    def _gate_at(self, s: Candidate) -> Tensor:
         return self._once(("gate", s.gate, 0, 0), lambda: _rounded(self._gate, s.gate))
 
-    def _down_at(self, s: Setting) -> Tensor:
+    def _down_at(self, s: Candidate) -> Tensor:
         """(F, H): the columns, as neurons have them."""
         return self._once(("down", s.down, 0, 0), lambda: _rounded(self._down.T.contiguous(), s.down))
 
-    def _v_limit(self, s: Setting) -> Tensor:
+    def _v_limit(self, s: Candidate) -> Tensor:
         table = self._once(
             ("v", s.up, s.rank, 0), lambda: calibration.quantile_table(F.linear(self._seen, self._up_at(s)))
         )
         return calibration.threshold_at(table[None], s.rule.sparsity)[0]
 
-    def _h_limit(self, s: Setting) -> Tensor:
+    def _h_limit(self, s: Candidate) -> Tensor:
         def measured() -> Tensor:
             h = F.silu(F.linear(self._seen, self._gate_at(s))) * F.linear(self._seen, self._up_at(s))
             return calibration.quantile_table(h)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.rule import Rule
 from ...models.checkpoint import Checkpoint
 from . import candidates
-from .candidates import WEIGHED, Outcome, Setting, Taken
+from .candidates import WEIGHED, Candidate, Outcome, Taken
 from .divergence import Divergence, score, summarize
 
 WIDTHS = (2, 3, 4, 8)
@@ -39,12 +39,12 @@ DROPS = (  # both thresholds alike (1T-drop), then apart (2T-drop)
 ALPHAS = (0.2, 0.5, 0.8)
 SLOPES = (-0.4, -0.2, 0.2, 0.4)  # by how much more than the mean the last layer skips, and less the first
 PROBES = {  # always measured, to compare with
-    Setting(up=2, rule=Rule(0.8)): "FloE 80 %",
-    Setting(up=2, rule=Rule(0.9)): "FloE 90 %",
-    Setting(2, 4, 4, rule=Rule(0.6)): "4-bit rows, 60 %",
-    Setting(2, 4, 4, rule=Rule(0.6, weighed=True)): "60 %, weighed",
-    Setting(4, 4, 4): "4 bit throughout",
-    Setting(8, 8, 8): "8 bit throughout",
+    Candidate(up=2, rule=Rule(0.8)): "FloE 80 %",
+    Candidate(up=2, rule=Rule(0.9)): "FloE 90 %",
+    Candidate(2, 4, 4, rule=Rule(0.6)): "4-bit rows, 60 %",
+    Candidate(2, 4, 4, rule=Rule(0.6, weighed=True)): "60 %, weighed",
+    Candidate(4, 4, 4): "4 bit throughout",
+    Candidate(8, 8, 8): "8 bit throughout",
 }
 LEVELS = {"High": 0.002, "Balanced": 0.01, "Fast": 0.05}  # KL that skipping may add, nats
 _TOGETHER = 32  # combinations to measure at the pack's own widths, and as many at any
@@ -60,7 +60,7 @@ class Point:
         bits: `read` over the number of weights that a token's experts have, so that models compare.
     """
 
-    setting: Setting
+    setting: Candidate
     divergence: Divergence
     read: float
     missed: float
@@ -77,7 +77,7 @@ class Point:
 class Frontier:
     """All measured points, each setting once. `own` has the widths of the pack and skips nothing."""
 
-    own: Setting
+    own: Candidate
     points: tuple[Point, ...]
 
     def pareto(self, *, own: bool) -> list[Point]:
@@ -99,14 +99,14 @@ class Frontier:
         return {name: min(points, key=lambda point: point.read) for name, points in within.items()}
 
 
-def has_widths(setting: Setting, own: Setting) -> bool:
+def has_widths(setting: Candidate, own: Candidate) -> bool:
     """Whether a pack of the widths of `own` can run `setting`."""
     return (setting.up, setting.gate, setting.down, setting.rank) == (own.up, own.gate, own.down, own.rank)
 
 
 def search(
     checkpoint: Checkpoint,
-    own: Setting,
+    own: Candidate,
     passages: Tensor,
     windows: Tensor,
     keep: int,
@@ -128,7 +128,7 @@ def search(
     guess = _Guess(alone, measure)
     chosen = [own, *guess.best([own], even=even)]
     if widths:
-        every = [Setting(u, g, d, r) for (u, r), g, d in itertools.product(guess.ups(), WIDTHS, WIDTHS)]
+        every = [Candidate(u, g, d, r) for (u, r), g, d in itertools.product(guess.ups(), WIDTHS, WIDTHS)]
         chosen += [*PROBES, *guess.best(every, even=even)]
     together = measure([s for s in dict.fromkeys(chosen) if s not in {p.setting for p in alone}], "combinations")
     found = Frontier(own, (*alone, *together))
@@ -136,7 +136,7 @@ def search(
     return Frontier(own, (*found.points, *measure(sloping, "shares by layer")))
 
 
-def _sloping(found: Frontier, layers: int) -> list[Setting]:
+def _sloping(found: Frontier, layers: int) -> list[Candidate]:
     usable = found.pareto(own=True)
     places = [usable.index(point) for point in found.presets().values()]
     settings = dict.fromkeys(usable[at].setting for place in places for at in (place - 1, place) if at >= 0)
@@ -145,17 +145,17 @@ def _sloping(found: Frontier, layers: int) -> list[Setting]:
     return [replace(setting, rule=replace(rule, layers=ramp)) for setting, rule in rules for ramp in ramps]
 
 
-def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Setting]:
+def _alone(checkpoint: Checkpoint, *, even: bool, widths: bool) -> list[Candidate]:
     rules = [WEIGHED, *(replace(WEIGHED, sparsity=s, product=p) for s, p in SKIPS)]
     rules += [replace(WEIGHED, drop=low, major=high) for low, high in _drops(even=even)]
     rules += [replace(WEIGHED, alpha=alpha) for alpha in ALPHAS]
-    found = [Setting(rule=rule) for rule in rules]
+    found = [Candidate(rule=rule) for rule in rules]
     if widths:
-        found += [replace(Setting(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
+        found += [replace(Candidate(), **{part: bits}) for part in ("up", "gate", "down") for bits in WIDTHS]
         hidden, neurons = checkpoint.config.hidden_size, checkpoint.neurons
         # Ranks whose factors take about 5 and 15 % of the bytes of a 2-bit up projection.
         stored = hidden * neurons * 2.5 / 8 / (hidden + neurons)
-        found += [Setting(up=2, rank=max(1, round(share * stored))) for share in (0.05, 0.15)]
+        found += [Candidate(up=2, rank=max(1, round(share * stored))) for share in (0.05, 0.15)]
     return list(dict.fromkeys(found))
 
 
@@ -176,7 +176,7 @@ class _Measure:
         self.shape = (config.hidden_size, checkpoint.neurons)
         self._weights = config.num_hidden_layers * config.num_experts_per_tok * 3 * self.shape[0] * self.shape[1]
 
-    def __call__(self, settings: Sequence[Setting], what: str) -> list[Point]:
+    def __call__(self, settings: Sequence[Candidate], what: str) -> list[Point]:
         room = _MEMORY_SHARE * psutil.virtual_memory().available
         each = candidates.bytes_per_setting(self._checkpoint, self._windows.numel())
         size = max(1, int(room // each) - 1)
@@ -187,10 +187,10 @@ class _Measure:
             points += self._pass(part, lambda step, note=note: self._report(f"{note}. {step}"))
         return points
 
-    def _pass(self, settings: Sequence[Setting], report: Callable[[str], None]) -> list[Point]:
+    def _pass(self, settings: Sequence[Candidate], report: Callable[[str], None]) -> list[Point]:
         # The source itself is in every pass: all are compared with it as computed beside them.
         source, *rest = candidates.compute(
-            self._checkpoint, [Setting(), *settings], self._passages, self._windows[:, :-1], self._keep, report
+            self._checkpoint, [Candidate(), *settings], self._passages, self._windows[:, :-1], self._keep, report
         )
         expected = source.logits()
         return [self._point(outcome, expected) for outcome in rest]
@@ -212,20 +212,20 @@ class _Guess:
 
     def __init__(self, alone: Iterable[Point], measure: _Measure) -> None:
         self._known = {point.setting: point for point in alone}
-        self._whole, self._shape = self._known[Setting()].taken, measure.shape
+        self._whole, self._shape = self._known[Candidate()].taken, measure.shape
 
     def ups(self) -> list[tuple[int, int]]:
         """Width and rank of up projections that were measured."""
-        return [(s.up, s.rank) for s in self._known if s == Setting(up=s.up, rank=s.rank) and s.up < 16]
+        return [(s.up, s.rank) for s in self._known if s == Candidate(up=s.up, rank=s.rank) and s.up < 16]
 
-    def best(self, widths: Sequence[Setting], *, even: bool) -> list[Setting]:
+    def best(self, widths: Sequence[Candidate], *, even: bool) -> list[Candidate]:
         """The likely frontier of all dials over `widths`, thinned out evenly to _TOGETHER settings."""
-        guessed: list[tuple[float, float, Setting]] = []
+        guessed: list[tuple[float, float, Candidate]] = []
         for stored, skip, drop in itertools.product(widths, ((0.0, 0.0), *SKIPS), ((0.0, 0.0), *_drops(even=even))):
             rule = replace(WEIGHED, sparsity=skip[0], product=skip[1], drop=drop[0], major=drop[1])
             setting = replace(stored, rule=rule)
             guessed.append((*self._cost(setting), setting))
-        frontier: list[Setting] = []
+        frontier: list[Candidate] = []
         lowest = float("inf")
         for _, kl, setting in sorted(guessed, key=lambda item: item[:2]):
             if kl < lowest:
@@ -234,13 +234,13 @@ class _Guess:
         step = max(1.0, len(frontier) / _TOGETHER)
         return [frontier[int(place * step)] for place in range(min(_TOGETHER, len(frontier)))]
 
-    def _cost(self, setting: Setting) -> tuple[float, float]:
+    def _cost(self, setting: Candidate) -> tuple[float, float]:
         """Bytes read per token, and KL."""
         s = setting
         dials = (
-            *(Setting(up=s.up, rank=s.rank), Setting(gate=s.gate), Setting(down=s.down)),
-            Setting(rule=replace(s.rule, drop=0.0, major=0.0)),
-            Setting(rule=replace(s.rule, sparsity=0.0, product=0.0)),
+            *(Candidate(up=s.up, rank=s.rank), Candidate(gate=s.gate), Candidate(down=s.down)),
+            Candidate(rule=replace(s.rule, drop=0.0, major=0.0)),
+            Candidate(rule=replace(s.rule, sparsity=0.0, product=0.0)),
         )
         kl = sum(self._known[dial].kl for dial in dials if dial in self._known)
         skipped, dropped = (self._known[dial].taken for dial in dials[3:5])
@@ -250,9 +250,9 @@ class _Guess:
         return Taken(dropped.halves, active, kept).nbytes(setting, *self._shape), kl
 
 
-def described(setting: Setting) -> dict[str, Any]:
+def described(setting: Candidate) -> dict[str, Any]:
     """A setting's values that are not defaults, by name."""
-    default = asdict(Setting())
+    default = asdict(Candidate())
     widths, rule = asdict(setting), asdict(setting.rule)
     found = {name: value for name, value in widths.items() if name != "rule" and value != default[name]}
     return found | {name: value for name, value in rule.items() if value != default["rule"][name]}

@@ -28,7 +28,7 @@ from ...models.transformers_import import import_model_code
 from .. import quality_presets
 from ..loader import load
 from . import frontier
-from .candidates import Setting
+from .candidates import Candidate
 from .evaluate import NO_SPARSITY, Reference, Told, continuation, measured_divergence
 from .frontier import Frontier, Point
 from .source_model import identify
@@ -84,7 +84,7 @@ def run(
     identity = identify(checkpoint, loaded.packed)
     manifest = loaded.packed.manifest
     w = manifest.widths
-    own = Setting(w.up, w.gate, w.down)
+    own = Candidate(w.up, w.gate, w.down)
     passages = in_rows(calibration.read_tokens(pack, asset("calibration.txt").read_text(encoding="utf-8")), windows)
     # Before the long search: report a source or pack with non-finite values, and where.
     expected = Reference(checkpoint, identity, told).logits(windows[:, :-1], keep)

@@ -21,11 +21,11 @@ from ..packing.dense_part import DensePart
 from ..packing.journal import FOLDER, Journal
 from ..packing.pack import PackSpec, make_manifest, settings_of
 from ..packing.pack_experts import measures_name
-from ..packing.pack_run import PROFILE, Packing, Progress, ahead_name
+from ..packing.pack_run import PROFILE, Packing, PackReport, ahead_name
 from ..packing.workplace import locked
 
 
-def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, progress: Progress) -> list[str]:
+def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, progress: PackReport) -> list[str]:
     """Pack the named files of a finished pack again, in their places.
 
     If the profile is damaged, all layers are packed again, since it holds their measurements.

@@ -7,7 +7,7 @@ from itertools import cycle
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from .corpus import DialogueMaker, Message, plain_documents
+from .corpus import DemoMessage, DialogueMaker, plain_documents
 from .vocabulary import BOS, END_USER, EOS, USER, mark_id
 
 # Row lengths in turn: short rows train well, long ones teach positions up to the model's 1024.
@@ -36,7 +36,7 @@ class Encoder:
         """Plain text with its start mark."""
         return [self._bos, *self.text(text)]
 
-    def dialogue(self, messages: list[Message]) -> Tokens:
+    def dialogue(self, messages: list[DemoMessage]) -> Tokens:
         """The same ids as the chat template gives; answers and their end mark are to be predicted."""
         ids, wanted, system = [self._bos], [False], ""
         for message in messages:

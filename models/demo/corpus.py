@@ -48,7 +48,7 @@ TURNS = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4)
 
 
 @dataclass(frozen=True)
-class Message:
+class DemoMessage:
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -72,12 +72,12 @@ class DialogueMaker:
         self._small_talk_weights = [sum(map(len, fact.forms.values())) for fact in self._small_talk]
         self._scope_weights = [len(topic["x"]) ** 0.5 for topic in self._scope]
 
-    def dialogue(self) -> list[Message]:
+    def dialogue(self) -> list[DemoMessage]:
         """One to four turns, with a system text in front of some, ending with an answer."""
         rng = self._rng
-        messages: list[Message] = []
+        messages: list[DemoMessage] = []
         if rng.random() < SYSTEM_SHARE:
-            messages.append(Message("system", rng.choice(self._templates["system"])))
+            messages.append(DemoMessage("system", rng.choice(self._templates["system"])))
         subject: Fact | None = None
         told: set[str] = set()  # the follow-ups already given
         declined = False
@@ -100,7 +100,7 @@ class DialogueMaker:
             else:
                 question, answer, subject = self._fact()
                 told, declined = {kind for kind, text in subject.follow_ups.items() if text == answer}, False
-            messages += [Message("user", question), Message("assistant", answer)]
+            messages += [DemoMessage("user", question), DemoMessage("assistant", answer)]
         return messages
 
     def _fact(self) -> tuple[str, str, Fact]:

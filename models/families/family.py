@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..catalog_entry import Entry
+from ..catalog_entry import CatalogEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Family:
     routing: Routing = Routing()
     attention: GroupedQuery = GroupedQuery()
     defaults: Mapping[str, Any]
-    published: tuple[Entry, ...] = ()
+    published: tuple[CatalogEntry, ...] = ()
 
     def experts(self, config: Any) -> int:
         """How many experts a layer has; ours and some of transformers' configurations share one name for it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..catalog_entry import Entry, Sizes
+from ..catalog_entry import CatalogEntry, Sizes
 from .family import Family, GroupedQuery, Routing
 
 _8X7B = Sizes(
@@ -34,8 +34,8 @@ _8X22B = Sizes(
 _INST = "[INST] turns, from its own chat template"
 
 
-def _entry(name: str, sizes: Sizes, repo: str, chat: str | None) -> Entry:
-    return Entry(name, sizes, f"mistralai/{repo}", licence="Apache-2.0", gated=True, chat=chat)
+def _entry(name: str, sizes: Sizes, repo: str, chat: str | None) -> CatalogEntry:
+    return CatalogEntry(name, sizes, f"mistralai/{repo}", licence="Apache-2.0", gated=True, chat=chat)
 
 
 MIXTRAL = Family(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..catalog_entry import Entry, Sizes
+from ..catalog_entry import CatalogEntry, Sizes
 from .family import Family, GroupedQuery
 
 _1B_7B = Sizes(
@@ -38,7 +38,7 @@ OLMOE = Family(
     },
     attention=GroupedQuery(normalized=True),
     published=(
-        Entry(
+        CatalogEntry(
             "olmoe-1b-7b-instruct",
             _1B_7B,
             "allenai/OLMoE-1B-7B-0924-Instruct",

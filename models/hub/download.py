@@ -19,7 +19,7 @@ from ..errors import FloeError, TryAgainError
 from ..packing.workplace import FETCHING, locked
 from .fetch_loop import Fetcher, FetchItem, Patience
 from .fetch_part import bytes_here, delete
-from .fetch_progress import DownloadProgress, FileProgress, State
+from .fetch_progress import DownloadProgress, FetchState, FileProgress
 from .repository import Repo
 from .repository_files import RepoFile, cached
 
@@ -160,7 +160,7 @@ class Download:
         left = (total - done) / rate if rate > 0 else None
         return DownloadProgress(self._state(), done, total, rate, left, files, fetcher.note, tuple(fetcher.notices))
 
-    def _state(self) -> State:
+    def _state(self) -> FetchState:
         if self._fetcher.is_idle():
             return "done"
         if self._wish == "cancel":

@@ -18,7 +18,7 @@ import httpx2
 from ..errors import HubError, TryAgainError
 from . import hub_errors, hub_request
 from .fetch_part import PartFile, Ranges, is_intact
-from .fetch_progress import RateMeter, State
+from .fetch_progress import FetchState, RateMeter
 from .fetch_request import Passing, RangeReply, Wrong, asked
 from .repository import Repo
 from .repository_files import RepoFile
@@ -71,7 +71,7 @@ class FetchItem:
 
     file: RepoFile
     have: int
-    state: State = "waiting"
+    state: FetchState = "waiting"
     path: Path | None = None
     ours: bool = False
     asked: bool = False

@@ -11,7 +11,7 @@ from typing import Literal
 _WINDOW = 10.0  # seconds over which the rate is taken
 _STEP = 0.25  # seconds between two samples
 
-State = Literal["waiting", "fetching", "checking", "paused", "done", "failed", "cancelled"]
+FetchState = Literal["waiting", "fetching", "checking", "paused", "done", "failed", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class FileProgress:
     name: str
     done: int
     total: int
-    state: State
+    state: FetchState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DownloadProgress:
         note: why it waits, if something is wrong; "" otherwise. notices: which files were fetched again, and why.
     """
 
-    state: State
+    state: FetchState
     done: int
     total: int
     rate: float

@@ -36,7 +36,7 @@ from ..pack.manifest import (
 from . import calibration
 from .dense_part import DensePart
 from .journal import Settings, text_digest
-from .pack_run import Packing, Progress
+from .pack_run import Packing, PackReport
 from .workplace import claimed
 
 _JOURNAL_VERSION = 3
@@ -80,7 +80,7 @@ def pack(
     spec: PackSpec,
     tokens: Tensor,
     name: str,
-    progress: Progress | None = None,
+    progress: PackReport | None = None,
     *,
     fresh: bool = False,
 ) -> Manifest:

@@ -23,7 +23,7 @@ from .layer_pass import LayerPass
 from .pack_experts import PackingExperts, measures_name, measures_plan
 from .reading_order import ReadingOrder
 
-Progress = Callable[[str, float, float | None], None]
+PackReport = Callable[[str, float, float | None], None]
 PROFILE = "profile.safetensors"
 CONTINUES = "Continuing the interrupted pack"  # the first step that is reported then
 _STATE = "state"  # of calibration where a layer ends
@@ -45,7 +45,7 @@ class Packing:
         journal: Journal,
         dense: DensePart,
         device: str,
-        progress: Progress,
+        progress: PackReport,
         until: int | None = None,
     ) -> None:
         self._source, self._manifest, self._folder, self._journal = source, manifest, folder, journal
@@ -192,7 +192,7 @@ class Packing:
 class _Clock:
     """Reports how far packing is and, by what was done since it was started, the seconds left."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: PackReport) -> None:
         self._progress, self._share = progress, 0.0
         self._begun: tuple[float, float] | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from floe_chat.app.client.chat_client import ChatClient, Cost, Submitted, Turn, Update
+from floe_chat.app.client.chat_client import ChatClient, Cost, PromptTurn, Submitted, Update
 from floe_chat.app.history import History
 from floe_chat.app.tui import FloeChatApp
 from floe_chat.app.widgets.chat.composer import Composer
@@ -122,7 +122,7 @@ class ScriptedClient(ChatClient):
     """Reports what `say` was given; keeps what it was asked. `refuse` makes the next submission fail."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Turn, ...]] = []
+        self.asked: list[tuple[PromptTurn, ...]] = []
         self.samplings: list[Sampling] = []
         self.begun: list[str] = []
         self.began = 0
@@ -156,7 +156,9 @@ class ScriptedClient(ChatClient):
         updates, self._updates = self._updates, []
         return updates
 
-    def prepare(self, messages: Sequence[Turn], sampling: Sampling, max_new_tokens: int, answer: str = "") -> Submitted:
+    def prepare(
+        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
         if self.refuse is not None:
             error, self.refuse = self.refuse, None
             raise error
@@ -180,7 +182,7 @@ class ScriptedClient(ChatClient):
     def count(self, text: str) -> int | None:
         return len(text.split())
 
-    def context_of(self, messages: Sequence[Turn], max_new_tokens: int) -> tuple[int, int] | None:
+    def context_of(self, messages: Sequence[PromptTurn], max_new_tokens: int) -> tuple[int, int] | None:
         return sum(len(message.text.split()) for message in messages), self.dropped
 
     def costs(self) -> tuple[Cost, ...]:

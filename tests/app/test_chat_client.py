@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from floe_chat.app.client.chat_client import ChatClient, Submitted, TextDelta, Turn, Update
+from floe_chat.app.client.chat_client import ChatClient, PromptTurn, Submitted, TextDelta, Update
 from floe_chat.engine.events import Failed, Finished, Loaded, PresetChanged, Rule, Sampling, Stats
 from floe_chat.models.errors import PackError, TryAgainError, UsageError
 
@@ -17,7 +17,7 @@ from ..helpers import edit_json, reseal
 
 DEADLINE_S = 120.0
 GREEDY = Sampling(temperature=0)
-HI = [Turn("user", "hi")]
+HI = [PromptTurn("user", "hi")]
 AROUND = len("<") + len("[INST]  [/INST]")  # tokens of the test template around one question: <s> is one
 E = TypeVar("E")
 
@@ -93,20 +93,20 @@ def test_an_answer_goes_on_where_it_ended(client: ChatClient) -> None:
 
 
 def test_a_chat_takes_as_much_of_the_window_as_its_next_question_would_without_words(client: ChatClient) -> None:
-    asked = (*HI, Turn("assistant", "there"), Turn("user", ""))
+    asked = (*HI, PromptTurn("assistant", "there"), PromptTurn("user", ""))
     submitted = client.submit(asked, GREEDY, 1)
     answered(client)
     assert client.context_of(asked[:-1], 1) == client.context_of(asked, 1) == (submitted.prompt_tokens, 0)
     assert client.context_of(HI, 1) == (AROUND + 2, 0)
-    long = [Turn(role, "word " * 30) for _ in range(40) for role in ("user", "assistant")]
-    submitted = client.submit((*long, Turn("user", "")), GREEDY, 60)
+    long = [PromptTurn(role, "word " * 30) for _ in range(40) for role in ("user", "assistant")]
+    submitted = client.submit((*long, PromptTurn("user", "")), GREEDY, 60)
     answered(client)
     assert client.context_of(long, 60) == (submitted.prompt_tokens, submitted.dropped)
     fewer = client.context_of(long, 4000)
     assert fewer is not None and fewer[0] < submitted.prompt_tokens and fewer[1] > submitted.dropped > 0
-    much = Turn("user", "word " * 4000)
+    much = PromptTurn("user", "word " * 4000)
     empty = client.context_of((), 60)
-    assert empty is not None and client.context_of((much, Turn("assistant", "well")), 60) == (empty[0], 2)
+    assert empty is not None and client.context_of((much, PromptTurn("assistant", "well")), 60) == (empty[0], 2)
     assert client.context_of((much,), 60) is None
 
 
@@ -160,9 +160,9 @@ def test_cancelling_nothing_harms_nobody(client: ChatClient) -> None:
     assert answered(client)[1].reason == "length"
 
 
-def turns(count: int, length: int) -> list[Turn]:
+def turns(count: int, length: int) -> list[PromptTurn]:
     """A conversation of `count` questions with answers between them, `length` characters each."""
-    return [Turn(("user", "assistant")[i % 2], chr(97 + i % 26) * length) for i in range(2 * count - 1)]
+    return [PromptTurn(("user", "assistant")[i % 2], chr(97 + i % 26) * length) for i in range(2 * count - 1)]
 
 
 def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:
@@ -177,7 +177,7 @@ def test_the_oldest_turns_leave_first_and_in_pairs(client: ChatClient) -> None:
 
 
 def test_instructions_never_leave(client: ChatClient) -> None:
-    system = Turn("system", "s" * 50)
+    system = PromptTurn("system", "s" * 50)
     with_system = client.submit([system, *turns(4, 100)], GREEDY, 100)
     answered(client)
     assert with_system.dropped == 4
@@ -188,7 +188,7 @@ def test_instructions_never_leave(client: ChatClient) -> None:
 
 def test_a_question_too_long_by_itself_is_explained_and_the_next_is_answered(client: ChatClient) -> None:
     with pytest.raises(UsageError) as caught:
-        client.submit([*turns(2, 10)[:2], Turn("user", "x" * 600)], GREEDY, 8)
+        client.submit([*turns(2, 10)[:2], PromptTurn("user", "x" * 600)], GREEDY, 8)
     assert "512" in caught.value.cause and caught.value.hint
     client.submit(HI, GREEDY, 4)
     assert answered(client)[1].reason == "length"
@@ -196,7 +196,7 @@ def test_a_question_too_long_by_itself_is_explained_and_the_next_is_answered(cli
 
 def test_turns_that_the_template_refuses_leave_the_client_usable(client: ChatClient) -> None:
     with pytest.raises(UsageError, match="template"):
-        client.submit([Turn("narrator", "x")], GREEDY, 8)
+        client.submit([PromptTurn("narrator", "x")], GREEDY, 8)
     client.submit(HI, GREEDY, 4)
     assert answered(client)[1].reason == "length"
 
@@ -295,7 +295,7 @@ def test_a_template_that_loops_is_stopped_and_the_next_question_answered(tiny_pa
     client, loaded = opened(pack)
     assert isinstance(loaded, Loaded)
     with pytest.raises(PackError, match="chat template"):
-        client.submit([Turn("user", "loop")], GREEDY, 4)
+        client.submit([PromptTurn("user", "loop")], GREEDY, 4)
     assert client.count("hi") is None and client.context_of(HI, 4) is None  # nothing is started for a figure alone
     client.submit(HI, GREEDY, 4)
     assert answered(client)[1].reason == "length"
@@ -327,9 +327,9 @@ def test_a_tokenizer_that_fails_in_an_answer_ends_it(tiny_pack: Path, tmp_path: 
 
 def test_a_text_that_cannot_fit_is_refused_unread(client: ChatClient) -> None:
     with pytest.raises(UsageError, match="message is too long") as caught:
-        client.submit([Turn("user", "word " * 3_000_000)], GREEDY, 4)
+        client.submit([PromptTurn("user", "word " * 3_000_000)], GREEDY, 4)
     assert "more text than fits" in caught.value.cause
     with pytest.raises(UsageError, match="system prompt is too long"):
-        client.submit([Turn("system", "word " * 3_000_000), *HI], GREEDY, 4)
-    old = [Turn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
+        client.submit([PromptTurn("system", "word " * 3_000_000), *HI], GREEDY, 4)
+    old = [PromptTurn(role, "word " * 300_000) for role in ("user", "assistant")] * 2
     assert client.submit([*old, *HI], GREEDY, 4).dropped == 4

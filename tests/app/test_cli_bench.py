@@ -11,7 +11,7 @@ import pytest
 import torch
 from floe_chat.app.cli.bench.table import text
 from floe_chat.engine.bench.kernels import cpu
-from floe_chat.engine.bench.measure import Row, Section, Table
+from floe_chat.engine.bench.measure import ResultTable, Row, Section
 from floe_chat.engine.machine.random_weights import Shapes
 
 from ..helpers import explained, run_cli
@@ -115,9 +115,9 @@ def test_a_gpu_has_no_threads(monkeypatch: pytest.MonkeyPatch, options: list[str
 def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def measured(*, quick: bool, **_rest: object) -> Table:
+    def measured(*, quick: bool, **_rest: object) -> ResultTable:
         asked.append(quick)
-        return Table("kernels", "cuda", {"gpu": "Some Card"}, (), ())
+        return ResultTable("kernels", "cuda", {"gpu": "Some Card"}, (), ())
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("floe_chat.engine.bench.kernels.gpu.run", measured)
@@ -127,7 +127,7 @@ def test_a_gpu_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_interrupted_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(**_options: object) -> Table:
+    def interrupt(**_options: object) -> ResultTable:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cpu, "run", interrupt)
@@ -140,7 +140,7 @@ def test_the_table_fits_and_marks_what_is_noisy() -> None:
     noisy = Row("60 % sparse, bfloat16 x", 1234.5, 5, 0.23, True, 0.0004, "a", 0.5, "dense int4", 1.8, None)
     once = Row("plain torch", 12.0, 1, None, False, None, None, None, None, None, 1234.0, "goal: less")
     reason = "plain torch, because " + "one thing after another " * 10
-    shown = text(Table("kernels", "cpu", {"reason": reason}, (Section("All", (plain, noisy, once)),), (reason,)))
+    shown = text(ResultTable("kernels", "cpu", {"reason": reason}, (Section("All", (plain, noisy, once)),), (reason,)))
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
     assert any("23 % !" in line and "1.80x dense int4" in line and "1.23 s" in line for line in lines)
@@ -151,7 +151,7 @@ def test_the_table_fits_and_marks_what_is_noisy() -> None:
 @pytest.mark.parametrize(("cores", "warned"), [(None, False), (0.1, False), (0.94, True)])
 def test_a_section_that_others_disturbed_says_so(cores: float | None, warned: bool) -> None:
     quiet = Row("read (floor)", 1.0, 5, 0.0, False, 30.0, None, None, None, None, None)
-    shown = text(Table("kernels", "cpu", {}, (Section("All", (quiet,), cores),), ()))
+    shown = text(ResultTable("kernels", "cpu", {}, (Section("All", (quiet,), cores),), ()))
     assert ("kept 0.9 cores busy" in shown) is warned
 
 

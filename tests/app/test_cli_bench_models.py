@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.bench import startup, synthetic, transfer
-from floe_chat.engine.bench.measure import Table
+from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.bench.peer import llama
 from floe_chat.engine.machine import read_floor
 from floe_chat.engine.machine.random_weights import Shapes
@@ -95,9 +95,9 @@ def test_transfer_says_what_it_cannot_measure(monkeypatch: pytest.MonkeyPatch) -
 def test_startup_asks_the_model_named(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def measured(ask: list[str], pack: Path, model: str, **_rest: object) -> Table:
+    def measured(ask: list[str], pack: Path, model: str, **_rest: object) -> ResultTable:
         asked.append(ask)
-        return Table("startup", "cpu", {"model": model}, (), (str(pack),))
+        return ResultTable("startup", "cpu", {"model": model}, (), (str(pack),))
 
     monkeypatch.setattr(startup, "run", measured)
     ran = run_cli("bench", "startup", str(tiny_pack))

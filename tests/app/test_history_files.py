@@ -14,7 +14,7 @@ from floe_chat.app.history import (
     AnswerStats,
     Attachment,
     ChatSetup,
-    State,
+    MessageState,
     Tree,
     as_json,
     as_markdown,
@@ -49,7 +49,7 @@ def tree(store: HistoryStore) -> Tree:
         store.add_question(
             first, chat, None, f"first {NASTY}", [Attachment(f"a{NASTY}.txt", NASTY), Attachment("b", "")]
         )
-        states: tuple[State, State] = ("complete", "failed")
+        states: tuple[MessageState, MessageState] = ("complete", "failed")
         for answer, state in zip((one, two), states, strict=True):
             store.begin_answer(answer, first, "demo", "High", "")
             store.end_answer(answer, f"{state} answer", state, AnswerStats(7, None, 0.25, "length", True))

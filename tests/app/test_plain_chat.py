@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from floe_chat.app.cli.main import cli
-from floe_chat.app.client.chat_client import TextDelta, Turn, Update
+from floe_chat.app.client.chat_client import PromptTurn, TextDelta, Update
 from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.plain.plain_chat import PlainChat
 from floe_chat.app.settings.file import read, settings_file
@@ -66,12 +66,12 @@ def chat(history: History, *lines: str) -> Echo:
 
 def test_a_chat_of_several_turns(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
     client = chat(kept, "hello", "", "one\\", "two", "/new", "again", "/open 1", "on", "/quit", "never")
-    system = Turn("system", "Be brief.")
-    first = (Turn("user", "hello"), Turn("assistant", "HELLO!"))
-    second = (Turn("user", "one\ntwo"), Turn("assistant", "ONE\nTWO!"))
+    system = PromptTurn("system", "Be brief.")
+    first = (PromptTurn("user", "hello"), PromptTurn("assistant", "HELLO!"))
+    second = (PromptTurn("user", "one\ntwo"), PromptTurn("assistant", "ONE\nTWO!"))
     assert client.asked[1] == (system, *first, second[0])
-    assert client.asked[2] == (system, Turn("user", "again"))
-    assert client.asked[3] == (system, *first, *second, Turn("user", "on"))
+    assert client.asked[2] == (system, PromptTurn("user", "again"))
+    assert client.asked[3] == (system, *first, *second, PromptTurn("user", "on"))
     said = capsys.readouterr()
     assert said.out.splitlines()[:3] == ["scripted: HELLO!", "scripted: ONE", "TWO!"]
     assert "\x1b" not in said.out + said.err and "\r" not in said.out + said.err
@@ -130,10 +130,10 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(kept: History, capsys: pytest.
 
 def test_a_question_is_edited_and_answered_again(kept: History, capsys: pytest.CaptureFixture[str]) -> None:
     client = chat(kept, "/again", "/edit too soon", "one", "two", "/edit too", "/again", "three")
-    system, one = Turn("system", "Be brief."), (Turn("user", "one"), Turn("assistant", "ONE!"))
-    too = (Turn("user", "too"), Turn("assistant", "TOO!"))
+    system, one = PromptTurn("system", "Be brief."), (PromptTurn("user", "one"), PromptTurn("assistant", "ONE!"))
+    too = (PromptTurn("user", "too"), PromptTurn("assistant", "TOO!"))
     assert client.asked[2:4] == [(system, *one, too[0])] * 2
-    assert client.asked[4] == (system, *one, *too, Turn("user", "three"))
+    assert client.asked[4] == (system, *one, *too, PromptTurn("user", "three"))
     assert capsys.readouterr().err.count("no question in this chat yet") == 2
     tree = kept.tree((kept.newest() or pytest.fail("nothing is saved")).id)
     assert sorted(message.text for message in tree.messages) == sorted(
@@ -169,8 +169,8 @@ def test_what_a_chat_is_answered_with_can_be_changed(kept: History, capsys: pyte
     setup = ChatSetup(sampling=Sampling(), system_prompt="Be brief.")
     PlainChat(client, kept, setup, 100, reader(*lines, *more), personas).run()
     firsts = [asked[0] for asked in client.asked]
-    system = [Turn("system", text) for text in ("Be long.", "Be brief.", "Say arr.")]
-    assert firsts == [*system, Turn("user", "new")]
+    system = [PromptTurn("system", text) for text in ("Be long.", "Be brief.", "Say arr.")]
+    assert firsts == [*system, PromptTurn("user", "new")]
     assert [sampling.temperature for sampling in client.samplings] == [0.3, Sampling().temperature, 0.1, 0.1]
     told = capsys.readouterr().err
     for words in ("Be brief.\n", "temperature: 0.3", "top_k cannot be 'x'", "Personas: pirate.", "no persona 'nobody'"):

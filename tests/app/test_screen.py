@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from floe_chat.app.client.chat_client import ChatClient, Submitted, Turn
+from floe_chat.app.client.chat_client import ChatClient, PromptTurn, Submitted
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import Welcome
@@ -46,7 +46,7 @@ class HeldClient(ChatClient):
         super().__init__(pack)
         self._hold = held
         self._endless = endless
-        self.asked: list[list[Turn]] = []
+        self.asked: list[list[PromptTurn]] = []
 
     def start(self) -> None:
         if not self._hold:
@@ -56,7 +56,9 @@ class HeldClient(ChatClient):
         """Load now."""
         super().start()
 
-    def prepare(self, messages: Sequence[Turn], sampling: Sampling, max_new_tokens: int, answer: str = "") -> Submitted:
+    def prepare(
+        self, messages: Sequence[PromptTurn], sampling: Sampling, max_new_tokens: int, answer: str = ""
+    ) -> Submitted:
         self.asked.append(list(messages))
         if self._endless and isinstance(self._format, ChatProcess):
             self._format.stop_ids = ()
@@ -147,7 +149,7 @@ async def test_escape_stops_and_the_chat_goes_on(long_pack: Path) -> None:
         await ask(pilot, "and now")
         await pilot.press("escape")
         await until(pilot, lambda: state(pilot) == "stopped")
-    assert client.asked[1][1] == Turn("assistant", kept)
+    assert client.asked[1][1] == PromptTurn("assistant", kept)
 
 
 async def test_a_question_waits_for_the_model(tiny_pack: Path) -> None:
@@ -160,7 +162,7 @@ async def test_a_question_waits_for_the_model(tiny_pack: Path) -> None:
         client.let_go()
         await until(pilot, lambda: bool(answers(pilot)) and state(pilot) == "ready")
         assert pilot.app.query_one(UserTurn).note == ""
-    assert client.asked == [[Turn("user", "early")]]
+    assert client.asked == [[PromptTurn("user", "early")]]
 
 
 async def test_a_small_terminal_loses_nothing(long_pack: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta, Turn
+from floe_chat.app.client.chat_client import PromptTurn, TextDelta
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock
 from floe_chat.app.widgets.chat.transcript import Transcript
@@ -52,7 +52,7 @@ async def test_every_version_is_kept() -> None:
         await until(pilot, lambda: composer(pilot).text == "one" and composer(pilot).has_focus)
         await pilot.press("end", "x", "enter")
         await answered(pilot, client, 4, "new")
-        assert client.asked[3] == (Turn("user", "onex"),) and texts(pilot) == ["onex", "new"]
+        assert client.asked[3] == (PromptTurn("user", "onex"),) and texts(pilot) == ["onex", "new"]
         await pilot.press("ctrl+up", "up", "left")
         await until(pilot, lambda: texts(pilot) == ["one", "first", "two", "other"])
         await pilot.press("escape")
@@ -87,7 +87,7 @@ async def test_an_answer_is_edited_and_goes_on() -> None:
         await write(pilot, "/more")
         await pilot.press("enter")
         await answered(pilot, client, 2, " and more")
-        assert client.begun == ["", "first"] and client.asked[1] == (Turn("user", "one"),)
+        assert client.begun == ["", "first"] and client.asked[1] == (PromptTurn("user", "one"),)
         assert texts(pilot) == ["one", "first and more"]
         await pilot.press("ctrl+up", "e")
         await until(pilot, lambda: "Editing the answer" in screen_text(pilot))
@@ -97,7 +97,7 @@ async def test_an_answer_is_edited_and_goes_on() -> None:
         await until(pilot, lambda: texts(pilot) == ["one", "first and more!"])
         assert len(client.asked) == 2 and "written by you" in screen_text(pilot) and "2/2" in screen_text(pilot)
         await ask(pilot, client, "next")
-        assert client.asked[2][1] == Turn("assistant", "first and more!")
+        assert client.asked[2][1] == PromptTurn("assistant", "first and more!")
 
 
 async def test_deleting_is_taken_back_and_a_fork_is_a_chat_of_its_own() -> None:

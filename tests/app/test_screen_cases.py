@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from floe_chat.app.client.chat_client import TextDelta, Turn
+from floe_chat.app.client.chat_client import PromptTurn, TextDelta
 from floe_chat.app.widgets.answer_markdown import AnswerMarkdown
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock, Horizon, Welcome
@@ -49,7 +49,7 @@ async def test_keys_of_the_composer() -> None:
         assert composer(pilot).text == "a\nb\nc"
         await pilot.press("enter", "d")
         await until(pilot, lambda: len(client.asked) == 1)
-        assert client.asked[0] == (Turn("user", "a\nb\nc"),)
+        assert client.asked[0] == (PromptTurn("user", "a\nb\nc"),)
         assert composer(pilot).text == "d"
         await pilot.press("up")
         assert composer(pilot).text == "d"
@@ -106,7 +106,7 @@ async def test_questions_wait_for_their_turn() -> None:
         client.say(TextDelta(2, "second"))
         await finish(pilot, client, 2, "cancelled", waiting=True)
         await until(pilot, lambda: len(client.asked) == 3)
-        assert client.asked[2][-2:] == (Turn("assistant", "second"), Turn("user", "three"))
+        assert client.asked[2][-2:] == (PromptTurn("assistant", "second"), PromptTurn("user", "three"))
         assert not [turn for turn in pilot.app.query(UserTurn) if turn.note]
 
 
@@ -144,7 +144,7 @@ async def test_refused_question_comes_back() -> None:
         assert composer(pilot).text == "long" and not pilot.app.query(UserTurn)
         await pilot.press("enter")
         await until(pilot, lambda: len(client.asked) == 1)
-        assert client.asked[0] == (Turn("system", "Be brief."), Turn("user", "long"))
+        assert client.asked[0] == (PromptTurn("system", "Be brief."), PromptTurn("user", "long"))
 
 
 async def test_error_in_an_answer_keeps_what_came() -> None:
@@ -156,7 +156,7 @@ async def test_error_in_an_answer_keeps_what_came() -> None:
         await until(pilot, lambda: "stopped by an error" in screen_text(pilot))
         assert "Choose Fast" in screen_text(pilot)
         await ask(pilot, client, "again")
-        assert client.asked[1][1] == Turn("assistant", "half")
+        assert client.asked[1][1] == PromptTurn("assistant", "half")
 
 
 async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
@@ -168,7 +168,7 @@ async def test_stop_before_the_first_token_leaves_no_empty_answer() -> None:
         await finish(pilot, client, request, "cancelled")
         assert "The answer was empty" in screen_text(pilot)
         await ask(pilot, client, "next")
-        assert client.asked[1] == (Turn("user", "next"),)
+        assert client.asked[1] == (PromptTurn("user", "next"),)
 
 
 async def test_what_the_model_no_longer_sees_is_marked() -> None:
@@ -206,7 +206,7 @@ async def test_new_chat_ignores_the_old_answer() -> None:
         await until(pilot, lambda: "queued until the last answer has stopped" in screen_text(pilot))
         client.say(TextDelta(old, "late"), Finished(old, "cancelled", stats(old)))
         await until(pilot, lambda: len(client.asked) == 2)
-        assert client.asked[1] == (Turn("user", "new"),)
+        assert client.asked[1] == (PromptTurn("user", "new"),)
         client.say(TextDelta(2, "new "), TextDelta(old, "later"), TextDelta(2, "text"))
         await until(pilot, lambda: answer(pilot).text == "new text")
         await pilot.press("escape")

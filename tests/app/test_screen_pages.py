@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from floe_chat.app.client.chat_client import TextDelta, Turn
+from floe_chat.app.client.chat_client import PromptTurn, TextDelta
 from floe_chat.app.screens.too_small import SMALLEST
 from floe_chat.engine.events import PresetChanged, Rule
 from textual.widgets import Input, Select, TextArea
@@ -50,7 +50,7 @@ async def test_what_a_chat_is_answered_with(tmp_path: Path) -> None:
         await until(pilot, lambda: "There is no persona 'Nobody'" in screen_text(pilot))
         assert "seed cannot be 'seven'" in screen_text(pilot) and "There is no sampling value" in screen_text(pilot)
         request = await ask(pilot, client)
-        assert client.asked[0][0] == Turn("system", "In small steps.")
+        assert client.asked[0][0] == PromptTurn("system", "In small steps.")
         assert (client.samplings[0].temperature, client.samplings[0].top_k) == (0.5, 40)
         client.say(TextDelta(request, "yes"))
         await finish(pilot, client, request)
@@ -67,11 +67,11 @@ async def test_what_a_chat_is_answered_with(tmp_path: Path) -> None:
         await pilot.press("ctrl+s")
         await until(pilot, lambda: composer(pilot).border_title == "Lessons")
         await ask(pilot, client, "again")
-        assert client.asked[1][0] == Turn("system", "In French.") and client.samplings[1].temperature == 1.5
+        assert client.asked[1][0] == PromptTurn("system", "In French.") and client.samplings[1].temperature == 1.5
         await pilot.press("ctrl+n")
         await finish(pilot, client, 2, "cancelled")
         await ask(pilot, client, "new")
-        assert client.asked[2] == (Turn("user", "new"),) and client.samplings[2].temperature == 0
+        assert client.asked[2] == (PromptTurn("user", "new"),) and client.samplings[2].temperature == 0
 
 
 async def test_the_quality_of_a_chat_is_chosen_on_its_page() -> None:

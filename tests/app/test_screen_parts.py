@@ -18,14 +18,14 @@ from floe_chat.app.widgets.common.clipboard import local_tool
 from floe_chat.app.widgets.markdown.fences import FenceSplitter
 from floe_chat.app.widgets.markdown.markdown import AnswerParser
 from floe_chat.app.widgets.panel.heat import bars, condense, stretch
-from floe_chat.engine.events import Finished, Tokens
+from floe_chat.engine.events import Finished, NewTokens
 
 from .scripted import LOADED, stats
 
 
 def test_one_drain_joins_text_and_keeps_order() -> None:
     updates = [
-        Tokens(1, (5,)),
+        NewTokens(1, (5,)),
         TextDelta(1, "a"),
         TextDelta(1, "b"),
         stats(1, measured=False),

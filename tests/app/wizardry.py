@@ -17,7 +17,7 @@ from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.planning import machine
 from floe_chat.engine.planning.rates import Measured
 from floe_chat.models import catalog
-from floe_chat.models.catalog_entry import Entry
+from floe_chat.models.catalog_entry import CatalogEntry
 from floe_chat.models.hub.fetch_loop import Patience
 from textual import events
 from textual.app import App
@@ -82,7 +82,7 @@ def surveyor(ram: int = 48 << 30, disk: int = ROOMY, measured: list[bool] | None
     return survey
 
 
-def entry_of(source: Path, name: str = "tiny", repo: str = REPO) -> Entry:
+def entry_of(source: Path, name: str = "tiny", repo: str = REPO) -> CatalogEntry:
     """What the catalog would know of a checkpoint on a hub."""
     return dataclasses.replace(catalog.described(source), name=name, repo=repo, folder=None, chat="turns")
 

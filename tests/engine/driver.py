@@ -11,7 +11,18 @@ from typing import Any, TypeVar
 
 import pytest
 from floe_chat.engine.decoder.compiled_token import TokenPass
-from floe_chat.engine.events import Command, Event, Failed, Finished, Generate, Load, Loaded, Sampling, Shutdown, Tokens
+from floe_chat.engine.events import (
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    NewTokens,
+    Sampling,
+    Shutdown,
+)
 from floe_chat.engine.generate import KVCache, generate
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.quality_presets import Preset
@@ -126,7 +137,7 @@ class Engine:
 
     def tokens_of(self, request: int) -> list[int]:
         """All tokens of an answer that were seen so far."""
-        events = (event for event in self.seen if isinstance(event, Tokens) and event.request == request)
+        events = (event for event in self.seen if isinstance(event, NewTokens) and event.request == request)
         return [token for event in events for token in event.ids]
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from floe_chat.engine.bench.kernels import cpu, gpu
-from floe_chat.engine.bench.measure import Table
+from floe_chat.engine.bench.measure import ResultTable
 from floe_chat.engine.machine.random_weights import Shapes
 from floe_chat.kernels import backend
 from floe_chat.kernels.backend import Backend
@@ -83,7 +83,7 @@ def test_without_compiled_kernels_there_are_fewer_figures_and_a_note(monkeypatch
     check_rows(table)
 
 
-def check_rows(table: Table) -> None:
+def check_rows(table: ResultTable) -> None:
     for section in table.sections:
         assert section.other_cores is not None and section.other_cores >= 0
         names = [found.name for found in section.rows]

@@ -13,7 +13,7 @@ import torch
 from floe_chat.engine import quality_presets
 from floe_chat.engine.bench import ablation, layers, speed, synthetic
 from floe_chat.engine.bench.layers import RoundKey
-from floe_chat.engine.bench.measure import Section, Table
+from floe_chat.engine.bench.measure import ResultTable, Section
 from floe_chat.engine.bench.speed import SpeedRun
 from floe_chat.engine.bench.subject import Subject, from_pack
 from floe_chat.engine.bench.synthetic import NO_SPARSITY, Spec
@@ -68,7 +68,7 @@ def steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Subject, "answer", answer)
 
 
-def named(table: Table, title: str) -> Section:
+def named(table: ResultTable, title: str) -> Section:
     return next(section for section in table.sections if title in section.title)
 
 

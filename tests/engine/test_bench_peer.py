@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from floe_chat.engine.bench.peer import llama
-from floe_chat.engine.bench.peer.llama import KINDS, LAYERS, Recipe, Widths
+from floe_chat.engine.bench.peer.llama import KINDS, LAYERS, PeerSizes, Recipe
 from floe_chat.models.errors import FloeError, UsageError
 
-MIXTRAL = Widths(4096, 14336, 32, 8, 32000, 8, 2)
-SMALL = Widths(256, 512, 4, 2, 96, 8, 2)
+MIXTRAL = PeerSizes(4096, 14336, 32, 8, 32000, 8, 2)
+SMALL = PeerSizes(256, 512, 4, 2, 96, 8, 2)
 FAKE_LLAMA = """
 import json
 __version__ = "9.9.9"
@@ -76,7 +76,7 @@ def test_recipes_are_those_of_llama_cpp_for_eight_experts() -> None:
     assert plain == {"Q4_0", "Q8_0", "Q6_K", "F32"}
 
 
-def whole_file(kind: str, widths: Widths, layers: int) -> float:
+def whole_file(kind: str, widths: PeerSizes, layers: int) -> float:
     """Bytes of a model of so many layers, by the two sizes that are made."""
     one, three = (Recipe(kind, widths, count).nbytes() for count in LAYERS)
     return one + (layers - 1) * (three - one) / 2
@@ -85,7 +85,7 @@ def whole_file(kind: str, widths: Widths, layers: int) -> float:
 def test_sizes_are_those_of_published_files() -> None:
     # TheBloke's Mixtral-8x7B Q4_0, bartowski's Mixtral-8x22B Q4_K_M.
     assert whole_file("Q4_0", MIXTRAL, 32) == pytest.approx(26.44e9, rel=1e-3)
-    assert whole_file("Q4_K_M", Widths(6144, 16384, 48, 8, 32768, 8, 2), 56) == pytest.approx(85.58e9, rel=2e-3)
+    assert whole_file("Q4_K_M", PeerSizes(6144, 16384, 48, 8, 32768, 8, 2), 56) == pytest.approx(85.58e9, rel=2e-3)
     assert llama.memory_bytes(MIXTRAL) == pytest.approx(7.4e9, rel=0.01)
 
 
@@ -177,8 +177,8 @@ def test_a_file_that_cannot_be_made_leaves_nothing(fakes: Path, monkeypatch: pyt
 def test_other_models_cannot_be_compared(changed: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 96}
     sizes |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 8, "model_type": "mixtral"}
-    assert Widths.of(SimpleNamespace(**sizes)) == SMALL
+    assert PeerSizes.of(SimpleNamespace(**sizes)) == SMALL
     config = SimpleNamespace(**(sizes | changed))
-    assert not Widths.possible(config)
+    assert not PeerSizes.possible(config)
     with pytest.raises(UsageError, match=r"no llama\.cpp model"):
-        Widths.of(config)
+        PeerSizes.of(config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from floe_chat.engine.events import Cancel, Finished, PrefillProgress, Tokens
+from floe_chat.engine.events import Cancel, Finished, NewTokens, PrefillProgress
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, MoELayer
 from torch import Tensor
 
@@ -134,4 +134,4 @@ def test_no_token_comes_after_the_end(engine: Engine, watch: Watch) -> None:
     engine.send(asking(2, PROMPT, tokens=2))
     engine.end_of(2)
     after = engine.seen[engine.seen.index(finished) :]
-    assert not [event for event in after if isinstance(event, Tokens) and event.request == 1]
+    assert not [event for event in after if isinstance(event, NewTokens) and event.request == 1]

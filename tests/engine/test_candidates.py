@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from floe_chat.engine.quality.candidates import WEIGHED, Outcome, Setting, Taken, compute
+from floe_chat.engine.quality.candidates import WEIGHED, Candidate, Outcome, Taken, compute
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.packing.pack import PackSpec
 from torch import Tensor
@@ -22,11 +22,11 @@ WINDOWS = torch.randint(3, 250, (3, 40), generator=torch.Generator().manual_seed
 KEEP = 20
 
 
-def skipping(**fields: float) -> Setting:
-    return Setting(rule=replace(WEIGHED, **fields))
+def skipping(**fields: float) -> Candidate:
+    return Candidate(rule=replace(WEIGHED, **fields))
 
 
-def run(source: Path, *settings: Setting) -> list[Outcome]:
+def run(source: Path, *settings: Candidate) -> list[Outcome]:
     with torch.inference_mode():
         return compute(Checkpoint(source), settings, PASSAGES, WINDOWS, KEEP, lambda _step: None)
 
@@ -35,7 +35,7 @@ def run(source: Path, *settings: Setting) -> list[Outcome]:
 def test_a_setting_that_leaves_all_as_it_is_gives_the_models_own_logits(tmp_path: Path, family: str) -> None:
     source = make_checkpoint(tmp_path / "source", family=family)
     # Substitution among experts that are all there changes nothing either.
-    plain, other, sparse = run(source, Setting(), Setting(), skipping(sparsity=0.9))
+    plain, other, sparse = run(source, Candidate(), Candidate(), skipping(sparsity=0.9))
     with torch.inference_mode():
         expected = reference_model(source)(input_ids=WINDOWS, use_cache=False).logits[:, -KEEP:]
     assert relative_rms(plain.logits(), expected) <= 1e-5
@@ -50,7 +50,7 @@ def test_widths_are_those_of_a_pack(tiny_checkpoint: Path, tmp_path: Path, width
     make_pack(tiny_checkpoint, tmp_path / "p", PackSpec(up, gate, down, dense=16))
     loaded = open_model(tmp_path / "p")
     loaded.control.preset = a_preset("", 0.0, lossless=True)
-    (found,) = run(tiny_checkpoint, Setting(up, gate, down))
+    (found,) = run(tiny_checkpoint, Candidate(up, gate, down))
     with torch.inference_mode():
         expected = loaded.model(input_ids=WINDOWS).logits[:, -KEEP:]
     assert relative_rms(found.logits(), expected) <= 1e-4
@@ -79,14 +79,14 @@ def test_what_is_skipped_is_counted(tiny_checkpoint: Path) -> None:
 
 
 def test_the_major_half_matters_more(tiny_checkpoint: Path) -> None:
-    plain, major, dropped = run(tiny_checkpoint, Setting(), skipping(major=0.9), skipping(drop=0.9, major=0.9))
+    plain, major, dropped = run(tiny_checkpoint, Candidate(), skipping(major=0.9), skipping(drop=0.9, major=0.9))
     loss = [relative_rms(outcome.logits(), plain.logits()) for outcome in (major, dropped)]
     assert loss[0] < loss[1]
 
 
 def test_a_compensator_of_full_rank_undoes_the_rounding(tiny_checkpoint: Path) -> None:
     plain, rounded, some, all_of_it = run(
-        tiny_checkpoint, Setting(), Setting(up=2), Setting(up=2, rank=24), Setting(up=2, rank=HIDDEN)
+        tiny_checkpoint, Candidate(), Candidate(up=2), Candidate(up=2, rank=24), Candidate(up=2, rank=HIDDEN)
     )
     loss = [relative_rms(outcome.logits(), plain.logits()) for outcome in (rounded, some, all_of_it)]
     assert loss[0] > 1.3 * loss[1] and loss[2] < 1e-3
@@ -96,7 +96,7 @@ def test_a_compensator_of_full_rank_undoes_the_rounding(tiny_checkpoint: Path) -
 
 
 def test_substitution_avoids_experts_that_are_not_there(tiny_checkpoint: Path) -> None:
-    plain, little, much = run(tiny_checkpoint, Setting(), skipping(alpha=0.2), skipping(alpha=0.9))
+    plain, little, much = run(tiny_checkpoint, Candidate(), skipping(alpha=0.2), skipping(alpha=0.9))
 
     def absent(outcome: Outcome) -> float:
         return outcome.missed.halves / outcome.taken.halves

@@ -17,7 +17,7 @@ from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.planning import device_choice, memory_plan
-from floe_chat.engine.planning.device_choice import Choice
+from floe_chat.engine.planning.device_choice import DeviceChoice
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
@@ -27,7 +27,7 @@ from floe_chat.models.quantities import memory
 from .driver import a_preset, answer, open_model, silent
 from .margins import clear_prompt, prompt_of
 
-Choose = Callable[..., Choice]
+Choose = Callable[..., DeviceChoice]
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def choose(tiny_pack: Path) -> Choose:
     layers = [packed.layer(index) for index in range(2)]
     config = read_config(tiny_pack)
 
-    def chosen(wanted: str, vram: int | None = None) -> Choice:
+    def chosen(wanted: str, vram: int | None = None) -> DeviceChoice:
         return device_choice.choose(wanted, packed.manifest, layers, config, vram)
 
     return chosen

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from floe_chat.engine.quality import frontier
-from floe_chat.engine.quality.candidates import WEIGHED, Setting, Taken
+from floe_chat.engine.quality.candidates import WEIGHED, Candidate, Taken
 from floe_chat.engine.quality.divergence import Divergence
 from floe_chat.engine.quality.frontier import Frontier, Point, described, search
 from floe_chat.models.checkpoint import Checkpoint
 
 from ..helpers import make_checkpoint
 
-OWN = Setting(4, 4, 4)
+OWN = Candidate(4, 4, 4)
 
 
-def with_rule(**fields: float) -> Setting:
+def with_rule(**fields: float) -> Candidate:
     return replace(OWN, rule=replace(WEIGHED, **fields))
 
 
-def point(setting: Setting, read: float, kl: float) -> Point:
+def point(setting: Candidate, read: float, kl: float) -> Point:
     figures = Divergence(10, 5.0, 5.0, kl, kl, kl, 1.0, 0.0)
     return Point(setting, figures, read, read / 2, read, Taken())
 
@@ -38,7 +38,7 @@ def test_the_frontier_is_what_nothing_beats() -> None:
             point(with_rule(drop=0.3), 6, 0.003),
             point(with_rule(product=0.5), 8, 0.005),
         ),
-        *(point(Setting(3, 3, 3), 5, 0.002), point(with_rule(alpha=0.5), 1, 0.0)),
+        *(point(Candidate(3, 3, 3), 5, 0.002), point(with_rule(alpha=0.5), 1, 0.0)),
     )
     found = Frontier(OWN, points)
     assert [(p.read, p.kl) for p in found.pareto(own=True)] == [(2, 0.3), (6, 0.003), (10, 0.001)]
@@ -57,8 +57,8 @@ def test_presets_are_the_cheapest_points_within_their_loss() -> None:
 
 
 def test_only_what_is_not_a_default_is_told() -> None:
-    assert described(Setting()) == {}
-    assert described(Setting(up=2, rule=replace(WEIGHED, product=0.5))) == {"up": 2, "product": 0.5}
+    assert described(Candidate()) == {}
+    assert described(Candidate(up=2, rule=replace(WEIGHED, product=0.5))) == {"up": 2, "product": 0.5}
 
 
 @pytest.mark.parametrize("intermediate", [96, 37])
@@ -71,21 +71,21 @@ def test_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, intermediate:
     draw = torch.Generator().manual_seed(5)
     passages, windows = (torch.randint(3, 250, (3, length), generator=draw) for length in (23, 24))
     steps: list[str] = []
-    own = Setting(3, 4, 4)
+    own = Candidate(3, 4, 4)
     with torch.inference_mode():
         found = search(Checkpoint(source), own, passages, windows, 12, steps.append, widths=widths)
     settings = [p.setting for p in found.points]
     assert len(settings) == len(set(settings)), "each setting is measured once"
     measured = {p.setting: p for p in found.points}
-    assert measured[Setting()].kl < 1e-9 and measured[Setting()].bits == pytest.approx(16)
-    much, little = (measured[Setting(rule=replace(WEIGHED, sparsity=share))].kl for share in (0.9, 0.5))
+    assert measured[Candidate()].kl < 1e-9 and measured[Candidate()].bits == pytest.approx(16)
+    much, little = (measured[Candidate(rule=replace(WEIGHED, sparsity=share))].kl for share in (0.9, 0.5))
     assert much > little > 0
     assert all(p.kl >= 0 and 0 <= p.missed <= p.read for p in found.points)
     own_points = [p for p in found.points if frontier.has_widths(p.setting, own)]
     sloping = [p.setting.rule.layers for p in own_points if p.setting.rule.layers]
     assert sloping and set(sloping) == {(1.4, 0.6), (0.8, 1.2)}
     assert 2 <= len(own_points) - len(sloping) <= 9 and own in measured
-    assert bool({Setting(gate=2), *frontier.PROBES} <= set(settings)) is widths
+    assert bool({Candidate(gate=2), *frontier.PROBES} <= set(settings)) is widths
     assert any(s.rank for s in settings) is widths
     assert any(s.rule.parts > 1 for s in settings) is (intermediate % 2 == 0)
     presets = found.presets()
@@ -98,7 +98,7 @@ def test_a_source_is_read_in_as_many_passes_as_memory_asks_for(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windows = torch.randint(3, 250, (1, 17), generator=torch.Generator().manual_seed(6))
-    settings = [Setting(rule=replace(WEIGHED, sparsity=share)) for share in (0.2, 0.4, 0.6, 0.8, 0.9)]
+    settings = [Candidate(rule=replace(WEIGHED, sparsity=share)) for share in (0.2, 0.4, 0.6, 0.8, 0.9)]
 
     def measure() -> tuple[list[Point], set[str]]:
         told: set[str] = set()

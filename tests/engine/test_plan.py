@@ -12,7 +12,17 @@ from floe_chat.engine.offload import cards
 from floe_chat.engine.planning import machine, plan, reasons
 from floe_chat.engine.planning.machine import Described, Machine
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
-from floe_chat.engine.planning.options import BEYOND, CLEARLY, DEFAULT, ENOUGH, WIDTHS, WORTH, Range, option, rounding
+from floe_chat.engine.planning.options import (
+    BEYOND,
+    CLEARLY,
+    DEFAULT,
+    ENOUGH,
+    WIDTHS,
+    WORTH,
+    SpeedRange,
+    option,
+    rounding,
+)
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
 from floe_chat.engine.planning.speed_estimate import Speeds
 from floe_chat.models.catalog import described
@@ -205,11 +215,13 @@ class TestRecommendation:
     def test_worth_follows_the_rule(self) -> None:
         found = plan.make(a_machine(ram=64), MIXTRAL).chosen
         assert found is not None
-        slow = dataclasses.replace(found, decode=Range(1, 2, 3), kl=0.0)
-        assert dataclasses.replace(slow, decode=Range(1, 4, 5)).worth == pytest.approx(slow.worth + 1)
+        slow = dataclasses.replace(found, decode=SpeedRange(1, 2, 3), kl=0.0)
+        assert dataclasses.replace(slow, decode=SpeedRange(1, 4, 5)).worth == pytest.approx(slow.worth + 1)
         assert dataclasses.replace(slow, kl=WORTH).worth == pytest.approx(slow.worth - 1)
-        fast = dataclasses.replace(slow, decode=Range(1, ENOUGH, 90))
-        assert dataclasses.replace(fast, decode=Range(1, 2 * ENOUGH, 90)).worth == pytest.approx(fast.worth + BEYOND)
+        fast = dataclasses.replace(slow, decode=SpeedRange(1, ENOUGH, 90))
+        assert dataclasses.replace(fast, decode=SpeedRange(1, 2 * ENOUGH, 90)).worth == pytest.approx(
+            fast.worth + BEYOND
+        )
         assert dataclasses.replace(slow, ram_share=0.5).worth < slow.worth
 
 

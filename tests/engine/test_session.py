@@ -19,6 +19,7 @@ from floe_chat.engine.events import (
     Load,
     Loaded,
     Loading,
+    NewTokens,
     PrefillProgress,
     PresetChanged,
     Rule,
@@ -27,7 +28,6 @@ from floe_chat.engine.events import (
     SetQuality,
     Shutdown,
     Stats,
-    Tokens,
     Unload,
     Unloaded,
 )
@@ -76,7 +76,7 @@ def test_an_answer_is_prefill_then_tokens_then_its_end(engine: Engine, tiny_pack
     finished = engine.end_of(1)
     assert isinstance(finished, Finished) and finished.reason == "length"
     kinds = [type(event) for event in engine.seen if not isinstance(event, Loading | Loaded | Stats)]
-    assert kinds == [PrefillProgress, *[Tokens] * 16, Finished]
+    assert kinds == [PrefillProgress, *[NewTokens] * 16, Finished]
     assert engine.tokens_of(1) == answer(open_model(tiny_pack), PROMPT).tokens
 
 
@@ -222,7 +222,7 @@ def test_a_preset_changes_in_the_middle_of_an_answer(engine: Engine, monkeypatch
     finished = engine.end_of(1)
     assert isinstance(finished, Finished)
     where = engine.seen.index(changed)
-    assert 5 < sum(isinstance(event, Tokens) for event in engine.seen[:where]) < 55
+    assert 5 < sum(isinstance(event, NewTokens) for event in engine.seen[:where]) < 55
     engine.send(asking(2, PROMPT, tokens=60))
     only_fast = engine.end_of(2)
     assert isinstance(only_fast, Finished)
@@ -324,7 +324,7 @@ def test_shutdown_ends_a_running_answer(tiny_pack: Path, monkeypatch: pytest.Mon
     engine.session.start()
     engine.load(tiny_pack)
     engine.send(asking(1, PROMPT, tokens=480))
-    engine.until(Tokens)
+    engine.until(NewTokens)
     engine.send(Shutdown())
     assert engine.session.join(DEADLINE_S)
     assert max(calls) < 2 * 400

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from floe_chat.app.arguments import sampling_from
-from floe_chat.app.client.chat_client import ChatClient, TextDelta, Turn
+from floe_chat.app.client.chat_client import ChatClient, PromptTurn, TextDelta
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.models import catalog
@@ -134,11 +134,11 @@ def _asked(folder: Path, rng: Random, device: str) -> str:
             return "refused"
         _check(loaded.model, loaded.source)
         client.costs()
-        hello = [Turn("system", "Be brief."), Turn("user", "hi <s> there"), Turn("assistant", "aé")]
+        hello = [PromptTurn("system", "Be brief."), PromptTurn("user", "hi <s> there"), PromptTurn("assistant", "aé")]
         outcome = "answered"
         for how in (Sampling(temperature=0), Sampling(**{**_fields(sampling), "seed": 1})):
             try:
-                client.submit([*hello, Turn("user", "hi 🎉")], how, 4)
+                client.submit([*hello, PromptTurn("user", "hi 🎉")], how, 4)
             except FloeError as error:
                 _check(error.title, error.cause, error.hint)
                 outcome = "refused the question"

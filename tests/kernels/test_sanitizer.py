@@ -79,7 +79,7 @@ def test_hostile_calls_touch_only_their_own_memory(watched: dict[str, str], tmp_
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_cpu_kernels_touch_only_their_own_memory(watched: dict[str, str], tmp_path: Path) -> None:
-    # Every seventh case: memory is touched alike in its neighbours, and all of six sizes, which change fastest, come up.
+    # Every seventh case: neighbours touch memory alike, and all of six sizes, which change fastest, come up.
     environment = watched | {"FLOE_TEST_EVERY": "7"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(str(HERE / n) for n in WATCHED)]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.models.catalog import asset, described, find, installed, models_folder, published
-from floe_chat.models.catalog_entry import Entry
+from floe_chat.models.catalog_entry import CatalogEntry
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
 from floe_chat.models.pack.packed_model import PackedModel
@@ -109,7 +109,7 @@ class TestDescribed:
         assert sizes["olmoe-1b-7b-instruct"] == 13_838_323_712
 
     @pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry.name)
-    def test_their_weights_are_those_of_transformers_modules(self, entry: Entry) -> None:
+    def test_their_weights_are_those_of_transformers_modules(self, entry: CatalogEntry) -> None:
         s = entry.sizes
         config = AutoConfig.for_model(
             s.model_type,

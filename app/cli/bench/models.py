@@ -16,7 +16,7 @@ from .options import MODEL, TIMING, Option, chosen_device, with_options
 from .table import finish, measuring
 
 if TYPE_CHECKING:
-    from ....engine.bench.measure import Report, Table
+    from ....engine.bench.measure import MeasureReport, ResultTable
     from ....engine.bench.speed import Peer, SpeedRun
     from ....engine.bench.subject import Subject
     from ....engine.bench.synthetic import Spec
@@ -146,8 +146,8 @@ def _measured(
     plan: SpeedRun,
     python: str | None,
     files: Path | None,
-    report: Report,
-) -> Table:
+    report: MeasureReport,
+) -> ResultTable:
     from ....engine.bench import speed, synthetic
     from ....engine.bench.peer import llama as peer
     from ....engine.machine import conditions
@@ -157,15 +157,15 @@ def _measured(
     compared = python or (sys.executable if find_spec("llama_cpp") and find_spec("gguf") else None)
     with ExitStack() as stack:
         if spec:
-            beside = peer.memory_bytes(peer.Widths.of(spec.config())) if compared else 0
+            beside = peer.memory_bytes(peer.PeerSizes.of(spec.config())) if compared else 0
             subject = synthetic.make(spec, device, lambda step: report(step, 0, 1), beside=beside)
         else:
             subject = _pack(model, device)
         peers: Sequence[Peer] = ()
-        if compared and (python or peer.Widths.possible(subject.model.config)):
+        if compared and (python or peer.PeerSizes.possible(subject.model.config)):
             a = subject.manifest.architecture
             threads = conditions.threads_for(plan.threads, a.hidden, a.intermediate)
-            widths, folder = peer.Widths.of(subject.model.config), files or peer.default_folder()
+            widths, folder = peer.PeerSizes.of(subject.model.config), files or peer.default_folder()
             peers = stack.enter_context(peer.running(compared, widths, folder, threads, plan.tokens, report))
         return speed.run(subject, plan, peers, report)
 

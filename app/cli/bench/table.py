@@ -19,7 +19,7 @@ from ...text.plain_text import printable
 
 if TYPE_CHECKING:
     from ....engine.bench.history import Verdict
-    from ....engine.bench.measure import Report, Row, Section, Table
+    from ....engine.bench.measure import MeasureReport, ResultTable, Row, Section
 
 _NAME, _TIME, _RATE, _SHARE, _SPREAD = 38, 10, 12, 10, 9
 _HEAD = f"{'':{_NAME}}{'time':>{_TIME}}{'rate':>{_RATE}}{'of floor':>{_SHARE}}{'spread':>{_SPREAD}}"
@@ -32,7 +32,7 @@ _LEGEND = (
 
 
 @contextmanager
-def measuring() -> Generator[Report]:
+def measuring() -> Generator[MeasureReport]:
     """Shows progress while something is measured: one line on a terminal's stderr, wiped at the end."""
 
     def report(what: str, done: int, total: int) -> None:
@@ -47,7 +47,7 @@ def measuring() -> Generator[Report]:
             click.echo(f"\r{'':99}\r", nl=False, err=True)
 
 
-def finish(table: Table, *, as_json: bool) -> None:
+def finish(table: ResultTable, *, as_json: bool) -> None:
     """Compare with earlier runs on this machine, save this one, and print."""
     fields = {"version": version("floe-chat"), **dataclasses.asdict(table, dict_factory=_rounded)}
     verdict = _remember(fields)
@@ -57,7 +57,7 @@ def finish(table: Table, *, as_json: bool) -> None:
     click.echo(json.dumps({**fields, "history": history}))
 
 
-def text(table: Table) -> str:
+def text(table: ResultTable) -> str:
     """The table for people, 100 columns wide but for the names of peers."""
     title = f"floe-chat {version('floe-chat')}, {table.bench} on {table.device}"
     facts = [_wrapped(f"  {name.replace('_', ' '):<9} {value}", 12) for name, value in table.facts.items()]

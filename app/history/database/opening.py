@@ -29,7 +29,7 @@ _CHECK_EVERY = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedHistory:
     """An open history; notices for the user from opening it; how many answers a crash cut off."""
 
     store: HistoryStore
@@ -42,7 +42,7 @@ def history_file() -> Path:
     return Path(platformdirs.user_data_dir("floe-chat", appauthor=False)) / "history" / "history.db"
 
 
-def open_history(file: Path) -> Opened:
+def open_history(file: Path) -> OpenedHistory:
     """Open the history in `file`, or begin one there.
 
     Once a day, and after any sign of damage, the whole file is checked. A damaged file is renamed, with the date in its
@@ -74,12 +74,12 @@ def open_history(file: Path) -> Opened:
         kept = _set_aside(file) if inode(file) == found else None
         _make_private(file)
         opened = _open(file)
-        return opened if kept is None else Opened(opened.store, (_carry_over(kept, opened.store),), 0)
+        return opened if kept is None else OpenedHistory(opened.store, (_carry_over(kept, opened.store),), 0)
     except (OSError, *SQLITE_ERRORS) as error:
         raise explain(error, file) from error
 
 
-def open_to_read(file: Path) -> Opened:
+def open_to_read(file: Path) -> OpenedHistory:
     """Open the history in `file` for reading. If it cannot be written, it is read as it is.
 
     Raises:
@@ -94,7 +94,7 @@ def open_to_read(file: Path) -> Opened:
         if connection is None:
             raise
         notice = Notice(error.title, f"{error.cause} It is opened read-only.")
-        return Opened(HistoryStore(connection), (notice,), 0)
+        return OpenedHistory(HistoryStore(connection), (notice,), 0)
 
 
 def parts(file: Path) -> list[Path]:
@@ -124,7 +124,7 @@ def connect(file: Path) -> sqlite3.Connection:
     return _configured(f"{file.absolute().as_uri()}?mode=rw")
 
 
-def _open(file: Path) -> Opened:
+def _open(file: Path) -> OpenedHistory:
     _refuse_foreign(file)
     connection = connect(file)
     try:
@@ -141,7 +141,7 @@ def _open(file: Path) -> Opened:
         raise
 
 
-def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
+def _tidied(connection: sqlite3.Connection, file: Path) -> OpenedHistory:
     """Check the file if that is due, and clean up after crashes and old deletions. While another program writes, a
     later start does this: readers need not wait, and writes queue up anyway.
     """
@@ -161,7 +161,7 @@ def _tidied(connection: sqlite3.Connection, file: Path) -> Opened:
         if not is_busy(error):
             raise
     connection.execute(f"PRAGMA busy_timeout = {round(BUSY_SECONDS * 1000)}")
-    return Opened(store, notices, interrupted)
+    return OpenedHistory(store, notices, interrupted)
 
 
 def _stop_abandoned(store: HistoryStore) -> int:

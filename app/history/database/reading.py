@@ -19,8 +19,8 @@ from ..records import (
     Conversation,
     Hit,
     Message,
+    MessageState,
     Role,
-    State,
     Summary,
     Tree,
     Unsent,
@@ -229,7 +229,7 @@ def _message(row: tuple[Any, ...], attachments: tuple[Attachment, ...]) -> Messa
     id_, conversation, parent, depth, role, text, state, created, model, preset, stats, sibling, siblings = row
     return Message(
         *(id_, conversation, parent, as_whole(depth), role if role in get_args(Role) else "assistant", as_text(text)),
-        *(state if state in get_args(State) else "stopped", as_whole(created), as_text(model), as_text(preset)),
+        *(state if state in get_args(MessageState) else "stopped", as_whole(created), as_text(model), as_text(preset)),
         *(_stats(stats), attachments, sibling, siblings),
     )
 

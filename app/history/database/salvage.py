@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from ..records import LATEST, Attachment, ChatSetup, Conversation, Message, Role, State, Tree, as_text, new_id, now
+from ..records import (
+    LATEST,
+    Attachment,
+    ChatSetup,
+    Conversation,
+    Message,
+    MessageState,
+    Role,
+    Tree,
+    as_text,
+    new_id,
+    now,
+)
 from .reading import forgiving
 from .store import HistoryStore
 from .trouble import SQLITE_ERRORS
@@ -113,7 +125,7 @@ def _message(row: _Row, attachments: tuple[Attachment, ...]) -> Message:
     identity, _conversation, parent, role, state, created, model, preset, text, _deleted = row
     return Message(
         *(identity, 0, parent, 0, role if role in get_args(Role) else "assistant", as_text(text)),
-        *(state if state in get_args(State) else "stopped", _time(created), as_text(model), as_text(preset)),
+        *(state if state in get_args(MessageState) else "stopped", _time(created), as_text(model), as_text(preset)),
         *(None, attachments, 1, 1),
     )
 

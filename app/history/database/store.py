@@ -10,7 +10,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ....models.errors import UsageError
-from ..records import AnswerStats, Attachment, ChatSetup, State, Tree, Unsent, as_text, as_whole, new_id, now, time_of
+from ..records import (
+    AnswerStats,
+    Attachment,
+    ChatSetup,
+    MessageState,
+    Tree,
+    Unsent,
+    new_id,
+    now,
+    time_of,
+)
 from .reading import PATH, SUBTREE, Reader, forgiving
 
 KEPT_AFTER_DELETION = 7 * 24 * 3600 * 1000
@@ -83,7 +93,7 @@ class HistoryStore(Reader):
         """Set an answer's text so far."""
         self._connection.execute("UPDATE message SET text = ? WHERE id = ?", (_sound(text), message))
 
-    def end_answer(self, message: int, text: str, state: State, stats: AnswerStats | None) -> None:
+    def end_answer(self, message: int, text: str, state: MessageState, stats: AnswerStats | None) -> None:
         """Set an answer's whole text and how it ended; from now on a search finds it."""
         self.write_answer(message, text)
         sql = "UPDATE message SET state = ?, stats = ?, writer = NULL WHERE id = ?"
@@ -192,7 +202,7 @@ class HistoryStore(Reader):
         parent: int | None,
         role: str,
         text: str,
-        state: State = "complete",
+        state: MessageState = "complete",
         model: str = "",
         preset: str = "",
         *,

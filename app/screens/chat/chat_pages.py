@@ -13,7 +13,7 @@ from ...client.bridge import EngineBridge
 from ...history import ChatSetup, History
 from ...widgets.panel.figures import PanelFigures
 from ..experts import ExpertsScreen
-from ..history import HistoryScreen, Opened
+from ..history import HistoryScreen, PickedChat
 from ..quality import QualityScreen
 from ..setup import SetupScreen
 
@@ -59,7 +59,7 @@ class ChatPages:
         page = HistoryScreen(self._history, words, self._controller.dialogue.id)
         self._screen.app.push_screen(page, self._chosen)
 
-    async def _chosen(self, choice: Opened | None) -> None:
+    async def _chosen(self, choice: PickedChat | None) -> None:
         if self._looking is not None:
             self._looking.stop()
         try:

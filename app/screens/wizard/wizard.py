@@ -15,7 +15,7 @@ from textual import on
 from textual.binding import Binding, BindingType
 
 from ....models import catalog
-from ....models.catalog_entry import Entry
+from ....models.catalog_entry import CatalogEntry
 from ....models.errors import AccessError, FloeError
 from ....models.published import PUBLISHED
 from ...background import in_background
@@ -64,7 +64,7 @@ class WizardScreen(WizardAccess):
         self,
         setups: Setups,
         *,
-        entries: Sequence[Entry] = CAN_CHAT,
+        entries: Sequence[CatalogEntry] = CAN_CHAT,
         surveyor: Surveyor = survey,
         settings: Path | None = None,
         wanted: str | None = None,
@@ -124,7 +124,7 @@ class WizardScreen(WizardAccess):
     async def _look_up_wish(self, asked: Wish) -> None:
         """Add a model that the user typed to the list."""
 
-        async def add(entry: Entry) -> None:
+        async def add(entry: CatalogEntry) -> None:
             self._entries = [*(one for one in self._entries if one.name != entry.name), entry]
             self._wanted = entry.name
             await self._show_choice()

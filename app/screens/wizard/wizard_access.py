@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from textual import on
 
-from ....models.catalog_entry import Entry
+from ....models.catalog_entry import CatalogEntry
 from ....models.errors import AccessError, FloeError
 from ...background import in_background
 from ...setup.setups import look_up
@@ -26,19 +26,19 @@ class WizardAccess(WizardView):
         self._back: Back | None = None  # from asking the hub
         self._ask_again: Back | None = None
 
-    async def _ask_hub(self, wanted: Wish, then: Callable[[Entry], Awaitable[None]], back: Back) -> None:
+    async def _ask_hub(self, wanted: Wish, then: Callable[[CatalogEntry], Awaitable[None]], back: Back) -> None:
         """Look at the model, with a token if one is needed, then call `then`."""
         asking = AskingStep()
         self._ask_again, self._back = (lambda: self._ask_hub(wanted, then, back)), back
         await self._turn_to(asking)
 
-        def look() -> Entry | FloeError:
+        def look() -> CatalogEntry | FloeError:
             try:
                 return look_up(wanted, self._token)
             except FloeError as error:
                 return error
 
-        async def answered(found: Entry | FloeError) -> None:
+        async def answered(found: CatalogEntry | FloeError) -> None:
             if self._step is not asking:
                 return  # the user left this step
             if isinstance(found, AccessError):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ....engine.planning.machine import Machine
     from ....engine.planning.options import Option
     from ....engine.planning.plan import Plan
-    from ....models.catalog_entry import Entry
+    from ....models.catalog_entry import CatalogEntry
 
 _WIDE = 74  # columns from which all figures stand in the table
 _LEAD = f"{plan_words.BITS} {plan_words.KL} ● is recommended for this machine."
@@ -41,7 +41,7 @@ class Chosen:
     option: Option
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> CatalogEntry:
         return self.plan.entry
 
 
@@ -100,13 +100,13 @@ class ChoiceStep(WizardStep):
             self.step = step
             self.model = model
 
-    def __init__(self, machine: Machine, entries: Sequence[Entry], wanted: str | None = None) -> None:
+    def __init__(self, machine: Machine, entries: Sequence[CatalogEntry], wanted: str | None = None) -> None:
         """`wanted`: the name of the entry that the user asked for."""
         super().__init__()
         self._machine = machine
         self._entries = list(entries)
         self._wanted = wanted
-        self._plans: list[Plan | tuple[Entry, FloeError]] = []
+        self._plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
         self._lines: list[_Line] = []
         self._head = Static("", markup=False, id="head")
         self._list = OptionList(id="choices", markup=False)
@@ -141,10 +141,10 @@ class ChoiceStep(WizardStep):
     def reckon(self) -> None:
         """Plan every model."""
 
-        def work() -> list[Plan | tuple[Entry, FloeError]]:
+        def work() -> list[Plan | tuple[CatalogEntry, FloeError]]:
             from ....engine.planning.plan import in_order, make
 
-            plans: list[Plan | tuple[Entry, FloeError]] = []
+            plans: list[Plan | tuple[CatalogEntry, FloeError]] = []
             for entry in self._entries:
                 try:
                     plans.append(make(self._machine, entry))
@@ -155,7 +155,7 @@ class ChoiceStep(WizardStep):
 
         in_background(self, work, self._show)
 
-    def _show(self, plans: list[Plan | tuple[Entry, FloeError]]) -> None:
+    def _show(self, plans: list[Plan | tuple[CatalogEntry, FloeError]]) -> None:
         self._plans = plans
         self._lines = []
         for plan in plans:

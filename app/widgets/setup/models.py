@@ -20,7 +20,7 @@ from ..common.themes import MUTED
 from . import plan_words
 
 if TYPE_CHECKING:
-    from ....models.catalog_entry import Entry
+    from ....models.catalog_entry import CatalogEntry
 
 HEADINGS = {
     "installed": "Installed · bits per weight: up / gate and down / attention",
@@ -69,7 +69,7 @@ class KnownModels:
         return sum(one.bytes for one in self.models if one.kind != "available" and one.name != catalog.DEMO)
 
 
-def look(entries: Sequence[Entry]) -> KnownModels:
+def look(entries: Sequence[CatalogEntry]) -> KnownModels:
     """The models now; reads the disk. `entries`: what could be set up."""
     from ....models.hub.download import room
 
@@ -123,7 +123,7 @@ def _without_note(note: BadNote) -> Model:
     return Model("unfinished", note.name, 0, "", str(note), "This setup cannot be continued", note=note)
 
 
-def _available(entry: Entry) -> Model:
+def _available(entry: CatalogEntry) -> Model:
     about = plan_words.about(entry)
     download = f"Setting it up downloads {size(entry.checkpoint_bytes)}. Enter shows how it would run on this machine."
     return Model(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from ....models.quantities import digits, estimate, size, trimmed
 
 if TYPE_CHECKING:
-    from ....engine.planning.options import Option, Range
-    from ....models.catalog_entry import Entry
+    from ....engine.planning.options import Option, SpeedRange
+    from ....models.catalog_entry import CatalogEntry
 
 BITS = "Bits per weight: up / gate and down / attention. Fewer are smaller and faster, and less exact."
 KL = (
@@ -22,7 +22,7 @@ _HARD_TO_NOTICE, _NOTICEABLE = 0.01, 0.1
 _PLACES = {"gpu": "all of it on the GPU", "pool": "on the GPU and the CPU together", "cpu": "on the CPU"}
 
 
-class Widths(Protocol):
+class HasWidths(Protocol):
     """Bits per weight of a pack's parts."""
 
     @property
@@ -35,19 +35,19 @@ class Widths(Protocol):
     def dense(self) -> int: ...
 
 
-def widths(of: Widths) -> str:
+def widths(of: HasWidths) -> str:
     """Up / gate and down / attention: "3/4/4"; where gate and down differ, "3/4+8/4"."""
     rows = f"{of.gate}" if of.gate == of.down else f"{of.gate}+{of.down}"
     return f"{of.up}/{rows}/{of.dense}"
 
 
-def in_bits(of: Widths) -> str:
+def in_bits(of: HasWidths) -> str:
     """Short, for a list: "3/4/4 bits", "16 bits, as published"."""
     same = {of.up, of.gate, of.down, of.dense}
     return "16 bits, as published" if same == {16} else f"{widths(of)} bits"
 
 
-def named(of: Widths) -> str:
+def named(of: HasWidths) -> str:
     """With the name of each part: "up 3, gate and down 4, attention 4 bits per weight"."""
     rows = f"gate and down {of.gate}" if of.gate == of.down else f"gate {of.gate}, down {of.down}"
     return f"up {of.up}, {rows}, attention {of.dense} bits per weight"
@@ -59,7 +59,7 @@ def loss(kl: float) -> str:
     return f"KL {trimmed(kl, 2)} (on the demo model), {'hard to notice' if kl < _HARD_TO_NOTICE else meaning}"
 
 
-def rate(of: Range) -> str:
+def rate(of: SpeedRange) -> str:
     """An estimate of tokens per second with its range: "6.1 (4.8 to 7.9)"."""
     return estimate(of.low, of.mid, of.high)
 
@@ -83,7 +83,7 @@ def only_disk_lacks(one: Option) -> bool:
     return set(one.missing) == {"disk"}
 
 
-def about(entry: Entry) -> str:
+def about(entry: CatalogEntry) -> str:
     """What a model is, in a few words."""
     weights = entry.sizes.parameters
     unit, name = (1e9, "B") if weights >= 1e9 else (1e6, "M")

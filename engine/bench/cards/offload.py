@@ -19,7 +19,7 @@ from ....models.packing.calibration import read_tokens
 from ...offload.cards import Card, named
 from ...offload.offload import Parts
 from ...quality_presets import PRESETS, Preset
-from ..measure import Report, Section, Table, Timed, summarise
+from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from . import baselines
 from .replay import Played, Width, play
 from .trace import Trace, record
@@ -35,8 +35,8 @@ _IN_PLACE = 1e15  # bytes per second of packing, if nothing is packed
 
 
 def run(
-    pack: Path, name: str, text: str, cards: Sequence[str], *, tokens: int, skew: float | None, report: Report
-) -> Table:
+    pack: Path, name: str, text: str, cards: Sequence[str], *, tokens: int, skew: float | None, report: MeasureReport
+) -> ResultTable:
     """Play the trace of a pack on cards.
 
     Args:
@@ -61,7 +61,7 @@ def run(
         "time": "virtual, by the cards' profiles; none of the cards is here",
         "prompt": tokens,
     }
-    return Table("offload", "virtual cards", facts, tuple(sections), _NOTES)
+    return ResultTable("offload", "virtual cards", facts, tuple(sections), _NOTES)
 
 
 _NOTES = (
@@ -76,7 +76,7 @@ _NOTES = (
 )
 
 
-def _sections(card: Card, trace: Trace, warm: int, report: Report) -> list[Section]:
+def _sections(card: Card, trace: Trace, warm: int, report: MeasureReport) -> list[Section]:
     """With our host time, and without."""
     found: dict[bool, list[Timed]] = {True: [], False: []}
     missing: list[str] = []

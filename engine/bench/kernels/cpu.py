@@ -18,7 +18,7 @@ from ....models.errors import FloeError
 from ...machine import conditions, random_weights
 from ...machine.load import Others
 from ...machine.random_weights import MIXTRAL, Shapes
-from ..measure import Figure, Report, Section, Table, measure
+from ..measure import Figure, MeasureReport, ResultTable, Section, measure
 from . import cpu_figures as figures_of
 
 WARM = 3
@@ -46,8 +46,8 @@ def run(
     runs: int = 5,
     quick: bool = False,
     shapes: Shapes | None = None,
-    report: Report = lambda _what, _done, _total: None,
-) -> Table:
+    report: MeasureReport = lambda _what, _done, _total: None,
+) -> ResultTable:
     """Measure; `threads` None takes as many as the engine would.
 
     Raises:
@@ -67,10 +67,10 @@ def run(
         runs=runs,
         warm_up=WARM,
     )
-    return Table("kernels", "cpu", facts, sections, notes if compiled else (*notes, _NO_NATIVE))
+    return ResultTable("kernels", "cpu", facts, sections, notes if compiled else (*notes, _NO_NATIVE))
 
 
-def _section(plan: PlannedSection, runs: int, report: Report) -> Section:
+def _section(plan: PlannedSection, runs: int, report: MeasureReport) -> Section:
     report(f"{plan.title}: preparing", 0, WARM + runs)
     torch.manual_seed(0)
     figures, others = plan.build(), Others()

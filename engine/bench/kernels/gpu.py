@@ -20,7 +20,7 @@ from ....kernels import reference
 from ....kernels.weights import ExpertRows, UpWeights
 from ....models.errors import FloeError
 from ...machine.random_weights import MIXTRAL, Shapes
-from ..measure import Report, Section, Table, Timed, summarise
+from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from .gpu_expert import FLUSH, RUNS, SPARSITIES, WARM_UP, Expert, Stopwatch, Watch, make_expert, one_call
 
 SLOW_RUNS = 10
@@ -44,7 +44,7 @@ class _Bench:
     device: str
     watch: Watch
     graphs: bool
-    report: Report
+    report: MeasureReport
     copy: Timed
 
     def timed(
@@ -76,8 +76,8 @@ def run(
     dtype: torch.dtype = torch.float16,
     device: str = "cuda",
     watch: Watch | None = None,
-    report: Report = lambda _what, _done, _total: None,
-) -> Table:
+    report: MeasureReport = lambda _what, _done, _total: None,
+) -> ResultTable:
     """Measure; `quick` leaves out 16-bit weights. Without `watch`, `device` has to be a CUDA device.
 
     Raises:
@@ -112,7 +112,7 @@ def run(
         "runs": RUNS,
         "warm_up": WARM_UP,
     }
-    return Table("kernels", "cuda", facts, tuple(sections), _paper())
+    return ResultTable("kernels", "cuda", facts, tuple(sections), _paper())
 
 
 def _check_memory(shapes: Shapes, widths: tuple[tuple[int, int], ...]) -> None:

@@ -21,7 +21,7 @@ import psutil
 
 from ....models import private_file
 from ....models.errors import FloeError, UsageError
-from ..measure import Report
+from ..measure import MeasureReport
 
 WORKER = Path(__file__).with_name("worker.py")
 LAYERS = (1, 3)  # the two extra layers stand for the two kinds of layers of Q4_K_M
@@ -39,7 +39,7 @@ _ANSWER = 512  # tokens of context beside the prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Widths:
+class PeerSizes:
     """The sizes of a Mixtral, from transformers' configuration."""
 
     hidden: int
@@ -57,7 +57,7 @@ class Widths:
         return config.model_type == "mixtral" and config.num_local_experts == 8 and not any(s % 256 for s in sizes)
 
     @classmethod
-    def of(cls, config: Any) -> Widths:
+    def of(cls, config: Any) -> PeerSizes:
         """Raises UsageError: they cannot."""
         sizes = (config.hidden_size, config.intermediate_size)
         if not cls.possible(config):
@@ -82,7 +82,7 @@ class Recipe:
     """One file: which tensor has which type, as `llama_tensor_get_type` (llama-quant.cpp) chooses for 8 experts."""
 
     kind: str
-    widths: Widths
+    widths: PeerSizes
     layers: int
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -140,7 +140,7 @@ def _nbytes(shape: tuple[int, ...], kind: str) -> int:
 class LlamaCpp:
     """One kind of file in llama.cpp."""
 
-    def __init__(self, worker: Worker, recipes: dict[int, Recipe], kind: str, version: str) -> None:
+    def __init__(self, worker: PeerProcess, recipes: dict[int, Recipe], kind: str, version: str) -> None:
         self._worker, self._recipes = worker, recipes
         self._kind = kind
         self.name = f"llama.cpp {kind}"
@@ -161,7 +161,7 @@ class LlamaCpp:
         return self._worker.cpu_seconds() if self._kind == KINDS[0] else 0.0
 
 
-class Worker:
+class PeerProcess:
     """The peer's process: one JSON line in, one out."""
 
     def __init__(self, python: str, arguments: Sequence[str]) -> None:
@@ -199,7 +199,7 @@ def default_folder() -> Path:
     return Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "peers"
 
 
-def memory_bytes(widths: Widths) -> int:
+def memory_bytes(widths: PeerSizes) -> int:
     """llama.cpp's memory: all files, which it may repack as it loads them."""
     return sum(recipe.nbytes() for recipe in _recipes(widths).values())
 
@@ -222,7 +222,7 @@ def version_of(python: str) -> str:
 
 @contextlib.contextmanager
 def running(
-    python: str, widths: Widths, folder: Path, threads: int, prompt: int, report: Report
+    python: str, widths: PeerSizes, folder: Path, threads: int, prompt: int, report: MeasureReport
 ) -> Generator[list[LlamaCpp]]:
     """llama.cpp with its files loaded, one contestant per kind, for prompts so long; missing files are made first.
 
@@ -234,7 +234,7 @@ def running(
     _make(python, recipes, folder, report)
     report("llama.cpp is loading its files", 0, 1)
     files = [f"{kind}:{layers}:{recipe.file(folder)}" for (kind, layers), recipe in recipes.items()]
-    worker = Worker(python, [str(threads), str(prompt + _ANSWER), str(widths.vocabulary), *files])
+    worker = PeerProcess(python, [str(threads), str(prompt + _ANSWER), str(widths.vocabulary), *files])
     try:
         worker.ask({})
         yield [LlamaCpp(worker, {layers: recipes[kind, layers] for layers in LAYERS}, kind, version) for kind in KINDS]
@@ -242,11 +242,11 @@ def running(
         worker.close()
 
 
-def _recipes(widths: Widths) -> dict[tuple[str, int], Recipe]:
+def _recipes(widths: PeerSizes) -> dict[tuple[str, int], Recipe]:
     return {(kind, layers): Recipe(kind, widths, layers) for kind in KINDS for layers in LAYERS}
 
 
-def _make(python: str, recipes: dict[tuple[str, int], Recipe], folder: Path, report: Report) -> None:
+def _make(python: str, recipes: dict[tuple[str, int], Recipe], folder: Path, report: MeasureReport) -> None:
     missing = [recipe for recipe in recipes.values() if not recipe.file(folder).exists()]
     wanted = sum(recipe.nbytes() for recipe in missing)
     try:
