@@ -89,14 +89,17 @@ def generate(
             drawn.append(token)
             yield Progress(token, len(prompt), at)
     except NotNumbersError as error:
-        part = decoder.first_nonfinite([*prompt, *drawn])
-        raise PackError(
-            "The packed model computes values that are not numbers",
-            f"No token can be drawn from its logits. The first values that are NaN or infinite come from {part}: the"
-            " pack's weights there are damaged, or far too large.",
-            "Run `floe-chat verify` with the name of the model to see whether its files are damaged.",
-        ) from error
+        raise _not_finite(decoder.first_nonfinite([*prompt, *drawn])) from error
     return "length" if len(prompt) + most < window else "context"
+
+
+def _not_finite(part: str) -> PackError:
+    return PackError(
+        "The packed model computes values that are not numbers",
+        f"No token can be drawn from its logits. The first values that are NaN or infinite come from {part}: the"
+        " pack's weights there are damaged, or far too large.",
+        "Run `floe-chat verify` with the name of the model to see whether its files are damaged.",
+    )
 
 
 def _drawn(
