@@ -203,8 +203,6 @@ class Session:
             with self._lock:
                 self._running = None
                 self._cancelled.discard(command.request)
-        if loaded.offload is not None:
-            loaded.offload.count()
         self._events.put(Finished(command.request, reason, self._stats(loaded, kv, command)))
 
     def _answer(self, command: Generate, loaded: LoadedModel, kv: KVCache) -> str:

@@ -1,6 +1,7 @@
 """Counters of one answer. The MoE layers and the decode loop write, `stats` reads.
 
-Counting is cheap: a layer adds a few integers per step; nothing here waits, locks or allocates tensors.
+Counting is cheap: a layer adds a few integers per step. What it counts may still be on a device that computes it: then
+only `stats` waits for it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import psutil
+from torch import Tensor
 
 from .events import Rows, Stats
+from .host_copies import to_host
+
+_UNCOUNTED = 8192  # steps of layers on a device: with so many, they are counted before `stats` asks
 
 
 @dataclass(slots=True)
@@ -57,6 +62,16 @@ class LayerCounts:
         self.calls = [0] * self.experts
 
 
+@dataclass(frozen=True, slots=True)
+class Uncounted:
+    """A layer's step that is not counted yet: tensors, of which some are on a device, and the function that counts it
+    once they are on the host.
+    """
+
+    tensors: tuple[Tensor, ...]
+    count: Callable[..., None]
+
+
 class PoolReport(Protocol):
     """What a pool of rows reports about itself, see `Offload`."""
 
@@ -87,11 +102,13 @@ class Telemetry:
         self.clock: Callable[[], float] = time.perf_counter
         self.memory: PoolReport | None = None
         self.budget: int | None = None  # bytes of device memory that may be used
+        self._uncounted: list[Uncounted] = []
         self.begin(-1, 0, self.clock())
 
     def begin(self, request: int, prompt_tokens: int, asked_at: float) -> None:
         """Start counting the answer to `request`, which was sent at `asked_at`."""
         self.layers[:] = [LayerCounts(self._experts) for _ in self.layers]
+        self._uncounted.clear()
         self.request = request
         self._prompt_tokens = prompt_tokens
         self._asked_at = asked_at
@@ -126,8 +143,30 @@ class Telemetry:
         if self._first_token_s is None:
             self._first_token_s = at - self._asked_at
 
+    def count(self, count: Callable[..., None], *tensors: Tensor) -> None:
+        """Call `count` with these tensors of a layer's step, once they are on the host, in this answer."""
+        if all(tensor.is_cpu for tensor in tensors):
+            count(*tensors)
+            return
+        self._uncounted.append(Uncounted(tensors, count))
+        if len(self._uncounted) >= _UNCOUNTED:
+            self.settle()
+
+    def uncounted(self) -> list[Uncounted]:
+        """The steps that are not counted yet, for a caller that waits for the device anyway and counts them."""
+        taken, self._uncounted = self._uncounted, []
+        return taken
+
+    def settle(self) -> None:
+        """Wait for the device and count all steps."""
+        steps = self.uncounted()
+        here = iter(to_host([tensor for step in steps for tensor in step.tensors]).arrived())
+        for step in steps:
+            step.count(*(next(here) for _ in step.tensors))
+
     def stats(self, *, kv_bytes: int, vram_bytes: int | None, context_used: int, context_window: int) -> Stats:
-        """The counters so far. What was not measured yet is None."""
+        """The counters so far. What was not measured yet is None. Between two tokens: the device is done then."""
+        self.settle()
         now = self.clock()
         while self._recent and now - self._recent[0] > 1.0:
             self._recent.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from ...kernels import operations as kernels
 from ...kernels.cpu.binding import Stop
-from ...kernels.rule import Rule
 from ...kernels.types import Work
 from ...models.pack.packed_model import PackedLayer
 from ..quality_presets import Preset
@@ -169,8 +169,11 @@ class MoELayer(nn.Module):
 
     def _count(self, result: Result) -> None:
         choice = result.choice
-        counts = computed(result.counts, choice.work.thresholds, choice.ruled.rule)
-        self.add_counts(choice.ruled, choice.experts.tolist(), counts)
+        skipped = (choice.work.thresholds,) if choice.ruled.rule.drops else ()
+        self.telemetry.count(partial(self._add, choice.ruled), choice.experts, result.counts, *skipped)
+
+    def _add(self, ruled: RuledLayer, experts: Tensor, counts: Tensor, thresholds: Tensor | None = None) -> None:
+        self.add_counts(ruled, experts.tolist(), computed(counts, thresholds))
 
     def add_counts(self, ruled: RuledLayer, experts: list[list[int]], counts: list[list[int]]) -> None:
         """Add to the telemetry, with lists: one operation on tensors costs as much as all of this.
@@ -191,9 +194,9 @@ class MoELayer(nn.Module):
                 found.calls[expert] += 1
 
 
-def computed(counts: Tensor, thresholds: Tensor, rule: Rule) -> list[list[int]]:
-    """The counts (P, 2) of calls that are not left out."""
+def computed(counts: Tensor, thresholds: Tensor | None) -> list[list[int]]:
+    """The counts (P, 2) of calls that are not left out: all, or those with a finite threshold."""
     pairs: list[list[int]] = counts.tolist()
-    if not rule.drops:
+    if thresholds is None:
         return pairs
     return [pair for pair, threshold in zip(pairs, thresholds.tolist(), strict=True) if threshold != inf]

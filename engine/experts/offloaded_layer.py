@@ -11,8 +11,8 @@ leaves out or replaces, and the list of neurons predicted for the next layer is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ...kernels.types import Work
 from ...models.pack.packed_model import PackedLayer
-from ..offload.offload import Offload, UncountedStep
+from ..offload.offload import Offload
 from ..offload.row_pool import keys_of
 from ..offload.scheduler import PendingPrefetch
-from ..telemetry import LayerCounts, Telemetry
+from ..telemetry import Telemetry
 from . import substitution
 from .moe_layer import DECODE_TOKENS, Choice, Control, MoELayer, Result
 from .offloaded_prefill import StreamedPrompt
@@ -113,10 +113,10 @@ class OffloadedLayer(MoELayer):
         stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(stays) :]
         optional = [tensor for tensor in (choice.routed, work.late) if tensor is not None]
-        untold, shared.untold = shared.untold, []
+        uncounted = self.telemetry.uncounted()
         active, values, found = device.up(
             *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
-            (*asked, choice.experts, choice.weights, limits, *optional, *(late.counts for late in untold)),
+            (*asked, choice.experts, choice.weights, limits, *optional, *chain(*(late.tensors for late in uncounted))),
         )
         shared.pool.release()  # the device has done all earlier work
         shared.scheduler.begin(self.index)
@@ -124,25 +124,16 @@ class OffloadedLayer(MoELayer):
         experts, weights, limits = next(rest), next(rest), next(rest)
         routed = None if choice.routed is None else next(rest)
         work = Work(here.calls, limits, here.limits, None if work.late is None else next(rest))
-        for late, counts in zip(untold, rest, strict=True):
-            late.add(counts)
+        for late in uncounted:
+            late.count(*(next(rest) for _ in late.tensors))
         choice = Choice(ruled, experts, weights, work, routed)
         return OffloadedStep(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
 
     def _count(self, result: Result) -> None:
-        """If the counts are not computed yet, they are added when the host next waits, in any layer."""
         choice, found = result.choice, self.telemetry.layers[self.index]
         if choice.routed is not None:
             found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
-        if result.counts.is_cpu:
-            super()._count(result)
-        else:
-            self.shared.untold.append(UncountedStep(result.counts, partial(self._count_late, found, result)))
-
-    def _count_late(self, answer: LayerCounts, result: Result, counts: Tensor) -> None:
-        """Count a step whose counts are on the host now; skipped if another answer is being counted by now."""
-        if self.telemetry.layers[self.index] is answer:
-            super()._count(replace(result, counts=counts))
+        super()._count(result)
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)

@@ -21,8 +21,9 @@ from torch import Tensor
 from ...kernels import operations as kernels
 from ...kernels.types import Active, Calls
 from ...kernels.weights import ExpertRows, UpWeights
+from ..host_copies import Copy, moved, to_host
+from .asked import Asked, Listed
 from .lane_rates import RateName, Rates
-from .links.copies import Asked, Copy, Listed, moved, to_host
 from .links.transfer import Link, Transfer
 
 Numbers = NDArray[np.int64]
@@ -94,9 +95,7 @@ class Device:
 
     def arrived(self, copy: Copy) -> list[Tensor]:
         """A copy on the host: the only place where a decode step waits for the device."""
-        if copy.event is not None:
-            copy.event.synchronize()
-        return copy.tensors
+        return copy.arrived()
 
     def fetched(self, *tensors: Tensor) -> list[Tensor]:
         """The tensors on the host, by one copy that it waits for."""

@@ -6,7 +6,7 @@ The up projections of all layers are on the device, all rows in RAM, and some of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -65,16 +65,6 @@ class Parts:
         return cls(cpu=advanced.cpu_share, predictor=advanced.predictor, transfer=cast(TransferMode, advanced.transfer))
 
 
-@dataclass(frozen=True, slots=True)
-class UncountedStep:
-    """A step that is not counted yet: its counts (P, 2) on the device, and the function that adds them once they are on
-    the host.
-    """
-
-    counts: Tensor
-    add: Callable[[Tensor], None]
-
-
 class Offload:
     """The pool, its bytes, and the transfers into them. Only the engine thread uses it.
 
@@ -85,7 +75,6 @@ class Offload:
         pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
         predictor: predicts what the next layer will need; None if nothing is prefetched.
         notices: for the user, until collected.
-        untold: steps that layers still have to count.
     """
 
     def __init__(
@@ -118,7 +107,6 @@ class Offload:
         sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.notices: list[Notice] = []
-        self.untold: list[UncountedStep] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
         self._borrower: weakref.ref[object] | None = None
         self._peak = device.rates.link_bytes_s
@@ -136,12 +124,6 @@ class Offload:
     def link_peak(self) -> float:
         """The link's bytes per second when nothing delays it."""
         return self._peak
-
-    def count(self) -> None:
-        """Let layers count their remaining steps: waits for the device, so only at the end of an answer."""
-        untold, self.untold = self.untold, []
-        for late, counts in zip(untold, self.device.fetched(*(late.counts for late in untold)), strict=True):
-            late.add(counts)
 
     def share(self) -> None:
         """Let rows use the room of keys and values too, while those do not need it; call before the pool is filled."""

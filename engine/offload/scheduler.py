@@ -13,9 +13,9 @@ from math import isfinite
 
 from torch import Tensor
 
+from .asked import Asked
 from .device import Device
 from .device_memory import DeviceMemory
-from .links.copies import Asked
 from .links.transfer import Transfer
 from .row_pool import Keys, RowPool, Slots, keys_of
 

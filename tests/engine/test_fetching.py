@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from floe_chat.engine.offload.links.copies import Asked, Copy, Listed
+from floe_chat.engine.host_copies import Copy
+from floe_chat.engine.offload.asked import Asked, Listed
 
 NEURONS = 11
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.experts.moe_layer import Choice, MoELayer, Result
+from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.offload.offload import Offload, Parts, UncountedStep
+from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.quality_presets import Preset
-from floe_chat.engine.telemetry import LayerCounts
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.pack.usage_file import Heat
 from torch import Tensor
@@ -55,27 +53,6 @@ def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
         loaded.control.counting = False
         assert shared.predictor is not None
         assert not any(layer.guessed or layer.experts_guessed for layer in loaded.telemetry.layers)
-
-
-def test_what_a_gpu_counts_late_is_counted_at_the_end_of_an_answer(loaded: LoadedModel) -> None:
-    with offloaded(loaded, PLAIN, 0.5) as shared:
-        layer = loaded.model.model.layers[0].mlp.experts
-        kv = cache()
-        forward(loaded, PROMPT, kv)
-        loaded.control.counting = True
-        forward(loaded, [9], kv)
-        loaded.control.counting = False
-        counts = loaded.telemetry.layers[0]
-        before = counts.bytes, counts.active
-        experts, weights = torch.tensor([[2]]), torch.ones(1, 1)
-        choice = Choice(layer.ruled, experts, weights, layer.ruled.work(experts, weights))
-        late = Result(choice, torch.zeros(1, 1), torch.tensor([[5, 3]]))
-        for answer in (counts, LayerCounts(1)):  # the second is of an answer that has ended
-            shared.untold.append(UncountedStep(late.counts, partial(layer._count_late, answer, late)))
-        shared.count()
-        up, gate, down = layer.ruled.costs
-        assert counts.active == before[1] + 5 and counts.bytes == before[0] + up + 5 * gate + 3 * down
-        assert shared.untold == []
 
 
 def test_lenient_leaves_out_weak_rows_alone_and_brings_them(loaded: LoadedModel) -> None:

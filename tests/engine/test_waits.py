@@ -1,26 +1,32 @@
-"""How often a decode step waits for the device: all that is waited for goes through `Device.arrived`.
+"""How often a decode step waits for the device: all that is waited for goes through `Device.arrived` and `to_host`.
 
 The device here is the CPU, so that nothing is really waited for; what is counted is the engine's asking.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.experts.moe_layer import Control
+from floe_chat.engine.bench.synthetic import _to  # pyright: ignore[reportPrivateUsage]
+from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
+from floe_chat.engine.host_copies import Copy, moved
 from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.copies import Copy, moved
 from floe_chat.engine.offload.links.throttled_link import ThrottledLink
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
+from floe_chat.kernels import operations
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.rule import LATE
+from floe_chat.kernels.types import Calls, Work
 from floe_chat.kernels.weights import ExpertRows, UpWeights
 from floe_chat.models.pack.packed_model import PackedLayer
 from torch import Tensor
@@ -171,3 +177,147 @@ def test_many_tensors_go_over_in_one_copy(order: slice) -> None:
     for before, after in zip(given, found, strict=True):
         assert after.dtype == before.dtype and torch.equal(after, before)
         assert (after is before) == (before.dtype == torch.bool)
+
+
+class Elsewhere(Tensor):
+    """A tensor that claims to be on a device: whoever reads it waits."""
+
+    is_cpu = False  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
+
+def _read(*_arguments: Any, **_named: Any) -> Any:
+    raise AssertionError("the host waits for the device")
+
+
+for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
+    setattr(Elsewhere, name, _read)
+
+
+def each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with its tensors changed, also those of a tuple, calls and work."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(each(part, change) for part in value)
+    if isinstance(value, Calls | Work):
+        return replace(value, **{part.name: each(getattr(value, part.name), change) for part in fields(value)})
+    return value
+
+
+@pytest.fixture
+def kernels_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels leave what they compute of tensors elsewhere there."""
+
+    def through(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Tensor, *others: Any, **named: Any) -> Any:
+            given = (each(value, lambda tensor: tensor.as_subclass(Tensor)) for value in (first, *others))
+            found = compute(*given, **named)
+            return each(found, lambda tensor: tensor.as_subclass(type(first)))
+
+        return call
+
+    for name in ("select", "moe_step"):
+        monkeypatch.setattr(operations, name, through(getattr(operations, name)))
+
+
+def here(tensors: Sequence[Tensor]) -> Copy:
+    return Copy([tensor.as_subclass(Tensor) for tensor in tensors])
+
+
+def resident(preset: Preset) -> tuple[list[MoELayer], Telemetry]:
+    """Layers whose rows are all on their device."""
+    device = Counted(NBYTES)
+    made, _ = layers(device, preset, predict=None)
+    device.close()
+    control, telemetry = made[0].control, Telemetry(LAYERS, EXPERTS)
+    return [MoELayer(i, layer.packed, control, telemetry) for i, layer in enumerate(made)], telemetry
+
+
+def decode(made: list[MoELayer], kind: type[Tensor], tokens: int = 5) -> Tensor:
+    x = torch.zeros(1, HIDDEN)
+    with torch.inference_mode():
+        for token in range(tokens):
+            x = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(token)).as_subclass(kind)
+            for layer in made:
+                index, weights = torch.tensor([[token % 4, 3 - token % 4]]), torch.tensor([[0.6, 0.4]])
+                x = x + layer(x, index.as_subclass(kind), weights.as_subclass(kind))
+    return x.as_subclass(Tensor)
+
+
+def read_stats(telemetry: Telemetry) -> None:
+    telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1)
+
+
+@pytest.mark.parametrize(
+    "preset", [PLAIN, a_preset("All at once", 0.3, 0.2, drop=0.9, major=0.9)], ids=lambda preset: preset.name
+)
+@pytest.mark.usefixtures("kernels_elsewhere")
+def test_where_all_is_on_the_device_a_step_waits_for_nothing(preset: Preset, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def to_host(tensors: Sequence[Tensor]) -> Copy:
+        asked.append(len(tensors))
+        return here(tensors)
+
+    monkeypatch.setattr("floe_chat.engine.telemetry.to_host", to_host)
+    (there, late), (at_once, counted) = resident(preset), resident(preset)
+    assert torch.equal(decode(there, Elsewhere), decode(at_once, Tensor)) and asked == []
+    assert late.layers != counted.layers
+    read_stats(late)
+    assert late.layers == counted.layers and len(asked) == 1 and asked[0] >= 2 * 5 * LAYERS
+    read_stats(late)
+    assert late.layers == counted.layers  # once
+    decode(there, Elsewhere)
+    late.begin(2, 1, 0.0)  # another answer: what the last one left is not its own
+    read_stats(late)
+    assert sum(layer.neurons for layer in late.layers) == 0
+
+
+@pytest.mark.usefixtures("kernels_elsewhere")
+def test_what_is_not_counted_yet_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("floe_chat.engine.telemetry.to_host", here)
+    monkeypatch.setattr("floe_chat.engine.telemetry._UNCOUNTED", 2 * LAYERS)
+    (there, late), (at_once, counted) = resident(PLAIN), resident(PLAIN)
+    decode(there, Elsewhere, 4)
+    decode(at_once, Tensor, 4)
+    assert late.layers == counted.layers
+
+
+def test_what_a_layer_left_uncounted_is_read_with_what_the_next_one_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def count(counts: Tensor) -> None:
+        seen.append(counts.tolist())
+
+    def started(packed: Tensor) -> Tensor:
+        return packed.as_subclass(Tensor).clone()
+
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr("floe_chat.engine.host_copies._started", started)
+    device = Counted(NBYTES)
+    made, _ = layers(device, PLAIN, predict=None)
+    made[0].telemetry.count(count, torch.tensor([3, 4]).as_subclass(Elsewhere))
+    assert seen == []
+    made[0](torch.ones(1, HIDDEN), torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.4]]))
+    assert seen == [[3, 4]] and device.asked == 1
+    device.close()
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_waits_for_nothing() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    made, telemetry = resident(PLAIN)
+    made = [MoELayer(layer.index, _to(layer.packed, "cuda"), layer.control, telemetry) for layer in made]
+    given = torch.ones(1, HIDDEN), torch.tensor([[1, 2]]), torch.tensor([[0.6, 0.4]])
+    x, index, weights = (tensor.cuda() for tensor in given)
+    made[0](x, index, weights)  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for layer in made:
+            x = layer(x, index, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    read_stats(telemetry)
+    assert x.isfinite().all() and telemetry.layers[1].neurons > 0

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ....kernels.types import Active, Calls
 from ....kernels.weights import ExpertRows, UpWeights
+from ...host_copies import Copy
+from ..asked import Asked
 from ..cards import DENSE_LAUNCHES, PREFIX, Card
 from ..device import Device, Partial
 from ..lane_rates import RateName
-from ..links.copies import Asked, Copy
 from .virtual_clock import Clock
 from .virtual_link import VirtualLink
 

@@ -1,4 +1,4 @@
-"""Results on their way from a device to the host, in one copy that need not be awaited at once."""
+"""Tensors of a device on their way to the host, in one copy that need not be awaited at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ....kernels.types import Active
-
-# Where each call's neurons end (P,), the neurons and their values; after the last end both may hold anything.
-Listed = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(eq=False, slots=True)
@@ -27,24 +22,11 @@ class Copy:
     event: Any = None
     at: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Active neurons that a device was asked to find.
-
-    Attributes:
-        values: on the device. copy: ends, neurons and values on their way to the host, and everything else requested.
-    """
-
-    values: Tensor
-    copy: Copy
-
-    def answer(self) -> tuple[Active, Tensor, list[Tensor]]:
-        """Once the copy is there: the neurons and their values on the host, the values on the device, all else."""
-        ends, neurons, values, *others = self.copy.tensors
-        total = int(ends[-1]) if ends.numel() else 0
-        offsets = torch.cat([ends.new_zeros(1), ends])
-        return Active(offsets, neurons[:total].long(), values[:total]), self.values[:total], others
+    def arrived(self) -> list[Tensor]:
+        """The tensors, once the device is that far."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensors
 
 
 def moved(
