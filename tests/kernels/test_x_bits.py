@@ -95,11 +95,15 @@ def test_sparse_swiglu_of_rounded_x(size: tuple[int, int, int, int], widths: tup
     active = Active(torch.tensor([0, len(neurons)]), neurons, v)
     torch.full(x.shape, float("nan"))
     y, kept = native.sparse_swiglu(x, layer.rows, make_calls([0], [0]), active, None, 8)
-    h = silu(layer.gate[0, neurons] @ seen(x, size[3])[0]) * v.double()
+    gate, rough = layer.gate[0, neurons], seen(x, size[3])[0]
+    h = silu(gate @ rough) * v.double()
     truth = make_calls([0], [0]).weights[0].double() * (h @ layer.down[0, neurons])
     assert kept.tolist() == [len(neurons)]
+    # A neuron may be a small difference of large sums, which float32 knows to some 2^-25 of all that is added up.
+    noise = 2**-25 * (gate.abs() @ rough.abs()) * v.double()
+    spread = (noise.square() @ layer.down[0, neurons].square()).mean().sqrt() * 0.1 / truth.square().mean().sqrt()
     # Of 4-bit down columns the factors are rounded too, relative to the largest of eight.
-    assert relative_rms(y[0], truth) <= (8e-3 if widths[1] == 4 and size[3] == 64 else 1e-5)
+    assert relative_rms(y[0], truth) <= (8e-3 if widths[1] == 4 and size[3] == 64 else 1e-5 + float(spread))
 
 
 @every_isa
