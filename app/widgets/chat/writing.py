@@ -116,7 +116,7 @@ class Writing(Vertical):
     def _listed(self, paths: list[str]) -> None:
         self._listing = paths
         if (found := self.completion.wanted) is not None and found.kind == "file":
-            self.completion.offer(found, matching(found.query, paths))
+            self._offer(found)  # by now it may name a place that is not listed
 
     @on(OptionList.OptionSelected)
     def _clicked(self, event: OptionList.OptionSelected) -> None:
