@@ -229,7 +229,7 @@ def hostile_array(rng: Random, array: Any) -> Any:
     if array.size and np.issubdtype(array.dtype, np.integer):
         array = array.copy()
         most = np.iinfo(array.dtype).max
-        array[rng.randrange(array.size)] = rng.choice(
+        array.flat[rng.randrange(array.size)] = rng.choice(
             (-1, most, -most - 1, int(array.max()) + 1 if array.max() < most else 0)
         )
     return array

@@ -157,6 +157,8 @@ def _is_moderate(value: Any) -> bool:
     if isinstance(value, Tensor):
         if not value.is_floating_point() or not value.numel():
             return True
+        if value.is_meta:
+            return False
         return value.numel() < 1 << 24 and float(value.double().nan_to_num(0, math.inf, -math.inf).abs().max()) < 1e4
     if isinstance(value, float):
         return math.isnan(value) or abs(value) < 1e4

@@ -51,14 +51,26 @@ class Running:
     def __call__(self) -> Any:
         if self._process is None:
             self._process = self._make()
-        process, given = self._process, _Lent()
-        given.number, given.ask = process.number, process.ask
+        process, given, asked = self._process, _Lent(), list[bool]()
+        given.number = process.number
+
+        def ask(seconds: float, request: dict[str, Any]) -> dict[str, Any]:
+            asked.append(True)
+            try:
+                reply = process.ask(seconds, request)
+            except FloeError:  # an answer too
+                asked.pop()
+                raise
+            asked.pop()
+            return reply
 
         def end() -> None:
-            if process._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
+            # One that still answers, or never did, would answer the next input.
+            if asked or process._process.poll() is not None:  # pyright: ignore[reportPrivateUsage]
                 process.end()
                 self._process = None
 
+        given.ask = ask
         given.end = end
         return given
 
