@@ -23,6 +23,7 @@ from floe_chat.app.history import (
     open_history,
 )
 from floe_chat.app.history.database.store import KEPT_AFTER_DELETION, HistoryStore
+from floe_chat.app.history.records import now
 from floe_chat.engine.events import Sampling
 from floe_chat.models.errors import UsageError
 
@@ -299,7 +300,9 @@ def test_ask_goes_on_with_the_last_conversation_or_a_numbered_one(history: Histo
     answer.append("one")
     answer.finish(STATS)
     history.begin(SETUP)  # number 2, without a question
-    settled(history)
+    begun_at = settled(history).numbered(2).updated
+    while now() == begun_at:  # of two that were written to in one millisecond the second would be the last
+        time.sleep(0.001)
     blank = ask_in(history, 1, "unanswered", ChatSetup("other", "High"))
     blank.keep().finish(None, "stopped")
     settled(history)
