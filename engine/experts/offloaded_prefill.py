@@ -52,9 +52,9 @@ class StreamedPrompt:
         coming = list[Transfer]()
         try:
             self._run(shares, coming)
-        except Exception:
+        except Exception:  # whatever it was, `Cancelled` too: until the transfers end they write to the buffers
             for transfer in coming:
-                self.shared.device.wait(transfer)  # until then the next prompt's buffers are being written
+                self.shared.device.wait(transfer)
             raise
 
     def _run(self, shares: Sequence[Share], coming: list[Transfer]) -> None:

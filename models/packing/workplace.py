@@ -70,7 +70,7 @@ def locked(marker: Path, title: str) -> Generator[None]:
         lock.acquire()
     except filelock.Timeout:
         raise TryAgainError(title, _holder(marker), "Wait until it has finished, or choose another folder.") from None
-    except (OSError, NotImplementedError) as error:  # filelock's word for a system without such locks
+    except (OSError, NotImplementedError) as error:  # filelock raises the second where the system has no such locks
         cause = f"{getattr(error, 'strerror', None) or error}."
         raise FloeError(f"{marker} cannot be locked", cause, "Choose a folder on another disk.") from error
     try:

@@ -26,7 +26,7 @@ def compiled() -> None:
     try:
         native.isa()
     except native.NativeUnavailableError as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # no library, or none for this CPU
 
 
 @pytest.mark.usefixtures("compiled")

@@ -71,7 +71,7 @@ def test_it_is_layer_after_layer(pack: Path, preset: Preset, isa: str, monkeypat
     try:
         native.select_isa(isa)
     except native.NativeUnavailableError as why:
-        pytest.skip(str(why))
+        pytest.skip(str(why))  # this CPU lacks the instruction set
     try:
         loaded = open_model(pack)
         assert "one compiled call per token" in loaded.decoder.reason

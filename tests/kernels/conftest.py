@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> None:
         try:
             build.build(path)
         except FileNotFoundError as error:
-            pytest.skip(str(error))
+            pytest.skip(str(error))  # no compiler either: plain torch is what such a machine runs
         os.environ["FLOE_CPU_LIBRARY"] = str(path)
 
 
@@ -43,7 +43,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         yield native.select_isa(request.param).name
     except native.NativeUnavailableError as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # this CPU lacks it
     finally:
         native.select_isa(None)
 
