@@ -1,4 +1,5 @@
-"""The compiled CPU kernels' library: records and functions as `floe.h` declares them, and the instruction set in use.
+"""The compiled CPU kernels' library: records and functions as `floe.h` and `floe_offload.h`
+declare them, and the instruction set in use.
 
 `records.calls(count=2, token=..., ...)` makes a `floe_calls`, and `library().moe_step(...)` calls `floe_moe_step`. All
 fields are passed by name. For a C pointer, both take a tensor or an array, refuse a wrong type, and pass its address;
@@ -108,7 +109,7 @@ def _compiled(name: str, given: Sequence[Declared], target: Any, *, record: bool
         code = f"def {name}(*, {names}):\n made = target({values})\n made.held = ({held})\n return made"
     else:
         code = f"def {name}({names}):\n return target({values})"
-    exec(compile(code, str(header.PATH), "exec"), scope)
+    exec(compile(code, "floe.h", "exec"), scope)
     return scope[name]
 
 
@@ -193,7 +194,7 @@ def library_path() -> Path:
 
 @cache
 def library() -> Any:
-    """The functions of `floe.h`, without its prefix, on the instruction set that the environment asks for.
+    """The declared functions, without their prefix, on the instruction set that the environment asks for.
 
     Raises:
         NativeUnavailableError: the library is missing, was built from another header, or cannot run as asked.
@@ -211,7 +212,7 @@ def library() -> Any:
     numbers = made["layout"]()
     if numbers[: numbers[0] + 1] != [len(expected), *expected]:
         raise NativeUnavailableError(
-            f"{path.name} was built from another {header.PATH.name}: install the package again, or run cpu/build.py"
+            f"{path.name} was built from another floe.h: install the package again, or run cpu/build.py"
         )
     functions = SimpleNamespace(**made)
     if wanted := os.environ.get("FLOE_CPU_ISA"):

@@ -1,6 +1,6 @@
-// The C interface of the CPU kernels, and the only place where it is written down: `binding.py` reads this file, and
-// the library reports the sizes and offsets that the compiler gave these records (`floe_layout`). `header.py` says
-// which part of C may stand here.
+// The C interface of the CPU kernels. It is written down only here and in floe_offload.h: `binding.py` reads both
+// files, and the library reports the sizes and offsets that the compiler gave their records (`floe_layout`).
+// `header.py` says which part of C may stand here.
 //
 // Shapes: B tokens, P (token, expert) calls, H hidden size, F neurons of an expert, E experts, N active neurons.
 // Every function checks sizes and indices before it reads or writes through a pointer, and returns a negative
@@ -27,6 +27,7 @@ extern "C" {
 
 enum {
     FLOE_OK = 0,
+    FLOE_MORE = 1,       // done in part: call again
     FLOE_BAD_SHAPE = -1, // a width, group or size that no layout has, or sizes that do not fit each other
     FLOE_BAD_INDEX = -2, // a token, expert, neuron, slot or position out of range, or offsets that do not rise
     FLOE_REPEATED = -3,  // a neuron twice in one call
@@ -34,9 +35,11 @@ enum {
     FLOE_UNSUPPORTED = -5,  // this processor or system cannot do it
     FLOE_STOPPED = -6,      // somebody asked for it
     FLOE_NOT_A_NUMBER = -7, // logits that nothing can be drawn from
+    FLOE_LINK_FAILED = -8,  // the link to a device ended
+    FLOE_DEVICE_FAILED = -9,
 };
 
-// How many numbers follow, a mark of all declarations in this file, then the size of each record and its fields'
+// How many numbers follow, a mark of all declarations, then the size of each record and its fields'
 // offsets.
 FLOE_API const int64_t *floe_layout(void);
 

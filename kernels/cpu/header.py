@@ -1,6 +1,7 @@
-"""What `floe.h` declares: `binding.py` makes records and functions of it, the build what a library reports of itself.
+"""What `floe.h` and `floe_offload.h` declare: `binding.py` makes records and functions of it, the build what a library
+reports of itself.
 
-The header keeps to plain C: `//` comments, `enum`, `typedef struct { ... } name;`, and prototypes behind FLOE_API. A
+The headers keep to plain C: `//` comments, `enum`, `typedef struct { ... } name;`, and prototypes behind FLOE_API. A
 pointer that may be NULL is marked FLOE_OPTIONAL. Needs nothing but Python.
 """
 
@@ -8,10 +9,11 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PATH = Path(__file__).parent / "floe.h"
+PATHS = tuple(Path(__file__).parent / name for name in ("floe.h", "floe_offload.h"))  # each includes those before it
 
 
 class Declared(NamedTuple):
@@ -31,7 +33,7 @@ class Function(NamedTuple):
 
 
 class Interface(NamedTuple):
-    """All of a header. codes: of its enums. mark: changes with every declaration, not with comments."""
+    """All of the headers. codes: of their enums. mark: changes with every declaration, not with comments."""
 
     records: dict[str, tuple[Declared, ...]]
     functions: dict[str, Function]
@@ -39,9 +41,10 @@ class Interface(NamedTuple):
     mark: int
 
 
-def read(path: Path = PATH) -> Interface:
-    """Parse the header."""
-    text = re.sub(r"//.*|^\s*#.*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+def read(paths: Sequence[Path] = PATHS) -> Interface:
+    """Parse the headers, in the order in which they need each other."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    text = re.sub(r"//.*|^\s*#.*", "", text, flags=re.MULTILINE)
     codes: dict[str, int] = {}
     for body in re.findall(r"enum \{(.*?)\}", text, re.DOTALL):
         for number, entry in enumerate(filter(None, map(str.strip, body.split(",")))):
@@ -71,7 +74,7 @@ def layout_source(interface: Interface) -> str:
         numbers += [f"sizeof({record})", *(f"offsetof({record}, {field.name})" for field in fields)]
     listed = ",\n        ".join((str(len(numbers)), *numbers))
     return f"""#include <stddef.h>
-#include "floe.h"
+#include "{PATHS[-1].name}"
 
 const int64_t *floe_layout(void) {{
     static const int64_t numbers[] = {{

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -263,14 +262,8 @@ class TestLink:
                 assert torch.equal(there, bench.source[torch.from_numpy(t.index)])
 
 
-def ticking(*seconds: float) -> Callable[[], float]:
-    """A thread's processor time: what it shows call by call."""
-    left = iter(seconds)
-    return lambda: next(left)
-
-
 def test_the_hosts_own_work_takes_its_time_inside_host_alone() -> None:
-    clock = Clock(ticking(10.0, 10.5, 12.0, 12.25))
+    clock = Clock(np.array([10.0, 10.5, 12.0, 12.25]))
     clock.run("gpu", 1.0)
     assert clock.now == 0 and clock.busy("host") == 0  # outside, nothing is read
     with clock.host(), clock.aside():  # 10.0, 10.5
@@ -282,7 +275,7 @@ def test_the_hosts_own_work_takes_its_time_inside_host_alone() -> None:
 
 
 def test_work_that_is_handed_over_after_the_hosts_begins_later() -> None:
-    clock = Clock(ticking(0.0, 3.0, 4.0, 4.0))
+    clock = Clock(np.array([0.0, 3.0, 4.0, 4.0]))
     with clock.host():
         assert clock.run("gpu", 2.0) == 5.0  # after 3 seconds of the host
         assert clock.sync("gpu") == 1.0  # of which it has spent one more by now

@@ -35,7 +35,7 @@ def active(**changes: object) -> object:
 def test_a_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "one.h"
     path.write_text(HEADER, encoding="utf-8")
-    found = header.read(path)
+    found = header.read([path])
     assert found.codes == {"FLOE_OK": 0, "FLOE_WRONG": -1}
     fields = [(one.name, one.type, one.stars, one.optional) for one in found.records["floe_one"]]
     assert fields == [
@@ -49,9 +49,19 @@ def test_a_header_is_read(tmp_path: Path) -> None:
     ]
     assert found.functions["floe_nothing"].parameters == ()
     path.write_text(HEADER.replace("// two at once", "// other words"), encoding="utf-8")
-    assert header.read(path).mark == found.mark
+    assert header.read([path]).mark == found.mark
     path.write_text(HEADER.replace("double how", "float how"), encoding="utf-8")
-    assert header.read(path).mark != found.mark
+    assert header.read([path]).mark != found.mark
+
+
+def test_headers_are_read_together(tmp_path: Path) -> None:
+    first, second = tmp_path / "one.h", tmp_path / "two.h"
+    first.write_text(HEADER, encoding="utf-8")
+    second.write_text("typedef struct { floe_one one; } floe_two;", encoding="utf-8")
+    alone, both = header.read([first]), header.read([first, second])
+    assert set(both.records) == {"floe_one", "floe_two"} and both.functions == alone.functions
+    assert both.mark != alone.mark, "the mark covers every header"
+    assert {path.name for path in header.PATHS} == {path.name for path in header.PATHS[0].parent.glob("*.h")}
 
 
 def test_each_field_of_a_record_is_asked_for_by_name() -> None:
