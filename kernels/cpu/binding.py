@@ -101,14 +101,14 @@ def _converted(declared: Declared, *, field: bool) -> str:
 
 def _compiled(name: str, given: Sequence[Declared], target: Any, *, record: bool) -> Any:
     """A function that converts arguments for `target`, written out: a loop would take longer than the call itself."""
-    scope = {f"to_{one.name}": _converter(one) for one in given} | {"target": target} | _TORCH
+    scope = {f"to_{one.name}": _converter(one) for one in given} | {"_target": target} | _TORCH
     names = ", ".join(one.name for one in given)
     values = ", ".join(_converted(one, field=record) for one in given)
     if record:
         held = "".join(f"{one.name}, " for one in given if one.stars or one.type in _structures)
-        code = f"def {name}(*, {names}):\n made = target({values})\n made.held = ({held})\n return made"
+        code = f"def {name}(*, {names}):\n made = _target({values})\n made.held = ({held})\n return made"
     else:
-        code = f"def {name}({names}):\n return target({values})"
+        code = f"def {name}({names}):\n return _target({values})"
     exec(compile(code, "floe.h", "exec"), scope)
     return scope[name]
 

@@ -20,6 +20,61 @@ typedef struct {
     int32_t counting, reserved;
 } floe_clock;
 
+// ---- links
+
+// NONE: rows are in their slots at once, and no time passes. VIRTUAL: likewise, but they count as landed when the clock
+// says so.
+enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL };
+
+// Rows of row_bytes go `chunk` at a time, at most. pack_threads: threads that copy rows. rate in bytes per second,
+// latency in seconds of one chunk: not of NONE. clock: of VIRTUAL.
+typedef struct {
+    int32_t kind, pack_threads;
+    int64_t row_bytes, chunk;
+    double rate, latency;
+    FLOE_OPTIONAL floe_clock *clock;
+} floe_link_config;
+
+// Returns a handle above 0. Each handle is used once; a stale one is FLOE_BAD_INDEX everywhere. What the configuration
+// points to must stay until the link is freed.
+FLOE_API int64_t floe_link_open(const floe_link_config *config);
+
+// Rows `index` (count) of source (rows, row_bytes) to `slots` of target (capacity, row_bytes), each slot once. Urgent
+// ones go first, in order, then the others by falling score. source and target: both NULL if bytes have no content,
+// otherwise valid until the transfer has landed or was dropped. Returns the transfer's number, above 0.
+FLOE_API int64_t floe_link_submit(int64_t link, FLOE_OPTIONAL const uint8_t *source, int64_t rows,
+                                  FLOE_OPTIONAL uint8_t *target, int64_t capacity, int64_t count, const int32_t *index,
+                                  const int32_t *slots, int urgent, double score, int64_t layer);
+
+// Until computation that follows finds the rows in their slots; makes the transfer urgent. seconds: how long the host,
+// or in virtual time the GPU, waited. FLOE_BAD_INDEX: it was never submitted, was dropped, or `finished` has named it.
+FLOE_API int floe_link_wait(int64_t link, int64_t transfer, FLOE_OPTIONAL const floe_stop *stop, double *seconds);
+
+// The transfers done since the last call, `most` of them at most; returns how many.
+FLOE_API int64_t floe_link_finished(int64_t link, int64_t most, int64_t *transfers);
+
+// Takes transfers of a layer (-1: of all) that are not urgent and have not begun out of the queue, `most` of them at
+// most; returns how many.
+FLOE_API int64_t floe_link_drop(int64_t link, int64_t layer, int64_t most, int64_t *transfers);
+
+// Bytes that were submitted and have not landed.
+FLOE_API int64_t floe_link_queued(int64_t link);
+
+// Bytes that have landed, and seconds in which rows were on their way.
+FLOE_API int floe_link_moved(int64_t link, int64_t *bytes, double *busy);
+
+// Until everything submitted has landed.
+FLOE_API int floe_link_drain(int64_t link);
+
+// Chunks on their way land, queued ones never will. Nothing moves afterwards, and nothing can be submitted.
+FLOE_API int floe_link_close(int64_t link);
+
+// Closes the link and makes the handle stale.
+FLOE_API int floe_link_free(int64_t link);
+
+// After FLOE_LINK_FAILED: why. Valid until the link is freed. NULL for a stale handle.
+FLOE_API const char *floe_link_failure(int64_t link);
+
 #ifdef __cplusplus
 }
 #endif

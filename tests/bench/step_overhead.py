@@ -31,6 +31,7 @@ from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
 from floe_chat.engine.offload.device import Device, Partial
 from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.quality_presets import PRESETS, Preset
@@ -43,40 +44,22 @@ from floe_chat.kernels.weights import ExpertRows, UpWeights
 from floe_chat.models.pack.packed_model import PackedLayer
 
 LAYERS, EXPERTS, NEURONS, TOP_K = 32, 8, 14336, 2
+NBYTES = 64  # of a row
 ACTIVE = 0.49  # of the neurons, as at Balanced
 IN_PLACE = 4  # experts that are read in place, more than any cache holds
 WARM = 12  # tokens
 
 
-class _Link:
+class _Link(CompiledLink):
     """Everything is there at once."""
 
-    name, bytes_moved, busy_s = "no link", 0, 0.0
-
     def __init__(self) -> None:
-        self._done: list[Transfer] = []
+        super().__init__("none", "no link", NBYTES, content=False)
         self.urgent_at = 0.0  # the thread's time
 
-    def queued_bytes(self) -> int:
-        return 0
-
     def submit(self, transfer: Transfer) -> None:
+        super().submit(transfer)
         self.urgent_at = time.thread_time() if transfer.urgent else self.urgent_at
-        transfer.done = True
-        self._done.append(transfer)
-
-    def wait(self, transfer: Transfer) -> float:
-        return 0.0
-
-    def finished(self) -> list[Transfer]:
-        done, self._done = self._done, []
-        return done
-
-    def drop(self, layer: int | None) -> list[Transfer]:
-        return []
-
-    def close(self) -> None:
-        pass
 
 
 class _Nothing(Device):
@@ -111,7 +94,9 @@ class _Nothing(Device):
 def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLayer], Control]:
     """Layers of Mixtral's width without weights (the record of a row is made as small as it can be)."""
     vector = VectorLayout(64, 2, 64)
-    rows = ExpertRows(RowLayout(vector, vector, torch.float16), torch.zeros(EXPERTS, NEURONS, 64, dtype=torch.uint8))
+    rows = ExpertRows(
+        RowLayout(vector, vector, torch.float16), torch.zeros(EXPERTS, NEURONS, NBYTES, dtype=torch.uint8)
+    )
     up_layout = UpLayout(vector, torch.float16)
     up = UpWeights(
         up_layout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from floe_chat.engine.loader import load
 from floe_chat.engine.offload.cards import CHUNK_BYTES, Card
 from floe_chat.engine.offload.cards import named as card
+from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Link, Transfer
 from floe_chat.engine.offload.virtual.virtual_clock import Clock, Timeline
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
@@ -84,14 +86,25 @@ class TestClock:
             Clock().run("gpu", seconds)
 
 
+def compiled(card: Card, clock: Clock, nbytes: int, chunk: int) -> CompiledLink:
+    rate, latency = min(card.link_bytes_s, card.pack_bytes_s), card.link_latency_s
+    name = f"sim:{card.name}"
+    return CompiledLink("virtual", name, nbytes, chunk=chunk, rate=rate, latency=latency, clock=clock.record)
+
+
+MAKE: dict[str, Callable[[Card, Clock, int, int], Link]] = {"definition": VirtualLink, "compiled": compiled}
+
+
 class Bench:
     """A link of chunks of 10 rows, a source of random rows and a target of as many slots."""
 
-    def __init__(self, rows: int = 1000, device: Card = PLAIN) -> None:
-        self.clock = Clock()
+    make = staticmethod(MAKE["compiled"])
+
+    def __init__(self, rows: int = 1000, device: Card = PLAIN, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
         self.source = torch.randint(256, (rows, NBYTES), dtype=torch.uint8)
         self.target = torch.zeros(rows, NBYTES, dtype=torch.uint8)
-        self.link = VirtualLink(device, self.clock, NBYTES, chunk=10)
+        self.link = self.make(device, self.clock, NBYTES, 10)
         self._free = RANDOM.sample(range(rows), rows)
 
     def transfer(self, rows: int, urgent: bool = False, score: float = 0.0, layer: int = 0) -> Transfer:
@@ -109,6 +122,15 @@ class Bench:
         return self.link.finished()
 
 
+@pytest.fixture(params=sorted(MAKE), scope="class")
+def kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which link a `Bench` has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bench, "make", staticmethod(MAKE[request.param]))
+        yield
+
+
+@pytest.mark.usefixtures("kind")
 class TestLink:
     def test_it_is_a_link(self) -> None:
         link: Link = Bench().link

@@ -25,6 +25,7 @@ WATCHED = (
     "test_draw.py",
     "test_pool.py",
     "test_arguments.py",
+    "../engine/test_compiled_link.py",
 )
 INPUTS = 400  # hostile calls; `make fuzz` makes more
 

@@ -23,10 +23,8 @@ from ...experts.moe_layer import Control
 from ...experts.offloaded_layer import Neighbours, OffloadedLayer
 from ...offload.cards import Card
 from ...offload.device import Partial
-from ...offload.links.link_queue import Job
 from ...offload.offload import Offload, Parts
 from ...offload.virtual.virtual_device import VirtualDevice
-from ...offload.virtual.virtual_link import VirtualLink
 from ...quality_presets import Preset
 from ...telemetry import LayerCounts, Telemetry
 from .trace import Trace
@@ -85,13 +83,6 @@ class Width:
         return one.up.bytes_per_expert() + one.rows.data.shape[1] * one.rows.data.shape[2]
 
 
-class _Link(VirtualLink):
-    """Its bytes have no content."""
-
-    def _move(self, job: Job) -> None:
-        pass
-
-
 class ReplayDevice(VirtualDevice):
     """A virtual device whose activations are read from a trace. `token` and `layer` say where in it."""
 
@@ -106,8 +97,7 @@ class ReplayDevice(VirtualDevice):
         *,
         host: bool,
     ) -> None:
-        super().__init__(card, row_bytes, width.hidden, width.dense_bytes, cpu_share, host=host)
-        self.link = _Link(card, self.clock, row_bytes)
+        super().__init__(card, row_bytes, width.hidden, width.dense_bytes, cpu_share, host=host, content=False)
         self._trace, self._width = trace, width
         # Of active neurons, how many reach the second threshold: what the preset means on text like the calibration's.
         rule = preset.rule

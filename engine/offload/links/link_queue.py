@@ -2,7 +2,7 @@
 
 A link moves chunks of rows. Before each chunk the queue is asked again, so that an urgent transfer waits for the chunks
 on their way at most; an interrupted prefetch continues later. Two kinds of link work through it: `threaded_link.py`
-by the machine's clock, `virtual_link.py` by a virtual one.
+by the machine's clock, `virtual_link.py` by a virtual one. It defines what kernels/cpu/link/link_queue.cpp does.
 """
 
 from __future__ import annotations
@@ -111,22 +111,8 @@ class LinkQueue:
         Raises:
             ValueError: rows, slots, tensors or a score that do not fit.
         """
+        check_ends(transfer, self.nbytes, self._device)
         source, target, index, slots = transfer.source, transfer.target, transfer.index, transfer.slots
-        for what, tensor, device in (("source", source, torch.device("cpu")), ("target", target, self._device)):
-            if tensor.dtype != torch.uint8 or tensor.ndim != 2 or not tensor.is_contiguous():
-                raise ValueError(f"{what} must be contiguous 2-D uint8, not {tensor.ndim}-D {tensor.dtype}")
-            if tensor.shape[1] != self.nbytes or tensor.device != device:
-                raise ValueError(
-                    f"{what} must be rows of {self.nbytes} bytes on {device}, "
-                    f"not of {tensor.shape[1]} on {tensor.device}"
-                )
-        if index.dtype != np.int64 or slots.dtype != np.int32 or index.ndim != 1 or index.shape != slots.shape:
-            raise ValueError(
-                f"index and slots must be (N,) int64 and int32, "
-                f"not {index.shape} {index.dtype} and {slots.shape} {slots.dtype}"
-            )
-        if math.isnan(transfer.score):
-            raise ValueError("a score must be a number")
         places = landing(index, slots, len(source), len(target))
         return Job(transfer, torch.from_numpy(index.copy()), torch.from_numpy(places))
 
@@ -219,6 +205,29 @@ class LinkQueue:
     def landed_all(self) -> bool:
         """Whether all queued transfers have landed."""
         return not self._jobs
+
+
+def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
+    """Check a transfer's tensors and arrays, but not what index and slots hold.
+
+    Raises:
+        ValueError: rows, slots, tensors or a score that do not fit.
+    """
+    source, target, index, slots = transfer.source, transfer.target, transfer.index, transfer.slots
+    for what, tensor, place in (("source", source, torch.device("cpu")), ("target", target, device)):
+        if tensor.dtype != torch.uint8 or tensor.ndim != 2 or not tensor.is_contiguous():
+            raise ValueError(f"{what} must be contiguous 2-D uint8, not {tensor.ndim}-D {tensor.dtype}")
+        if tensor.shape[1] != nbytes or tensor.device != place:
+            raise ValueError(
+                f"{what} must be rows of {nbytes} bytes on {place}, not of {tensor.shape[1]} on {tensor.device}"
+            )
+    if index.dtype != np.int64 or slots.dtype != np.int32 or index.ndim != 1 or index.shape != slots.shape:
+        raise ValueError(
+            f"index and slots must be (N,) int64 and int32, "
+            f"not {index.shape} {index.dtype} and {slots.shape} {slots.dtype}"
+        )
+    if math.isnan(transfer.score):
+        raise ValueError("a score must be a number")
 
 
 @cache

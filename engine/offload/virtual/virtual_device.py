@@ -18,8 +18,8 @@ from ..asked import Asked
 from ..cards import DENSE_LAUNCHES, PREFIX, Card
 from ..device import Device, Partial
 from ..lane_rates import RateName
+from . import virtual_link
 from .virtual_clock import Clock
-from .virtual_link import VirtualLink
 
 
 class VirtualDevice(Device):
@@ -32,11 +32,20 @@ class VirtualDevice(Device):
     real = False
 
     def __init__(
-        self, card: Card, row_bytes: int, hidden: int, dense_bytes: int, cpu_share: float = 1.0, *, host: bool = True
+        self,
+        card: Card,
+        row_bytes: int,
+        hidden: int,
+        dense_bytes: int,
+        cpu_share: float = 1.0,
+        *,
+        host: bool = True,
+        content: bool = True,
     ) -> None:
         """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'.
 
-        `host`: whether the host's own time is counted; without it times depend on the profile alone.
+        `host`: whether the host's own time is counted; without it times depend on the profile alone. `content`: whether
+        rows have any.
         """
         self.clock, self.card, self._counts_host = Clock(), card, host
         self._dense_bytes = dense_bytes
@@ -44,7 +53,7 @@ class VirtualDevice(Device):
         self._flops = 4.0 * hidden
         self._true = card.rates(self._flops / row_bytes)
         self._ends: dict[Future[Partial], float] = {}
-        link = VirtualLink(card, self.clock, row_bytes)
+        link = virtual_link.open_link(card, self.clock, row_bytes, content=content)
         super().__init__(f"{PREFIX}{card.name}", "cpu", link, card.rates(self._flops / row_bytes), cpu_share)
 
     def now(self) -> float:

@@ -1,14 +1,50 @@
-"""The link of a virtual card: bytes arrive at once, and the queue's time is counted by a virtual clock."""
+"""The link of a virtual card: bytes arrive at once, and the queue's time is counted by a virtual clock.
+
+`VirtualLink` defines what the compiled one does (kernels/cpu/link/virtual_link.cpp), and stands in for it where the
+library is missing.
+"""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
 from ....kernels import operations as kernels
+from ....kernels.cpu.binding import NativeUnavailableError, isa_is_forced
 from ..cards import CHUNK_BYTES, PREFIX, Card
+from ..links.compiled_link import CompiledLink
 from ..links.link_queue import Job, LinkQueue
-from ..links.transfer import Transfer
+from ..links.transfer import Link, Transfer
 from .virtual_clock import Clock
+
+_log = logging.getLogger("floe_chat.engine")
+
+
+def open_link(card: Card, clock: Clock, nbytes: int, *, content: bool = True) -> Link:
+    """The link of a card for rows of `nbytes`.
+
+    Args:
+        content: whether bytes are moved at all; only times count if not.
+
+    Raises:
+        NativeUnavailableError: an instruction set is requested by name and is not available.
+    """
+    chunk = max(1, CHUNK_BYTES // nbytes)
+    try:
+        return CompiledLink(
+            *("virtual", PREFIX + card.name, nbytes),
+            chunk=chunk,
+            rate=min(card.link_bytes_s, card.pack_bytes_s),
+            latency=card.link_latency_s,
+            clock=clock.record,
+            content=content,
+        )
+    except NativeUnavailableError as error:
+        if isa_is_forced():
+            raise
+        _log.info("the virtual link is Python's: %s", error)
+        return VirtualLink(card, clock, nbytes, chunk, content=content)
 
 
 class VirtualLink:
@@ -18,11 +54,11 @@ class VirtualLink:
     link lane. Landed are the chunks due by the host's clock, and those that the GPU has waited for.
     """
 
-    def __init__(self, card: Card, clock: Clock, nbytes: int, chunk: int | None = None) -> None:
-        """`nbytes`: of one row. `chunk`: rows at a time, at most; None: as many as make up `CHUNK_BYTES`."""
+    def __init__(self, card: Card, clock: Clock, nbytes: int, chunk: int, *, content: bool = True) -> None:
+        """`nbytes`: of one row. `chunk`: rows at a time, at most. `content`: see `open_link`."""
         self.name = PREFIX + card.name
-        self._card, self._clock = card, clock
-        self._queue = LinkQueue(nbytes, chunk or max(1, CHUNK_BYTES // nbytes), torch.device("cpu"))
+        self._card, self._clock, self._content = card, clock, content
+        self._queue = LinkQueue(nbytes, chunk, torch.device("cpu"))
         self._staging = torch.empty(self._queue.chunk, nbytes, dtype=torch.uint8)
         self._closed = False
 
@@ -49,7 +85,8 @@ class VirtualLink:
         self._catch_up()
         self._queue.put(job, self._clock.now)
         with self._clock.aside():
-            self._move(job)
+            if self._content:
+                self._move(job)
 
     def wait(self, transfer: Transfer) -> float:
         """The GPU's lane begins nothing more before the rows have landed; returns the virtual seconds that it idles

@@ -1,0 +1,173 @@
+"""Links whose queue, threads and time are compiled (kernels/cpu/link): no chunk passes through Python."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ....kernels.cpu.binding import check, codes, library, records, refused
+from ....kernels.cpu.native_pool import landing
+from .link_queue import check_ends
+from .transfer import CHUNK, Transfer
+
+CompiledKind = Literal["none", "virtual"]
+_KINDS: dict[CompiledKind, int] = {"none": codes.LINK_NONE, "virtual": codes.LINK_VIRTUAL}
+_MOST = 256  # transfers that one call names
+
+
+class CompiledLink:
+    """A link (see `transfer.Link`) to memory that the CPU can write to.
+
+    Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time.
+    """
+
+    def __init__(
+        self,
+        kind: CompiledKind,
+        name: str,
+        nbytes: int,
+        *,
+        chunk: int = CHUNK,
+        rate: float = 0.0,
+        latency: float = 0.0,
+        clock: Any = None,
+        content: bool = True,
+    ) -> None:
+        """Rows of `nbytes`, `chunk` of them at a time.
+
+        Args:
+            rate, latency: bytes per second, and seconds of a chunk; not of "none". clock: `floe_clock`, of "virtual".
+            content: whether bytes are moved at all; only times count if not.
+
+        Raises:
+            NativeUnavailableError: there is no compiled library. ValueError: no such size, rate or latency.
+            RuntimeError: the system cannot start it.
+        """
+        self._functions = library()
+        config = records.link_config(
+            kind=_KINDS[kind],
+            pack_threads=torch.get_num_threads(),
+            row_bytes=nbytes,
+            chunk=chunk,
+            rate=rate,
+            latency=latency,
+            clock=clock,
+        )
+        self._handle: int = self._functions.link_open(config)
+        if refused(self._handle):
+            raise ValueError(
+                f"a link of {rate} bytes/s after {latency} s, in chunks of {chunk} rows of {nbytes} bytes: "
+                f"rows are multiples of 64 bytes"
+            )
+        self.name, self.nbytes, self.chunk, self._content = name, nbytes, chunk, content
+        self._numbers: dict[Transfer, int] = {}  # of those that are neither done nor dropped
+        self._transfers: dict[int, Transfer] = {}
+        self._named, self._bytes, self._seconds = np.empty(_MOST, np.int64), np.empty(1, np.int64), np.empty(1)
+        # Transfers keep alive the memory that the link's thread works on.
+        self._end = weakref.finalize(self, _free, self._functions, self._handle, (config, self._transfers))
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes landed so far."""
+        self._moved()
+        return int(self._bytes[0])
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which rows were on their way; virtual ones if the clock is."""
+        self._moved()
+        return float(self._seconds[0])
+
+    def queued_bytes(self) -> int:
+        """Bytes that were submitted and have not landed."""
+        queued: int = self._functions.link_queued(self._handle)
+        check(queued)
+        return queued
+
+    def submit(self, transfer: Transfer) -> None:
+        """See `Link`."""
+        source, target, given = transfer.source, transfer.target, transfer.index
+        check_ends(transfer, self.nbytes, torch.device("cpu"))
+        if transfer.done or transfer in self._numbers:
+            raise ValueError("the transfer was submitted before")
+        index, slots = given.astype(np.int32), np.ascontiguousarray(transfer.slots)
+        ends = (source if self._content else None, len(source), target if self._content else None, len(target))
+        order = (transfer.urgent, transfer.score, transfer.layer)
+        number: int = codes.BAD_INDEX
+        if np.array_equal(index, given):
+            number = self._functions.link_submit(self._handle, *ends, index.size, index, slots, *order)
+        if self._refused(number):
+            landing(given, slots, len(source), len(target))  # says what is wrong
+            check(number)
+        self._numbers[transfer], self._transfers[number] = number, transfer
+        transfer.done = not index.size
+
+    def wait(self, transfer: Transfer) -> float:
+        """See `Link`."""
+        number = self._numbers.get(transfer)
+        if number is None:
+            if transfer.done:
+                return 0.0
+            raise ValueError("the transfer is not on this link: it was never submitted, or dropped")
+        transfer.urgent = True
+        if self._refused(self._functions.link_wait(self._handle, number, None, self._seconds)):
+            raise RuntimeError(f"the link has lost transfer {number}")
+        transfer.done = True
+        return float(self._seconds[0])
+
+    def finished(self) -> list[Transfer]:
+        """See `Link`."""
+        found = self._taken(lambda: self._functions.link_finished(self._handle, _MOST, self._named))
+        for transfer in found:
+            transfer.done = True
+        return found
+
+    def drop(self, layer: int | None) -> list[Transfer]:
+        """See `Link`."""
+        which = -1 if layer is None else layer
+        return self._taken(lambda: self._functions.link_drop(self._handle, which, _MOST, self._named))
+
+    def drain(self) -> None:
+        """Wait until everything submitted has landed.
+
+        Raises:
+            RuntimeError: the link's failure.
+        """
+        self._refused(self._functions.link_drain(self._handle))
+
+    def close(self) -> None:
+        """See `Link`. No row moves afterwards."""
+        check(self._functions.link_close(self._handle))
+
+    def _moved(self) -> None:
+        check(self._functions.link_moved(self._handle, self._bytes, self._seconds))
+
+    def _taken(self, name: Callable[[], int]) -> list[Transfer]:
+        """The transfers that calls of `name` find."""
+        found: list[Transfer] = []
+        count = _MOST
+        while count == _MOST:
+            count = name()
+            check(count)
+            for number in self._named[:count].tolist():
+                found.append(self._transfers.pop(number))
+                del self._numbers[found[-1]]
+        return found
+
+    def _refused(self, code: int) -> bool:
+        """Whether the library refused the arguments.
+
+        Raises:
+            RuntimeError: the link's failure, or another error.
+        """
+        if code == codes.LINK_FAILED:
+            raise RuntimeError(self._functions.link_failure(self._handle).decode())
+        return refused(code)
+
+
+def _free(functions: Any, handle: int, _held: object) -> None:
+    functions.link_free(handle)

@@ -1,0 +1,55 @@
+// Links: what stands behind the handles of floe_link_open. Each kind defines when its chunks begin and land.
+#pragma once
+
+#include "link/link_queue.h"
+
+#include <mutex>
+#include <string>
+
+namespace floe {
+
+class Link {
+  public:
+    explicit Link(const floe_link_config &config)
+        : pack_threads_(config.pack_threads), queue_(config.row_bytes, config.chunk) {}
+    Link(const Link &) = delete;
+    Link &operator=(const Link &) = delete;
+    virtual ~Link() = default;
+
+    int64_t row_bytes() const { return queue_.row_bytes; }
+
+    // As floe_link_submit, _wait, ... (floe_offload.h), once arguments are checked. The transfer is complete.
+    virtual int64_t submit(std::unique_ptr<Transfer> transfer) = 0;
+    virtual int wait(int64_t number, const floe_stop *stop, double *seconds) = 0;
+    virtual int64_t finished(int64_t most, int64_t *numbers) = 0;
+    virtual int64_t drop(int64_t layer, int64_t most, int64_t *numbers) = 0;
+    virtual int64_t queued_bytes() = 0;
+    virtual int drain() = 0;
+    virtual void close() = 0;
+
+    void moved(int64_t *bytes, double *busy) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        *bytes = queue_.bytes_moved;
+        *busy = queue_.busy_s;
+    }
+
+    // Why the link ended, "" while it has not. Set once.
+    const char *failure() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return failure_.c_str();
+    }
+
+  protected:
+    const int pack_threads_;
+    std::mutex mutex_; // held while the queue is read or changed
+    LinkQueue queue_;
+    std::string failure_;
+};
+
+// nullptr if the system cannot start it; throws std::bad_alloc.
+std::shared_ptr<Link> make_virtual_link(const floe_link_config &config);
+
+// The link of a handle; nullptr for a handle that is stale, or of the process that this one was forked from.
+std::shared_ptr<Link> link_of(int64_t handle);
+
+} // namespace floe

@@ -1,0 +1,105 @@
+#include "link/link_queue.h"
+
+#include <algorithm>
+
+namespace floe {
+
+int64_t LinkQueue::put(std::unique_ptr<Transfer> given, double now) {
+    Transfer &transfer = *(transfers_[last_ + 1] = std::move(given));
+    transfer.number = ++last_;
+    transfer.asked_at = now;
+    if (transfer.total() == 0) {
+        transfer.landed = true;
+        done(transfer);
+        return last_;
+    }
+    under_way_++;
+    queued_bytes += transfer.total() * row_bytes;
+    if (transfer.urgent) urgent_.push_back(&transfer);
+    else {
+        const auto higher = [](double score, const Transfer *other) { return score > other->score; };
+        prefetch_.insert(std::upper_bound(prefetch_.begin(), prefetch_.end(), transfer.score, higher), &transfer);
+    }
+    return last_;
+}
+
+Transfer *LinkQueue::find(int64_t number) const {
+    const auto found = transfers_.find(number);
+    return found == transfers_.end() ? nullptr : found->second.get();
+}
+
+void LinkQueue::urge(Transfer &transfer) {
+    transfer.urgent = true;
+    const auto found = std::find(prefetch_.begin(), prefetch_.end(), &transfer);
+    if (found == prefetch_.end()) return;
+    prefetch_.erase(found);
+    urgent_.push_back(&transfer);
+}
+
+int64_t LinkQueue::drop(int64_t layer, int64_t most, int64_t *numbers) {
+    int64_t count = 0;
+    for (auto at = prefetch_.begin(); at != prefetch_.end() && count < most;) {
+        const Transfer &transfer = **at;
+        if (transfer.begun || (layer >= 0 && transfer.layer != layer)) {
+            ++at;
+            continue;
+        }
+        at = prefetch_.erase(at);
+        under_way_--;
+        queued_bytes -= transfer.total() * row_bytes;
+        numbers[count++] = transfer.number;
+        transfers_.erase(transfer.number);
+    }
+    return count;
+}
+
+Chunk LinkQueue::begin(double now) {
+    std::deque<Transfer *> &queue = urgent_.empty() ? prefetch_ : urgent_;
+    Transfer &transfer = *queue.front();
+    const int64_t first = transfer.begun;
+    transfer.begun = std::min(first + chunk, transfer.total());
+    if (transfer.begun == transfer.total()) queue.pop_front();
+    return {&transfer, first, transfer.begun, ++begun_, now, 0.0};
+}
+
+void LinkQueue::sent(const Chunk &chunk) {
+    flying.push_back(chunk);
+    chunk.transfer->sent = chunk.last;
+}
+
+void LinkQueue::landed(double now) {
+    const Chunk chunk = flying.front();
+    flying.pop_front();
+    queued_bytes -= chunk.total() * row_bytes;
+    bytes_moved += chunk.total() * row_bytes;
+    busy_s += now - std::max(chunk.begun_at, landed_at_);
+    landed_at_ = now;
+    if (!chunk.is_last()) return;
+    under_way_--;
+    chunk.transfer->landed = true;
+    done(*chunk.transfer);
+    forget(*chunk.transfer);
+}
+
+void LinkQueue::done(Transfer &transfer) {
+    if (transfer.done) return;
+    transfer.done = true;
+    finished_.push_back(transfer.number);
+}
+
+int64_t LinkQueue::finished(int64_t most, int64_t *numbers) {
+    int64_t count = 0;
+    for (; count < most && !finished_.empty(); finished_.pop_front()) {
+        Transfer &transfer = *transfers_.at(finished_.front());
+        numbers[count++] = transfer.number;
+        transfer.told = true;
+        forget(transfer);
+    }
+    return count;
+}
+
+void LinkQueue::forget(const Transfer &transfer) {
+    if (transfer.landed && transfer.told) transfers_.erase(transfer.number);
+}
+
+} // namespace floe
