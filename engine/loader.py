@@ -32,8 +32,10 @@ from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Loaded
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
 from .experts.offloaded_layer import Neighbours, OffloadedLayer
+from .experts.whole_layers import RamLayer, ResidentLayer
 from .machine import hardware
 from .offload import predictor
+from .offload.mix import Mix
 from .offload.offload import Offload, Parts
 from .planning import device_choice
 from .planning.device_choice import DeviceChoice
@@ -67,7 +69,7 @@ class LoadedModel:
         if self.offload is not None:
             self.offload.close()
             try:
-                usage_file.write(usage_file.file_of(self.packed.folder), self.offload.pool.heat())
+                usage_file.write(usage_file.file_of(self.packed.folder), self.offload.heat(_heat(self.packed)))
             except OSError as error:
                 _log.warning("expert use was not saved: %s", error)
 
@@ -103,14 +105,15 @@ def load(
     """
     started = time.perf_counter()
     report("Checking the packed model", 0.3)
-    pack = _open(folder, preset, device, vram)
     advanced = advanced or Advanced()
+    parts = parts or Parts.of(advanced)
+    pack = _open(folder, preset, device, vram, parts.mix)
     pack.choice.enforce()
     why_threads = _set_threads(pack)
     control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
     telemetry.budget = pack.choice.budget
     report("Reading the dense part", 0.5)
-    shared = device_choice.offload(pack.choice, pack.layers, parts or Parts.of(advanced))
+    shared = device_choice.offload(pack.choice, pack.layers, parts)
     linear = _Linear(pack.choice.place, control)
     experts = _Experts(pack, shared, control, telemetry, report)
     model = _build(pack, linear, experts, report, library=library)
@@ -143,7 +146,7 @@ class _Opened:
         return self.packed.manifest.architecture
 
 
-def _open(folder: Path, preset: str | None, device: str, vram: int | None) -> _Opened:
+def _open(folder: Path, preset: str | None, device: str, vram: int | None, mix: Mix | None) -> _Opened:
     """Check the pack, and choose preset and device."""
     packed = PackedModel.open(folder)
     manifest = packed.manifest
@@ -151,7 +154,7 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None) -> _O
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    choice = device_choice.choose(device, manifest, layers, config, vram)
+    choice = device_choice.choose(device, manifest, layers, config, vram, mix)
     return _Opened(packed, chosen, config, layers, choice)
 
 
@@ -238,7 +241,7 @@ class _Linear:
 
 
 class _Experts:
-    """Makes each layer's experts: all on the device, or offloaded.
+    """Makes each layer's experts: all on the device, offloaded, or in RAM.
 
     Attributes:
         nbytes: device memory of the up projections.
@@ -260,11 +263,17 @@ class _Experts:
     def __call__(self, index: int) -> MoELayer:
         rows, count = self._pack.layers[index], len(self._pack.layers)
         self._report(f"Mapping layer {index + 1} of {count}", 0.5 + 0.5 * index / count)
-        layer = _to(rows, self._pack.choice.place, rows=self._shared is None)
-        self.nbytes += layer.up.nbytes
-        if self._shared is None:
+        mix, shared = self._pack.choice.shares.mix, self._shared
+        where = "gpu" if mix is None else mix.places[index]
+        layer = _to(rows, self._pack.choice.place, up=where != "cpu", rows=where == "gpu")
+        self.nbytes += 0 if where == "cpu" else layer.up.nbytes
+        if shared is None:
             return MoELayer(index, layer, self._control, self._telemetry)
-        made = OffloadedLayer(index, layer, rows, self._shared, self._control, self._telemetry)
+        if where == "gpu":
+            return ResidentLayer(index, layer, shared, self._control, self._telemetry)
+        if where == "cpu":
+            return RamLayer(index, layer, rows, shared, self._control, self._telemetry)
+        made = OffloadedLayer(index, layer, rows, shared, self._control, self._telemetry)
         self._made.append(made)
         return made
 
@@ -274,13 +283,13 @@ class _Experts:
         if not shared.device.real:
             self._telemetry.clock = shared.device.now
         self._control.make_room, self._control.chunk = shared.make_room, STREAMED_CHUNK
-        if isinstance(decoder, FusedDecoder):  # the library's cache has memory of its own
+        # The library's cache has memory of its own, and layers that are all on the device leave none to share.
+        if isinstance(decoder, FusedDecoder) and self._pack.choice.shares.place == "pool":
             decoder.room = shared
             shared.share()
-        following = [*self._made[1:], None]
-        for layer, after, block in zip(self._made, following, model.model.layers, strict=True):
-            layer.neighbours = Neighbours(block.mlp.gate, after)
-        if shared.parts.predictor != "none":
+        for layer, after in zip(self._made, [*self._made[1:], None], strict=False):
+            layer.neighbours = Neighbours(model.model.layers[layer.index].mlp.gate, after)
+        if self._made and shared.parts.predictor != "none":
             ahead = decoder.ahead if isinstance(decoder, FusedDecoder) else None
             shared.predictor = predictor.make(shared.parts.predictor, model, self._pack.packed, ahead)
         shared.warm(_heat(self._pack.packed))
@@ -319,11 +328,11 @@ def _compare(folder: Path, config: Any, a: Architecture) -> None:
             raise damaged(folder, f"Its {name} is {packed} in the manifest and {configured} in config.json.")
 
 
-def _to(layer: PackedLayer, device: str, *, rows: bool) -> PackedLayer:
-    """A layer on the device, with or without its rows."""
+def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer:
+    """A layer on the device, with or without its up projections and rows."""
     if device == "cpu":
         return layer
-    up, own = layer.up, layer.rows
-    up = replace(up, q=up.q.to(device), scale=up.scale.to(device), zero=up.zero.to(device))
+    ups, own = layer.up, layer.rows
+    ups = replace(ups, q=ups.q.to(device), scale=ups.scale.to(device), zero=ups.zero.to(device)) if up else ups
     own = replace(own, data=own.data.to(device)) if rows else own
-    return PackedLayer(up, own, layer.thresholds.to(device), layer.products.to(device))
+    return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device))

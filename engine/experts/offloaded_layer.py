@@ -51,7 +51,11 @@ class OffloadedLayer(MoELayer):
     """The experts of one layer: up projections on the device, rows in RAM and some of them in the pool.
 
     Args:
-        packed: up projections and thresholds on the device, rows in RAM. ram: the same layer, all of it in RAM.
+        index: a layer that the pool serves. packed: up projections and thresholds on the device, rows in RAM.
+        ram: the same layer, all of it in RAM.
+
+    Attributes:
+        pooled: the layer's number in the pool's tables, by which everything shared knows it.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class OffloadedLayer(MoELayer):
         telemetry: Telemetry,
     ) -> None:
         super().__init__(index, packed, control, telemetry)
-        self.ram, self.shared = ram, shared
+        self.ram, self.shared, self.pooled = ram, shared, shared.pooled[index]
         self.neighbours = Neighbours()
         self._in_ram: RuledLayer | None = None
 
@@ -79,7 +83,7 @@ class OffloadedLayer(MoELayer):
         if not ruled.rule.alpha or hidden.shape[0] > DECODE_TOKENS or gate is None:
             return Choice(ruled, index, weights, ruled.work(index, weights))
         probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
-        (resident,) = self.shared.device.sent(torch.from_numpy(self.shared.pool.resident(self.index) >= RESIDENT))
+        (resident,) = self.shared.device.sent(torch.from_numpy(self.shared.pool.resident(self.pooled) >= RESIDENT))
         given, normalized = (probabilities, index, weights, resident), substitution.normalizes(gate)
         experts, scores = substitution.substitute_there(*given, ruled.rule.alpha, normalized=normalized)
         return Choice(ruled, experts, scores, ruled.work(experts, scores), routed=index)
@@ -119,7 +123,7 @@ class OffloadedLayer(MoELayer):
             (*asked, choice.experts, choice.weights, limits, *optional, *chain(*(late.tensors for late in uncounted))),
         )
         shared.pool.release()  # the device has done all earlier work
-        shared.scheduler.begin(self.index)
+        shared.scheduler.begin(self.pooled)
         here, rest = StepInputs.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
         experts, weights, limits = next(rest), next(rest), next(rest)
         routed = None if choice.routed is None else next(rest)
@@ -127,7 +131,7 @@ class OffloadedLayer(MoELayer):
         for late in uncounted:
             late.count(*(next(rest) for _ in late.tensors))
         choice = Choice(ruled, experts, weights, work, routed)
-        return OffloadedStep(shared, self.index, choice, self.in_ram, here.hidden, there, active, values)
+        return OffloadedStep(shared, self.pooled, choice, self.in_ram, here.hidden, there, active, values)
 
     def _count(self, result: Result) -> None:
         choice, found = result.choice, self.telemetry.layers[self.index]
@@ -136,7 +140,7 @@ class OffloadedLayer(MoELayer):
         super()._count(result)
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
+        StreamedPrompt(self.shared, self.pooled, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
     def in_ram(self) -> RuledLayer:
         """The rows in RAM under the preset in force."""
@@ -161,11 +165,11 @@ class OffloadedLayer(MoELayer):
         work = ruled.work(best.indices, best.values.float().softmax(-1))
         also = work.calls.experts, work.calls.weights, best.indices
         asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
-        shared.scheduler.ahead = PendingPrefetch(following.index, ruled.layer.rows.data.shape[1], asked)
+        shared.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
 
     def _compare(self, step: OffloadedStep) -> None:
         """Count how much of what was predicted for this step is needed."""
-        guess = self.shared.scheduler.guessed.pop(self.index, None)
+        guess = self.shared.scheduler.guessed.pop(self.pooled, None)
         if guess is None or not self.control.counting:
             return
         keys, experts = guess

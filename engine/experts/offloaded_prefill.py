@@ -31,12 +31,13 @@ class StreamedPrompt:
     """Many tokens in one layer.
 
     Attributes:
-        index: the layer. ruled, ram: the layer under the preset, on the device and in RAM.
+        index: the layer's number in the pool's tables; None if the pool does not serve it: then even its up projections
+            are in RAM. ruled, ram: the layer under the preset, on the device as far as it is there, and in RAM.
         hidden: (B, H). out: (B, H), to which the experts add.
     """
 
     shared: Offload
-    index: int
+    index: int | None
     ruled: RuledLayer
     ram: RuledLayer
     hidden: Tensor
@@ -72,7 +73,7 @@ class StreamedPrompt:
             first = early.place
             coming.append(early.transfer)
         for share in staged[len(coming) : 2]:
-            coming.append(self._send(self.index, share.expert, first + len(coming)))
+            coming.append(self._send_own(share.expert, first + len(coming)))
         if len(staged) == 1:
             self._send_ahead(first + 1)
         for place, share in enumerate(staged, first):
@@ -80,13 +81,14 @@ class StreamedPrompt:
                 raise Cancelled
             device.wait(coming[place - first])
             up = self.ruled.layer.up
-            rows = ExpertRows(self.ruled.layer.rows.layout, self._buffer(place)[None])
             one = UpWeights(up.layout, *(part[share.expert, None] for part in (up.q, up.scale, up.zero)))
+            one = device.brought(one) if self.index is None else one
+            rows = ExpertRows(self.ruled.layer.rows.layout, self._buffer(place)[None])
             x, x_bits = self.hidden[share.tokens], self.ruled.preset.x_bits
             self._add(share, device.expert(x, one, rows, *share.limits, x_bits))
             if len(coming) < len(staged):
                 device.finish()  # this buffer may be overwritten
-                coming.append(self._send(self.index, staged[len(coming)].expert, place + 2))
+                coming.append(self._send_own(staged[len(coming)].expert, place + 2))
             elif place - first + 2 == len(staged):
                 device.finish()
                 self._send_ahead(place + 2)
@@ -108,6 +110,8 @@ class StreamedPrompt:
 
     def _send_ahead(self, place: int) -> None:
         """Copy the next layer's likeliest expert while this layer's last one computes, and its attention."""
+        if self.index is None:
+            return
         pool, layer = self.shared.pool, self.index + 1
         if layer < len(pool.layers):
             expert = pool.likeliest(layer) * (pool.slots.shape[2] // self._neurons)
@@ -116,9 +120,13 @@ class StreamedPrompt:
 
     def _lanes(self, shares: Sequence[Share], early: Early | None) -> list[Lane]:
         shared, device, neurons = self.shared, self.shared.device, self._neurons
-        there = shared.pool.slots[self.index].reshape(-1, neurons) >= 0
-        resident = [float(there[share.expert].mean()) for share in shares]
-        nbytes = [neurons * self.ram.layer.rows.layout.nbytes] * len(shares)
+        resident, each = [0.0] * len(shares), neurons * self.ram.layer.rows.layout.nbytes
+        if self.index is None:
+            each += self.ram.layer.up.bytes_per_expert()
+        else:
+            there = shared.pool.slots[self.index].reshape(-1, neurons) >= 0
+            resident = [float(there[share.expert].mean()) for share in shares]
+        nbytes = [each] * len(shares)
         cap = device.cpu_share if shared.parts.cpu else 0.0
         lanes = missing_rows.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
         ahead = None if early is None else early.expert
@@ -130,6 +138,17 @@ class StreamedPrompt:
 
     def _buffer(self, place: int) -> Tensor:
         return self.shared.memory.buffers[place % 2][: self._neurons]
+
+    def _send_own(self, expert: int, place: int) -> Transfer:
+        """Copy one of this layer's experts into a buffer."""
+        if self.index is not None:
+            return self._send(self.index, expert, place)
+        rows, neurons = self.ram.layer.rows.data, np.arange(self._neurons)
+        slots = neurons.astype(np.int32)
+        no_layer = len(self.shared.pool.layers)
+        transfer = Transfer(rows[expert], neurons, self._buffer(place), slots, urgent=True, score=0.0, layer=no_layer)
+        self.shared.device.link.submit(transfer)
+        return transfer
 
     def _send(self, layer: int, expert: int, place: int) -> Transfer:
         """Copy an expert into a buffer: its absent rows over the link, the others from the pool."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import operations as kernels
-from ...kernels.types import Active, Calls
+from ...kernels.types import Active, Calls, Work
 from ...kernels.weights import ExpertRows, UpWeights
 from ..host_copies import Copy, moved, to_host
 from .asked import Asked, Listed
@@ -128,6 +128,11 @@ class Device:
         one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
         return self._sum(x, rows, one, active, limits, x_bits)
 
+    def brought(self, up: UpWeights) -> UpWeights:
+        """Up projections in RAM, copied to the device; what computes next waits for them."""
+        there = (part.to(self.place, non_blocking=True) for part in (up.q, up.scale, up.zero))
+        return UpWeights(up.layout, *there)
+
     def expert(
         self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
     ) -> Tensor:
@@ -155,6 +160,14 @@ class Device:
             return y, torch.tensor([kept])
 
         return self._beside(work, "cpu_batch", len(x), rows.data[0].nbytes)
+
+    def whole(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+        """A few tokens in experts that are all on the device: y (B, H), and counts (P, 2) as `kernels.moe_step`'s."""
+        return kernels.moe_step(x, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
+
+    def whole_beside(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+        """The same by the CPU, which has the experts in RAM, at once; all tensors are on the CPU, y too."""
+        return kernels.moe_step(x, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
     def joined(self, started: Future[Partial]) -> Partial:
         """The result of work started on the CPU, on the device, once it is there."""

@@ -1,6 +1,6 @@
 """The state shared by the layers of a model whose rows do not fit device memory: the pool of rows, and its resizing.
 
-The up projections of all layers are on the device, all rows in RAM, and some of them in the pool.
+The up projections of the pool's layers are on the device, all their rows in RAM, and some of them in the pool.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .device import Device
 from .device_memory import DeviceMemory
 from .eviction import Policy
 from .links.transfer import TransferMode
+from .mix import Mix
 from .predictor import Predictor
 from .row_pool import RowPool
 from .scheduler import Scheduler
@@ -39,6 +40,7 @@ class Parts:
         whole: share of active neurons above which an absent expert is moved in one piece (CORM).
         predictor: predicts the next layer's rows, see predictor.py; "none" prefetches nothing.
         transfer: how absent rows cross the link, see tuned_link.py.
+        mix: where each layer's experts are; None: as planned, see `planning/mix_choice.py`.
     """
 
     eviction: Policy = "score"
@@ -46,6 +48,7 @@ class Parts:
     whole: float = missing_rows.WHOLE
     predictor: str = "auto"
     transfer: TransferMode = "auto"
+    mix: Mix | None = None
 
     @classmethod
     def of(cls, advanced: Advanced) -> Parts:
@@ -73,6 +76,7 @@ class Offload:
 
     Attributes:
         pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
+        pooled: the model's layers that the pool serves -> their numbers in its tables.
         predictor: predicts what the next layer will need; None if nothing is prefetched.
         notices: for the user, until collected.
     """
@@ -85,26 +89,31 @@ class Offload:
         capacity: int,
         uses: Mapping[str, int] | None = None,
         keys: int = 0,
+        mix: Mix | None = None,
     ) -> None:
-        """A pool of `capacity` rows, or fewer if the layers have fewer.
+        """A pool of `capacity` rows, or fewer if its layers have fewer.
 
         Args:
+            layers: of the model. mix: which of them the pool serves; None: all.
             uses: bytes of device memory by use, of which those of up projections and the dense part are shown.
             keys: bytes for keys and values, which rows may use too once `share` was called.
 
         Raises:
             ValueError: a pool without a row.
         """
-        if capacity < 1:
+        which = range(len(layers)) if mix is None else mix.pooled
+        if capacity < 1 and which:
             raise ValueError("a pool needs room for at least one row")
+        self.pooled = {layer: number for number, layer in enumerate(which)}
         experts, (_, neurons, nbytes) = len(layers[0].thresholds), layers[0].rows.data.shape
-        total = len(layers) * experts * neurons
+        total = len(which) * experts * neurons
         capacity = min(capacity, total)
         self.device, self.parts = device, parts
         self.predictor: Predictor | None = None
-        self.pool = RowPool(len(layers), experts, neurons, capacity, parts.eviction)
+        # Tables have a layer at least: where none uses the pool, it stays empty.
+        self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
-        sources = [layer.rows.data.view(-1, nbytes) for layer in layers]
+        sources = [layers[layer].rows.data.view(-1, nbytes) for layer in which]
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
@@ -176,7 +185,7 @@ class Offload:
         The caller must hold no view of rows, keys or values, since their memory could not be freed.
         """
         capacity = self.pool.capacity * 3 // 4
-        if capacity < self._least:
+        if capacity < max(1, self._least):
             return False
         self.scheduler.settle()
         self.pool.resize(0)
@@ -191,15 +200,21 @@ class Offload:
         return True
 
     def warm(self, heat: Heat) -> None:
-        """Fill the pool with the most used neurons, and wait for them.
+        """Fill the pool with the most used neurons, and wait for them. `heat`: of all layers of the model.
 
         Raises:
             ValueError: heat of another model's shape.
         """
-        layers, keys = self.pool.warm(heat)
+        if not self.pooled:
+            return
+        layers, keys = self.pool.warm(heat.of([*self.pooled]))
         for layer in range(len(self.pool.layers)):
             self.scheduler.fetch(layer, keys[layers == layer], urgent=False)
         self.scheduler.await_all()
+
+    def heat(self, before: Heat) -> Heat:
+        """How much each layer's experts and neurons were used; of layers that the pool does not serve, as before."""
+        return before.updated([*self.pooled], self.pool.heat()) if self.pooled else before
 
     def close(self) -> None:
         """Stop background work."""

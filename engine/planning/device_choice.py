@@ -31,6 +31,7 @@ from ..offload.links.pinning import Pinned
 from ..offload.links.throttled_link import ThrottledLink
 from ..offload.links.transfer import Kind, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
+from ..offload.mix import Mix
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import VirtualDevice
 from . import memory_plan
@@ -82,12 +83,18 @@ class DeviceChoice:
 
 
 def choose(
-    wanted: str, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, vram: int | None = None
+    wanted: str,
+    manifest: Manifest,
+    layers: Sequence[PackedLayer],
+    config: Any,
+    vram: int | None = None,
+    mix: Mix | None = None,
 ) -> DeviceChoice:
     """The device for a pack.
 
     Args:
         wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
+        mix: where each layer's experts are; None: as planned.
 
     Raises:
         UsageError: a device that does not exist here, or has too little memory.
@@ -96,8 +103,8 @@ def choose(
     if wanted.startswith((cards.PREFIX, THROTTLED)):
         needs = Needs.of(manifest, layers, config, kv_element(manifest.widths.dense))
         if wanted.startswith(cards.PREFIX):
-            return _virtual(wanted, needs, window, vram)
-        return _throttled(wanted, needs, window, layers, vram)
+            return _virtual(wanted, needs, window, vram, mix)
+        return _throttled(wanted, needs, window, layers, vram, mix)
     try:
         place, why = hardware.choose_device(wanted)
     except ValueError as error:
@@ -110,10 +117,10 @@ def choose(
     free = torch.cuda.mem_get_info(place)[0]
     cap = min(free, vram or free)
     budget = memory_plan.budget(cap)
-    if needs.fits("gpu", budget):
-        shares = needs.share_out("gpu", budget, window)
+    if needs.fits(needs.every("gpu"), budget):
+        shares = needs.share_out(needs.every("gpu"), budget, window)
         return DeviceChoice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
-    if wanted == "auto" and not needs.fits("pool", budget):
+    if wanted == "auto" and not needs.fits(needs.every("pool"), budget):
         why += f" with {size(budget)} to use, and {size(needs.least())} is needed"
         return DeviceChoice("cpu", why, DeviceShares.none(window))
     if vram is not None and vram > free:
@@ -128,16 +135,22 @@ def choose(
 
         return _measured(LinkEnds(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
 
-    return dataclasses.replace(_pooled(place, why, needs, window, budget, make), cap=cap)
+    return dataclasses.replace(_pooled(place, why, needs, window, budget, make, mix), cap=cap)
 
 
 def _pooled(
-    place: str, why: str, needs: Needs, window: int, budget: int, make: Callable[[TransferMode], Device]
+    place: str,
+    why: str,
+    needs: Needs,
+    window: int,
+    budget: int,
+    make: Callable[[TransferMode], Device],
+    mix: Mix | None,
 ) -> DeviceChoice:
-    return DeviceChoice(place, why, needs.share_out("pool", budget, window), make, budget)
+    return DeviceChoice(place, why, needs.share_out(mix or needs.every("pool"), budget, window), make, budget)
 
 
-def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> DeviceChoice:
+def _virtual(wanted: str, needs: Needs, window: int, vram: int | None, mix: Mix | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
     if vram is not None and vram > card.vram_bytes:
         has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
@@ -151,10 +164,12 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None) -> Device
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 
-    return _pooled("cpu", why, needs, window, vram or card.vram_bytes, make)
+    return _pooled("cpu", why, needs, window, vram or card.vram_bytes, make, mix)
 
 
-def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None) -> DeviceChoice:
+def _throttled(
+    wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None, mix: Mix | None
+) -> DeviceChoice:
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:
         raise UsageError(
@@ -175,7 +190,7 @@ def _throttled(wanted: str, needs: Needs, window: int, layers: Sequence[PackedLa
         return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
 
     why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down"
-    return _pooled("cpu", why, needs, window, vram, make)
+    return _pooled("cpu", why, needs, window, vram, make, mix)
 
 
 def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer]) -> Device:
@@ -195,7 +210,7 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts) -
         return None
     shares, device = choice.shares, choice.make(parts.transfer)
     try:
-        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys)
+        return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix)
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released
         device.close()
         raise

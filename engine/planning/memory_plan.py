@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
@@ -15,9 +15,8 @@ from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
 from .. import context
 from ..decoder.kv_cache import GROUP
+from ..offload.mix import ExpertsPlace, Mix
 from .footprint import Footprint, kv_element
-
-ExpertsPlace = Literal["gpu", "pool", "cpu"]  # all on the device, a pool of rows there, or all in RAM
 
 KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
 CONTEXT = 4096  # the most tokens whose keys and values are reserved
@@ -35,13 +34,14 @@ class DeviceShares:
     """The division of a device's memory.
 
     Attributes:
-        rows: those that are on the device. keys: bytes reserved for keys and values beside them.
+        mix: where each layer's experts are; None if the CPU computes all of the model in RAM.
+        rows: of the pool, or all if they are on the device. keys: bytes reserved for keys and values beside them.
         window: tokens of the longest chat, which may take memory from the rows. reserved: of the longest chat that does
             not.
         uses: bytes by use.
     """
 
-    place: ExpertsPlace
+    mix: Mix | None
     rows: int
     keys: int
     window: int
@@ -51,7 +51,12 @@ class DeviceShares:
     @classmethod
     def none(cls, window: int) -> DeviceShares:
         """The shares if the CPU computes in RAM."""
-        return cls("cpu", 0, 0, window, window, {})
+        return cls(None, 0, 0, window, window, {})
+
+    @property
+    def place(self) -> ExpertsPlace:
+        """Of all layers: "pool" where they are not all on the device."""
+        return "cpu" if self.mix is None else "gpu" if self.mix.gpu == self.mix.layers else "pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,69 +119,83 @@ class Needs:
             context=context,
         )
 
-    def least(self) -> int:
-        """The fewest bytes that work: all fixed parts, and the rows that one token can need in one layer."""
-        return self._fixed() + self._working()
+    def every(self, place: ExpertsPlace) -> Mix:
+        """All layers of one kind."""
+        return Mix(**{place: self.layers})
+
+    def least(self, mix: Mix | None = None) -> int:
+        """The fewest bytes that work, for a mix or with a pool for all layers: all fixed parts, and the rows that one
+        token can need in one layer.
+        """
+        mix = mix or self.every("pool")
+        return self.whole() if mix.gpu == self.layers else self._fixed(mix) + self._working(mix)
 
     def whole(self) -> int:
         """The bytes for which all rows fit the device."""
-        return self._weights() + self.context * self._kv_as_it_grows()
+        return self._weights(self.every("gpu")) + self.context * self._kv_as_it_grows()
 
-    def fits(self, place: ExpertsPlace, budget: int) -> bool:
-        """Whether this many bytes are enough in this place; RAM is not considered."""
-        return place == "cpu" or budget >= (self.whole() if place == "gpu" else self.least())
+    def most_rows(self, mix: Mix, budget: int) -> int:
+        """Rows that a pool can have in this many bytes; negative if they are not enough for anything else."""
+        return min((budget - self._fixed(mix)) // self.row, mix.pool * self.experts * self.neurons)
 
-    def share_out(self, place: ExpertsPlace, budget: int, window: int) -> DeviceShares:
+    def fits(self, mix: Mix, budget: int) -> bool:
+        """Whether this many bytes of the device are enough; RAM is not considered."""
+        return budget >= self.least(mix)
+
+    def share_out(self, mix: Mix, budget: int, window: int, rows: int | None = None) -> DeviceShares:
         """Divide a device's memory. A chat also takes memory from the rows of a pool, all but what one token can need
-        in one layer; if all rows are on the device, they give none away.
+        in one layer; layers that are all on the device give none away.
 
         Args:
-            window: tokens of the model's own longest chat.
+            window: tokens of the model's own longest chat. rows: of the pool, at most; None: as many as fit.
 
         Raises:
-            UsageError: a pool for which not even one layer's working set fits.
+            UsageError: not even one layer's working set fits.
         """
-        if place == "cpu":
-            return DeviceShares.none(window)
-        uses = {"dense": self.dense, "up": self.up}
-        if place == "gpu":
-            longest = min(window, (budget - self._weights()) // self._kv_as_it_grows())
-            uses |= {"rows": self.rows, "context": self._context()}
-            return DeviceShares(place, self._row_count(), 0, longest, longest, uses)
-        if budget < self.least():
+        up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
+        uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context()}
+        if mix.gpu == self.layers:
+            longest = min(window, (budget - self._weights(mix)) // self._kv_as_it_grows())
+            return DeviceShares(mix, self._row_count(), 0, longest, longest, uses)
+        if not self.fits(mix, budget):
             raise UsageError(
                 f"{size(budget)} of device memory is too little for this model",
-                f"It needs at least {size(self.least())}: {size(self.dense)} for the dense part, {size(self.up)} for "
-                f"the up projections, the rest for one token's rows and {self.context:,} tokens of context.",
+                f"It needs at least {size(self.least(mix))}: {size(self.dense)} for the dense part, {size(up)} for the "
+                f"up projections, the rest for one token's rows and {self.context:,} tokens of context.",
                 "Allow that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
             )
-        rows = min((budget - self._fixed()) // self.row, self._row_count())
+        most = self.most_rows(mix, budget)
+        rows = most if rows is None else min(most, rows)
         pool = rows * self.row
-        keys = min(budget - self._fixed() - pool + self._context(), window * self.kv)
-        longest = min(window, (keys + pool - self._working()) // self.kv)
-        uses |= {"pool": pool, "context": self._context(), "buffers": self._buffers()}
-        return DeviceShares(place, rows, keys, longest, min(longest, keys // self.kv), uses)
+        keys = min(budget - self._fixed(mix) - pool + self._context(), window * self.kv)
+        longest = min(window, (keys + pool - self._working(mix)) // self.kv)
+        uses |= {"pool": pool, "buffers": self._buffers(mix)}
+        return DeviceShares(mix, rows, keys, longest, min(longest, keys // self.kv), uses)
 
-    def _weights(self) -> int:
-        return self.dense + self.up + self.rows
+    def _weights(self, mix: Mix) -> int:
+        return self.dense + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+
+    def _ups(self, mix: Mix) -> int:
+        return (mix.gpu + mix.pool) * (self.up // self.layers)
 
     def _kv_as_it_grows(self) -> int:
         """Bytes of a token's keys and values if they grow by copying: one group of layers then exists twice."""
         return self.kv + self.kv * min(GROUP, self.layers) // self.layers
 
-    def _working(self) -> int:
-        """The rows that one token can need in one layer."""
-        return self.top_k * self.neurons * self.row
+    def _working(self, mix: Mix) -> int:
+        """The rows that one token can need in one layer of the pool's."""
+        return self.top_k * self.neurons * self.row if mix.pool else 0
 
-    def _fixed(self) -> int:
-        return self.dense + self.up + self._buffers() + self._context()
+    def _fixed(self, mix: Mix) -> int:
+        return self._weights(mix) + self._buffers(mix) + self._context()
 
     def _context(self) -> int:
         return self.context * self.kv
 
-    def _buffers(self) -> int:
-        """Two experts' rows, see `DeviceMemory`."""
-        return 2 * self.neurons * self.row
+    def _buffers(self, mix: Mix) -> int:
+        """Two experts' rows, see `DeviceMemory`; of layers in RAM also two up projections, see `Device.brought`."""
+        one = self.up // (self.layers * self.experts) if mix.cpu else 0
+        return 2 * (self.neurons * self.row + one)
 
     def _row_count(self) -> int:
         return self.layers * self.experts * self.neurons
@@ -197,21 +216,27 @@ class RamShares:
     missing: int = 0
 
 
-def share_ram(ram: int, takes: Footprint, place: ExpertsPlace, pool: float, context: int) -> RamShares:
-    """Divide the RAM that programs may use, if a share `pool` of the rows is on the device."""
+def mapped(takes: Footprint, mix: Mix, pool: float) -> int:
+    """Bytes of a pack that are read from RAM while answering, if a share `pool` of its layers' rows is in the pool."""
+    ups, rows = takes.ups // takes.sizes.layers, takes.rows // takes.sizes.layers
+    return mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
+
+
+def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context: int) -> RamShares:
+    """Divide the RAM that programs may use; mix and pool as in `mapped`, None if the CPU computes all of the model."""
     stays = max(int(ram * RAM_SHARE), RAM_LEAST)
-    uses, mapped = {"program": PROGRAM}, 0
-    if place == "cpu":
+    uses = {"program": PROGRAM}
+    if mix is None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
         uses["context"] = kv_element(takes.spec.dense) * takes.kv * context
-        mapped = takes.ups + takes.rows
-    elif place == "pool":
-        mapped = round(takes.rows * (1 - pool))
+        read = takes.ups + takes.rows
+    else:
+        read = mapped(takes, mix, pool)
     room = ram - stays - sum(uses.values())
     if room < 0:
-        return RamShares({**uses, "pages": 0, "lacking": mapped, "free": stays}, 0.0, -room)
-    pages = min(room, mapped)
+        return RamShares({**uses, "pages": 0, "lacking": read, "free": stays}, 0.0, -room)
+    pages = min(room, read)
     free = ram - sum(uses.values()) - pages
-    share = pages / mapped if mapped else 1.0
-    return RamShares({**uses, "pages": pages, "lacking": mapped - pages, "free": free}, share)
+    share = pages / read if read else 1.0
+    return RamShares({**uses, "pages": pages, "lacking": read - pages, "free": free}, share)

@@ -14,11 +14,12 @@ from ...models.catalog import CatalogEntry
 from ...models.catalog_entry import SHARD_BYTES
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
+from ..offload.mix import ExpertsPlace, Mix
 from . import memory_plan, speed_estimate
 from .footprint import Footprint
 from .machine import Machine
 from .measured_figures import Curve, figures
-from .memory_plan import ExpertsPlace, Needs
+from .memory_plan import DeviceShares, Needs
 from .speed_estimate import Held, Speeds, Token, TokenWork
 
 DEFAULT = PackSpec()
@@ -107,7 +108,9 @@ def option(machine: Machine, entry: CatalogEntry, spec: PackSpec, context: int, 
     """The model at the widths of `spec`, in the fastest of the places where it fits."""
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
-    tried = [_placed(machine, takes, place, context, disk) for place in ("gpu", "pool", "cpu")]
+    layers = takes.sizes.layers
+    mixes = (Mix(gpu=layers), Mix(pool=layers), None)
+    tried = [_placed(machine, takes, mix, context, disk) for mix in mixes]
     return max((one for one in tried if one), key=lambda one: (one.works, not one.missing, one.decode.mid))
 
 
@@ -118,22 +121,22 @@ def rounding(spec: PackSpec) -> float:
 
 
 def _placed(
-    machine: Machine, takes: Footprint, place: ExpertsPlace, context: int, disk: Mapping[str, int]
+    machine: Machine, takes: Footprint, mix: Mix | None, context: int, disk: Mapping[str, int]
 ) -> Option | None:
-    """The option in this place; None if the GPU has no room for it."""
+    """The option with this mix, None by the CPU alone; None if the GPU has no room for it."""
     needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
-    if not needs.fits(place, budget):
+    if mix is not None and not needs.fits(mix, budget):
         return None
-    device = needs.share_out(place, budget, context)
+    device = DeviceShares.none(context) if mix is None else needs.share_out(mix, budget, context)
     vram = dict(device.uses)
     if vram:
         vram["free"] = machine.vram - sum(vram.values())
     share = device.rows / takes.row_count
-    ram = memory_plan.share_ram(machine.ram, takes, place, share, context)
+    ram = memory_plan.share_ram(machine.ram, takes, mix, share, context)
     missing = {"ram": ram.missing} if ram.missing else {}
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
-    held = Held(place != "cpu", share, ram.share)
+    held = Held(mix is not None, share, ram.share)
     work, speeds, doubt = TokenWork.of(_preset()), machine.speeds, machine.doubt
     token = speed_estimate.decode(takes, work, speeds, held)
     unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
@@ -148,7 +151,7 @@ def _placed(
     return Option(
         spec=takes.spec,
         kl=rounding(takes.spec),
-        place=place,
+        place=device.place,
         vram=vram,
         ram=ram.uses,
         disk=disk,

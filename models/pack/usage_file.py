@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ class Heat:
 
     scores: NDArray[np.float32]
     uses: NDArray[np.float32]
+
+    def of(self, layers: Sequence[int]) -> Heat:
+        """That of some layers."""
+        return Heat(self.scores[layers], self.uses[layers])
+
+    def updated(self, layers: Sequence[int], heat: Heat) -> Heat:
+        """With that of some layers replaced."""
+        scores, uses = self.scores.copy(), self.uses.copy()
+        scores[layers], uses[layers] = heat.scores, heat.uses
+        return Heat(scores, uses)
 
 
 def from_popularity(popularity: NDArray[np.floating[Any]], neurons: int) -> Heat:

@@ -192,10 +192,10 @@ def _played(policy: Policy, speeds: Speeds, vram: int) -> float | None:
     if policy.work.active == 1.0:  # whole experts: nothing of them is always there
         takes = _whole_experts(takes)
     needs, usable = Needs.of_footprint(takes, 512), budget(vram)
-    whole = needs.fits("gpu", usable)
-    if not whole and ("whole" in policy.name or not needs.fits("pool", usable)):
+    whole = needs.fits(needs.every("gpu"), usable)
+    if not whole and ("whole" in policy.name or not needs.fits(needs.every("pool"), usable)):
         return None
-    share = needs.share_out("gpu" if whole else "pool", usable, 512).rows / takes.row_count
+    share = needs.share_out(needs.every("gpu" if whole else "pool"), usable, 512).rows / takes.row_count
     held = Held(gpu=True, pool=share, cpu=policy.cpu)
     return 1 / speed_estimate.decode(takes, policy.work, speeds, held, policy.hits).seconds
 

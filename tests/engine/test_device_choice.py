@@ -72,19 +72,19 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
 
 @pytest.mark.parametrize("extra", [0, 1, 7])
 def test_what_is_left_is_the_pool(needs: Needs, extra: int) -> None:
-    shares = needs.share_out("pool", needs.least() + extra * needs.row, 512)
+    shares = needs.share_out(needs.every("pool"), needs.least() + extra * needs.row, 512)
     assert shares.rows == needs.top_k * needs.neurons + extra
-    assert needs.share_out("pool", 1 << 40, 512).rows == needs.layers * needs.experts * needs.neurons
+    assert needs.share_out(needs.every("pool"), 1 << 40, 512).rows == needs.layers * needs.experts * needs.neurons
 
 
 def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
     long = replace(needs, context=100)
-    least = long.share_out("pool", long.least(), 512)
+    least = long.share_out(long.every("pool"), long.least(), 512)
     assert (least.keys, least.window, least.reserved) == (100 * needs.kv, 100, 100)
-    more = long.share_out("pool", long.least() + 3 * needs.kv, 512)
+    more = long.share_out(long.every("pool"), long.least() + 3 * needs.kv, 512)
     assert more.keys < 101 * needs.kv and more.window == 103  # the pool took what came on top, and gives it back
     assert more.reserved == 100
-    all_of_it = long.share_out("pool", 1 << 40, 512)
+    all_of_it = long.share_out(long.every("pool"), 1 << 40, 512)
     assert (all_of_it.keys, all_of_it.window) == (512 * needs.kv, 512)
 
 
@@ -93,7 +93,7 @@ def test_where_all_rows_are_on_the_device_a_chat_is_no_longer_than_the_memory_le
     long = replace(needs, context=100)
 
     def longest(budget: int) -> int:
-        return long.share_out("gpu", budget, 512).window
+        return long.share_out(long.every("gpu"), budget, 512).window
 
     assert longest(long.whole()) == 100
     token = long.whole() - replace(long, context=99).whole()
@@ -152,7 +152,7 @@ def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
 
 def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
     with pytest.raises(UsageError) as refused:
-        needs.share_out("pool", needs.least() - 1, 512)
+        needs.share_out(needs.every("pool"), needs.least() - 1, 512)
     assert memory(needs.least()) in refused.value.cause and "--vram" in refused.value.hint
 
 

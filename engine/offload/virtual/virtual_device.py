@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from ....kernels.types import Active, Calls
+from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, UpWeights
 from ...host_copies import Copy
 from ..asked import Asked
@@ -97,6 +97,38 @@ class VirtualDevice(Device):
             count = active.neurons.numel()
             self._gpu(_read(count, rows.layout.nbytes, found), self._flops * count, 2)
         return found
+
+    def brought(self, up: UpWeights) -> UpWeights:
+        """One copy over the link, for which the GPU waits."""
+        nbytes = up.q.shape[0] * up.bytes_per_expert()
+        self.clock.wait("gpu", self.clock.run("link", self.card.copy_s(nbytes)))
+        return up
+
+    def whole(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+        """Experts of a layer that is all on the card; nothing waits."""
+        with self.clock.aside():
+            y, counts = super().whole(x, up, rows, work, x_bits)
+            nbytes, flops = self._of_calls(up, rows, work, counts)
+            self._gpu(nbytes, flops, 4)
+        return y, counts
+
+    def whole_beside(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+        """Host and GPU wait for the CPU, which begins once the GPU has got that far."""
+        self.clock.sync("gpu")
+        with self.clock.aside():
+            y, counts = super().whole_beside(x, up, rows, work, x_bits)
+            nbytes, _ = self._of_calls(up, rows, work, counts)
+            end = self.clock.run("cpu", self._true.cpu_latency_s + nbytes / (self._true.cpu_bytes_s * self.cpu_share))
+        self.clock.wait("gpu", end)
+        self.clock.wait("host", end)
+        return y, counts
+
+    def _of_calls(self, up: UpWeights, rows: ExpertRows, work: Work, counts: Tensor) -> tuple[float, float]:
+        """Bytes that these calls read, and their operations. counts: (P, 2) of active neurons and those that go on."""
+        made, active = int(work.thresholds.isfinite().sum()), counts[work.thresholds.isfinite()]
+        weights, neurons = up.q.shape[1] * up.layout.vector.n, int(active[:, 0].sum())
+        nbytes = made * up.bytes_per_expert() + _read(neurons, rows.layout.nbytes, (active, active[:, 1]))
+        return nbytes, 2.0 * made * weights + self._flops * neurons
 
     def expert(
         self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int

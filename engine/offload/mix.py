@@ -1,0 +1,40 @@
+"""Which of a model's layers have their experts on the device, share a pool of rows there, or leave them to the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ExpertsPlace = Literal["gpu", "pool", "cpu"]  # all on the device, a pool of rows there, or all in RAM
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How many layers are of each kind; the dense part of all of them is on the device.
+
+    Attributes:
+        gpu: layers with all experts on the device. pool: with the up projections there and rows in the pool.
+        cpu: whose experts the CPU computes in RAM.
+    """
+
+    gpu: int = 0
+    pool: int = 0
+    cpu: int = 0
+
+    @property
+    def layers(self) -> int:
+        """Of all kinds."""
+        return self.gpu + self.pool + self.cpu
+
+    @property
+    def places(self) -> tuple[ExpertsPlace, ...]:
+        """By layer. The CPU has the first, as with llama.cpp's --n-cpu-moe. Pooled ones are neighbours, as they
+        look ahead.
+        """
+        counts: tuple[tuple[ExpertsPlace, int], ...] = (("cpu", self.cpu), ("pool", self.pool), ("gpu", self.gpu))
+        return tuple(place for place, count in counts for _ in range(count))
+
+    @property
+    def pooled(self) -> range:
+        """The layers whose rows are in the pool."""
+        return range(self.cpu, self.cpu + self.pool)

@@ -1,0 +1,204 @@
+"""Layers placed one by one: all on the device, with a pool of rows there, or by the CPU. Tokens are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from floe_chat.engine.decoder.kv_cache import BLOCK, KVCache
+from floe_chat.engine.experts.moe_layer import Cancelled
+from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
+from floe_chat.engine.experts.whole_layers import RamLayer, ResidentLayer
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload.mix import Mix
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.models.catalog import find
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.errors import FloeError, UsageError
+from floe_chat.models.pack import usage_file
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
+
+from ..helpers import make_checkpoint, make_pack
+from .driver import a_preset, answer, open_model, silent
+from .margins import clear_prompt, layers_of, prompt_of
+
+SKIPPING = a_preset("Skipping", 0.5, 0.7, drop=0.3, major=0.6, lossless=True, weighed=True)
+EVERYTHING = a_preset("Everything", 0.0, lossless=True)
+MIXES = [Mix(*each, cpu=3 - sum(each)) for each in ((0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (0, 2), (0, 3), (1, 1))] + [
+    Mix(1, 2, 0),
+    Mix(2, 1, 0),
+]
+KINDS = {"gpu": ResidentLayer, "pool": OffloadedLayer, "cpu": RamLayer}
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mix")
+    source = make_checkpoint(folder / "source", hidden=64, intermediate=98, experts=5, layers=3)
+    make_pack(source, folder / "pack", PackSpec(up=3))
+    return folder / "pack"
+
+
+@pytest.fixture(scope="module")
+def whole(pack: Path) -> LoadedModel:
+    return open_model(pack)
+
+
+@pytest.fixture(scope="module")
+def expected(whole: LoadedModel) -> tuple[list[int], dict[str, list[int]]]:
+    """A prompt in which no neuron is at its threshold, and its answers by preset where all is in RAM."""
+
+    def run(prompt: list[int]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for preset in (SKIPPING, EVERYTHING):
+            whole.control.preset = preset
+            found[preset.name] = answer(whole, prompt, max_new_tokens=12).tokens
+        return found
+
+    return clear_prompt(whole, run, [prompt_of(seed, BLOCK + 1) for seed in range(60)])
+
+
+def needs_of(pack: Path) -> Needs:
+    packed = PackedModel.open(pack)
+    count = packed.manifest.architecture.layers
+    return Needs.of(packed.manifest, [packed.layer(index) for index in range(count)], read_config(pack), 2)
+
+
+def opened(pack: Path, device: str, mix: Mix, spare: int = 7, **parts: object) -> LoadedModel:
+    """With so many rows more than the least."""
+    needs = needs_of(pack)
+    vram = needs.least(mix) + spare * needs.row
+    return load(pack, None, device, silent, vram=vram, parts=Parts(mix=mix, **parts))[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["throttled:1gb", "sim:rtx3060-12gb"])
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_tokens_do_not_depend_on_the_mix(
+    pack: Path, expected: tuple[list[int], dict[str, list[int]]], device: str, mix: Mix
+) -> None:
+    prompt, want = expected
+    loaded = opened(pack, device, mix)
+    assert [type(layer) for layer in layers_of(loaded)] == [KINDS[place] for place in mix.places]
+    for preset in (SKIPPING, EVERYTHING):
+        loaded.control.preset = preset
+        found = answer(loaded, prompt, max_new_tokens=12)
+        assert found.tokens == want[preset.name]
+        for layer, place in zip(loaded.telemetry.layers, mix.places, strict=True):
+            assert layer.ready + layer.coming + layer.copied + layer.on_cpu == layer.active > 0 == layer.left_out
+            assert {"gpu": layer.ready == layer.active, "cpu": layer.on_cpu == layer.active}.get(place, True)
+    loaded.close()
+
+
+@pytest.mark.parametrize("mix", [Mix(cpu=3), Mix(1, 1, 1), Mix(2, 0, 1)], ids=str)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_a_prompts_experts_stream_where_the_cpu_does_not_take_them(
+    pack: Path, whole: LoadedModel, mix: Mix, cpu: bool
+) -> None:
+    whole.control.preset = EVERYTHING
+    prompt = prompt_of(5, 300)
+    want = answer(whole, prompt, max_new_tokens=6).tokens
+    loaded = opened(pack, "sim:rtx3060-12gb", mix, cpu=cpu)
+    shared = loaded.offload
+    assert shared is not None
+    loaded.control.preset = EVERYTHING
+    before = shared.device.link.bytes_moved
+    assert answer(loaded, prompt, max_new_tokens=6).tokens == want
+    moved = shared.device.link.bytes_moved - before
+    assert cpu or moved >= mix.cpu * needs_of(pack).rows // 3  # each expert of each layer in RAM crosses the link once
+    loaded.close()
+
+
+def test_the_demo_answers_alike_with_layers_of_each_kind() -> None:
+    demo = find("demo")
+    plain = load(demo, None, "cpu", silent)[0]
+    layers = plain.packed.manifest.architecture.layers
+    mix = Mix(1, layers - 2, 1)
+    mixed = opened(demo, "sim:rtx3060-12gb", mix, 2000)
+    plain.control.preset = mixed.control.preset = EVERYTHING
+    prompt = list(range(20, 60))
+    assert answer(mixed, prompt, max_new_tokens=8).tokens == answer(plain, prompt, max_new_tokens=8).tokens
+    mixed.close()
+
+
+def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:
+    needs = needs_of(pack)
+    up, rows = needs.up // 3, needs.rows // 3
+    pooled = needs.least(Mix(pool=3))
+    assert needs.least(Mix(pool=2, gpu=1)) == pooled + rows
+    both = needs.up // (3 * needs.experts)
+    assert needs.least(Mix(pool=2, cpu=1)) == pooled - up + 2 * both
+    assert needs.least(Mix(gpu=1, cpu=2)) == needs.least(Mix(cpu=3)) + up + rows
+    shares = needs.share_out(Mix(1, 1, 1), needs.least(Mix(1, 1, 1)) + 3 * needs.row, 512)
+    assert shares.rows == needs.top_k * needs.neurons + 3 and shares.place == "pool"
+    assert shares.uses["rows"] == rows and shares.uses["up"] == 2 * up
+    assert needs.share_out(Mix(1, 1, 1), 1 << 40, 512).rows == needs.experts * needs.neurons
+    assert needs.share_out(Mix(1, 1, 1), 1 << 40, 512, rows=300).rows == 300
+    static = needs.share_out(Mix(gpu=1, cpu=2), needs.least(Mix(gpu=1, cpu=2)), 512)
+    assert static.rows == 0 and static.keys == needs.context * needs.kv
+    with pytest.raises(UsageError, match="too little"):
+        needs.share_out(Mix(gpu=1, cpu=2), needs.least(Mix(gpu=1, cpu=2)) - 1, 512)
+
+
+def test_without_a_pool_keys_and_values_have_what_is_reserved(pack: Path) -> None:
+    loaded = opened(pack, "throttled:1gb", Mix(gpu=1, cpu=2), spare=0)
+    shared = loaded.offload
+    assert shared is not None and shared.pool.capacity == shared.sizes()["pool"] == 0
+    kv = KVCache()
+    loaded.decoder.forward([1, *range(40, 60)], kv)
+    assert shared.lent().numel() > 0 and not shared.make_room()
+    with pytest.raises(FloeError, match="no longer fits"):
+        shared.lend(1 << 30)
+    loaded.close()
+
+
+def test_use_is_saved_for_the_pools_layers_and_kept_for_others(pack: Path) -> None:
+    path, a = usage_file.file_of(pack), PackedModel.open(pack).manifest.architecture
+    shape = a.layers, a.experts, a.intermediate
+    old = usage_file.Heat(np.full(shape[:2], 0.25, np.float32), np.full(shape, 0.5, np.float32))
+    usage_file.write(path, old)
+    loaded = opened(pack, "sim:rtx3060-12gb", Mix(1, 1, 1))
+    answer(loaded, [1, 40, 41, 42], max_new_tokens=12)
+    loaded.close()
+    new = usage_file.read(path, *shape)
+    usage_file.forget(pack)
+    assert new is not None
+    for layer, same in enumerate([True, False, True]):
+        assert (new.uses[layer] == 0.5).all() == (new.scores[layer] == 0.25).all() == same
+
+
+@pytest.mark.parametrize("mix", [Mix(gpu=2, cpu=1), Mix(cpu=3)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_an_answer_stops_within_a_layer(pack: Path, mix: Mix, tokens: int) -> None:
+    loaded = opened(pack, "throttled:1gb", mix)
+    seen: list[int] = []
+
+    def stop(layer: RamLayer | ResidentLayer, _given: object) -> None:
+        seen.append(layer.index)
+        if layer.index == 1:
+            loaded.control.cancelled.set()
+
+    for layer in layers_of(loaded):
+        layer.register_forward_pre_hook(stop)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(Cancelled):
+        loaded.decoder.forward([1, *range(20, 19 + tokens)], KVCache())
+    assert seen == [0, 1]
+    loaded.control.cancelled.clear()
+    loaded.close()
+
+
+def test_time_on_a_virtual_card_is_that_of_each_kind(pack: Path) -> None:
+    """A layer in RAM takes the CPU's lane and moves nothing; one on the card takes no other lane."""
+    busy: dict[Mix, tuple[float, float, int]] = {}
+    for mix in (Mix(gpu=3), Mix(cpu=3)):
+        loaded = opened(pack, "sim:rtx3060-12gb", mix)
+        shared = loaded.offload
+        assert shared is not None
+        answer(loaded, [1, 40, 41], max_new_tokens=4)
+        clock = shared.device.clock  # type: ignore[attr-defined]
+        busy[mix] = clock.busy("cpu"), clock.busy("gpu"), shared.device.link.bytes_moved
+        loaded.close()
+    (none, more, _), (cpu, less, moved) = busy[Mix(gpu=3)], busy[Mix(cpu=3)]
+    assert none == 0 < cpu and less < more and moved == 0
