@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+ALIGNED = 256
+"""Bytes: the end of the memory is a multiple of it, if rows are not all that it holds."""
+
 
 class DeviceMemory:
     """Memory that grows only on request. Rows give way as more of its end is lent (`kv.Room`).

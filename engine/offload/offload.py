@@ -20,7 +20,7 @@ from ..events import Advanced, Notice
 from ..ranges import PREDICTORS, TRANSFERS
 from . import missing_rows
 from .device import Device
-from .device_memory import DeviceMemory
+from .device_memory import ALIGNED, DeviceMemory
 from .eviction import Policy
 from .links.transfer import TransferMode
 from .mix import Mix
@@ -136,7 +136,8 @@ class Offload:
 
     def share(self) -> None:
         """Let rows use the room of keys and values too, while those do not need it; call before the pool is filled."""
-        nbytes = self.memory.nbytes + self._keys
+        # What is lent lies at the end, and a number's address has to be a multiple of its size.
+        nbytes = (self.memory.nbytes + self._keys) // ALIGNED * ALIGNED
         self.pool.resize(0)
         self.memory.give()
         self.memory.take(nbytes)

@@ -193,6 +193,17 @@ def lender(pack: Path, rows: int, keys: int) -> Offload:
     return shared
 
 
+@pytest.mark.parametrize("keys", [64_000, 64_001, 64_007, 64_130])
+def test_keys_and_values_fit_whatever_number_of_bytes_there_is(pack: Path, keys: int) -> None:
+    """What is free on a card, less a share, is any number: behind an odd one nothing could be viewed as 16-bit."""
+    shared = lender(pack, 2000, keys)
+    store = BorrowingStore(3, (2, 16), 4096, torch.float16, torch.device("cpu"), shared)
+    store.reserve(20)
+    assert all(layer.data_ptr() % 16 == 0 for layer in store.layers()) and shared.lent().numel() <= keys
+    assert 2000 * shared.memory.row_bytes + keys - 256 < shared.memory.nbytes <= 2000 * shared.memory.row_bytes + keys
+    shared.close()
+
+
 def test_more_than_was_planned_is_told_once_and_too_much_is_refused(pack: Path) -> None:
     shared = lender(pack, 2000, 64_000)
     row = shared.memory.rows.shape[1]
