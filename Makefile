@@ -7,7 +7,7 @@ STAMP_DEV := $(VENV)/.installed-dev
 CPP := $(shell find kernels/cpu tests -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: chat test check fuzz demo clean
+.PHONY: chat test check fuzz card demo clean
 
 chat: $(STAMP)  ## talk to the built-in demo model
 	@$(BIN)/floe-chat
@@ -24,6 +24,10 @@ check: $(STAMP_DEV)  ## lint, format, types, import arrows
 
 fuzz: $(STAMP_DEV)  ## hostile inputs of every kind, for an hour
 	@$(BIN)/python tests/fuzz/driver.py --seconds 3600
+
+# A machine lent for an hour may have no network: its own torch and Triton will do.
+card:  ## all that has to be seen on a real GPU
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -P tests/card/driver.py
 
 demo: $(STAMP)  ## train and pack the demo model again
 	$(BIN)/python -m floe_chat.models.demo assets/demo/checkpoint

@@ -181,7 +181,7 @@ def build(spec: Spec, layers: Sequence[PackedLayer], device: str) -> Subject:
     model = library_model.build(
         config,
         family,
-        _dense(spec, family),
+        dense_tensors(spec, family),
         spec.dense,
         lambda index: MoELayer(index, _to(layers[index], device), control, telemetry),
         linear,
@@ -293,7 +293,8 @@ def _dense_shapes(spec: Spec) -> dict[str, torch.Size]:
     return {name: weight.shape for name, weight in model.named_parameters() if ".experts." not in name}
 
 
-def _dense(spec: Spec, family: Family) -> dict[str, Tensor]:
+def dense_tensors(spec: Spec, family: Family) -> dict[str, Tensor]:
+    """Everything but the experts, as a pack has it."""
     tensors: dict[str, Tensor] = {}
     for name, shape in _dense_shapes(spec).items():
         layer = name.removesuffix(".weight")

@@ -262,10 +262,15 @@ def _make(python: str, recipes: dict[tuple[str, int], Recipe], folder: Path, rep
         )
     for index, recipe in enumerate(missing):
         report(f"Making {wanted / 1e9:.1f} GB of files for llama.cpp in {folder}", index, len(missing))
-        _make_file(python, recipe, recipe.file(folder))
+        make_file(python, recipe, recipe.file(folder))
 
 
-def _make_file(python: str, recipe: Recipe, file: Path) -> None:
+def make_file(python: str, recipe: Recipe, file: Path) -> None:
+    """Write the file with an interpreter that has gguf.
+
+    Raises:
+        FloeError: it could not.
+    """
     w = recipe.widths
     wanted = {
         "layers": recipe.layers,

@@ -1,0 +1,104 @@
+"""The stages of `make card`, tried without a GPU: on tiny sizes, the interpreter, a made-up CUDA and a virtual card."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DRIVER = Path(__file__).with_name("driver.py")
+pytestmark = pytest.mark.timeout(600)
+
+
+def drive(out: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The driver as `make card` calls it, on what stands in for a card."""
+    return subprocess.run(
+        [sys.executable, "-P", str(DRIVER), "--place", "virtual", "--out", str(out), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def result(out: Path, stage: str) -> dict[str, Any]:
+    return json.loads((out / f"{stage}.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_every_stage_runs(tmp_path: Path) -> None:
+    listed = drive(tmp_path, "--list").stdout
+    names = [line.split()[0] for line in listed.splitlines()]
+    names = [name for name in names if name not in ("decode-10", "decode-12", "decode-16")]  # as decode-8 and -24
+    ran = drive(tmp_path, "--seconds", "170", *names, LLAMA_BENCH="")
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    results = {name: result(tmp_path, name) for name in names}
+    assert {name for name, found in results.items() if found["state"] == "skipped"} <= {"peer", "kernels"}
+    for name, found in results.items():
+        assert found["rows"] or found["reason"], name
+        assert f"### {name}: {found['state']}" in ran.stdout
+    whole = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    assert [found["stage"] for found in whole["stages"]] == names and whole["facts"]["place"] == "virtual"
+    pools = [row["pool"] for row in results["tokens"]["rows"]]
+    assert min(pools) < 0.7 and all(row["answers"] == 4 for row in results["tokens"]["rows"])
+    assert all(row["tokens s"] > 0 for row in results["decode-8"]["rows"])
+
+
+def test_a_stage_that_passed_is_not_run_again(tmp_path: Path) -> None:
+    assert drive(tmp_path, "link").returncode == 0
+    first = result(tmp_path, "link")
+    again = drive(tmp_path, "link")
+    assert again.returncode == 0 and "passed before" in again.stderr and result(tmp_path, "link") == first
+    assert "### link: passed" in again.stdout
+    assert "passed before" not in drive(tmp_path, "link", "--again").stderr
+
+
+def test_a_stage_that_takes_too_long_is_ended_and_the_next_one_runs(tmp_path: Path) -> None:
+    """Torch alone takes longer to import than these have."""
+    ran = drive(tmp_path, "--seconds", "1", "--grace", "0", "link", "peer")
+    assert ran.returncode == 1 and "peer: failed" in ran.stderr
+    assert result(tmp_path, "link")["state"] == "failed"
+    assert "did not end within 1 s" in result(tmp_path, "link")["reason"]
+    assert "### link: failed" in ran.stdout
+
+
+def test_llama_bench_is_read(tmp_path: Path) -> None:
+    told = [{"n_gen": 0, "n_prompt": 512, "avg_ts": 99.5}, {"n_gen": 64, "n_prompt": 0, "avg_ts": 12.5}]
+    bench = tmp_path / "llama-bench"
+    check = "import sys\nassert '--n-cpu-moe' in sys.argv and 'some.gguf' in sys.argv\n"
+    bench.write_text(f"#!{sys.executable}\n{check}print({json.dumps(told)!r})\n")
+    bench.chmod(bench.stat().st_mode | stat.S_IXUSR)
+    ran = drive(tmp_path, "peer", LLAMA_BENCH=str(bench), LLAMA_MODEL="some.gguf")
+    assert ran.returncode == 0, ran.stderr
+    rows = result(tmp_path, "peer")["rows"]
+    assert [(row["test"], row["tokens s"]) for row in rows] == [("prompt of 512", 99.5), ("decode", 12.5)]
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    unknown = drive(tmp_path, "lnik")
+    assert unknown.returncode == 2 and "lnik" in unknown.stderr
+    assert drive(tmp_path, "--seconds", "0", "link").returncode == 2
+    import torch
+
+    if not torch.cuda.is_available():
+        without = subprocess.run([sys.executable, "-P", str(DRIVER)], capture_output=True, text=True, check=False)
+        assert without.returncode == 1 and "There is no GPU here" in without.stderr
+
+
+def test_where_floe_chat_is_not_installed_its_folders_are_used(tmp_path: Path) -> None:
+    """A machine that is lent has torch and Triton, and none of our packages."""
+    code = "import importlib.util, sys; real = importlib.util.find_spec\n"
+    code += "importlib.util.find_spec = lambda name, *rest: None if name == 'floe_chat' else real(name, *rest)\n"
+    code += f"sys.argv = ['driver', '--list', '--out', {str(tmp_path)!r}]\n"
+    code += f"import runpy; runpy.run_path({str(DRIVER)!r}, run_name='__main__')"
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "decode-24" in ran.stdout, ran.stderr
+    package = (tmp_path / "package" / "floe_chat" / "__init__.py").read_text(encoding="utf-8")
+    assert re.search(r"__path__ = \['.+'\]", package)

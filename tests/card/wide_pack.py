@@ -1,0 +1,77 @@
+"""A pack of Mixtral-8x7B's width with random weights, made without quantizing: seconds for each layer.
+
+Its layers are there again and again, as many as the real model has; their files are the same (hard links). Thresholds
+are measured as packing does (`synthetic.calibrate`). Tokenizer and template are the demo's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from floe_chat.engine.bench import synthetic
+from floe_chat.engine.bench.synthetic import MODELS, Spec
+from floe_chat.models.catalog import asset
+from floe_chat.models.families import FAMILIES
+from floe_chat.models.pack.manifest import Manifest, file_entry, layer_file
+from floe_chat.models.pack.tensor_file import write_tensors
+
+from ..bench.wide import deepen
+from .stages import Context
+
+LAYERS, DEPTH = 4, 32
+_TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 480,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+}
+
+
+def made(context: Context, depth: int) -> Path:
+    """The pack's folder; it is made when it is first asked for, and takes 3.2 GB at full width."""
+    name = "mixtral-8x7b" if context.real else "tiny"
+    MODELS["tiny"] = {**MODELS["mixtral-8x7b"], **_TINY}
+    whole, deep = context.folder / "packs" / name, context.folder / "packs" / f"{name}-{depth}"
+    if not (whole / "manifest.json").exists():
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir(parents=True)
+        _write(whole, Spec(name, LAYERS))
+    if depth != LAYERS and not (deep / "manifest.json").exists():
+        shutil.rmtree(deep, ignore_errors=True)
+        deepen(whole, deep, depth)
+    return whole if depth == LAYERS else deep
+
+
+def _write(folder: Path, spec: Spec) -> None:
+    torch.manual_seed(0)
+    subject = synthetic.make(spec, "cpu", lambda _step: None)
+    manifest: Manifest = subject.manifest
+    a, family = manifest.architecture, FAMILIES[manifest.architecture.model_type]
+    for number, block in enumerate(subject.model.model.layers):
+        packed: Any = block.mlp.experts.packed
+        up = {"up.q": packed.up.q, "up.scale": packed.up.scale, "up.zero": packed.up.zero}
+        tables = {"threshold": packed.thresholds, "product": packed.products}
+        write_tensors(folder / layer_file(number), {"rows": packed.rows.data, **up, **tables})
+    write_tensors(folder / "dense.safetensors", synthetic.dense_tensors(spec, family))
+    profile = {
+        "popularity": torch.full((a.layers, a.experts), 1 / a.experts),
+        "importance": torch.rand(a.layers, a.experts, a.intermediate, 4).sort(2, descending=True).values,
+        "router_score": torch.linspace(0.5, 1, manifest.calibration.quantiles).repeat(a.layers, 1),
+    }
+    write_tensors(folder / "profile.safetensors", profile)
+    demo = asset("demo/packed")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
+        shutil.copy(demo / name, folder / name)
+    config = json.loads((demo / "config.json").read_text(encoding="utf-8"))
+    config |= {key: value for key, value in MODELS[spec.name].items() if key in config}
+    config |= {"num_hidden_layers": a.layers, "head_dim": a.hidden // config["num_attention_heads"]}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    files = {path.name: file_entry(path) for path in sorted(folder.iterdir())}
+    replace(manifest, files=files).write(folder)
