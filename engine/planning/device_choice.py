@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.cpu.binding import NativeUnavailableError, library
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
@@ -26,9 +27,9 @@ from ..offload import cards
 from ..offload.device import Device
 from ..offload.lane_rates import Rates, rates_file
 from ..offload.links import pinning
+from ..offload.links.compiled_link import CompiledLink, throttled_link
 from ..offload.links.cuda_link import CudaLink
 from ..offload.links.pinning import Pinned
-from ..offload.links.throttled_link import ThrottledLink
 from ..offload.links.transfer import Kind, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
 from ..offload.mix import Mix
@@ -182,10 +183,15 @@ def _throttled(
             "Give the amount of RAM that stands in for it, such as --vram 1gb.",
         )
     speed = float(rate[:-2]) * 1e9
+    try:
+        library()
+    except NativeUnavailableError as error:
+        cause = f"Its link is compiled, and {error}."
+        raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
 
     def make(transfer: TransferMode) -> Device:
-        def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> ThrottledLink:
-            return ThrottledLink(needs.row, rate=speed, chunk=chunk)
+        def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> CompiledLink:
+            return throttled_link(needs.row, rate=speed, chunk=chunk)
 
         return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
 

@@ -23,8 +23,16 @@ typedef struct {
 // ---- links
 
 // NONE: rows are in their slots at once, and no time passes. VIRTUAL: likewise, but they count as landed when the clock
-// says so.
-enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL };
+// says so. THROTTLED: by a thread, through buffers, slowly.
+enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL, FLOE_LINK_THROTTLED };
+
+// Tests hold chunks of a thread's link. begins: how many may begin; the others wait. fails_at: with this one, counted
+// from 0, the link fails; -1 for none. waiting: how many floe_link_wait have begun to wait. chunks (capacity, 3):
+// transfer, first and last row of each chunk, `count` of them so far.
+typedef struct {
+    int64_t begins, fails_at, waiting, capacity, count;
+    int64_t *chunks;
+} floe_link_gate;
 
 // Rows of row_bytes go `chunk` at a time, at most. pack_threads: threads that copy rows. rate in bytes per second,
 // latency in seconds of one chunk: not of NONE. clock: of VIRTUAL.
@@ -33,6 +41,7 @@ typedef struct {
     int64_t row_bytes, chunk;
     double rate, latency;
     FLOE_OPTIONAL floe_clock *clock;
+    FLOE_OPTIONAL floe_link_gate *gate;
 } floe_link_config;
 
 // Returns a handle above 0. Each handle is used once; a stale one is FLOE_BAD_INDEX everywhere. What the configuration

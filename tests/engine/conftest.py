@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from floe_chat.engine.offload import row_pool
-from floe_chat.kernels import operations as kernels
-from floe_chat.kernels import reference
 from floe_chat.kernels.pool import RowTable
 from floe_chat.models.families import FAMILIES
 from torch import Tensor
 
-from .moving import NBYTES, ROWS, SENTINEL, SLOTS, Gated, compute_with
+from .moving import NBYTES, ROWS, SENTINEL, SLOTS, Gated, GatedLink
+from .ram_link import RamLink
 from .step_models import PLANNED
-
-
-@pytest.fixture(params=["native", "reference"])
-def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> kernels.Backend:
-    """Which code packs and places: the machine's own choice, or plain torch."""
-    chosen = kernels.choose("cpu")
-    if request.param == "reference":
-        chosen = replace(chosen, gather_rows=reference.gather_rows, pool_scatter=reference.pool_scatter)
-    compute_with(chosen, monkeypatch)
-    return chosen
 
 
 @pytest.fixture
@@ -39,12 +27,12 @@ def target() -> Tensor:
     return torch.full((SLOTS, NBYTES), SENTINEL, dtype=torch.uint8)
 
 
-@pytest.fixture
-def gated() -> Iterator[Callable[..., Gated]]:
+@pytest.fixture(params=[GatedLink, RamLink], ids=["compiled", "Python"])
+def gated(request: pytest.FixtureRequest) -> Iterator[Callable[..., Gated]]:
     made: list[Gated] = []
 
     def make(chunk: int = 10, fail_at: int = -1) -> Gated:
-        made.append(Gated(chunk, fail_at))
+        made.append(request.param(NBYTES, chunk, fail_at))
         return made[-1]
 
     yield make

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.offload.links.link_queue import Job
-from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.cpu.binding import records
 from torch import Tensor
+
+from .ram_link import RamLink
 
 NBYTES = 128
 ROWS = 600
@@ -29,24 +30,44 @@ def compute_with(backend: kernels.Backend, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "choose", choose)
 
 
-class Gated(ThrottledLink):
-    """Sends one chunk for each `gate.release()`, and notes what it was asked to send."""
+class Gate:
+    """Lets chunks begin."""
 
-    def __init__(self, chunk: int, fail_at: int = -1) -> None:
-        self.gate = threading.Semaphore(0)
-        self.asked: list[tuple[Transfer, int, int]] = []
-        self.fail_at = fail_at
-        super().__init__(NBYTES, rate=FAST, chunk=chunk)
+    def __init__(self, fail_at: int) -> None:
+        self.chunks = np.full((10_000, 3), -1, np.int64)
+        self.record = records.link_gate(
+            begins=0, fails_at=fail_at, waiting=0, capacity=len(self.chunks), count=0, chunks=self.chunks
+        )
 
-    def _send(self, lane: int, job: Job, first: int, last: int) -> None:
-        self.asked.append((job.transfer, first, last))
-        self.gate.acquire()
-        if len(self.asked) > self.fail_at >= 0:
-            raise OSError("the bus is gone")
-        super()._send(lane, job, first, last)
+    def release(self, count: int = 1) -> None:
+        self.record.begins += count
+
+
+class GatedLink(CompiledLink):
+    """A compiled link that begins one chunk for each `gate.release()`, and notes what it began."""
+
+    def __init__(self, nbytes: int, chunk: int, fail_at: int = -1) -> None:
+        self.gate, self._sent = Gate(fail_at), dict[int, Transfer]()
+        super().__init__("throttled", "throttled", nbytes, rate=FAST, chunk=chunk, gate=self.gate.record)
+
+    @property
+    def asked(self) -> list[tuple[Transfer, int, int]]:
+        begun = self.gate.chunks[: self.gate.record.count].tolist()
+        return [(self._sent[number], first, last) for number, first, last in begun]
+
+    def submit(self, transfer: Transfer) -> None:
+        super().submit(transfer)
+        self._sent[self._numbers[transfer]] = transfer
 
     def open(self) -> None:
         self.gate.release(10_000)
+
+    def urged(self, _transfer: Transfer) -> bool:
+        """Whether somebody has begun to wait."""
+        return self.gate.record.waiting > 0
+
+
+Gated = GatedLink | RamLink
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -16,7 +16,7 @@ from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.compiled_link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.quality_presets import Preset
@@ -51,7 +51,7 @@ def device(kind: str, layer: MoELayer, cpu: float = 2e9) -> Device:
     if kind == "virtual":
         return VirtualDevice(card("sim:rtx3060-12gb"), nbytes, hidden, 10_000, host=False)
     rates = Rates(1e9, 1e-6, cpu, cpu, 1e-6, 1e10, 1e-6)
-    return Device("throttled", "cpu", ThrottledLink(nbytes, rate=1e9, chunk=7), rates)
+    return Device("throttled", "cpu", throttled_link(nbytes, rate=1e9, chunk=7), rates)
 
 
 @contextmanager

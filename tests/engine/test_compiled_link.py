@@ -8,18 +8,23 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine.loader import load
 from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.links.transfer import Link, Transfer
+from floe_chat.engine.offload.virtual import virtual_link
 from floe_chat.engine.offload.virtual.virtual_clock import Clock
 from floe_chat.engine.offload.virtual.virtual_link import VirtualLink
 from floe_chat.kernels.cpu.binding import codes, library, records
+from floe_chat.models.errors import UsageError
 
+from .driver import silent
 from .moving import NBYTES, ROWS, SENTINEL, SLOTS
 
 CARD = Card("plain", 2**30, 1e3, 1e3, 3.7 * NBYTES, 0.3, 0.5, 1e2, 1e3, math.inf)
@@ -173,13 +178,14 @@ def test_a_row_that_no_32_bits_hold_is_refused(first: int, source: torch.Tensor,
 )
 def test_a_link_that_cannot_be_gets_no_handle(change: dict[str, Any]) -> None:
     given = {"kind": codes.LINK_VIRTUAL, "pack_threads": 1, "row_bytes": 64, "chunk": 5, "rate": 1.0, "latency": 0.0}
+    given |= {"gate": None}
     config = records.link_config(**{**given, "clock": Clock().record, **change})
     assert library().link_open(config) in (codes.BAD_SHAPE, codes.UNSUPPORTED)
 
 
 def opened() -> int:
     config = records.link_config(
-        kind=codes.LINK_NONE, pack_threads=1, row_bytes=64, chunk=5, rate=0.0, latency=0.0, clock=None
+        kind=codes.LINK_NONE, pack_threads=1, row_bytes=64, chunk=5, rate=0.0, latency=0.0, clock=None, gate=None
     )
     return library().link_open(config)
 
@@ -268,3 +274,15 @@ def test_a_link_that_nobody_holds_is_freed() -> None:
     assert library().link_queued(handle) == 0
     del link
     assert library().link_queued(handle) == codes.BAD_INDEX
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_a_virtual_link_is_pythons() -> None:
+    assert isinstance(virtual_link.open_link(CARD, Clock(), NBYTES), VirtualLink)
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_a_throttled_device_says_why_it_cannot_be(tiny_pack: Path) -> None:
+    with pytest.raises(UsageError, match="throttled:1gb") as refused:
+        load(tiny_pack, None, "throttled:1gb", silent, vram=1 << 30)
+    assert "it was not compiled" in refused.value.cause

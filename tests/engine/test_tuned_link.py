@@ -15,12 +15,10 @@ import torch
 from floe_chat.engine.loader import load
 from floe_chat.engine.machine.hardware import Hardware
 from floe_chat.engine.offload.links import pinning, tuned_link
+from floe_chat.engine.offload.links.compiled_link import CompiledLink, throttled_link
 from floe_chat.engine.offload.links.cuda_link import CudaLink
-from floe_chat.engine.offload.links.link_queue import Job
 from floe_chat.engine.offload.links.pinning import PinError, Pinned
-from floe_chat.engine.offload.links.threaded_link import ThreadedLink
-from floe_chat.engine.offload.links.throttled_link import ThrottledLink
-from floe_chat.engine.offload.links.transfer import Kind, TransferMode
+from floe_chat.engine.offload.links.transfer import Kind, MeasuredLink, Transfer, TransferMode
 from floe_chat.engine.offload.links.tuned_link import CHUNKS, LinkEnds, Tuned, choose, measure, open_link
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.memory_plan import Needs
@@ -156,10 +154,10 @@ def test_an_unusable_record_is_as_good_as_none(
 
 
 def test_every_kind_and_chunk_is_measured_and_closed(source: Tensor, target: Tensor) -> None:
-    made: list[tuple[Kind, ThrottledLink]] = []
+    made: list[tuple[Kind, CompiledLink]] = []
 
-    def make(kind: Kind, chunk: int) -> ThrottledLink:
-        made.append((kind, ThrottledLink(NBYTES, rate=1e9, latency=0.001, chunk=chunk)))
+    def make(kind: Kind, chunk: int) -> CompiledLink:
+        made.append((kind, throttled_link(NBYTES, rate=1e9, latency=0.001, chunk=chunk)))
         return made[-1][1]
 
     found = measure(make, BOTH, source, target, sizes=(40, 400))
@@ -171,17 +169,19 @@ def test_every_kind_and_chunk_is_measured_and_closed(source: Tensor, target: Ten
             link.submit(Sender(source, target).make(1))
 
 
-class Careless(ThrottledLink):
-    """It says that rows have landed, and leaves out the first of each chunk."""
+class Careless(CompiledLink):
+    """It says that rows have landed, and leaves out the first."""
 
-    def _land(self, lane: int, job: Job, first: int, last: int) -> None:
-        super()._land(lane, job, first, last)
-        job.transfer.target[job.places[first]] = 0
+    def submit(self, transfer: Transfer) -> None:
+        super().submit(replace(transfer, index=transfer.index[1:], slots=transfer.slots[1:]))
+        transfer.target[transfer.slots[0]] = 0
 
 
 def test_a_link_that_loses_bytes_is_not_used(source: Tensor, target: Tensor) -> None:
     with pytest.raises(RuntimeError, match="rows that were in place did not arrive"):
-        measure(lambda _kind, chunk: Careless(NBYTES, rate=FAST, chunk=chunk), ["in place"], source, target)
+        measure(
+            lambda _kind, chunk: Careless("throttled", "", NBYTES, rate=FAST, chunk=chunk), ["in place"], source, target
+        )
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def make(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
     return CudaLink(CPU, NBYTES, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
 
 
-def moves(link: ThreadedLink, rows: Sequence[Tensor], target: Tensor) -> bool:
+def moves(link: MeasuredLink, rows: Sequence[Tensor], target: Tensor) -> bool:
     """Whether it moves the last layer's rows."""
     sender = Sender(rows[-1].view(-1, NBYTES), target)
     transfer = sender.make(90)
@@ -243,7 +243,7 @@ def test_the_link_is_measured_once(wanted: TransferMode, cuda: FakeCuda, rows: l
         again.close()
 
 
-def link_kind(link: ThreadedLink) -> Kind:
+def link_kind(link: MeasuredLink) -> Kind:
     return "in place" if link.name == "cuda, read in place" else "staged"
 
 
@@ -265,7 +265,7 @@ def test_a_driver_that_refuses_leaves_rows_staged(
 
 
 def test_nothing_stays_pinned_where_no_link_can_be(cuda: FakeCuda, rows: list[Tensor]) -> None:
-    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> ThreadedLink:
+    def none(_kind: Kind, _chunk: int, _pinned: Pinned | None) -> MeasuredLink:
         raise RuntimeError("no memory")
 
     Tuned("fake", NBYTES, SLOW, QUICK).save(tuned_link.file_of("fake", NBYTES))

@@ -18,7 +18,7 @@ from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.host_copies import Copy, moved
 from floe_chat.engine.offload.device import Device
 from floe_chat.engine.offload.lane_rates import Rates
-from floe_chat.engine.offload.links.throttled_link import ThrottledLink
+from floe_chat.engine.offload.links.compiled_link import throttled_link
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.predictor import GatePredictor, PartialPredictor
 from floe_chat.engine.quality_presets import PRESETS, Preset
@@ -45,7 +45,7 @@ class Counted(Device):
 
     def __init__(self, nbytes: int) -> None:
         rates = Rates(1e9, 1e-6, 1e9, 1e9, 1e-6, 1e10, 1e-6)
-        super().__init__("counted", "cpu", ThrottledLink(nbytes, rate=1e12), rates)
+        super().__init__("counted", "cpu", throttled_link(nbytes, rate=1e12), rates)
         self.asked = 0
 
     def arrived(self, copy: Copy) -> list[Tensor]:

@@ -1,26 +1,31 @@
-"""Two callers of the thread pool at once: a link that packs rows, and the CPU's share beside it."""
+"""What several threads do at once, with and without the race detector: callers of the thread pool (a link that packs
+rows, and the CPU's share beside it), and users of a link."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from floe_chat.kernels.cpu import build
 
 HERE = Path(__file__).parent
+POOL, LINKS = build.HERE / "src" / "thread_pool.cpp", build.HERE / "link"
+
+each_build = pytest.mark.parametrize("flags", [[], ["-fsanitize=thread"]], ids=["plain", "race detector"])
 
 
-@pytest.mark.parametrize("flags", [[], ["-fsanitize=thread"]], ids=["plain", "race detector"])
-def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None:
+def ran(program: str, sources: Sequence[Path], flags: list[str], folder: Path) -> list[int]:
+    """The numbers that a C++ program beside this file prints."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
-    pool, program = build.HERE / "src" / "thread_pool.cpp", tmp_path / "two_callers"
-    command = [compiler, "-std=c++17", "-O1", "-g", *flags, f"-I{pool.parent}", HERE / "two_callers.cpp", pool]
-    built = subprocess.run([*command, "-pthread", "-o", program], capture_output=True, text=True, check=False)
+    command = [compiler, "-std=c++17", "-O1", "-g", *flags, f"-I{build.HERE}", f"-I{POOL.parent}"]
+    command += [str(HERE / f"{program}.cpp"), *map(str, sources), "-pthread", "-o", str(folder / program)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
     if flags and "tsan" in built.stderr:
         pytest.skip("this g++ comes without its thread sanitizer")
     assert built.returncode == 0, built.stderr
@@ -28,8 +33,20 @@ def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None
     near = ["setarch", "-R"]
     if shutil.which("setarch") is None or subprocess.run([*near, "true"], check=False).returncode:
         near = []
-    ran = subprocess.run([*near, program], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    first, second, broken = map(int, ran.stdout.split())
+    found = subprocess.run([*near, str(folder / program)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return list(map(int, found.stdout.split()))
+
+
+@each_build
+def test_two_callers_share_the_threads(flags: list[str], tmp_path: Path) -> None:
+    first, second, broken = ran("two_callers", [POOL], flags, tmp_path)
     assert broken == 0
     assert min(first, second) > 1
+
+
+@each_build
+def test_a_link_keeps_its_promises_to_several_threads(flags: list[str], tmp_path: Path) -> None:
+    finished, dropped, broken = ran("links", [POOL, *sorted(LINKS.glob("*.cpp"))], flags, tmp_path)
+    assert broken == 0
+    assert finished > 200 and dropped > 5

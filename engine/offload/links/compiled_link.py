@@ -14,15 +14,21 @@ from ....kernels.cpu.native_pool import landing
 from .link_queue import check_ends
 from .transfer import CHUNK, Transfer
 
-CompiledKind = Literal["none", "virtual"]
-_KINDS: dict[CompiledKind, int] = {"none": codes.LINK_NONE, "virtual": codes.LINK_VIRTUAL}
+CompiledKind = Literal["none", "virtual", "throttled"]
+_KINDS: dict[CompiledKind, int] = {
+    "none": codes.LINK_NONE,
+    "virtual": codes.LINK_VIRTUAL,
+    "throttled": codes.LINK_THROTTLED,
+}
 _MOST = 256  # transfers that one call names
 
 
 class CompiledLink:
     """A link (see `transfer.Link`) to memory that the CPU can write to.
 
-    Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time.
+    Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time;
+    "throttled" moves them by a thread, and a chunk takes at least latency + bytes / rate. Its times show how rows are
+    ordered, never a GPU's: they are always labelled "throttled".
     """
 
     def __init__(
@@ -36,12 +42,13 @@ class CompiledLink:
         latency: float = 0.0,
         clock: Any = None,
         content: bool = True,
+        gate: Any = None,
     ) -> None:
         """Rows of `nbytes`, `chunk` of them at a time.
 
         Args:
             rate, latency: bytes per second, and seconds of a chunk; not of "none". clock: `floe_clock`, of "virtual".
-            content: whether bytes are moved at all; only times count if not.
+            content: whether bytes are moved at all; only times count if not. gate: `floe_link_gate`, for tests.
 
         Raises:
             NativeUnavailableError: there is no compiled library. ValueError: no such size, rate or latency.
@@ -56,6 +63,7 @@ class CompiledLink:
             rate=rate,
             latency=latency,
             clock=clock,
+            gate=gate,
         )
         self._handle: int = self._functions.link_open(config)
         if refused(self._handle):
@@ -167,6 +175,15 @@ class CompiledLink:
         if code == codes.LINK_FAILED:
             raise RuntimeError(self._functions.link_failure(self._handle).decode())
         return refused(code)
+
+
+def throttled_link(nbytes: int, *, rate: float, latency: float = 0.0, chunk: int = CHUNK) -> CompiledLink:
+    """The link of the test device: RAM to RAM.
+
+    Raises:
+        NativeUnavailableError: there is no compiled library. ValueError: no such size, rate or latency.
+    """
+    return CompiledLink("throttled", "throttled", nbytes, chunk=chunk, rate=rate, latency=latency)
 
 
 def _free(functions: Any, handle: int, _held: object) -> None:

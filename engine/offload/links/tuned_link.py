@@ -21,8 +21,7 @@ from torch import Tensor
 from ....models.errors import UsageError
 from ...machine import hardware, saved_figures
 from .pinning import PinError, Pinned
-from .threaded_link import ThreadedLink
-from .transfer import Kind, Transfer, TransferMode
+from .transfer import Kind, MeasuredLink, Transfer, TransferMode
 
 CHUNKS = (25, 50, 100, 200, 400, 800)  # rows
 ROWS = 2867  # rows moved: 20 % of a Mixtral expert, as in FloE's figure 7
@@ -117,11 +116,11 @@ class LinkEnds:
 
     device: str
     place: str
-    make: Callable[[Kind, int, Pinned | None], ThreadedLink]
+    make: Callable[[Kind, int, Pinned | None], MeasuredLink]
     obstacle: str
 
 
-def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[ThreadedLink, float, str]:
+def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[MeasuredLink, float, str]:
     """The best link for these rows, by saved or new measurements.
 
     Args:
@@ -208,7 +207,7 @@ def cannot(obstacle: str) -> UsageError:
 
 
 def measure(
-    make: Callable[[Kind, int], ThreadedLink],
+    make: Callable[[Kind, int], MeasuredLink],
     kinds: Sequence[Kind],
     source: Tensor,
     target: Tensor,
@@ -226,7 +225,7 @@ def measure(
     count = min(ROWS, source.shape[0], target.shape[0])
     slots, random = np.arange(count, dtype=np.int32), np.random.default_rng(0)
     best: dict[tuple[Kind, int], float] = {}
-    links: dict[tuple[Kind, int], ThreadedLink] = {}
+    links: dict[tuple[Kind, int], MeasuredLink] = {}
     try:
         for kind in kinds:
             for size in sizes:

@@ -3,6 +3,7 @@
 #include "src/marks.h"
 
 #include <cmath>
+#include <system_error>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -46,12 +47,13 @@ template <class Use> auto with(int64_t handle, Use use) -> decltype(use(*link_of
 
 int check(const floe_link_config &config) {
     const bool timed = config.kind != FLOE_LINK_NONE;
-    if (config.kind < FLOE_LINK_NONE || config.kind > FLOE_LINK_VIRTUAL) return FLOE_UNSUPPORTED;
+    if (config.kind < FLOE_LINK_NONE || config.kind > FLOE_LINK_THROTTLED) return FLOE_UNSUPPORTED;
     if (config.row_bytes < 1 || config.row_bytes % 64 || config.chunk < 1 || config.pack_threads < 1)
         return FLOE_BAD_SHAPE;
     if (config.chunk > (INT64_MAX >> 16) / config.row_bytes) return FLOE_BAD_SHAPE;
     if (timed && (!(config.rate > 0) || !(config.latency >= 0) || std::isinf(config.latency))) return FLOE_BAD_SHAPE;
     if (config.kind == FLOE_LINK_VIRTUAL && config.clock == nullptr) return FLOE_BAD_SHAPE;
+    if (config.gate != nullptr && (config.gate->capacity < 0 || config.gate->chunks == nullptr)) return FLOE_BAD_SHAPE;
     return FLOE_OK;
 }
 
@@ -78,8 +80,8 @@ using namespace floe;
 int64_t floe_link_open(const floe_link_config *config) {
     if (const int error = check(*config)) return error;
     try {
-        std::shared_ptr<Link> link = make_virtual_link(*config);
-        if (link == nullptr) return FLOE_UNSUPPORTED;
+        const auto make = config->kind == FLOE_LINK_THROTTLED ? make_throttled_link : make_virtual_link;
+        std::shared_ptr<Link> link = make(*config);
         Table &all = table();
         const std::lock_guard<std::mutex> lock(all.mutex);
         const int64_t handle = ++last_handle;
@@ -87,6 +89,8 @@ int64_t floe_link_open(const floe_link_config *config) {
         return handle;
     } catch (const std::bad_alloc &) {
         return FLOE_NO_MEMORY;
+    } catch (const std::system_error &) {
+        return FLOE_UNSUPPORTED; // no thread can be started
     }
 }
 

@@ -33,21 +33,22 @@ class Link {
         *busy = queue_.busy_s;
     }
 
-    // Why the link ended, "" while it has not. Set once.
+    // Why it takes no transfers; of a link that has ended.
     const char *failure() {
         const std::lock_guard<std::mutex> lock(mutex_);
-        return failure_.c_str();
+        return failure_.empty() ? "the link is closed" : failure_.c_str();
     }
 
   protected:
     const int pack_threads_;
     std::mutex mutex_; // held while the queue is read or changed
     LinkQueue queue_;
-    std::string failure_;
+    std::string failure_; // set once
 };
 
-// nullptr if the system cannot start it; throws std::bad_alloc.
+// These throw std::bad_alloc and std::system_error.
 std::shared_ptr<Link> make_virtual_link(const floe_link_config &config);
+std::shared_ptr<Link> make_throttled_link(const floe_link_config &config);
 
 // The link of a handle; nullptr for a handle that is stale, or of the process that this one was forked from.
 std::shared_ptr<Link> link_of(int64_t handle);

@@ -1,6 +1,7 @@
 // What the operations share: checks, and the state of the library.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 
 #include "arch/row_ops.h"
@@ -19,6 +20,15 @@ inline bool in_range(const int64_t *index, int64_t count, int64_t end) {
         if (index[i] < 0 || index[i] >= end) return false;
     return true;
 }
+
+// A number in a record that another thread, or Python, reads or writes meanwhile.
+template <class Number> std::atomic<Number> &shared(const Number &number) {
+    static_assert(sizeof(std::atomic<Number>) == sizeof(Number) && std::atomic<Number>::is_always_lock_free,
+                  "a plain number can be looked at as an atomic one");
+    return *(std::atomic<Number> *)&number;
+}
+
+inline bool is_raised(const floe_stop &stop) { return shared(stop.raised).load(std::memory_order_relaxed) != 0; }
 
 // Tables of one prepared token, and how many bytes they take in a buffer.
 int64_t token_bytes(const floe_vector &v);

@@ -1,8 +1,7 @@
 // A token's way through layer after layer: each one's dense part, then its experts, without coming back in between.
 #include "buffers.h"
-#include "floe.h"
+#include "expert_ops.h"
 
-#include <atomic>
 #include <cmath>
 
 using namespace floe;
@@ -17,13 +16,6 @@ struct Work {
     float weight[2 * kMostChosen], threshold[2 * kMostChosen], product[2 * kMostChosen];
 };
 
-// Written by floe_stop_set in another thread.
-std::atomic<int32_t> &flag(const floe_stop &stop) {
-    static_assert(sizeof(std::atomic<int32_t>) == sizeof(int32_t) && std::atomic<int32_t>::is_always_lock_free,
-                  "an int32_t can be looked at as an atomic one");
-    return *(std::atomic<int32_t> *)&stop.raised;
-}
-
 bool fits(const floe_dense_layer &d, const floe_expert_layer &l, const floe_dense_layer &first) {
     if (d.hidden != first.hidden || d.router == nullptr || d.top_k != first.top_k || d.top_k > kMostChosen)
         return false;
@@ -34,7 +26,7 @@ bool fits(const floe_dense_layer &d, const floe_expert_layer &l, const floe_dens
 
 } // namespace
 
-void floe_stop_set(floe_stop *stop, int raised) { flag(*stop).store(raised, std::memory_order_relaxed); }
+void floe_stop_set(floe_stop *stop, int raised) { shared(stop->raised).store(raised, std::memory_order_relaxed); }
 
 int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const floe_place *place,
                     const floe_pace *pace, const floe_trace *trace) {
@@ -53,7 +45,7 @@ int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const 
         int code = floe_dense_step(layers->dense[i], x, i ? added : nullptr, kv[i], place, pace->dense_digits,
                                    pace->threads, &routed);
         if (code != FLOE_OK) return code;
-        if (flag(*pace->stop).load(std::memory_order_relaxed) != 0) return FLOE_STOPPED;
+        if (is_raised(*pace->stop)) return FLOE_STOPPED;
         Work work;
         const int64_t parts = l.rule.parts;
         const floe_calls calls = {parts * top_k, work.token,     work.expert,
