@@ -1,6 +1,7 @@
 // A test link: RAM to RAM, slow on purpose, with real threads, lanes and bytes.
 #include "link/row_moves.h"
 #include "link/threaded_link.h"
+#include "src/buffers.h"
 
 #include <algorithm>
 
@@ -12,7 +13,9 @@ class ThrottledLink : public ThreadedLink {
   public:
     explicit ThrottledLink(const floe_link_config &config)
         : ThreadedLink(config), rate_(config.rate), latency_(config.latency),
-          staging_(new uint8_t[(size_t)(kLanes * config.chunk * config.row_bytes)]) {}
+          staging_(memory_.take(kLanes * config.chunk * config.row_bytes)) {
+        if (staging_ == nullptr) throw std::bad_alloc();
+    }
     ~ThrottledLink() override { close(); }
 
   protected:
@@ -35,10 +38,11 @@ class ThrottledLink : public ThreadedLink {
     }
 
   private:
-    uint8_t *lane(const Chunk &chunk) const { return staging_.get() + lane_of(chunk) * queue_.chunk * row_bytes(); }
+    uint8_t *lane(const Chunk &chunk) const { return staging_ + lane_of(chunk) * queue_.chunk * row_bytes(); }
 
     const double rate_, latency_;
-    const std::unique_ptr<uint8_t[]> staging_;
+    Buffer memory_; // aligned, or rows would not be copied past the caches
+    uint8_t *const staging_;
     double free_at_ = 0;
 };
 
