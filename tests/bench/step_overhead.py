@@ -4,7 +4,8 @@ Where rows lie in RAM and a pool: nothing is computed and nothing is moved. The 
 (each neuron as likely as its rank makes it, so that a pool has something to keep) and zeros, the link is done at once.
 What is left is finding, placing, evicting, counting. How much of it lies between the list of active neurons and asking
 for absent rows is told too: that delays them, while the rest runs beside their way. A pool of 100 % holds all rows from
-the start.
+the start. With a predictor the next layer's experts are drawn as its router would choose them, and their neurons are
+fetched ahead.
 
 Where rows are read in place, on the CPU: a layer's whole step, counted as in an answer, against `kernels.moe_step`
 alone, in turns. The floor is 1.
@@ -12,12 +13,13 @@ alone, in turns. The floor is 1.
 Prints milliseconds per layer and token, then the same as one JSON line. Times of the thread alone ("cpu") are told
 beside those of the clock, which on a busy machine are mostly others'.
 
-    python tests/bench/step_overhead.py [--tokens 60]
+    python tests/bench/step_overhead.py [--tokens 60] [--predictor none|drawn|both]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
-from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
+from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
 from floe_chat.engine.offload.device import Device, Partial
 from floe_chat.engine.offload.lane_rates import Rates
@@ -45,6 +47,7 @@ from floe_chat.models.pack.packed_model import PackedLayer
 
 LAYERS, EXPERTS, NEURONS, TOP_K = 32, 8, 14336, 2
 NBYTES = 64  # of a row
+POPULAR = np.linspace(2, 1, EXPERTS) / np.linspace(2, 1, EXPERTS).sum()  # how likely each expert is chosen
 ACTIVE = 0.49  # of the neurons, as at Balanced
 IN_PLACE = 4  # experts that are read in place, more than any cache holds
 WARM = 12  # tokens
@@ -55,11 +58,14 @@ class _Link(CompiledLink):
 
     def __init__(self) -> None:
         super().__init__("none", "no link", NBYTES, content=False)
-        self.urgent_at = 0.0  # the thread's time
+        self.found_at: float | None = None  # the thread's time; None once absent rows were asked for
+        self.asked: list[float] = []  # seconds from there on, of each step that asked
 
     def submit(self, transfer: Transfer) -> None:
         super().submit(transfer)
-        self.urgent_at = time.thread_time() if transfer.urgent else self.urgent_at
+        if transfer.urgent and self.found_at is not None:
+            self.asked.append(time.thread_time() - self.found_at)
+            self.found_at = None
 
 
 class _Nothing(Device):
@@ -91,6 +97,23 @@ class _Nothing(Device):
         return done
 
 
+class _Drawn:
+    """Predicts experts by how often they are chosen."""
+
+    name, attends = "drawn", False
+
+    def __init__(self) -> None:
+        self._draw = np.random.default_rng(2)
+
+    def guess(self, layer: int, hidden: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        """Nothing: the device draws what would follow from it."""
+        return hidden
+
+    def experts(self, layer: int, hidden: torch.Tensor, chosen: torch.Tensor, guess: torch.Tensor) -> torch.Tensor:
+        """(1, E): the K largest are a draw without replacement."""
+        return torch.from_numpy(np.log(POPULAR) + self._draw.gumbel(size=EXPERTS)).float()[None]
+
+
 def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLayer], Control]:
     """Layers of Mixtral's width without weights (the record of a row is made as small as it can be)."""
     vector = VectorLayout(64, 2, 64)
@@ -108,49 +131,59 @@ def layers(device: Device, share: float, parts: Parts) -> tuple[list[OffloadedLa
     packed = PackedLayer(up=up, rows=rows, thresholds=table, products=table)
     control, telemetry = Control(PRESETS[2]), Telemetry(LAYERS, EXPERTS)
     shared = Offload(device, parts, [packed] * LAYERS, int(share * LAYERS * EXPERTS * NEURONS))
+    if parts.predictor == "drawn":
+        shared.predictor = _Drawn()
     made = [OffloadedLayer(i, packed, packed, shared, control, telemetry) for i in range(LAYERS)]
+    for layer, following in itertools.pairwise(made):
+        layer.neighbours = Neighbours(following=following)
     return made, control
 
 
-def measure(share: float, tokens: int) -> dict[str, float]:
-    """Milliseconds per layer and token: the engine's own, and the share of them that drawing neurons takes."""
-    device, asked = _Nothing(0), list[float]()
-    made, control = layers(device, share, Parts(predictor="none"))
+def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
+    """Milliseconds per layer and token of the engine alone: without the time that drawing neurons takes."""
+    device = _Nothing(0)
+    made, control = layers(device, share, Parts(predictor=predictor))
     control.counting = True
     x, draw = torch.zeros(1, 64), np.random.default_rng(1)
     took: dict[str, list[float]] = {"clock": [], "cpu": []}
-    drawn, drawn_cpu, found_at = 0.0, 0.0, 0.0
+    drawn, drawn_cpu, own = 0.0, 0.0, False
     find = device._find  # pyright: ignore[reportPrivateUsage]
 
     def timed(*given: Any) -> Active:
-        nonlocal drawn, drawn_cpu, found_at
+        nonlocal drawn, drawn_cpu, own
         begun, begun_cpu = time.perf_counter(), time.thread_time()
         found = find(*given)
         drawn += time.perf_counter() - begun
-        drawn_cpu += (found_at := time.thread_time()) - begun_cpu
+        found_at = time.thread_time()
+        drawn_cpu += found_at - begun_cpu
+        if own:  # the layer's; what follows in the same step is a guess for the next one
+            device.link.found_at, own = found_at, False
         return found
 
     device._find = timed  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     if share == 1.0:
         made[0].shared.warm(made[0].shared.pool.heat())
-    popular = np.linspace(2, 1, EXPERTS) / np.linspace(2, 1, EXPERTS).sum()
     with torch.inference_mode():
         for token in range(tokens + WARM):
             begun, begun_cpu, drawn, drawn_cpu = time.perf_counter(), time.thread_time(), 0.0, 0.0
             for layer in made:
-                chosen = draw.choice(EXPERTS, TOP_K, replace=False, p=popular)
+                chosen = draw.choice(EXPERTS, TOP_K, replace=False, p=POPULAR)
+                own = True
                 layer(x, torch.from_numpy(chosen)[None], torch.tensor([[0.6, 0.4]]))
-                if token >= WARM and device.link.urgent_at > found_at:
-                    asked.append((device.link.urgent_at - found_at) * 1e3)
+                device.link.found_at = None
+            if token + 1 == WARM:
+                device.link.asked.clear()
             if token >= WARM:
                 took["clock"].append((time.perf_counter() - begun - drawn) / LAYERS * 1e3)
                 took["cpu"].append((time.thread_time() - begun_cpu - drawn_cpu) / LAYERS * 1e3)
+    asked = statistics.median(device.link.asked) * 1e3 if device.link.asked else 0.0
     return {
         "median_ms": statistics.median(took["clock"]),
         "least_ms": min(took["clock"]),
         "cpu_median_ms": statistics.median(took["cpu"]),
         "cpu_least_ms": min(took["cpu"]),
-        "cpu_until_asked_ms": statistics.median(asked) if asked else 0.0,
+        "cpu_until_asked_ms": asked,
+        "cpu_behind_ms": statistics.median(took["cpu"]) - asked,
     }
 
 
@@ -192,13 +225,20 @@ def resident(tokens: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=60)
-    tokens = parser.parse_args().tokens
-    found = {f"{share:.0%}": measure(share, tokens) for share in (0.1, 0.3, 1.0)}
+    parser.add_argument("--predictor", choices=("none", "drawn", "both"), default="both")
+    given = parser.parse_args()
+    tokens, predictors = given.tokens, ("none", "drawn") if given.predictor == "both" else (given.predictor,)
+    found = {
+        f"{share:.0%}" + (", looking ahead" if predictor == "drawn" else ""): measure(share, tokens, predictor)
+        for predictor in predictors
+        for share in (0.1, 0.3, 1.0)
+    }
     for name, ms in found.items():
         print(
-            f"pool of {name:>4} of the rows: {ms['median_ms']:.2f} ms (least {ms['least_ms']:.2f}), "
+            f"pool of {name}: {ms['median_ms']:.2f} ms (least {ms['least_ms']:.2f}), "
             f"the thread alone {ms['cpu_median_ms']:.2f} (least {ms['cpu_least_ms']:.2f}), of these "
-            f"{ms['cpu_until_asked_ms']:.2f} from the active neurons to asking for absent rows"
+            f"{ms['cpu_until_asked_ms']:.3f} from the active neurons to asking for absent rows, "
+            f"{ms['cpu_behind_ms']:.3f} besides"
         )
     in_place = resident(tokens)
     print(
