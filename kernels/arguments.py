@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import BYTES, FLOATS, INDICES, apart, described, index, indices, require
+from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, indices, require
 from .rule import Rule
 from .types import X_BITS, Active, Calls, Limits
 from .weights import ExpertRows, LinearWeights, UpWeights
@@ -52,7 +52,7 @@ def sparse_swiglu(
     _calls(x, calls)
     require("offsets", active.offsets, INDICES, (calls.experts.numel() + 1,), whole=False)
     count = active.neurons.numel()
-    require("neurons", active.neurons, INDICES, (count,), x.device, whole=False)
+    require("neurons", active.neurons, NEURONS, (count,), x.device, whole=False)
     require("values", active.values, (x.dtype,), (count,), x.device, whole=False)
     _limits("down_thresholds", down_thresholds, calls.experts, x)
 

@@ -1,4 +1,4 @@
-"""Lists of active neurons by where their rows are: cutting them, and checks before rows land in a pool."""
+"""Lists of active neurons by where their rows are, and checks before rows land in a pool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-FREE, FILLING, READY = 0, 1, 2  # a slot's state
-STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE = range(7)  # places in `RowTable.counters`
-
 
 Keys = NDArray[np.int64]
 Slots = NDArray[np.int32]
@@ -21,13 +17,13 @@ class Part:
     """Some of the active neurons of P calls, in their order.
 
     Attributes:
-        offsets: (P + 1,) int64, as in `Active`. at: (M,) int64, their positions among all active neurons.
-        places: (M,) int64, the slots of their rows, or of absent ones the keys.
+        offsets: (P + 1,) int64, as in `Active`. at: (M,) int64 or int32, their positions among all active neurons.
+        places: (M,) likewise, the slots of their rows, or of absent ones the keys.
     """
 
     offsets: NDArray[np.int64]
-    at: NDArray[np.int64]
-    places: NDArray[np.int64]
+    at: NDArray[np.integer[Any]]
+    places: NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +33,6 @@ class Located:
     ready: Part
     coming: Part
     absent: Part
-
-
-def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
-    """The first `kept` (P,) neurons of each call, and the rest.
-
-    Raises:
-        ValueError: more than a call has, or less than none; arrays that do not fit each other.
-    """
-    require("kept", kept, np.int64, (kept.size,))
-    require("offsets", part.offsets, np.int64, (kept.size + 1,))
-    require("at", part.at, np.int64, (part.at.size,))
-    require("places", part.places, np.int64, (part.at.size,))
-    check_offsets(part.offsets, part.at.size)
-    starts, ends = part.offsets[:-1], part.offsets[1:]
-    if (kept < 0).any() or (kept > ends - starts).any():
-        raise ValueError("a call cannot keep more neurons than it has")
-    cuts = starts + kept
-    return _pieces(part, starts, cuts), _pieces(part, cuts, ends)
-
-
-def _pieces(part: Part, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Part:
-    pieces = [np.zeros(0, np.int64), *(np.arange(*bounds) for bounds in zip(starts, ends, strict=True))]
-    of = np.concatenate(pieces)
-    return Part(np.concatenate(([0], np.cumsum(ends - starts))), part.at[of], part.places[of])
 
 
 def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:

@@ -1,7 +1,8 @@
 """Which neuron's row is in which slot of a pool, which rows are evicted, and how much each neuron is used: the tables,
 and the few operations on them that a step needs.
 
-`RowTable` defines them in numpy; `cpu/native_pool.py` is compiled. Policies are in `engine/offload/eviction.py`.
+`RowTable` defines them in numpy, `offload/placing.py` what a step decides; `cpu/native_pool.py` is compiled. Policies
+are in `engine/offload/eviction.py`.
 
 Shapes: L layers, E experts, F neurons of each, S slots, P calls, N active neurons. A neuron's key is e · F + n within
 its layer, and flat l · E · F + e · F + n.
@@ -16,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .checks import index
-from .located import Keys, Located, Part, Slots, check_offsets, require
+from .located import Keys, Slots, require
 
 FREE, FILLING, READY = 0, 1, 2  # a slot's state
-STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE = range(7)  # places in `RowTable.counters`
+STEP, FINDS, BROUGHT, LAYER, FREE_COUNT, HAND, SPARE, HELD = range(8)  # places in `RowTable.counters`
 
 # A slot's fields, side by side, so that scanning many reads memory once.
 CELL = np.dtype([("word", np.int32), ("key", np.int32), ("mark", np.int32), ("mean", np.float32)])
@@ -40,6 +41,7 @@ class EvictionRule:
         prefetch_worth: what a prefetched row is worth until its turn, and the most that a row is worth which gives way
             to one. turn: rows of the layer that has just run count this much less, others in proportion.
         use_rate: share of a new observation in the mean activity. largest_growth: see `Means`.
+        score_rate, habit_rate: likewise in the means of the router's scores, recent and long-run.
     """
 
     by_score: bool
@@ -50,6 +52,8 @@ class EvictionRule:
     turn: float
     use_rate: float
     largest_growth: float
+    score_rate: float
+    habit_rate: float
 
     def __post_init__(self) -> None:
         """Raises ValueError: values for which a search would not end or a mean would not be a number."""
@@ -71,10 +75,12 @@ class Means:
     and adds r · g to the active ones.
 
     Attributes:
-        recent: (L, E) float64, of the scores. raw: (L, E · F) float32, m · g. growth: (L, E) float64, g.
+        recent, habit: (L, E) float64, of the scores, what eviction and the next start go by.
+        raw: (L, E · F) float32, m · g. growth: (L, E) float64, g.
     """
 
     recent: NDArray[np.float64]
+    habit: NDArray[np.float64]
     raw: NDArray[np.float32]
     growth: NDArray[np.float64]
 
@@ -87,8 +93,9 @@ class RowTable:
         cells: (S + 1,) of `CELL` by slot, one more than there are: slot -1 of an absent neuron reads and writes
             nobody's. Parts of them by themselves are words: 4 · the last step that used it + its state; keys: flat;
             marks: by score the find for which a row was prefetched, else when it was used or brought, the lower 32
-            bits of the count; kept: `Means.raw` of the row's neuron.
-        free: (S,) int32, a stack. counters: (7,) int64, see STEP and so on; SPARE of the free ones are for urgent rows.
+            bits of the count; kept: `Means.raw` of the row's neuron, unless there is a slot for every row.
+        free: (S,) int32, a stack. counters: (8,) int64, see STEP and so on; SPARE of the free ones are for urgent rows;
+            HELD is the last step whose rows are not marked, since there is a slot for every row.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
@@ -102,6 +109,7 @@ class RowTable:
         if layers * experts * neurons >= 1 << 31:
             raise ValueError(f"{layers * experts * neurons} neurons are more than a pool can name")
         require("recent", means.recent, np.float64, (layers, experts))
+        require("habit", means.habit, np.float64, (layers, experts))
         require("growth", means.growth, np.float64, (layers, experts))
         require("raw", means.raw, np.float32, (layers, experts * neurons))
         self.layers, self.experts, self.neurons = layers, experts, neurons
@@ -111,38 +119,8 @@ class RowTable:
         self.residents = np.zeros(layers * experts, np.int64)
         self._have(np.zeros(1, CELL))
         self.free = np.zeros(0, np.int32)
-        self.counters = np.zeros(7, np.int64)
+        self.counters = np.zeros(8, np.int64)
         self.counters[STEP] = 1
-
-    def locate(
-        self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
-    ) -> Located:
-        """Where a step's active neurons are; those present stay until the next step. Records their use.
-
-        Args:
-            experts: (P,). offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the same neuron.
-            width: neurons of one of these experts: F, or less where they are parts of the layer's.
-
-        Raises:
-            ValueError: an index out of range. Nothing has changed then.
-        """
-        _check(self, layer, experts, offsets, neurons, width)
-        counts = np.diff(offsets)
-        keys = np.repeat(experts * width, counts) + neurons
-        slots = self.slots[layer * self.width + keys]
-        states = self.words[slots] & 3
-        self.words[slots] = self._stamp() + states
-        self.counters[FINDS] += 1
-        self.counters[LAYER] = layer
-        if self.rule.marks_use:
-            self.marks[slots] = _low(self.counters[FINDS] + self.counters[BROUGHT])
-        self._note(layer, keys)
-        slots = slots.astype(np.int64)
-        return Located(
-            _part(offsets, states == READY, slots),
-            _part(offsets, states == FILLING, slots),
-            _part(offsets, slots < 0, keys),
-        )
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
         """Slots for the first M of these absent neurons (N,), free ones first; the rows that were in them are evicted.
@@ -172,14 +150,14 @@ class RowTable:
         table[keys] = taken
         mark = self.counters[FINDS]
         self.counters[BROUGHT] += 1
-        self.words[taken] = self._stamp() * urgent + FILLING
+        self.words[taken] = self.stamp() * urgent + FILLING
         self.keys[taken] = keys + layer * self.width
         self.kept[taken] = self.means.raw[layer][keys]
         if not self.rule.by_score:
             mark += self.counters[BROUGHT]
         elif not urgent:
             mark += 1 + (layer - self.counters[LAYER] - 1) % self.layers
-        self.marks[taken] = _low(mark)
+        self.marks[taken] = low(mark)
         return taken
 
     def spare(self, wanted: int) -> None:
@@ -189,6 +167,8 @@ class RowTable:
             ValueError: fewer than none.
         """
         wanted = self._slots(wanted)
+        if self.holds_all:
+            return
         free = int(self.counters[FREE_COUNT])
         if free < wanted:
             self._put_free(self._evict(wanted - free, urgent=True))
@@ -217,15 +197,17 @@ class RowTable:
         """More slots, all free, or fewer: rows in slots from `capacity` on are dropped.
 
         Raises:
-            ValueError: one of those is filling or in use, or capacity is negative or more than a slot can name. Nothing
-                has changed then.
+            ValueError: one of those is filling or in use, or might be; capacity is negative or more than a slot can
+                name. Nothing has changed then.
         """
         if not 0 <= capacity < 1 << 31:
             raise ValueError(f"a pool of {capacity} slots; it can have from 0 to 2^31 - 1")
         before, kept = self.capacity, min(self.capacity, capacity)
         words = self.words[kept:before]
-        if ((words & 3 == FILLING) | (words == self._stamp() + READY)).any():
+        unmarked = capacity < before and self.holds_all and self.counters[HELD] == self.counters[STEP]
+        if unmarked or ((words & 3 == FILLING) | (words == self.stamp() + READY)).any():
             raise ValueError("rows in the slots to be removed are filling or in use")
+        self.recall()
         self._drop(kept + np.flatnonzero(words & 3))
         free = self.free[: self.counters[FREE_COUNT]]
         fresh = np.arange(capacity - 1, before - 1, -1, dtype=np.int32)
@@ -239,11 +221,16 @@ class RowTable:
         """The means were changed elsewhere: copy those of the rows in slots again."""
         self.kept[:] = self.means.raw.reshape(-1)[self.keys]
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether there is a slot for every row, so that none gives way."""
+        return self.capacity >= self.slots.size
+
     def _have(self, cells: NDArray[np.void]) -> None:
         self.cells = cells
         self.words, self.keys, self.marks, self.kept = (cells[name] for name in CELL.names or ())
 
-    def _stamp(self) -> int:
+    def stamp(self) -> int:
         """The word of a free slot that this step uses."""
         return 4 * (int(self.counters[STEP]) & _STEPS)
 
@@ -252,16 +239,6 @@ class RowTable:
         if wanted < 0:
             raise ValueError(f"{wanted} slots cannot be spared")
         return min(wanted, self.capacity)
-
-    def _note(self, layer: int, keys: Keys) -> None:
-        expert, rate = keys // self.neurons, self.rule.use_rate
-        raw, growth = self.means.raw[layer], self.means.growth[layer]
-        growth[np.bincount(expert, minlength=self.experts) > 0] /= 1 - rate
-        raw[keys] += (rate * growth).astype(np.float32)[expert]
-        for large in np.flatnonzero(growth > self.rule.largest_growth):
-            raw.reshape(self.experts, -1)[large] /= np.float32(growth[large])
-            growth[large] = 1.0
-        self.kept[self.slots[layer * self.width : (layer + 1) * self.width]] = raw
 
     def _take_free(self, wanted: int, urgent: bool) -> Slots:
         end, spare = int(self.counters[FREE_COUNT]), int(self.counters[SPARE])
@@ -285,7 +262,7 @@ class RowTable:
         while left and count < enough:
             end = min(hand + min(target, left), self.capacity)
             words = self.words[hand:end]
-            ready = (words & 3 == READY) & (words != self._stamp() + READY)
+            ready = (words & 3 == READY) & (words != self.stamp() + READY)
             worth = self._worth(slice(hand, end), urgent)
             np.copyto(worth, np.inf, where=~ready)
             worths.append(worth)
@@ -304,12 +281,12 @@ class RowTable:
         """The worth of the rows in a window of slots by the rule; infinite if more than a prefetch may replace."""
         counters, means, keys = self.counters, self.means, self.keys[window]
         if not self.rule.by_score:
-            return -(_low(counters[FINDS] + counters[BROUGHT]) - self.marks[window]).view(np.uint32).astype(np.float64)
+            return -(low(counters[FINDS] + counters[BROUGHT]) - self.marks[window]).view(np.uint32).astype(np.float64)
         away = (np.arange(self.layers) - counters[LAYER] - 1) % self.layers
         turns = 1 - self.rule.turn * away / self.layers
         factors = (means.recent * turns[:, None] / means.growth).astype(np.float32)
         worth = self.kept[window] * factors.reshape(-1)[keys // self.neurons]
-        promised, least = self.marks[window] - _low(counters[FINDS]) > 0, np.float32(self.rule.prefetch_worth)
+        promised, least = self.marks[window] - low(counters[FINDS]) > 0, np.float32(self.rule.prefetch_worth)
         np.maximum(worth, promised * least, out=worth)
         if not urgent:
             np.copyto(worth, np.inf, where=worth >= least)
@@ -325,28 +302,9 @@ class RowTable:
         return np.bincount(keys // self.neurons, minlength=self.residents.size)
 
 
-def _check(table: RowTable, layer: int, experts: NDArray[np.int64], offsets: Keys, neurons: Keys, width: int) -> None:
-    index("layer", layer, table.layers)
-    require("experts", experts, np.int64, (experts.size,))
-    require("offsets", offsets, np.int64, (experts.size + 1,))
-    require("neurons", neurons, np.int64, (neurons.size,))
-    if width < 1 or table.neurons % width:
-        raise ValueError(f"experts of {width} neurons are not parts of {table.neurons}")
-    if experts.size and not 0 <= int(experts.min()) <= int(experts.max()) < table.width // width:
-        raise ValueError(f"an expert is out of range 0..{table.width // width - 1}")
-    if neurons.size and not 0 <= int(neurons.min()) <= int(neurons.max()) < width:
-        raise ValueError(f"a neuron is out of range 0..{width - 1}")
-    check_offsets(offsets, neurons.size)
-
-
-def _low(count: int | np.int64) -> np.int32:
+def low(count: int | np.int64) -> np.int32:
     """The lower 32 bits: of two such, what lies between is exact as long as it is less than 2**31."""
     return np.int64(count).astype(np.int32)
-
-
-def _part(offsets: NDArray[np.int64], mask: NDArray[np.bool_], places: NDArray[np.int64]) -> Part:
-    at = np.flatnonzero(mask)
-    return Part(np.concatenate(([0], np.cumsum(mask)))[offsets], at, places[at])
 
 
 def _resized(old: NDArray[Number], kept: int, capacity: int) -> NDArray[Number]:

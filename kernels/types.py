@@ -29,7 +29,7 @@ class Active:
 
     Attributes:
         offsets: (P + 1,) int64 on the CPU; call p owns neurons[offsets[p]:offsets[p + 1]].
-        neurons: (N,) int64, no neuron twice within a call. values: (N,) v = up · x of each.
+        neurons: (N,) int64 or int32, no neuron twice within a call. values: (N,) v = up · x of each.
     """
 
     offsets: Tensor

@@ -1,8 +1,8 @@
 """One layer whose rows are in RAM: a decode step, start to end.
 
-Find the active neurons; locate their rows; place absent ones (copy them, or have the CPU compute them in RAM); compute
-those that are there; look ahead to the next layer; add up what arrived. The stages in between are in offloaded_step.py.
-Prompts go by expert instead, see offloaded_prefill.py.
+Find the active neurons; place their rows (absent ones are copied, or computed in RAM by the CPU); compute those that
+are there; look ahead to the next layer; add up what arrived. The stages in between are in offloaded_step.py. Prompts go
+by expert instead, see offloaded_prefill.py.
 
 On a GPU the host waits once per layer, for what the step needs (`Device.arrived`). The device decides what the preset
 leaves out or replaces, and the list of neurons predicted for the next layer is taken once it has arrived.
@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.offload.placing import Found
 from ...kernels.types import Work
 from ...models.pack.packed_model import PackedLayer
 from ..offload.offload import Offload
-from ..offload.row_pool import keys_of
 from ..offload.scheduler import PendingPrefetch
 from ..telemetry import Telemetry
 from . import substitution
@@ -93,17 +92,17 @@ class OffloadedLayer(MoELayer):
         shared.scheduler.look()
         device.dense(hidden.shape[0])
         step = self._found(hidden, choice)
-        self._compare(step)
-        located = step.locate()
-        needed = step.needed(located)
-        placed = step.place(located, needed)
+        found = step.found()
+        started = step.start(found)
         total = Sum()
-        step.add(located.ready, total)
+        step.add(started.placed.ready, total)
         if hidden.shape[0] <= DECODE_TOKENS:
             self._look_ahead(hidden, step.choice, total.y)
-        waited = step.finish(needed, placed, total)
+        shared.pool.note(found)
+        self._compare(found)
+        waited = step.finish(started, total)
         if self.control.counting:
-            step.count(self.telemetry.layers[self.index], located, needed, placed, waited)
+            step.count(self.telemetry.layers[self.index], started.placed, waited)
         result = step.result(total)
         shared.scheduler.look()
         return result
@@ -167,20 +166,17 @@ class OffloadedLayer(MoELayer):
         asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
         shared.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
 
-    def _compare(self, step: OffloadedStep) -> None:
+    def _compare(self, found: Found) -> None:
         """Count how much of what was predicted for this step is needed."""
         guess = self.shared.scheduler.guessed.pop(self.pooled, None)
         if guess is None or not self.control.counting:
             return
         keys, experts = guess
-        counts, marks, choice = self.telemetry.layers[self.index], self.shared.pool.marks, step.choice
-        needed = keys_of(choice.work.calls.experts, step.active, choice.ruled.layer.rows.data.shape[1])
-        marks[keys] = True
+        counts = self.telemetry.layers[self.index]
         counts.guessed += keys.size
-        counts.needed += needed.size
-        counts.right += int(np.count_nonzero(marks[needed]))
-        marks[keys] = False
+        counts.needed += found.active.neurons.numel()
+        counts.right += self.shared.pool.right(found, keys)
         counts.experts_guessed += experts.numel()
-        counts.experts_needed += choice.experts.numel()
-        for named, chosen in zip(experts.tolist(), choice.experts.tolist(), strict=True):
+        counts.experts_needed += found.chosen.numel()
+        for named, chosen in zip(experts.tolist(), found.chosen.tolist(), strict=True):
             counts.experts_right += len({*named} & {*chosen})

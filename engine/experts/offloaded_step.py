@@ -1,4 +1,4 @@
-"""A few tokens in one layer whose rows are in RAM: locate rows, place absent ones, compute, add up what arrived.
+"""A few tokens in one layer whose rows are in RAM: place the rows, compute, add up what arrived.
 
 Lists are on the host, in numpy, and go to the device as needed.
 """
@@ -11,18 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.cpu.native_pool import cut
-from ...kernels.located import Located, Part
+from ...kernels.located import Part
+from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls
 from ...kernels.weights import ExpertRows
-from ..offload import missing_rows
 from ..offload.device import Partial, taken
 from ..offload.links.transfer import Transfer
 from ..offload.offload import Offload
-from ..offload.row_pool import Keys
 from ..telemetry import LayerCounts
 from .moe_layer import Choice, Result
 from .ruled_layer import RuledLayer
@@ -53,32 +50,16 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
-    """Which rows a step waits for.
+class Started:
+    """A step whose absent rows have been asked for.
 
     Attributes:
-        coming, absent: of the rows on their way and of the absent rows. without: the skipped ones, likewise; None if
-            every row is awaited.
+        first: the first transfer; None if nothing is copied. beside: the CPU's sum over its share, if it has one.
     """
 
-    coming: Part
-    absent: Part
-    without: tuple[Part, Part] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """The placement of the absent rows that a step needs.
-
-    Attributes:
-        copied: the rows that cross the link. keys: their keys, each once. first: the first transfer.
-        beside: the CPU's sum over the others.
-    """
-
-    copied: Part
-    keys: Keys
-    first: Transfer | None = None
-    beside: Future[Partial] | None = None
+    placed: Placed
+    first: Transfer | None
+    beside: Future[Partial] | None
 
 
 class Sum:
@@ -125,49 +106,47 @@ class OffloadedStep:
     def _neurons(self) -> int:
         return self.choice.ruled.layer.rows.data.shape[1]
 
-    def locate(self) -> Located:
-        """Which of the rows are there, on their way, or absent."""
-        pool, choice = self.shared.pool, self.choice
-        heard = [0.0] * pool.slots.shape[1]
-        for expert, score in zip(choice.experts.flatten().tolist(), choice.weights.flatten().tolist(), strict=True):
-            heard[expert] += score / len(choice.experts)
-        pool.heard(self.index, heard)
-        experts, active = choice.work.calls.experts.numpy(), self.active
-        return pool.locate(self.index, experts, active.offsets.numpy(), active.neurons.numpy(), self._neurons)
+    def found(self) -> Found:
+        """What the pool has to know."""
+        choice, work = self.choice, self.choice.work
+        calls = work.calls
+        return Found(
+            *(self.index, self._neurons, self.active, calls.experts, calls.weights),
+            *(choice.experts, choice.weights, work.late),
+        )
 
-    def needed(self, located: Located) -> Needed:
-        """Divide the rows that are not there into those that the step waits for and those that it skips."""
-        late, coming, absent = self.choice.work.late, located.coming, located.absent
-        if late is None or not (coming.at.size or absent.at.size):
-            return Needed(coming, absent)
-        limits = np.repeat(late.numpy(), _sizes(self.active.offsets.numpy()))
-        # The row of a NaN value is awaited, so that the NaN reaches the result and is noticed.
-        weak = self.active.values.float().abs().numpy() < limits
-        without = _some(coming, weak[coming.at]), _some(absent, weak[absent.at])
-        return Needed(_some(coming, ~weak[coming.at]), _some(absent, ~weak[absent.at]), without)
+    def start(self, found: Found) -> Started:
+        """Place the rows and start absent ones: copied over the link, or computed by the CPU from RAM (Fiddler)."""
+        shared, device, parts = self.shared, self.shared.device, self.shared.parts
+        queued = device.link.queued_bytes() / device.rates.link_bytes_s
+        lanes = device.rates.lanes(shared.memory.row_bytes, queued, device.cpu_share if parts.cpu else 0.0)
+        placed = shared.pool.place(found, lanes, parts.whole)
+        first = beside = None
+        if placed.keys.size:
+            keys = placed.keys[: placed.slots.size].astype(np.int64)
+            first = shared.scheduler.submit(self.index, keys, placed.slots, urgent=True)
+        if placed.beside.at.size:
+            beside = self._start_beside(placed.beside)
+        elif placed.keys.size and parts.cpu:
+            device.rates.unused("cpu")
+        if placed.skipped.at.size:
+            self._bring(placed)
+        if placed.whole:
+            self._move_whole(placed)
+        return Started(placed, first, beside)
 
-    def place(self, located: Located, needed: Needed) -> Placed:
-        """Start the absent rows: copied over the link, or computed by the CPU from RAM (Fiddler)."""
-        absent, missing = needed.absent, _sizes(located.absent.offsets)
-        placed = self._placed(absent) if absent.at.size else Placed(absent, absent.places)
-        if located.absent.at.size:
-            if needed.without is not None:
-                self._bring(needed.without[1], placed)
-            self._move_whole(missing)
-        return placed
-
-    def finish(self, needed: Needed, placed: Placed, total: Sum) -> float:
+    def finish(self, started: Started, total: Sum) -> float:
         """Add what has arrived since; returns the seconds waited."""
-        waited, coming = 0.0, needed.coming
-        if placed.first is not None:
-            self.shared.pool.spare(placed.first.index.size)  # the next layer will need about as many slots
+        waited, coming = 0.0, started.placed.coming
+        if started.first is not None:
+            self.shared.pool.spare(started.first.index.size)  # the next layer will need about as many slots
         if coming.at.size:
             waited += self.shared.scheduler.await_rows(self.index, self.shared.pool.keys(self.index, coming.places))
             self.add(coming, total)
-        waited += self._add_copied(placed, total)
+        waited += self._add_copied(started, total)
         self.shared.scheduler.look()  # new requests queue behind what is on its way
-        if placed.beside is not None:
-            total.add(*self.shared.device.joined(placed.beside))
+        if started.beside is not None:
+            total.add(*self.shared.device.joined(started.beside))
         return waited
 
     def result(self, total: Sum) -> Result:
@@ -187,55 +166,37 @@ class OffloadedStep:
             active = device.part(self.values, part.offsets, part.at, part.places)
             total.add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
 
-    def _placed(self, absent: Part) -> Placed:
-        copied, beside = absent, None
-        if self.shared.parts.cpu:
-            copied, beside = self._share_with_cpu(absent)
-        keys = copied.places if self._of_one else np.unique(copied.places)
-        first = self.shared.scheduler.fetch(self.index, keys, urgent=True) if keys.size else None
-        return Placed(copied, keys, first, beside)
-
-    def _share_with_cpu(self, absent: Part) -> tuple[Part, Future[Partial] | None]:
-        """Returns the rows to copy, and the CPU's sum over the rest, which has been started."""
-        device, calls, missing = self.shared.device, self.choice.work.calls, _sizes(absent.offsets)
-        layer = self.ram().layer
-        nbytes = [layer.rows.layout.nbytes] * missing.size
-        queued = device.link.queued_bytes() / device.rates.link_bytes_s
-        shares = missing_rows.share(
-            missing.tolist(), nbytes, calls.weights.tolist(), device.rates, queued, device.cpu_share
-        )
-        if not any(shares):
-            device.rates.unused("cpu")
-            return absent, None
-        # The CPU gets the last of each call: neurons are sorted by falling importance, and copied ones stay in the
-        # pool.
-        copied, rest = cut(absent, missing - np.array(shares))
+    def _start_beside(self, part: Part) -> Future[Partial]:
+        """Start the CPU's share. Its lists are its own: the part's are the next step's as well."""
+        device, work = self.shared.device, self.choice.work
         hidden = self.hidden if self.hidden.is_cpu else device.fetched(self.hidden)[0]
-        neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), rest.at))
-        part = Active(torch.from_numpy(rest.offsets), neurons, taken(self.active.values, rest.at))
-        work, x_bits = self.choice.work, self.choice.ruled.preset.x_bits
-        return copied, device.rows_beside(hidden, layer.rows, calls, part, work.products, x_bits)
+        neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), part.at))
+        active = Active(torch.from_numpy(part.offsets), neurons, taken(self.active.values, part.at))
+        rows, x_bits = self.ram().layer.rows, self.choice.ruled.preset.x_bits
+        return device.rows_beside(hidden, rows, work.calls, active, work.products, x_bits)
 
-    def _bring(self, without: Part, placed: Placed) -> None:
+    def _bring(self, placed: Placed) -> None:
         """Fetch absent rows that this step skips, with the lowest priority, for later tokens."""
-        keys = np.setdiff1d(without.places, placed.keys)
+        keys = np.setdiff1d(placed.skipped.places, placed.keys)
         if keys.size:
-            self.shared.scheduler.prefetch(self.index, keys, 0.0)
+            self.shared.scheduler.prefetch(self.index, keys.astype(np.int64), 0.0)
 
-    def _move_whole(self, missing: NDArray[np.int64]) -> None:
+    def _move_whole(self, placed: Placed) -> None:
         """If an expert is mostly active and partly absent, fetch the rest of it as well (CORM)."""
         neurons, table = self._neurons, self.shared.pool.layers[self.index]
-        mostly = missing_rows.whole(_sizes(self.active.offsets.numpy()), neurons, self.shared.parts.whole)
+        active = np.diff(self.active.offsets.numpy())
+        missing = active - sum(np.diff(part.offsets) for part in (placed.ready, placed.coming, placed.late))
+        mostly = active > self.shared.parts.whole * neurons
         for expert in self.choice.work.calls.experts.numpy()[mostly & (missing > 0)].tolist():
             rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
             if rest.size:
                 self.shared.scheduler.fetch(self.index, rest, urgent=False, score=np.inf)
 
-    def _add_copied(self, placed: Placed, total: Sum) -> float:
+    def _add_copied(self, started: Started, total: Sum) -> float:
         """Add rows that were fetched for this step, in several loads if the pool is too small; returns
         seconds waited.
         """
-        shared, transfer, done, waited = self.shared, placed.first, 0, 0.0
+        shared, placed, transfer, done, waited = self.shared, started.placed, started.first, 0, 0.0
         while transfer is not None:
             first, done = done, done + transfer.index.size
             if done > first:
@@ -245,42 +206,28 @@ class OffloadedStep:
             if done == placed.keys.size:
                 break
             shared.scheduler.settle()  # rows that this step has computed may be evicted now
-            transfer = shared.scheduler.fetch(self.index, placed.keys[done:], urgent=True)
+            transfer = shared.scheduler.fetch(self.index, placed.keys[done:].astype(np.int64), urgent=True)
         return waited
 
     def _arrived(self, copied: Part, transfer: Transfer, first: int, last: int) -> Part:
         """The part that the copied rows first..last-1 belong to."""
         if self._of_one:  # both are in the same order
             offsets = np.clip(copied.offsets, first, last) - first
-            return Part(offsets, copied.at[first:last], transfer.slots.astype(np.int64))
+            return Part(offsets, copied.at[first:last], transfer.slots)
         mine = np.isin(copied.places, transfer.index)
         offsets = np.concatenate(([0], np.cumsum(mine)))[copied.offsets]
-        slots = self.shared.pool.layers[self.index][copied.places[mine]]
-        return Part(offsets, copied.at[mine], slots.astype(np.int64))
+        return Part(offsets, copied.at[mine], self.shared.pool.layers[self.index][copied.places[mine]])
 
-    def count(self, counts: LayerCounts, located: Located, needed: Needed, placed: Placed, waited: float) -> None:
+    def count(self, counts: LayerCounts, placed: Placed, waited: float) -> None:
         """Add to the telemetry where the rows were."""
-        counts.ready += located.ready.at.size
-        counts.coming += needed.coming.at.size
+        counts.ready += placed.ready.at.size
+        counts.coming += placed.coming.at.size
         counts.copied += placed.copied.at.size
-        counts.on_cpu += needed.absent.at.size - placed.copied.at.size
+        counts.on_cpu += placed.beside.at.size
         counts.waited += waited
-        for part in needed.without or ():
-            counts.left_out += part.at.size
+        if skipped := placed.skipped.at.size + placed.late.at.size:
+            counts.left_out += skipped
             # `MoELayer.add_counts` counts them as read; their down halves are not read.
-            counts.bytes -= part.at.size * self.choice.ruled.costs[1]
-        ends, absent = self.active.offsets.tolist(), located.absent.offsets.tolist()
-        for call in range(len(ends) - 1):
-            wanted = ends[call + 1] - ends[call]
-            missing = absent[call + 1] - absent[call]
-            counts.looked += wanted > 0
-            counts.hit += wanted > 0 and 2 * (wanted - missing) >= wanted
-
-
-def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    return offsets[1:] - offsets[:-1]
-
-
-def _some(part: Part, which: NDArray[np.bool_]) -> Part:
-    """The neurons `which` (M,) of a part."""
-    return Part(np.concatenate(([0], np.cumsum(which)))[part.offsets], part.at[which], part.places[which])
+            counts.bytes -= skipped * self.choice.ruled.costs[1]
+        counts.looked += placed.looked
+        counts.hit += placed.hit

@@ -30,4 +30,4 @@ class Asked:
         ends, neurons, values, *others = self.copy.tensors
         total = int(ends[-1]) if ends.numel() else 0
         offsets = torch.cat([ends.new_zeros(1), ends])
-        return Active(offsets, neurons[:total].long(), values[:total]), self.values[:total], others
+        return Active(offsets, neurons[:total].int(), values[:total]), self.values[:total], others

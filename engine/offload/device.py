@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from .asked import Asked, Listed
 from .lane_rates import RateName, Rates
 from .links.transfer import Link, Transfer
 
-Numbers = NDArray[np.int64]
+Numbers = NDArray[np.integer[Any]]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
 
 

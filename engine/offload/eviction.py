@@ -5,8 +5,6 @@ Eviction looks only at the next slots of a clock hand, not at the whole pool, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import isfinite
 from typing import Literal
 
 import numpy as np
@@ -28,7 +26,6 @@ SCORE_RATE = 0.3  # of the router's scores, what eviction goes by
 HABIT_RATE = 0.01  # likewise, what the next start goes by
 USE_RATE = 0.02  # of a neuron's activity, per call of its expert
 LARGEST_GROWTH = 1e20
-_RATES = np.array([[SCORE_RATE], [HABIT_RATE]])
 
 
 def rule(policy: Policy, experts: int) -> EvictionRule:
@@ -54,6 +51,8 @@ def rule(policy: Policy, experts: int) -> EvictionRule:
         turn=TURN,
         use_rate=USE_RATE,
         largest_growth=LARGEST_GROWTH,
+        score_rate=SCORE_RATE,
+        habit_rate=HABIT_RATE,
     )
 
 
@@ -61,27 +60,19 @@ class Uses:
     """Moving means of the router's scores and of each neuron's activity.
 
     Attributes:
-        means: what eviction goes by; the pool's tables count activity there.
+        means: what eviction goes by; the pool's tables count there.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int) -> None:
         self._shape = (layers, experts, neurons)
-        self._scores = np.full((2, layers, experts), 1 / experts)  # recent, and long-run
-        self._habit = self._scores[1]
-        self.means = Means(
-            self._scores[0], np.zeros((layers, experts * neurons), np.float32), np.ones((layers, experts))
-        )
-
-    def heard(self, layer: int, scores: Sequence[float]) -> None:
-        """Scores (E,) of one step; ignored if one is not finite, since means would never recover from it."""
-        if isfinite(sum(scores)):
-            means = self._scores[:, layer]
-            means += _RATES * (np.array(scores) - means)
+        recent, habit = np.full((2, layers, experts), 1 / experts)
+        raw = np.zeros((layers, experts * neurons), np.float32)
+        self.means = Means(recent, habit, raw, np.ones((layers, experts)))
 
     def heat(self) -> Heat:
         """The means so far, with the experts' long-run scores."""
         uses = self.means.raw.reshape(self._shape) / self.means.growth[..., None].astype(np.float32)
-        return Heat(self._habit.astype(np.float32), np.minimum(uses, 1.0, out=uses))
+        return Heat(self.means.habit.astype(np.float32), np.minimum(uses, 1.0, out=uses))
 
     def start(self, heat: Heat) -> None:
         """Continue from saved means.
@@ -91,6 +82,6 @@ class Uses:
         """
         if heat.scores.shape != self._shape[:2] or heat.uses.shape != self._shape:
             raise ValueError(f"heat of {heat.uses.shape} for {self._shape} neurons")
-        self.means.recent[:] = self._habit[:] = heat.scores
+        self.means.recent[:] = self.means.habit[:] = heat.scores
         self.means.raw[:] = heat.uses.reshape(self.means.raw.shape)
         self.means.growth[:] = 1.0

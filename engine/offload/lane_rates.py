@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...kernels.offload.placing import Lanes
 from ..machine import saved_figures
 
 _STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
@@ -54,6 +55,19 @@ class Rates(saved_figures.Record):
         each = took / nbytes * (cap if what in ("cpu", "cpu_batch") else 1.0)
         each = min(max(each, mean / _FARTHEST), mean * _FARTHEST)
         setattr(self, name, 1 / (mean + _STEP * (each - mean)))
+
+    def lanes(self, row_bytes: float, queued_s: float, cap: float) -> Lanes:
+        """What rows of so many bytes take.
+
+        Args:
+            queued_s: seconds of work that the link has before it. cap: share of the CPU that may be used, 0 to 1.
+        """
+        return Lanes(
+            self.cpu_latency_s,
+            row_bytes / (self.cpu_bytes_s * cap) if cap > 0 else math.inf,
+            queued_s + self.link_latency_s + self.launch_s,
+            row_bytes / self.link_bytes_s + row_bytes / self.gpu_bytes_s,
+        )
 
     def unused(self, what: RateName) -> None:
         """A lane got no work: assume it a little faster each time, until it is tried again.

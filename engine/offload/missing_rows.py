@@ -1,7 +1,7 @@
 """Where absent rows are computed: copied to the GPU, or by the CPU from RAM (Fiddler; FloE; CORM).
 
 Every choice minimises the time at which the later of the two lanes ends, by the rates in `lane_rates.py`. A decode step
-is split by rows, a prompt by experts.
+is split by rows (kernels/offload/placing.py), a prompt by experts.
 """
 
 from __future__ import annotations
@@ -27,86 +27,6 @@ class Lane(enum.Enum):
     GPU = "gpu"  # nothing is absent, or nothing to do
     COPY = "copy"  # absent rows are copied, the GPU computes
     CPU = "cpu"  # absent rows are computed from RAM
-
-
-def whole(active: npt.NDArray[np.int64], neurons: int, cap: float = WHOLE) -> _Chosen:
-    """The experts with so many active neurons that moving the whole expert in one piece is quicker (CORM)."""
-    return active > cap * neurons
-
-
-def share(
-    missing: Sequence[int],
-    nbytes: Sequence[float],
-    weights: Sequence[float],
-    rates: Rates,
-    link_queued_s: float,
-    cap: float,
-) -> list[int]:
-    """Split a decode step's absent rows between the link and the CPU so that both end together.
-
-    With c of M bytes on the CPU, it ends at cpu_latency + c·s_cpu, the link (and the GPU behind it) at
-    queued + latency + (M - c)·s_copy; a lane without rows ends at 0. The best split is none, all, or next to the
-    crossing of the two lines. Of equally quick splits the one that copies more is taken, and the CPU gets the rows of
-    the calls with the lowest router weights: copied rows stay in the pool, and experts with high scores are needed
-    again soonest.
-
-    Args:
-        missing: absent rows of each call. nbytes: of one of them, by call. weights: the router's weight of each call.
-        link_queued_s: seconds of work that the link has before it. cap: share of the CPU that may be used, 0 to 1.
-
-    Returns:
-        Rows of each call that the CPU computes.
-    """
-    order = sorted(range(len(missing)), key=weights.__getitem__)
-    rows = _cpu_rows([(missing[call], nbytes[call]) for call in order], rates, link_queued_s, cap)
-    taken = [0] * len(missing)
-    if rows:
-        for call in order:
-            taken[call] = min(rows, missing[call])
-            rows -= taken[call]
-    return taken
-
-
-_Runs = Sequence[tuple[int, float]]  # runs of equal rows: number and bytes of each
-
-
-def _cpu_rows(runs: _Runs, rates: Rates, link_queued_s: float, cap: float) -> int:
-    """How many of the first rows the CPU computes."""
-    total = sum(rows for rows, _ in runs)
-    if cap <= 0 or not total:
-        return 0
-    nbytes = sum(rows * each for rows, each in runs)
-    cpu, copy = 1 / (rates.cpu_bytes_s * cap), 1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s  # seconds per byte
-    copy_start = link_queued_s + rates.link_latency_s + rates.launch_s
-    best, best_end = 0, copy_start + copy * nbytes
-    if total > 1:
-        crossing = (copy_start - rates.cpu_latency_s + copy * nbytes) / (copy + cpu)
-        below = min(max(_rows_within(runs, crossing), 1), total - 1)
-        for rows in (below, min(below + 1, total - 1)):
-            own = _bytes_of(runs, rows)
-            end = max(rates.cpu_latency_s + cpu * own, copy_start + copy * (nbytes - own))
-            if end < best_end:
-                best, best_end = rows, end
-    return total if rates.cpu_latency_s + cpu * nbytes < best_end else best
-
-
-def _rows_within(runs: _Runs, nbytes: float) -> int:
-    """How many of the first rows take at most that many bytes."""
-    found = 0
-    for rows, each in runs:
-        if nbytes < rows * each:
-            return found + max(0, int(nbytes / each))
-        found, nbytes = found + rows, nbytes - rows * each
-    return found
-
-
-def _bytes_of(runs: _Runs, count: int) -> float:
-    """Bytes of the first rows."""
-    found = 0.0
-    for rows, each in runs:
-        found += min(rows, count) * each
-        count -= min(rows, count)
-    return found
 
 
 def prefill(

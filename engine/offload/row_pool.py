@@ -9,32 +9,22 @@ A neuron's key within its layer is e * F + n. The tables and the work on them ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ...kernels.cpu.native_pool import make
-from ...kernels.located import Keys, Located, Slots
+from ...kernels.located import Keys, Slots
+from ...kernels.offload.placing import Ahead, Found, Lanes, Placed
 from ...kernels.pool import FREE_COUNT, STEP
-from ...kernels.types import Active
 from ...models.pack.usage_file import Heat
 from . import eviction
 from .eviction import Policy, Uses
 
-__all__ = ["Keys", "RowPool", "Slots", "keys_of"]
+__all__ = ["Keys", "RowPool", "Slots"]
 
 SPARED = 32  # at most this small part of the pool is kept free for future rows
-
-
-def keys_of(experts: Tensor, active: Active, width: int) -> Keys:
-    """(N,) keys of the active neurons of calls of experts (P,), each of `width` neurons: F, or less for parts of one.
-
-    A neuron of an expert has the same key as that of the expert's part.
-    """
-    starts = experts.numpy() * width
-    return np.repeat(starts, np.diff(active.offsets.numpy())) + active.neurons.numpy()
 
 
 class RowPool:
@@ -42,36 +32,47 @@ class RowPool:
 
     Attributes:
         slots: (L, E, F) int32, -1 for an absent neuron; an assigned slot may still be filling. To be read only.
-        layers: (L, E * F), the same. reason: in words, which code works on the tables and why.
-        marks: (E * F,) bool, all False: scratch space for comparing sets of keys; users reset what they set.
+        layers: (L, E * F), the same. table: all of it. reason: in words, which code works on the tables and why.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, capacity: int, policy: Policy = "score") -> None:
         """Raises ValueError: no such policy, or sizes that no pool has."""
         self._uses = Uses(layers, experts, neurons)
-        self._table, self.reason = make(layers, experts, neurons, eviction.rule(policy, experts), self._uses.means)
-        self.slots = self._table.slots.reshape(layers, experts, neurons)
-        self.layers = self._table.slots.reshape(layers, experts * neurons)
-        self.marks = np.zeros(experts * neurons, np.bool_)
-        self._table.resize(capacity)
+        self.table, self.reason = make(layers, experts, neurons, eviction.rule(policy, experts), self._uses.means)
+        self.slots = self.table.slots.reshape(layers, experts, neurons)
+        self.layers = self.table.slots.reshape(layers, experts * neurons)
+        self.table.resize(capacity)
 
-    def locate(
-        self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
-    ) -> Located:
-        """Where a step's active neurons are. Records their use; those present stay until `release`.
+    def place(self, found: Found, lanes: Lanes, whole: float) -> Placed:
+        """Where a step's active neurons are, and which absent ones get slots. All of these stay until `release`.
 
         Args:
-            experts: (P,) of each call. offsets, neurons: (P + 1,) and (N,) as in `Active`; several calls may name the
-                same neuron. width: neurons of one of these experts, F or less where they are parts of the layer's.
+            found: several calls may name the same neuron. whole: see `Placed`.
 
         Raises:
             ValueError: an index out of range. Nothing has changed then.
         """
-        return self._table.locate(layer, experts, offsets, neurons, width)
+        return self.table.place(found, lanes, whole)
 
-    def keys(self, layer: int, slots: NDArray[np.int64]) -> Keys:
+    def note(self, found: Found) -> None:
+        """Record the use of a step's neurons. What the step waits for is asked for before.
+
+        Raises:
+            ValueError: an index out of range. Nothing has changed then.
+        """
+        self.table.note(found)
+
+    def ahead(self, guess: Found) -> Ahead:
+        """Slots for the absent neurons of a guess, see `reserve`, those of the calls that weigh most first."""
+        return self.table.ahead(guess)
+
+    def right(self, found: Found, guessed: NDArray[np.int32]) -> int:
+        """How many of a step's active neurons are among these keys."""
+        return self.table.right(found, guessed)
+
+    def keys(self, layer: int, slots: NDArray[np.integer[Any]]) -> Keys:
         """The neurons of a layer whose rows these slots hold or wait for."""
-        return self._table.keys[slots].astype(np.int64) - layer * self.layers.shape[1]
+        return self.table.keys[slots].astype(np.int64) - layer * self.layers.shape[1]
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
         """Slots for the first M of these absent neurons; the rows that were in them are evicted.
@@ -88,7 +89,7 @@ class RowPool:
             ValueError: a key out of range, present or named twice. Nothing has changed then.
         """
         _check(keys)
-        return self._table.reserve(layer, keys, urgent=urgent)
+        return self.table.reserve(layer, keys, urgent=urgent)
 
     def spare(self, wanted: int) -> None:
         """Evict the rows worth least until this many slots are free, for later urgent rows.
@@ -97,7 +98,7 @@ class RowPool:
         small in comparison keeps its rows: they would be missed.
         """
         if wanted <= self.capacity // SPARED:
-            self._table.spare(wanted)
+            self.table.spare(wanted)
 
     def filled(self, slots: Slots) -> None:
         """The bytes of these filling rows are in their slots.
@@ -105,7 +106,7 @@ class RowPool:
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
         """
-        self._table.settle(slots, arrived=True)
+        self.table.settle(slots, arrived=True)
 
     def abandon(self, slots: Slots) -> None:
         """The transfers into these filling slots were dropped: their rows are absent and the slots free.
@@ -113,17 +114,11 @@ class RowPool:
         Raises:
             ValueError: a slot that is not filling, or named twice. Nothing has changed then.
         """
-        self._table.settle(slots, arrived=False)
+        self.table.settle(slots, arrived=False)
 
     def release(self) -> None:
         """The kernels that read this step's rows have ended: the rows may be evicted. Filling ones stay."""
-        self._table.counters[STEP] += 1
-
-    def heard(self, layer: int, scores: Sequence[float]) -> None:
-        """Record the router's scores (E,) of this step, after softmax; the mean over several tokens. Ignored if not
-        finite.
-        """
-        self._uses.heard(layer, scores)
+        self.table.counters[STEP] += 1
 
     def likeliest(self, layer: int) -> int:
         """The expert that the router has favoured recently."""
@@ -132,17 +127,17 @@ class RowPool:
     def resident(self, layer: int) -> NDArray[np.float32]:
         """(E,) share of each expert's neurons that are ready."""
         _, experts, neurons = self.slots.shape
-        return (self._table.residents[layer * experts : (layer + 1) * experts] / neurons).astype(np.float32)
+        return (self.table.residents[layer * experts : (layer + 1) * experts] / neurons).astype(np.float32)
 
     @property
     def capacity(self) -> int:
         """Slots in all."""
-        return self._table.capacity
+        return self.table.capacity
 
     @property
     def used(self) -> int:
         """Slots that hold a row or wait for one."""
-        return self.capacity - int(self._table.counters[FREE_COUNT])
+        return self.capacity - int(self.table.counters[FREE_COUNT])
 
     def resize(self, capacity: int) -> None:
         """More slots, all free, or fewer: the rows in slots from `capacity` on are dropped.
@@ -150,7 +145,7 @@ class RowPool:
         Raises:
             ValueError: one of those is filling or in use, or capacity is negative. Nothing has changed then.
         """
-        self._table.resize(capacity)
+        self.table.resize(capacity)
 
     def heat(self) -> Heat:
         """How much each expert and neuron was used so far, for the next start."""
@@ -166,7 +161,7 @@ class RowPool:
             ValueError: heat of another model's shape.
         """
         self._uses.start(heat)
-        self._table.recall()
+        self.table.recall()
         worth = (heat.scores[..., None] * heat.uses).reshape(-1)
         count = min(self.capacity, worth.size)
         best = np.argpartition(-worth, count - 1)[:count] if 0 < count < worth.size else np.arange(count)

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...kernels.offload.placing import Found
 from .asked import Asked
 from .device import Device
 from .device_memory import DeviceMemory
 from .links.transfer import Transfer
-from .row_pool import Keys, RowPool, Slots, keys_of
+from .row_pool import Keys, RowPool, Slots
 
 # Rows of a piece of a prefetch, at least: few enough that most of a wrong guess is never sent. Pieces, at most: each
 # costs the host some microseconds.
@@ -69,8 +72,9 @@ class Scheduler:
         self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self.under_way: dict[Transfer, None] = {}
         self.ahead: PendingPrefetch | None = None
-        self.guessed: dict[int, tuple[Keys, Tensor]] = {}
+        self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
         self.early: Early | None = None
+        self._marks = np.zeros(pool.layers.shape[1], np.bool_)  # all False, but inside of `await_rows`
         self._seen = device.link.bytes_moved, device.link.busy_s
 
     def transfer(
@@ -82,16 +86,19 @@ class Scheduler:
     def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
         """Request the rows of these absent neurons, as many as get a slot; `transfer.index` names them."""
         slots = self._pool.reserve(layer, keys, urgent=urgent)
-        return self._submit(layer, keys[: slots.size], slots, urgent, score)
+        return self.submit(layer, keys[: slots.size], slots, urgent=urgent, score=score)
 
-    def prefetch(self, layer: int, keys: Keys, score: float) -> bool:
-        """Request the rows of these absent neurons behind everything urgent; False if the pool has no room for all."""
-        slots = self._pool.reserve(layer, keys, urgent=False)
-        piece = max(PIECE, -(-slots.size // PIECES))
-        for start in range(0, slots.size, piece):
-            part = slice(start, min(start + piece, slots.size))
-            self._submit(layer, keys[part], slots[part], False, score)
-        return slots.size == keys.size
+    def prefetch(self, layer: int, keys: Keys, score: float) -> None:
+        """Request the rows of these absent neurons behind everything urgent, as many as get a slot."""
+        self._submit_pieces(layer, keys, self._pool.reserve(layer, keys, urgent=False), score)
+
+    def submit(self, layer: int, keys: Keys, slots: Slots, *, urgent: bool, score: float = 0.0) -> Transfer:
+        """Request rows that have their slots."""
+        transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
+        if slots.size:
+            self.under_way[transfer] = None
+            self._device.link.submit(transfer)
+        return transfer
 
     def look(self) -> None:
         """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
@@ -107,9 +114,10 @@ class Scheduler:
 
     def forget(self, layer: int | None) -> None:
         """Drop prefetches for a layer (None: for all) that have not begun."""
-        for transfer in self._device.link.drop(layer):
-            self._pool.abandon(transfer.slots)
-            del self.under_way[transfer]
+        if dropped := self._device.link.drop(layer):
+            self._pool.abandon(np.concatenate([transfer.slots for transfer in dropped]))
+            for transfer in dropped:
+                del self.under_way[transfer]
 
     def collect(self) -> None:
         """Record what has arrived, and how fast."""
@@ -117,14 +125,15 @@ class Scheduler:
         moved, busy = link.bytes_moved, link.busy_s
         self._device.rates.observed("link", moved - self._seen[0], busy - self._seen[1])
         self._seen = moved, busy
-        for transfer in link.finished():
-            if transfer in self.under_way:  # others go to a prompt's buffers
-                self._pool.filled(transfer.slots)
+        # Others go to a prompt's buffers.
+        if arrived := [transfer for transfer in link.finished() if transfer in self.under_way]:
+            self._pool.filled(np.concatenate([transfer.slots for transfer in arrived]))
+            for transfer in arrived:
                 del self.under_way[transfer]
 
     def await_rows(self, layer: int, keys: Keys) -> float:
         """Wait until these rows of a layer, all on their way, have arrived; returns the seconds waited."""
-        waited, marks = 0.0, self._pool.marks
+        waited, marks = 0.0, self._marks
         marks[keys] = True
         wanted = [t for t in self.under_way if t.layer == layer and marks[t.index].any()]
         marks[keys] = False
@@ -146,23 +155,23 @@ class Scheduler:
         self._device.finish()
         self._pool.release()
 
-    def _submit(self, layer: int, keys: Keys, slots: Slots, urgent: bool, score: float) -> Transfer:
-        transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
-        if slots.size:
-            self.under_way[transfer] = None
-            self._device.link.submit(transfer)
-        return transfer
+    def _submit_pieces(self, layer: int, keys: Keys, slots: Slots, score: float) -> None:
+        piece = max(PIECE, -(-slots.size // PIECES))
+        for start in range(0, slots.size, piece):
+            part = slice(start, min(start + piece, slots.size))
+            self.submit(layer, keys[part], slots[part], urgent=False, score=score)
 
     def _fetch_ahead(self, ahead: PendingPrefetch) -> None:
         """Request the absent rows, those of the likeliest expert first."""
         active, _, (experts, weights, named) = ahead.asked.answer()
-        keys, ends, worth = keys_of(experts, active, ahead.width), active.offsets.tolist(), weights.tolist()
+        worth, none = weights.tolist(), named[:0]
         if not isfinite(sum(worth)):
             return  # the model has failed, which the session is about to report
-        self.guessed[ahead.layer] = keys, named
-        table = self._pool.layers[ahead.layer]
-        for call in sorted(range(len(worth)), key=worth.__getitem__, reverse=True):
-            wanted = keys[ends[call] : ends[call + 1]]
-            absent = wanted[table[wanted] < 0]
-            if absent.size and not self.prefetch(ahead.layer, absent, worth[call]):
-                return  # the pool has no room for more
+        guess = Found(ahead.layer, ahead.width, active, experts, weights, none, none.float())
+        found, first = self._pool.ahead(guess), 0
+        self.guessed[ahead.layer] = found.guessed, named
+        keys = found.keys.astype(np.int64)
+        for call, count in found.runs:
+            part = slice(first, first + count)
+            self._submit_pieces(ahead.layer, keys[part], found.slots[part], worth[call])
+            first += count

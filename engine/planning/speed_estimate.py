@@ -1,7 +1,7 @@
 """How fast a model would answer: the one cost model of plans.
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
-absent rows is split as in the engine (`missing_rows.share`, `missing_rows.prefill`). Expectations come from benchmarks
+absent rows is split as in the engine (`placing.cpu_rows`, `missing_rows.prefill`). Expectations come from benchmarks
 (`measured_figures.py`).
 """
 
@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ...kernels.offload.placing import cpu_rows
 from ..offload import missing_rows
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
@@ -233,7 +234,7 @@ def _absent_end(rows: float, nbytes: float, rates: Rates, cpu: bool) -> tuple[fl
     count = round(rows)
     if not count:
         return 0.0, 0.0
-    on_cpu = missing_rows.share([count], [nbytes], [1.0], rates, 0.0, 1.0 if cpu else 0.0)[0]
+    on_cpu = cpu_rows(rates.lanes(nbytes, 0.0, 1.0 if cpu else 0.0), count)
     copied = count - on_cpu
     copy = rates.link_latency_s + rates.launch_s + copied * nbytes * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
     beside = rates.cpu_latency_s + on_cpu * nbytes / rates.cpu_bytes_s

@@ -94,7 +94,8 @@ typedef struct {
 
 // The active neurons of P calls: types.Active.
 typedef struct {
-    const int64_t *offsets, *neurons;
+    const int64_t *offsets;
+    const int32_t *neurons;
     const float *values;
 } floe_active;
 
@@ -106,7 +107,7 @@ FLOE_API int floe_select(const floe_rule *rule, const floe_limits *limits, int64
 // the calling thread until it fetches them with floe_up_take.
 FLOE_API int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_up *up, const floe_calls *calls, int digits,
                               int threads, int64_t *offsets);
-FLOE_API int floe_up_take(int64_t count, int64_t *neurons, float *values);
+FLOE_API int floe_up_take(int64_t count, int32_t *neurons, float *values);
 
 // y[token] = sum over calls of weight · sum_n silu(gate_n · x) v_n down_n; y is (tokens, H), written whole. Neurons
 // below the call's `product` are left out, and their down half unread. Fills kept (P): how many were not.
@@ -277,7 +278,8 @@ enum {
     FLOE_POOL_LAYER,
     FLOE_POOL_FREE,
     FLOE_POOL_HAND,
-    FLOE_POOL_SPARE
+    FLOE_POOL_SPARE,
+    FLOE_POOL_HELD
 };
 
 typedef struct {
@@ -289,21 +291,14 @@ typedef struct {
     int64_t layers, experts, neurons, capacity;
     int32_t by_score, marks_use;
     int64_t sample, smallest_window;
-    double turn, use_rate, largest_growth;
+    double turn, use_rate, largest_growth, score_rate, habit_rate;
     float prefetch_worth;
-    const double *recent;
-    double *growth;
+    double *recent, *habit, *growth;
     float *raw;
     int32_t *slots, *free_slots;
     floe_cell *cells;
     int64_t *residents, *counters;
 } floe_pool;
-
-// Where active neurons are. Fills parts, three times (P + 1) offsets, and lists, six times (N): positions and slots of
-// rows that are there, the same of those on their way, positions and keys of absent ones.
-FLOE_API int floe_pool_locate(const floe_pool *pool, int64_t layer, int64_t width, int64_t calls,
-                              const int64_t *experts, const int64_t *offsets, const int64_t *neurons, int64_t *parts,
-                              int64_t *lists);
 
 // Slots for the first of `count` absent keys; returns for how many. Nothing has changed where it returns an error.
 FLOE_API int64_t floe_pool_reserve(const floe_pool *pool, int64_t layer, int64_t count, const int64_t *keys, int urgent,
@@ -314,11 +309,6 @@ FLOE_API int floe_pool_spare(const floe_pool *pool, int64_t wanted);
 
 // Filling rows have arrived, or never will. Nothing has changed where it returns an error.
 FLOE_API int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots, int arrived);
-
-// The first `kept` neurons of each call of a part, and the rest: two times (P + 1) offsets, and to at_out and
-// places_out the one behind the other.
-FLOE_API int floe_cut(int64_t calls, const int64_t *offsets, const int64_t *kept, const int64_t *at,
-                      const int64_t *places, int64_t *offsets_out, int64_t *at_out, int64_t *places_out);
 
 // The slots of a transfer as 64-bit places, if rows and slots are in range and no slot is named twice.
 FLOE_API int floe_landing(int64_t count, const int64_t *index, const int32_t *slots, int64_t rows, int64_t capacity,

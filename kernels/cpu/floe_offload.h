@@ -8,6 +8,67 @@
 extern "C" {
 #endif
 
+// ---- what a step decides about rows (kernels/offload/placing.py)
+
+// What a few tokens found active in a layer: `calls` calls of `total` neurons, as in floe_active and floe_calls; halves
+// are experts there. width: neurons of one of these. chosen, scores: (tokens, top_k) whole experts and the router's
+// scores. late: (calls) what |values| must reach for rows that are absent; NULL: all are waited for.
+typedef struct {
+    int64_t layer, width, tokens, top_k, calls, total;
+    const int64_t *offsets, *experts, *chosen;
+    const int32_t *neurons;
+    const float *weights, *scores;
+    FLOE_OPTIONAL const float *values, *late;
+} floe_found;
+
+// Seconds before a lane's first row, and for each: CPU and link. cpu_row is infinite where the CPU takes no share.
+typedef struct {
+    double cpu_start, cpu_row, copy_start, copy_row;
+} floe_lanes;
+
+// Parts of the active neurons: there; on their way; copied; computed by the CPU from RAM; absent and done without; on
+// their way and done without.
+enum {
+    FLOE_PART_READY,
+    FLOE_PART_COMING,
+    FLOE_PART_COPIED,
+    FLOE_PART_BESIDE,
+    FLOE_PART_SKIPPED,
+    FLOE_PART_LATE,
+    FLOE_PARTS
+};
+
+// Filled: of each part offsets (calls + 1), positions among the active neurons and places (room): slots, or keys of
+// absent rows. keys, slots (room): what is copied, each key once, and the slots of the first of them.
+typedef struct {
+    int64_t room;
+    int64_t *offsets;
+    int32_t *at, *places, *keys, *slots;
+} floe_places;
+
+// Keys to copy, and how many of them got a slot; calls that have active neurons, those of which half the rows are
+// present, and those of which more than `whole` of the neurons are active and some rows absent.
+typedef struct {
+    int64_t wanted, reserved, looked, hit, whole;
+} floe_placed;
+
+// Places a step's rows. Rows that are present stay, and so do those that got a slot, until the next step.
+FLOE_API int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes, double whole,
+                                const floe_places *places, floe_placed *placed);
+
+// Notes the use of a step's neurons.
+FLOE_API int floe_offload_note(const floe_pool *pool, const floe_found *found);
+
+// Slots for the absent ones of a guess's neurons, those of the calls that weigh most first, as many as may be fetched
+// ahead; returns how many. Filled: guessed (total) keys of all; keys, slots (total) of the absent ones; runs
+// (calls, 2), in their order: a call, and how many of the keys are its own.
+FLOE_API int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, int32_t *guessed, int32_t *keys,
+                                    int32_t *slots, int64_t *runs);
+
+// How many of a step's neurons are among the guessed keys (count). marks: a layer's bytes, zero before and after.
+FLOE_API int64_t floe_offload_right(const floe_pool *pool, const floe_found *found, int64_t count,
+                                    const int32_t *guessed, uint8_t *marks);
+
 // ---- virtual time
 
 // engine/offload/virtual/virtual_clock.py: when four lanes will have ended their work, and the seconds of work each was

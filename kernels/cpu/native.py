@@ -99,10 +99,10 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
         arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
         check(total)
     # The library stores them per thread until tensors of the right size exist.
-    neurons = torch.empty(total, dtype=torch.int64)
+    neurons = torch.empty(total, dtype=torch.int32)
     values = torch.empty(total, dtype=torch.float32)
     check(loaded.up_take(total, neurons, values))
-    return Active(offsets, neurons, _as(values, x.dtype))
+    return Active(offsets, neurons.long(), _as(values, x.dtype))
 
 
 def sparse_swiglu(
@@ -128,6 +128,9 @@ def sparse_swiglu(
     arguments.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
     x32, given = _float32(x), _calls(calls, None, down_thresholds)
     offsets, neurons, values = _whole(active.offsets), _whole(active.neurons), _float32(active.values)
+    if neurons.dtype != torch.int32:
+        indices("neuron", neurons, rows.neurons)  # before they are cut to 32 bits
+        neurons = neurons.int()
     if int(offsets[-1]) != neurons.numel():
         arguments.active_in_range(rows, active)
     found = records.active(offsets=offsets, neurons=neurons, values=values)

@@ -1,4 +1,4 @@
-"""`pool.RowTable` compiled from C++ (pool.cpp): the same tables, worked on in one call where numpy takes dozens.
+"""`placing.StepTable` compiled from C++ (pool.cpp): the same tables, worked on in one call where numpy takes dozens.
 
 If the library refuses, the definition runs instead, which finds and reports the reason.
 """
@@ -6,55 +6,90 @@ If the library refuses, the definition runs instead, which finds and reports the
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from .. import located
 from ..checks import index
-from ..located import Keys, Located, Part, Slots
-from ..pool import EvictionRule, Means, RowTable
-from .binding import NativeUnavailableError, check, isa_is_forced, library, records, refused
+from ..located import Keys, Part, Slots
+from ..offload.placing import Ahead, Found, Lanes, Placed, StepTable
+from ..pool import EvictionRule, Means
+from .binding import NativeUnavailableError, check, codes, isa_is_forced, library, records, refused
 
 # located.require compares these faster than numpy's types.
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_PARTS = codes.PARTS
 _log = logging.getLogger("floe_chat.kernels")
 
 
-class NativeTable(RowTable):
-    """`RowTable`, compiled.
+class NativeTable(StepTable):
+    """`StepTable`, compiled.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
     """
 
     def __init__(self, layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> None:
-        functions = library()
-        self._locate, self._reserve = functions.pool_locate, functions.pool_reserve
-        self._settle, self._spare = functions.pool_settle, functions.pool_spare
+        self._functions = functions = library()
+        self._reserve, self._settle, self._spare = functions.pool_reserve, functions.pool_settle, functions.pool_spare
         super().__init__(layers, experts, neurons, rule, means)
+        self._marks = np.zeros(self.width, np.uint8)
+        self._placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, whole=0)
+        self._room = -1
         self._handed_over()
 
-    def locate(
-        self, layer: int, experts: NDArray[np.int64], offsets: NDArray[np.int64], neurons: Keys, width: int
-    ) -> Located:
-        """See `RowTable`."""
-        calls, total = experts.size, neurons.size
-        located.require("experts", experts, _INT64, (calls,))
-        located.require("offsets", offsets, _INT64, (calls + 1,))
-        located.require("neurons", neurons, _INT64, (total,))
-        parts, lists = np.empty((3, calls + 1), np.int64), np.empty((6, total), np.int64)
-        # With a wrong last offset the library would read beyond the neurons.
-        fits = offsets[-1] == total and 0 <= layer < self.layers and 1 <= width <= self.neurons
-        if not fits or refused(
-            self._locate(self._tables, layer, width, calls, experts, offsets, neurons, parts, lists)
-        ):
-            return super().locate(layer, experts, offsets, neurons, width)
-        ends = parts[:, -1].tolist()
-        return Located(*(Part(parts[i], lists[2 * i, : ends[i]], lists[2 * i + 1, : ends[i]]) for i in range(3)))
+    def place(self, found: Found, lanes: Lanes, whole: float) -> Placed:
+        """See `StepTable`."""
+        record = _found(found)
+        if record is None:
+            return super().place(found, lanes, whole)
+        self._have_room(record.total)
+        offsets, lists = torch.empty((_PARTS, record.calls + 1), dtype=torch.int64), self._lists
+        lists.offsets = offsets.data_ptr()
+        placed, way = self._placed, records.lanes(**lanes._asdict())
+        if refused(self._functions.offload_place(self._tables, record, way, whole, lists, placed)):
+            return super().place(found, lanes, whole)
+        bounds = offsets.numpy()
+        parts = [
+            Part(bounds[i], self._at[i, :end], self._places[i, :end]) for i, end in enumerate(bounds[:, -1].tolist())
+        ]
+        ready, coming, copied, beside, skipped, late = parts
+        keys, slots = self._keys[: placed.wanted].copy(), self._taken[: placed.reserved].copy()
+        counts = placed.looked, placed.hit, placed.whole
+        return Placed(ready, coming, copied, beside, skipped, late, keys, slots, *counts)
+
+    def note(self, found: Found) -> None:
+        """See `StepTable`."""
+        record = _found(found)
+        if record is None or refused(self._functions.offload_note(self._tables, record)):
+            super().note(found)
+
+    def ahead(self, guess: Found) -> Ahead:
+        """See `StepTable`."""
+        record = _found(guess)
+        if record is None:
+            return super().ahead(guess)
+        guessed, keys, slots = np.empty((3, record.total), np.int32)
+        runs = np.empty((record.calls, 2), np.int64)
+        taken = self._functions.offload_ahead(self._tables, record, guessed, keys, slots, runs)
+        if refused(taken):
+            return super().ahead(guess)
+        return Ahead(guessed, keys[:taken], slots[:taken], [(call, count) for call, count in runs.tolist()])
+
+    def right(self, found: Found, guessed: NDArray[np.int32]) -> int:
+        """See `StepTable`."""
+        record = _found(found)
+        count = -1
+        if record is not None:
+            count = self._functions.offload_right(self._tables, record, guessed.size, guessed, self._marks)
+        return super().right(found, guessed) if record is None or refused(count) else count
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
-        """See `RowTable`."""
+        """See `StepTable`."""
         index("layer", layer, self.layers)
         located.require("keys", keys, _INT64, (keys.size,))
         slots = np.empty(keys.size, np.int32)
@@ -62,19 +97,30 @@ class NativeTable(RowTable):
         return super().reserve(layer, keys, urgent=urgent) if refused(taken) else slots[:taken]
 
     def spare(self, wanted: int) -> None:
-        """See `RowTable`."""
+        """See `StepTable`."""
         check(self._spare(self._tables, self._slots(wanted)))
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
-        """See `RowTable`."""
+        """See `StepTable`."""
         located.require("slots", slots, _INT32, (slots.size,))
         if refused(self._settle(self._tables, slots.size, slots, arrived)):
             super().settle(slots, arrived=arrived)
 
     def resize(self, capacity: int) -> None:
-        """See `RowTable`."""
+        """See `StepTable`."""
         super().resize(capacity)
         self._handed_over()
+
+    def _have_room(self, total: int) -> None:
+        """Lists of so many neurons."""
+        if total <= self._room:
+            return
+        self._at, self._places = np.empty((2, _PARTS, total), np.int32)
+        self._keys, self._taken = np.empty((2, total), np.int32)
+        self._lists = records.places(
+            room=total, offsets=self.counters, at=self._at, places=self._places, keys=self._keys, slots=self._taken
+        )
+        self._room = total
 
     def _handed_over(self) -> None:
         """Tell the library where the tables are now."""
@@ -91,8 +137,11 @@ class NativeTable(RowTable):
             turn=rule.turn,
             use_rate=rule.use_rate,
             largest_growth=rule.largest_growth,
+            score_rate=rule.score_rate,
+            habit_rate=rule.habit_rate,
             prefetch_worth=rule.prefetch_worth,
             recent=means.recent,
+            habit=means.habit,
             growth=means.growth,
             raw=means.raw,
             slots=self.slots,
@@ -103,7 +152,43 @@ class NativeTable(RowTable):
         )
 
 
-def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> tuple[RowTable, str]:
+def _float32(tensor: Tensor) -> Tensor:
+    return tensor.float().contiguous()
+
+
+def _found(found: Found) -> Any:
+    """`floe_found`; None for tensors that the library would misread."""
+    active, experts, weights, chosen, late = found.active, found.experts, found.weights, found.chosen, found.late
+    count, total = experts.numel(), active.neurons.numel()
+    if active.offsets.shape != (count + 1,) or not experts.ndim == active.neurons.ndim == 1:
+        return None
+    if weights.numel() != count or chosen.ndim != 2 or chosen.shape != found.scores.shape:
+        return None
+    if active.neurons.dtype is not torch.int32 or not 0 <= found.layer < 1 << 31 or not 0 <= found.width < 1 << 31:
+        return None
+    if not active.offsets.dtype is experts.dtype is chosen.dtype is torch.int64:
+        return None
+    if late is not None and (late.numel() != count or active.values.numel() != total):
+        return None
+    return records.found(
+        layer=found.layer,
+        width=found.width,
+        tokens=chosen.shape[0],
+        top_k=chosen.shape[1],
+        calls=count,
+        total=total,
+        offsets=active.offsets.contiguous(),
+        experts=experts.contiguous(),
+        chosen=chosen.contiguous(),
+        neurons=active.neurons.contiguous(),
+        weights=_float32(weights),
+        scores=_float32(found.scores),
+        values=None if late is None else _float32(active.values),
+        late=None if late is None else _float32(late),
+    )
+
+
+def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> tuple[StepTable, str]:
     """The best table available here, and the reason.
 
     Raises:
@@ -115,28 +200,7 @@ def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Mea
         if isa_is_forced():
             raise
         _log.info("the pool's tables are numpy's: %s", error)
-        return RowTable(layers, experts, neurons, rule, means), f"numpy, since {error}"
-
-
-def cut(part: Part, kept: NDArray[np.int64]) -> tuple[Part, Part]:
-    """See `located.cut`, which runs if the library is missing."""
-    calls, total = kept.size, part.at.size
-    try:
-        functions = library()
-    except NativeUnavailableError:
-        return located.cut(part, kept)
-    located.require("offsets", part.offsets, _INT64, (calls + 1,))
-    located.require("kept", kept, _INT64, (calls,))
-    located.require("at", part.at, _INT64, (total,))
-    located.require("places", part.places, _INT64, (total,))
-    offsets, lists = np.empty((2, calls + 1), np.int64), np.empty((2, total), np.int64)
-    # With a wrong last offset the library would read beyond the neurons.
-    if part.offsets[-1] != total or refused(
-        functions.cut(calls, part.offsets, kept, part.at, part.places, offsets, lists[0], lists[1])
-    ):
-        return located.cut(part, kept)
-    middle = int(offsets[0, -1])
-    return Part(offsets[0], *lists[:, :middle]), Part(offsets[1], *lists[:, middle:])
+        return StepTable(layers, experts, neurons, rule, means), f"numpy, since {error}"
 
 
 def landing(source: NDArray[np.int64], slots: Slots, rows: int, capacity: int) -> NDArray[np.int64]:

@@ -132,7 +132,9 @@ class Shape:
 def find(pool: RowPool, layer: int, keys: Keys) -> NDArray[np.bool_]:
     """(N,) which of these neurons' rows are in the pool; notes their use."""
     neurons = pool.slots.shape[2]
-    located = pool.locate(layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons)
+    given = layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons
+    located = pool.table.locate(*given)
+    pool.table.count(*given)
     ready = np.zeros(keys.size, np.bool_)
     ready[located.ready.at] = True
     return ready
@@ -144,7 +146,7 @@ def hit_rate(trace: Trace, shape: Shape, capacity: int, policy: Policy) -> float
     hits = total = 0
     for step, (scores, keys) in enumerate(zip(trace.scores, trace.keys, strict=True)):
         layer = step % shape.layers
-        pool.heard(layer, scores.tolist())
+        pool.table.hear(layer, scores.astype(np.float64))
         ready = find(pool, layer, keys)
         if step >= FILL_TOKENS * shape.layers:
             hits, total = hits + int(ready.sum()), total + keys.size

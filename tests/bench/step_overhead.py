@@ -86,7 +86,8 @@ class _Nothing(Device):
         likely = [pieces[expert % len(pieces)] for expert in calls.experts.tolist()]
         found = [np.flatnonzero(self._draw.random(part.size) < part) for part in likely]
         ends = torch.tensor([0, *np.cumsum([part.size for part in found])])
-        return Active(ends, torch.from_numpy(np.concatenate(found)), torch.ones(int(ends[-1])))
+        neurons = np.concatenate(found).astype(np.int32)  # as a card lists them
+        return Active(ends, torch.from_numpy(neurons), torch.ones(neurons.size))
 
     def _sum(self, x: torch.Tensor, rows: Any, calls: Calls, active: Active, limits: Any, x_bits: int) -> Partial:
         return torch.zeros_like(x), active.offsets.diff()
@@ -144,7 +145,7 @@ def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
     device = _Nothing(0)
     made, control = layers(device, share, Parts(predictor=predictor))
     control.counting = True
-    x, draw = torch.zeros(1, 64), np.random.default_rng(1)
+    x, weights, draw = torch.zeros(1, 64), torch.tensor([[0.6, 0.4]]), np.random.default_rng(1)
     took: dict[str, list[float]] = {"clock": [], "cpu": []}
     drawn, drawn_cpu, own = 0.0, 0.0, False
     find = device._find  # pyright: ignore[reportPrivateUsage]
@@ -165,11 +166,11 @@ def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
         made[0].shared.warm(made[0].shared.pool.heat())
     with torch.inference_mode():
         for token in range(tokens + WARM):
+            chosen = [torch.from_numpy(draw.choice(EXPERTS, TOP_K, replace=False, p=POPULAR))[None] for _ in made]
             begun, begun_cpu, drawn, drawn_cpu = time.perf_counter(), time.thread_time(), 0.0, 0.0
-            for layer in made:
-                chosen = draw.choice(EXPERTS, TOP_K, replace=False, p=POPULAR)
+            for layer, index in zip(made, chosen, strict=True):
                 own = True
-                layer(x, torch.from_numpy(chosen)[None], torch.tensor([[0.6, 0.4]]))
+                layer(x, index, weights)
                 device.link.found_at = None
             if token + 1 == WARM:
                 device.link.asked.clear()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.offload import row_pool
-from floe_chat.kernels.pool import RowTable
+from floe_chat.kernels.offload.placing import StepTable
 from floe_chat.models.families import FAMILIES
 from torch import Tensor
 
@@ -55,8 +55,8 @@ def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Both kinds of a pool's tables."""
     if request.param == "numpy":
 
-        def make(*given: Any) -> tuple[RowTable, str]:
-            return RowTable(*given), "the test's choice"
+        def make(*given: Any) -> tuple[StepTable, str]:
+            return StepTable(*given), "the test's choice"
 
         monkeypatch.setattr(row_pool, "make", make)
     elif row_pool.RowPool(1, 1, 1, 1).reason != "compiled":

@@ -26,9 +26,11 @@ class Found:
 
 
 def find(pool: RowPool, layer: int, keys: Keys) -> Found:
-    """`locate` for neurons in any order, which may be named twice."""
+    """Where neurons in any order, which may be named twice, are; their use is noted."""
     neurons = pool.slots.shape[2]
-    located = pool.locate(layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons)
+    given = layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons
+    located = pool.table.locate(*given)
+    pool.table.count(*given)
     found = Found(np.full(keys.size, -1, np.int32), np.zeros(keys.size, np.bool_), np.zeros(keys.size, np.bool_))
     for part, mask in ((located.ready, found.ready), (located.coming, found.coming)):
         found.slots[part.at], mask[part.at] = part.places, True

@@ -33,7 +33,7 @@ def test_what_is_behind_the_last_end_is_no_answer(empty: tuple[int, ...]) -> Non
         calls.append((own.tolist(), torch.rand(count, generator=generator).tolist()))
     found, also = listed(calls), torch.tensor([7])
     active, there, others = Asked(found[2], Copy([*found, also])).answer()
-    assert others == [also] and active.neurons.dtype == torch.int64
+    assert others == [also] and active.neurons.dtype == torch.int32
     assert torch.equal(active.values, there)
     for start, end, (neurons, values) in zip(
         active.offsets[:-1].tolist(), active.offsets[1:].tolist(), calls, strict=True

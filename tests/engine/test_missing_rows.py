@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from floe_chat.engine.offload import missing_rows
 from floe_chat.engine.offload.lane_rates import RateName, Rates, rates_file
-from floe_chat.engine.offload.missing_rows import Lane, prefill, share, whole
+from floe_chat.engine.offload.missing_rows import Lane, prefill
+from floe_chat.kernels.offload.placing import share
 
 RANDOM = random.Random()
 
@@ -45,30 +45,25 @@ class TestShare:
         copy = queued + rates.link_latency_s + rates.launch_s + copied / rates.link_bytes_s + copied / rates.gpu_bytes_s
         return on_cpu, copy if copied else 0.0
 
-    @pytest.mark.parametrize("mixed", [False, True], ids=["alike", "mixed"])
     @pytest.mark.parametrize("largest", [1, 2, 5, 300])
-    def test_no_split_ends_sooner(self, largest: int, mixed: bool) -> None:
+    def test_no_split_ends_sooner(self, largest: int) -> None:
         """Of those in which the CPU has the rows of the lowest weights."""
         for _ in range(150):
             missing = [RANDOM.randint(0, largest) for _ in range(RANDOM.randint(1, 4))]
-            wide, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
-            nbytes = [RANDOM.choice([wide, wide // 2]) if mixed else wide for _ in missing]
+            nbytes, rates = RANDOM.choice([64, 1024, 16384]), some_rates()
             weights = [RANDOM.random() for _ in missing]
             queued, cap = RANDOM.choice([0.0, 1e-6, 1e-3]), RANDOM.uniform(0.05, 1)
-            taken = share(missing, nbytes, weights, rates, queued, cap)
+            taken = share(missing, weights, rates.lanes(nbytes, queued, cap))
             assert all(0 <= rows <= there for rows, there in zip(taken, missing, strict=True))
-            by_weight = sorted(range(len(missing)), key=weights.__getitem__)
-            bounds = [0, *itertools.accumulate(nbytes[call] for call in by_weight for _ in range(missing[call]))]
-            own = sum(rows * each for rows, each in zip(taken, nbytes, strict=True))
-            assert own == bounds[sum(taken)]
-            end = max(self.ends(own, bounds[-1] - own, rates, queued, cap))
-            best = min(max(self.ends(cpu, bounds[-1] - cpu, rates, queued, cap)) for cpu in bounds)
+            own, total = sum(taken) * nbytes, sum(missing) * nbytes
+            end = max(self.ends(own, total - own, rates, queued, cap))
+            best = min(max(self.ends(cpu, total - cpu, rates, queued, cap)) for cpu in range(0, total + 1, nbytes))
             assert end <= best * (1 + 1e-9), (missing, nbytes, rates, queued, cap)
 
     def test_both_lanes_end_together(self) -> None:
         for _ in range(100):
             rates, missing, nbytes = some_rates(), [RANDOM.randint(2000, 9000) for _ in range(2)], 4096
-            taken = sum(share(missing, [nbytes] * 2, [0.3, 0.7], rates, 0.0, 1.0))
+            taken = sum(share(missing, [0.3, 0.7], rates.lanes(nbytes, 0.0, 1.0)))
             assert 0 < taken < sum(missing), "both lanes work"
             cpu, link = self.ends(taken * nbytes, (sum(missing) - taken) * nbytes, rates, 0.0, 1.0)
             slowest_row = nbytes / min(rates.link_bytes_s / 2, rates.cpu_bytes_s, rates.gpu_bytes_s / 2)
@@ -78,7 +73,7 @@ class TestShare:
         for _ in range(100):
             missing = [RANDOM.randint(1, 3000) for _ in range(4)]
             weights = [RANDOM.random() for _ in missing]
-            taken = share(missing, [4096] * 4, weights, some_rates(), 0.0, 1.0)
+            taken = share(missing, weights, some_rates().lanes(4096, 0.0, 1.0))
             by_weight = sorted(range(4), key=lambda call: weights[call])
             touched = [call for call in by_weight if taken[call]]
             assert touched == by_weight[: len(touched)]
@@ -86,21 +81,21 @@ class TestShare:
 
     def test_of_equally_quick_splits_the_one_that_copies_more(self) -> None:
         rates = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0)
-        assert share([3], [1000], [1.0], rates, 0.0, 1.0) == [1]  # 2 copied: 2 us; 1 copied: 2 us as well
+        assert share([3], [1.0], rates.lanes(1000, 0.0, 1.0)) == [1]  # 2 copied: 2 us; 1 copied: 2 us as well
 
     def test_a_busy_link_leaves_more_to_the_cpu_and_a_cap_less(self) -> None:
         rates = Rates(20e9, 5e-6, 30e9, 30e9, 2e-5, 500e9, 5e-6)
-        rows, weights = [4096, 4096], [0.6, 0.4]
-        split = [sum(share([4000, 4000], rows, weights, rates, q, c)) for q, c in ((0, 1), (3e-4, 1), (0, 0.25))]
+        weights = [0.6, 0.4]
+        lanes = [rates.lanes(4096, queued, cap) for queued, cap in ((0, 1), (3e-4, 1), (0, 0.25))]
+        split = [sum(share([4000, 4000], weights, each)) for each in lanes]
         assert split[2] < split[0] < split[1] < 8000
-        assert share([4000, 4000], rows, weights, rates, 1.0, 1.0) == [4000, 4000], "the link is far too busy"
-        assert share([4000, 4000], rows, weights, rates, 1.0, 0.0) == [0, 0], "the CPU may not be used"
-        assert share([0, 0], rows, weights, rates, 0.0, 1.0) == [0, 0]
+        assert share([4000, 4000], weights, rates.lanes(4096, 1.0, 1.0)) == [4000, 4000], "the link is far too busy"
+        assert share([4000, 4000], weights, rates.lanes(4096, 1.0, 0.0)) == [0, 0], "the CPU may not be used"
+        assert share([0, 0], weights, rates.lanes(4096, 0.0, 1.0)) == [0, 0]
 
-    def test_shorter_rows_leave_more_of_them_to_the_cpu(self) -> None:
-        rates = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0)
-        assert share([100, 100], [1000, 1000], [0.6, 0.4], rates, 0.0, 1.0) == [0, 100]
-        assert share([100, 100], [3000, 1000], [0.6, 0.4], rates, 0.0, 1.0) == [33, 100]  # 199 kB and 201 kB
+    def test_weights_that_are_no_numbers_come_last(self) -> None:
+        lanes = Rates(1e9, 0.0, 1e9, 1e9, 0.0, math.inf, 0.0).lanes(1000, 0.0, 1.0)
+        assert share([100, 100, 100], [math.nan, 0.6, 0.4], lanes) == [0, 50, 100]
 
 
 class TestPrefill:
@@ -219,12 +214,6 @@ class TestPrefill:
     def test_without_the_cpu_all_is_copied(self) -> None:
         lanes = prefill([5, 0, 5, 5], [0.2, 0.0, 1.0, 0.0], [10**6] * 4, some_rates(), cap=0.0)
         assert lanes == [Lane.COPY, Lane.GPU, Lane.GPU, Lane.COPY]
-
-
-def test_above_the_cap_a_whole_expert_is_moved() -> None:
-    active = np.array([75, 76, 0, 100])
-    assert whole(active, 100, 0.75).tolist() == [False, True, False, True]
-    assert whole(active, 100).tolist() == [False, True, False, True]
 
 
 class TestRates:

@@ -25,6 +25,7 @@ class Model:
 
     Attributes:
         place: (layer, key) -> slot. filling, held: those on their way, and those that this step uses.
+        unmarked: whether the step found rows while there was a slot for each.
     """
 
     pool: RowPool
@@ -32,6 +33,7 @@ class Model:
     place: dict[tuple[int, int], int] = field(default_factory=dict)
     filling: set[tuple[int, int]] = field(default_factory=set)
     held: set[tuple[int, int]] = field(default_factory=set)
+    unmarked: bool = False
 
     @property
     def keys(self) -> int:
@@ -54,6 +56,7 @@ class Model:
         assert found.ready.tolist() == [row in self.place and row not in self.filling for row in rows]
         assert found.coming.tolist() == [row in self.filling for row in rows]
         self.held |= {row for row in rows if row in self.place}
+        self.unmarked = self.unmarked or self.pool.capacity >= self.pool.slots.size
 
     def reserve(self) -> None:
         layer, urgent = self.dice.randrange(len(self.pool.slots)), self.dice.random() < 0.6
@@ -90,15 +93,17 @@ class Model:
     def release(self) -> None:
         self.pool.release()
         self.held.clear()
+        self.unmarked = False
 
     def heard(self) -> None:
         layer = self.dice.randrange(len(self.pool.slots))
-        self.pool.heard(layer, [self.dice.random() for _ in range(self.pool.slots.shape[1])])
+        self.pool.table.hear(layer, np.array([self.dice.random() for _ in range(self.pool.slots.shape[1])]))
 
     def resize(self) -> None:
         capacity = self.dice.choice([0, 1, self.pool.capacity, self.dice.randint(0, self.pool.slots.size + 3)])
         beyond = {row for row, slot in self.place.items() if slot >= capacity}
-        if beyond & (self.filling | self.held):
+        unmarked = self.unmarked and self.pool.slots.size <= self.pool.capacity > capacity
+        if unmarked or beyond & (self.filling | self.held):
             before = self.pool.slots.copy()
             with pytest.raises(ValueError, match="in use"):
                 self.pool.resize(capacity)
@@ -200,7 +205,7 @@ def test_every_neuron_said_to_be_ready_has_its_own_bytes(policy: Policy, seed: i
     seen = 0
     for turn in range(120):
         layer, after = turn % layers, (turn + 1) % layers
-        pool.heard(layer, rng.dirichlet(np.ones(experts)).tolist())
+        pool.table.hear(layer, rng.dirichlet(np.ones(experts)))
         keys = rng.permutation(experts * neurons)[: dice.randint(0, 40)].astype(np.int64)
         found = find(pool, layer, keys)
         send(layer, keys[found.slots < 0], urgent=True)

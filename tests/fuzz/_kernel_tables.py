@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from random import Random
 from typing import Any
 
 import numpy as np
+import torch
 from floe_chat.kernels.cpu import native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
-from floe_chat.kernels.located import Part, cut, landing
-from floe_chat.kernels.pool import FILLING, FREE_COUNT, EvictionRule, Means, RowTable
+from floe_chat.kernels.located import landing
+from floe_chat.kernels.offload.placing import Found, Lanes, StepTable
+from floe_chat.kernels.pool import FILLING, FREE_COUNT, EvictionRule, Means
+from floe_chat.kernels.types import Active
 
 from . import _operands as made
 from ._operands import Case
@@ -34,24 +38,6 @@ def transfer(rng: Random) -> Case:
     )
 
 
-def parts(rng: Random) -> Case:
-    """`cut`: the first neurons of each call, and the rest."""
-    counts = [rng.randrange(5) for _ in range(rng.randrange(5))]
-    total = sum(counts)
-    given = {
-        "offsets": np.cumsum([0, *counts]),
-        "at": np.arange(total),
-        "places": np.arange(total) * 3,
-        "kept": np.array([rng.randrange(count + 1) for count in counts], np.int64),
-    }
-
-    def run(module: Any, g: dict[str, Any]) -> list[list[int]]:
-        halves = (native_pool.cut if module else cut)(Part(g["offsets"], g["at"], g["places"]), g["kept"])
-        return [array.tolist() for half in halves for array in (half.offsets, half.at, half.places)]
-
-    return Case(given, run, plain=lambda g: run(None, g))
-
-
 def tables(rng: Random) -> str:
     """Some calls one after the other on two equal tables, until both refuse to be made or rows were evicted.
 
@@ -63,14 +49,14 @@ def tables(rng: Random) -> str:
         return "refused"
     seed = rng.getrandbits(32)
 
-    def make(kind: type[RowTable]) -> RowTable:
+    def make(kind: type[StepTable]) -> StepTable:
         return kind(layers, experts, neurons, rule, _means(seed, layers, experts, neurons))
 
-    both = [_tried(make, kind) for kind in (NativeTable, RowTable)]
+    both = [_tried(make, kind) for kind in (NativeTable, StepTable)]
     if both == [None, None]:
         return "refused"
     compiled, plain = both
-    assert isinstance(compiled, RowTable) and isinstance(plain, RowTable)
+    assert isinstance(compiled, StepTable) and isinstance(plain, StepTable)
     refused, alike = 0, True
     for _ in range(rng.randrange(1, 12)):
         call = _call(rng, compiled)
@@ -110,16 +96,18 @@ def _rule(rng: Random) -> EvictionRule:
         turn=some(0.5, float("nan"), 1e300),
         use_rate=some(0.02, 1.0, float("nan"), -0.5),
         largest_growth=some(3.0, 0.0, float("nan"), float("inf")),
+        score_rate=0.3,
+        habit_rate=0.01,
     )
 
 
 def _means(seed: int, layers: int, experts: int, neurons: int) -> Means:
     random, shape = np.random.default_rng(seed), (max(layers, 0), max(experts, 0))
     raw = random.random((shape[0], shape[1] * max(neurons, 0)), dtype=np.float32)
-    return Means(random.random(shape), raw, 1 + random.random(shape))
+    return Means(random.random(shape), random.random(shape), raw, 1 + random.random(shape))
 
 
-def _call(rng: Random, table: RowTable) -> Callable[[RowTable], Any]:
+def _call(rng: Random, table: StepTable) -> Callable[[StepTable], Any]:
     """A call with arguments of which some are hostile; both tables get the same."""
 
     def number(value: int) -> Any:
@@ -155,20 +143,49 @@ def _call(rng: Random, table: RowTable) -> Callable[[RowTable], Any]:
             experts = array(np.array([rng.randrange(table.experts) for _ in chosen], np.int64))
             offsets = array(np.cumsum([0, *map(len, chosen)]))
             neurons = array(np.array([one for part in chosen for one in part], np.int64))
-            return lambda one: one.locate(layer, experts, offsets, neurons, size)
+            return _step(rng, layer, size, experts, offsets, neurons)
+
+
+def _step(rng: Random, layer: int, width: int, *lists: Any) -> Callable[[StepTable], Any]:
+    """`place`, `note`, `ahead` or `right`."""
+    experts, offsets, neurons = (
+        torch.from_numpy(np.ascontiguousarray(each, each.dtype.newbyteorder("="))) for each in lists
+    )
+    tokens, chosen = rng.randrange(3), rng.choice((0, 0, 0, 1, 1 << 40, -1))
+    floats = torch.rand(experts.numel()), torch.full((tokens, 1), 0.5), torch.rand(neurons.numel())
+    late = torch.rand(experts.numel()) if rng.random() < 0.3 else None
+    found = Found(
+        layer,
+        width,
+        Active(offsets, neurons.int() if rng.random() < 0.9 else neurons, floats[2]),
+        experts,
+        floats[0],
+        torch.full((tokens, 1), chosen),
+        floats[1],
+        late,
+    )
+    lanes = Lanes(rng.random(), rng.choice((rng.random(), float("inf"))), rng.random(), rng.random())
+    guessed = np.array([rng.randrange(6) for _ in range(rng.randrange(4))], np.int32)
+    return rng.choice(
+        (
+            lambda one: one.place(found, lanes, 0.5),
+            lambda one: one.note(found),
+            lambda one: one.ahead(found),
+            lambda one: one.right(found, guessed),
+        )
+    )
 
 
 def _listed(found: Any) -> Any:
     """What a call returned, to compare."""
     if isinstance(found, np.ndarray):
         return found.tolist()
-    if hasattr(found, "ready"):
-        lists = (found.ready, found.coming, found.absent)
-        return [array.tolist() for part in lists for array in (part.offsets, part.at, part.places)]
+    if is_dataclass(found):
+        return [_listed(getattr(found, part.name)) for part in fields(found)]
     return found
 
 
-def _consistent(table: RowTable) -> None:
+def _consistent(table: StepTable) -> None:
     """Each neuron with a slot is the one that the slot holds; all others are free."""
     held = np.flatnonzero(table.slots >= 0)
     slots = table.slots[held]
@@ -179,4 +196,4 @@ def _consistent(table: RowTable) -> None:
     assert not np.intersect1d(free, slots).size and np.unique(free).size == free.size
 
 
-KINDS: tuple[Callable[[Random], Case], ...] = (transfer, parts)
+KINDS: tuple[Callable[[Random], Case], ...] = (transfer,)

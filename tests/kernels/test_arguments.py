@@ -12,10 +12,9 @@ import torch
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.layouts import RowLayout, VectorLayout
-from floe_chat.kernels.located import Part
-from floe_chat.kernels.located import cut as plain_cut
 from floe_chat.kernels.located import landing as plain_landing
-from floe_chat.kernels.pool import EvictionRule, Means, RowTable
+from floe_chat.kernels.offload.placing import StepTable
+from floe_chat.kernels.pool import EvictionRule, Means
 from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
 from torch import Tensor
@@ -104,8 +103,9 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 CASES = [
     pytest.param(operation, name, id=f"{operation}-{name}") for operation in OPERATIONS for name in operation.takes
 ]
+NARROW = "sparse_swiglu", "neurons", "another type"  # is taken: a list of neurons may be of 32 bits
 # Another tensor is to blame then.
-EXCUSED = ("expert_swiglu", "x", "fewer"), ("gather_rows", "neurons", "fewer")
+EXCUSED = ("expert_swiglu", "x", "fewer"), ("gather_rows", "neurons", "fewer"), NARROW
 
 
 def refused(operation: Operation, module: Any, given: dict[str, Tensor]) -> str:
@@ -136,6 +136,8 @@ def test_so_does_the_binding_that_the_engine_calls(operation: Operation, name: s
     given = operands()
     operation.run(native, given)
     for wrong in WRONG:
+        if (operation.name, name, wrong) == NARROW:
+            continue
         words = refused(operation, native, given | {name: WRONG[wrong](given[name])})
         assert "must be" in words or "take tensors on cpu" in words, f"{wrong}: {words}"
 
@@ -266,19 +268,21 @@ RULE = EvictionRule(
     turn=0.5,
     use_rate=0.02,
     largest_growth=3.0,
+    score_rate=0.3,
+    habit_rate=0.01,
 )
 
 
 def means(layers: int, experts: int, neurons: int) -> Means:
     shape = layers, experts
-    return Means(np.ones(shape), np.ones((layers, experts * neurons), np.float32), np.ones(shape))
+    return Means(np.ones(shape), np.ones(shape), np.ones((layers, experts * neurons), np.float32), np.ones(shape))
 
 
-TABLES = pytest.mark.parametrize("kind", [RowTable, native_pool.NativeTable], ids=["numpy", "compiled"])
+TABLES = pytest.mark.parametrize("kind", [StepTable, native_pool.NativeTable], ids=["numpy", "compiled"])
 
 
 @TABLES
-def test_a_pool_refuses_what_its_tables_cannot_take(kind: type[RowTable]) -> None:
+def test_a_pool_refuses_what_its_tables_cannot_take(kind: type[StepTable]) -> None:
     for shape in ((0, 2, 3), (1, 0, 3), (1, 2, 0), (1, 2, -3), (1 << 20, 1 << 10, 1 << 10)):
         with pytest.raises(ValueError, match="a pool"):
             kind(*shape, RULE, means(1, 2, 3))
@@ -292,7 +296,7 @@ def test_a_pool_refuses_what_its_tables_cannot_take(kind: type[RowTable]) -> Non
 
 
 @TABLES
-def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[RowTable]) -> None:
+def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[StepTable]) -> None:
     table = kind(2, 2, 4, RULE, means(2, 2, 4))
     table.resize(5)
     table.reserve(0, np.array([1, 2]), urgent=True)
@@ -331,10 +335,9 @@ def test_a_pool_refuses_calls_and_nothing_has_changed(kind: type[RowTable]) -> N
     assert int(table.counters[6]) == 3
 
 
-def test_transfers_and_parts_that_do_not_fit_are_refused() -> None:
+def test_transfers_that_do_not_fit_are_refused() -> None:
     rows, slots = np.array([0, 1, 2]), np.array([0, 1, 2], np.int32)
-    part = Part(np.array([0, 2]), np.array([0, 1]), np.array([3, 4]))
-    for land, cut in ((plain_landing, plain_cut), (native_pool.landing, native_pool.cut)):
+    for land in (plain_landing, native_pool.landing):
         assert land(rows, slots, 3, 3).tolist() == [0, 1, 2]
         for arguments in (
             (rows, slots[:2], 3, 3),
@@ -348,14 +351,3 @@ def test_transfers_and_parts_that_do_not_fit_are_refused() -> None:
         ):
             with pytest.raises(ValueError):
                 land(*arguments)  # pyright: ignore[reportArgumentType]
-        for kept, wrong in (
-            (np.array([3]), part),
-            (np.array([-1]), part),
-            (np.array([1, 0]), part),
-            (np.array([1]), replace(part, offsets=np.array([0, 3]))),
-            (np.array([0]), replace(part, offsets=np.array([2, 0]))),
-            (np.array([1]), replace(part, places=np.array([3]))),
-            (np.array([1]), replace(part, at=np.array([0, 1], np.int32))),
-        ):
-            with pytest.raises(ValueError):
-                cut(wrong, kept)

@@ -28,7 +28,11 @@ FLOE_API void floe_nothing(void);
 
 
 def active(**changes: object) -> object:
-    given = {"offsets": torch.tensor([0, 1]), "neurons": torch.tensor([3]), "values": torch.tensor([0.5])}
+    given = {
+        "offsets": torch.tensor([0, 1]),
+        "neurons": torch.tensor([3], dtype=torch.int32),
+        "values": torch.tensor([0.5]),
+    }
     return records.active(**{**given, **changes})
 
 
@@ -74,11 +78,11 @@ def test_each_field_of_a_record_is_asked_for_by_name() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [torch.tensor([1], dtype=torch.int32), torch.tensor([1.0]), np.zeros(2, np.float64), 12345, None, [1]],
-    ids=["int32", "float", "array", "number", "nothing", "list"],
+    [torch.tensor([1]), torch.tensor([1.0]), np.zeros(2, np.float64), 12345, None, [1]],
+    ids=["int64", "float", "array", "number", "nothing", "list"],
 )
 def test_a_pointer_takes_values_of_its_type_alone(wrong: object) -> None:
-    with pytest.raises(TypeError, match="neurons must be of int64_t"):
+    with pytest.raises(TypeError, match="neurons must be of int32_t"):
         active(neurons=wrong)
 
 

@@ -1,4 +1,4 @@
-// Who gives way in the pool of rows; `kernels/pool.py` defines it. For pool.cpp alone.
+// Who gives way in the pool of rows; `kernels/pool.py` defines it.
 #pragma once
 
 #include "buffers.h"
@@ -27,13 +27,13 @@ struct ExpertOf {
 };
 
 // The word of a free slot that this step uses.
-int32_t stamp(const floe_pool &p) { return (int32_t)(4 * (p.counters[FLOE_POOL_STEP] & ((1 << 28) - 1))); }
+inline int32_t stamp(const floe_pool &p) { return (int32_t)(4 * (p.counters[FLOE_POOL_STEP] & ((1 << 28) - 1))); }
 
 // The lower bits of a count, as marks keep them.
-int32_t low(int64_t count) { return (int32_t)(uint32_t)count; }
+inline int32_t low(int64_t count) { return (int32_t)(uint32_t)count; }
 
 // How much later than `before` a mark is, both the lower bits of what was counted.
-int32_t between(int32_t before, int32_t mark) { return (int32_t)((uint32_t)mark - (uint32_t)before); }
+inline int32_t between(int32_t before, int32_t mark) { return (int32_t)((uint32_t)mark - (uint32_t)before); }
 
 // What may go: slots and their worth, as numbers that are in the same order.
 struct Candidates {
@@ -72,15 +72,15 @@ struct Candidates {
 };
 
 // Numbers that are not negative are in the order of their bits.
-uint32_t ordered(float worth) {
+inline uint32_t ordered(float worth) {
     uint32_t bits;
     memcpy(&bits, &worth, sizeof bits);
     return bits;
 }
 
 // A window of slots; returns how many of them hold rows that nobody uses now.
-int64_t look_by_score(const floe_pool &p, int64_t start, int64_t end, bool urgent, const float *factors,
-                      Candidates &found) {
+inline int64_t look_by_score(const floe_pool &p, int64_t start, int64_t end, bool urgent, const float *factors,
+                             Candidates &found) {
     const ExpertOf expert_of(p);
     const int32_t in_use = stamp(p) + READY, finds = low(p.counters[FLOE_POOL_FINDS]);
     int64_t ready = 0, count = found.count;
@@ -101,7 +101,7 @@ int64_t look_by_score(const floe_pool &p, int64_t start, int64_t end, bool urgen
     return ready;
 }
 
-int64_t look_by_mark(const floe_pool &p, int64_t start, int64_t end, Candidates &found) {
+inline int64_t look_by_mark(const floe_pool &p, int64_t start, int64_t end, Candidates &found) {
     const int32_t in_use = stamp(p) + READY;
     const int32_t now = low(p.counters[FLOE_POOL_FINDS] + p.counters[FLOE_POOL_BROUGHT]);
     const int64_t before = found.count;
@@ -117,7 +117,7 @@ int64_t look_by_mark(const floe_pool &p, int64_t start, int64_t end, Candidates 
 }
 
 // Factors of a row's worth by (layer, expert): score, turn, and what the stored means are multiplied by.
-void fill_factors(const floe_pool &p, float *factors) {
+inline void fill_factors(const floe_pool &p, float *factors) {
     for (int64_t l = 0; l < p.layers; l++) {
         const int64_t away = (l - p.counters[FLOE_POOL_LAYER] - 1 + p.layers) % p.layers;
         const double turn = 1 - p.turn * (double)away / (double)p.layers;
@@ -127,7 +127,8 @@ void fill_factors(const floe_pool &p, float *factors) {
 }
 
 // Evict up to `wanted` rows that are ready and not in use. Fills slots with theirs, returns how many.
-int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, Candidates &found, float *factors) {
+inline int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, Candidates &found,
+                     float *factors) {
     const int64_t target = std::max(p.sample * wanted, p.smallest_window);
     const int64_t enough = std::max(target / 2, wanted);
     if (p.by_score) fill_factors(p, factors);
@@ -151,7 +152,7 @@ int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *slots, C
 }
 
 // Room for `evict`. The place behind the last is written to, but does not count. False if there is no memory.
-bool make_room(const floe_pool &p, Candidates &found, float *&factors) {
+inline bool make_room(const floe_pool &p, Candidates &found, float *&factors) {
     thread_local Buffer buffer;
     const int64_t places = p.capacity + 1, experts = p.layers * p.experts;
     uint8_t *memory = buffer.take(2 * aligned(4 * places) + aligned(8 * places) + aligned(4 * experts));

@@ -15,7 +15,7 @@ int64_t code_bytes(const floe_vector &v);
 
 inline int64_t groups_of(const floe_vector &v) { return v.bits == 16 ? 0 : v.n / v.group; }
 
-inline bool in_range(const int64_t *index, int64_t count, int64_t end) {
+template <class Index> bool in_range(const Index *index, int64_t count, int64_t end) {
     for (int64_t i = 0; i < count; i++)
         if (index[i] < 0 || index[i] >= end) return false;
     return true;

@@ -15,9 +15,9 @@ int floe_moe_step(const float *x, int64_t tokens, const floe_up *up, const floe_
     int64_t *offsets = carve<int64_t>(memory, count + 1), *kept = carve<int64_t>(memory, count);
     const int64_t total = floe_up_gemv(x, tokens, up, calls, digits, threads, offsets);
     if (total < 0) return (int)total;
-    memory = lists.take(aligned(8 * total) + aligned(4 * total));
+    memory = lists.take(2 * aligned(4 * total));
     if (memory == nullptr) return FLOE_NO_MEMORY;
-    int64_t *neurons = carve<int64_t>(memory, total);
+    int32_t *neurons = carve<int32_t>(memory, total);
     float *values = carve<float>(memory, total);
     const floe_active active = {offsets, neurons, values};
     int error = floe_up_take(total, neurons, values);

@@ -145,7 +145,7 @@ void add_slices(void *opaque, int64_t item, int) {
 }
 
 // Whether a neuron stands twice in one call. Ascending lists, the usual ones, answer by themselves.
-int check_active(int64_t calls, const int64_t *offsets, const int64_t *active, int64_t neurons, Buffer &buffer) {
+int check_active(int64_t calls, const int64_t *offsets, const int32_t *active, int64_t neurons, Buffer &buffer) {
     if (offsets[0] != 0) return FLOE_BAD_INDEX;
     for (int64_t p = 0; p < calls; p++)
         if (offsets[p + 1] < offsets[p]) return FLOE_BAD_INDEX;

@@ -150,14 +150,13 @@ int64_t floe_up_gemv(const float *x, int64_t tokens, const floe_up *up, const fl
     return total;
 }
 
-int floe_up_take(int64_t count, int64_t *neurons, float *values) {
+int floe_up_take(int64_t count, int32_t *neurons, float *values) {
     const Found &result = found();
     if (count != result.total) return FLOE_BAD_SHAPE;
     for (int64_t place = 0; place < result.places; place++) {
         const int64_t here = result.counts[place];
         if (here == 0) continue; // perhaps nothing at all was found, and there is no buffer
-        const int32_t *from = result.neurons + place * kBlockRows;
-        for (int64_t i = 0; i < here; i++) neurons[i] = from[i];
+        memcpy(neurons, result.neurons + place * kBlockRows, (size_t)here * sizeof(int32_t));
         memcpy(values, result.values + place * kBlockRows, (size_t)here * sizeof(float));
         neurons += here;
         values += here;

@@ -1,0 +1,172 @@
+// What a step notes once its transfers are under way: how much each neuron is used, what was guessed right, and what to
+// fetch ahead. `kernels/offload/placing.py` defines it.
+#include "buffers.h"
+#include "floe_offload.h"
+#include "found.h"
+#include "pool_slots.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace floe {
+namespace {
+
+// Counts the calls of experts: g of `Means`.
+void called(const floe_pool &p, const floe_found &f, uint8_t *seen) {
+    memset(seen, 0, (size_t)p.experts);
+    for (int64_t c = 0; c < f.calls; c++) {
+        if (f.offsets[c] == f.offsets[c + 1]) continue;
+        const int64_t expert = f.experts[c] * f.width / p.neurons;
+        if (!seen[expert]) p.growth[f.layer * p.experts + expert] /= 1 - p.use_rate;
+        seen[expert] = 1;
+    }
+}
+
+// What its active neurons get for it, see `Means`.
+float use_of(const floe_pool &p, const floe_found &f, int64_t call) {
+    return (float)(p.use_rate * p.growth[f.layer * p.experts + f.experts[call] * f.width / p.neurons]);
+}
+
+// The means of rows in slots are in their cells too, but for pools in which nothing gives way.
+void keep(const floe_pool &p, int64_t slot, float mean) { p.cells[slot < 0 ? p.capacity : slot].mean = mean; }
+
+void note_call(const floe_pool &p, const floe_found &f, int64_t call) {
+    const int64_t first = f.layer * expert_width(p) + f.experts[call] * f.width, end = f.offsets[call + 1];
+    const int32_t *__restrict table = p.slots + first;
+    float *__restrict raw = p.raw + first;
+    const float use = use_of(p, f, call);
+    if (holds_all(p)) {
+        for (int64_t i = f.offsets[call]; i < end; i++) raw[f.neurons[i]] += use;
+        return;
+    }
+    for (int64_t i = f.offsets[call]; i < end; i++) {
+        if (i + 24 < end) {
+            const int32_t later = table[f.neurons[i + 24]];
+            FLOE_PREFETCH(p.cells + (later < 0 ? p.capacity : later));
+        }
+        const int32_t neuron = f.neurons[i];
+        keep(p, table[neuron], raw[neuron] += use);
+    }
+}
+
+// Where a neuron may be named twice: in two passes, so that it is counted once.
+void note_twice(const floe_pool &p, const floe_found &f, float *added) {
+    float *raw = p.raw + f.layer * expert_width(p);
+    const int32_t *table = p.slots + f.layer * expert_width(p);
+    for (int64_t c = 0; c < f.calls; c++) {
+        const float use = use_of(p, f, c);
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++)
+            added[i] = raw[f.experts[c] * f.width + f.neurons[i]] + use;
+    }
+    for (int64_t c = 0; c < f.calls; c++)
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
+            const int64_t key = f.experts[c] * f.width + f.neurons[i];
+            raw[key] = added[i];
+            if (!holds_all(p)) keep(p, table[key], added[i]);
+        }
+}
+
+void shrink(const floe_pool &p, int64_t layer) {
+    for (int64_t e = layer * p.experts; e < (layer + 1) * p.experts; e++) {
+        if (!(p.growth[e] > p.largest_growth)) continue;
+        const float by = (float)p.growth[e];
+        for (int64_t n = e * p.neurons; n < (e + 1) * p.neurons; n++) {
+            p.raw[n] /= by;
+            if (!holds_all(p)) keep(p, p.slots[n], p.raw[n]);
+        }
+        p.growth[e] = 1.0;
+    }
+}
+
+// Calls that weigh most first.
+void order_calls(const floe_found &f, std::pair<float, int64_t> *order) {
+    for (int64_t c = 0; c < f.calls; c++) order[c] = {isnan(f.weights[c]) ? INFINITY : -f.weights[c], c};
+    std::sort(order, order + f.calls);
+}
+
+} // namespace
+} // namespace floe
+
+using namespace floe;
+
+int floe_offload_note(const floe_pool *pool, const floe_found *found) {
+    thread_local Buffer buffer;
+    const floe_pool &p = *pool;
+    const floe_found &f = *found;
+    bool once = true;
+    const int64_t added = f.total < 0 ? 0 : aligned(4 * f.total);
+    uint8_t *memory = buffer.take(added + seen_bytes(p, f));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    if (const int error = check_found(p, f, memory + added, once)) return error;
+    called(p, f, memory + added);
+    if (once) {
+        for (int64_t c = 0; c < f.calls; c++) note_call(p, f, c);
+    } else {
+        note_twice(p, f, (float *)memory);
+    }
+    shrink(p, f.layer);
+    return FLOE_OK;
+}
+
+int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, int32_t *guessed, int32_t *keys,
+                           int32_t *slots, int64_t *runs) {
+    thread_local Buffer buffer;
+    const floe_pool &p = *pool;
+    const floe_found &f = *guess;
+    bool once = false;
+    const int64_t ordered = f.calls < 0 ? 0 : aligned(16 * f.calls);
+    uint8_t *memory = buffer.take(ordered + seen_bytes(p, f));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    if (const int error = check_found(p, f, memory + ordered, once)) return error;
+    auto *order = (std::pair<float, int64_t> *)memory;
+    order_calls(f, order);
+    int32_t *table = p.slots + f.layer * expert_width(p);
+    for (int64_t c = 0; c < f.calls; c++) {
+        const int32_t first = (int32_t)(f.experts[c] * f.width);
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) guessed[i] = first + f.neurons[i];
+    }
+    Candidates candidates;
+    float *factors = nullptr;
+    if (!make_room(p, candidates, factors)) return FLOE_NO_MEMORY;
+    int64_t count = 0;
+    for (int64_t n = 0; n < f.calls; n++) {
+        const int64_t c = order[n].second, before = count;
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
+            const int32_t key = guessed[i];
+            keys[count] = key;
+            const bool absent = table[key] == -1;
+            if (absent) table[key] = -2; // listed: another call may name it too
+            count += absent;
+        }
+        runs[2 * n] = c;
+        runs[2 * n + 1] = count - before;
+    }
+    int64_t taken = take_free(p, count, false, slots);
+    if (taken < count) taken += evict(p, count - taken, false, slots + taken, candidates, factors);
+    for (int64_t i = taken; i < count; i++) table[keys[i]] = -1;
+    if (count > 0) book(p, f.layer, keys, taken, false, slots);
+    return taken;
+}
+
+int64_t floe_offload_right(const floe_pool *pool, const floe_found *found, int64_t count, const int32_t *guessed,
+                           uint8_t *marks) {
+    thread_local Buffer buffer;
+    const floe_pool &p = *pool;
+    const floe_found &f = *found;
+    bool once = false;
+    uint8_t *memory = buffer.take(seen_bytes(p, f));
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    if (const int error = check_found(p, f, memory, once)) return error;
+    if (count < 0 || !within(guessed, count, expert_width(p))) return FLOE_BAD_INDEX;
+    int64_t right = 0;
+    for (int64_t i = 0; i < count; i++) marks[guessed[i]] = 1;
+    for (int64_t c = 0; c < f.calls; c++) {
+        const uint8_t *own = marks + f.experts[c] * f.width;
+        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) right += own[f.neurons[i]];
+    }
+    for (int64_t i = 0; i < count; i++) marks[guessed[i]] = 0;
+    return right;
+}

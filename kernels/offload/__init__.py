@@ -1,0 +1,1 @@
+"""What decides about rows that are in RAM, defined in plain Python; compiled versions are in cpu/."""
