@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, indices, require
 from .rule import Rule
+from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Limits
 from .weights import ExpertRows, LinearWeights, UpWeights
 
@@ -28,6 +29,28 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> None:
     for name, table in (("signal", limits.signal), ("product", limits.product), ("late", limits.late)):
         if table is not None:
             require(name, table, (torch.float32,), (experts,), index.device)
+    if limits.least is not None:
+        require("least", limits.least, (torch.float64,), (rule.parts,), index.device)
+
+
+def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads) -> None:
+    """See `kernels.attend_one`."""
+    rows, dim, device = heads.num_heads + 2 * heads.num_kv_heads, heads.head_dim, qkv.device
+    if heads.num_heads % heads.num_kv_heads or dim % 2:
+        raise ValueError(f"{heads.num_heads} heads of width {dim} over {heads.num_kv_heads} heads of keys")
+    require("qkv", qkv, FLOATS, (1, rows * dim))
+    require("rope", rope, FLOATS, (len(rope), 2, dim), device)
+    require("addresses", kept.addresses, INDICES, tuple(kept.addresses.shape), device)
+    require("position", kept.position, INDICES, (1,), device)
+    index("layer", layer, kept.addresses.numel())
+    if (heads.q_norm is None) != (heads.k_norm is None):
+        raise ValueError("queries and keys are normalized both or neither")
+    norms = ("q_norm", heads.q_norm, heads.num_heads), ("k_norm", heads.k_norm, heads.num_kv_heads)
+    for name, weight, count in norms:
+        if weight is not None:
+            require(name, weight, FLOATS, (dim if weight.numel() == dim else count * dim,), device)
+    if device.type == "cpu":
+        indices("position", kept.position, len(rope))
 
 
 def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> None:

@@ -9,9 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, step
 from .cpu import native
 from .rule import Rule
+from .step import Heads, KeptTokens
 from .types import Active, Calls, Limits, Work
 from .weights import ExpertRows, LinearWeights, UpWeights
 
@@ -27,7 +28,8 @@ class Backend:
         device: the device it was chosen for, "cpu" or "cuda:N". reason: why this one, for the panel and `doctor`.
         up_list: `up_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and values,
             valid up to the last end. None if not available.
-        checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do.
+        checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
+            of `attend_one` are always checked there.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Backend:
     linear: Callable[[Tensor, LinearWeights, int], Tensor]
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
+    attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
     up_list: Callable[[Tensor, UpWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
@@ -91,6 +94,7 @@ def _cuda(index: int) -> Backend:
         linear=triton.linear,
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
+        attend_one=triton.attend_one,
     )
 
 
@@ -114,6 +118,7 @@ def _cpu() -> Backend:
         linear=native.linear,
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
+        attend_one=step.attend_one,
     )
 
 
@@ -131,4 +136,5 @@ def _reference(device: str, reason: str) -> Backend:
         linear=reference.linear,
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
+        attend_one=step.attend_one,
     )

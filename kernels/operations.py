@@ -17,6 +17,7 @@ from torch import Tensor
 from . import arguments, checks
 from .backend import Backend, choose
 from .rule import Rule
+from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Limits, Work
 from .weights import ExpertRows, LinearWeights, UpWeights
 
@@ -28,6 +29,7 @@ __all__ = [
     "Limits",
     "Rule",
     "Work",
+    "attend_one",
     "choose",
     "expert_swiglu",
     "gather_rows",
@@ -188,6 +190,28 @@ def linear(x: Tensor, weights: LinearWeights, *, x_bits: int = 22) -> Tensor:
     if not backend.checks:
         arguments.linear(x, weights, x_bits)
     return backend.linear(x, weights, x_bits)
+
+
+def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:
+    """Attention of one token in one layer: norms of queries and keys, clip and rope, then over itself and the tokens
+    before it that its window holds. Sets its keys and values.
+
+    The position and the address of the layer's entries are values on the device, which are not checked there: a call
+    that was captured in a graph serves every token and any memory.
+
+    Args:
+        qkv: (1, (heads + 2 * key heads) * D), as projected. rope: (N, 2, D) cosines and sines of positions 0..N-1, the
+            first half of the sines negated. kept: where the entries are, of `heads.cache_dtype`, at multiples of 16
+            bytes if an entry is one; those of `layer` have room for the new token. eps: of the norms.
+
+    Returns:
+        (1, heads * D) of qkv's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit, or (on the CPU) a position without rope.
+    """
+    arguments.attend_one(qkv, rope, kept, layer, heads)
+    return choose(qkv.device).attend_one(qkv, rope, kept, layer, heads, eps)
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:

@@ -46,7 +46,9 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     (tokens, among), parts = index.shape, rule.parts
     shares = weights.double()
     mean = shares.mean(-1, keepdim=True)
-    least = torch.tensor([rule.drop, max(rule.drop, rule.major)][:parts], dtype=torch.float64, device=index.device)
+    least = limits.least
+    if least is None:
+        least = torch.tensor(rule.least(), dtype=torch.float64, device=index.device)
     left_out = (shares[..., None] < mean[..., None] * least).flatten()
     numbers = parts * index[..., None] + torch.arange(parts, device=index.device)
     each = torch.arange(tokens, device=index.device).repeat_interleave(among * parts)

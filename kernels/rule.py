@@ -72,6 +72,10 @@ class Rule:
         """Whether experts, or halves of them, may be left out by the router's weight."""
         return self.drop > 0 or self.major > 0
 
+    def least(self) -> list[float]:
+        """The weights, relative to their mean, below which each part of an expert is left out."""
+        return [self.drop, max(self.drop, self.major)][: self.parts]
+
     @property
     def lateness(self) -> float:
         """The share of neurons, by |up · x|, below which an absent row may be skipped."""

@@ -7,6 +7,8 @@ K experts per token, V tokens of the vocabulary, C tokens that a store of keys a
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,6 +62,18 @@ class Heads:
     def entry(self) -> tuple[int, int]:
         """(rows, D) of what a layer caches of a token: its keys, then its values."""
         return 2 * self.num_kv_heads, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Where keys and values of the tokens so far are, in the device's memory: no launch depends on their number.
+
+    Attributes:
+        addresses: (L,) int64, of each layer's entries (C, 2 * key heads, D). position: (1,) int64, of the new token.
+    """
+
+    addresses: Tensor
+    position: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,27 +171,40 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
             the form that `heads.cache_dtype` says.
         position: of the token.
     """
-    heads, width = layer.heads, x.shape[-1]
+    width = x.shape[-1]
     stream = x if added is None else x + added
-    qkv = layer.qkv(F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps)).view(-1, heads.head_dim)
+    qkv = layer.qkv(F.rms_norm(stream, (width,), layer.input_layernorm, layer.eps))
+    out = attend(qkv, rope, kv, position, layer.heads, layer.eps)
+    stream = stream + layer.out(out)
+    hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
+    return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+
+
+def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
+    """Attention of one token: qkv (1, all heads * D), as projected -> (1, heads * D). The rest as in `dense_step`."""
+    qkv = qkv.view(-1, heads.head_dim)
     queries, keys, values = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads])
     if heads.q_norm is not None and heads.k_norm is not None:
-        queries, keys = (
-            _norm(part, weight, layer.eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm))
-        )
+        queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
     if heads.clip is not None:
         queries, keys, values = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, values))
     queries, keys = (part * rope[0] + part.roll(heads.head_dim // 2, -1) * rope[1] for part in (queries, keys))
     kv[position] = torch.cat([keys, values]).to(kv.dtype)
     first = 0 if heads.window is None else max(0, position + 1 - heads.window)
     keys, values = (
-        kv[first : position + 1].to(x.dtype).repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
+        kv[first : position + 1].to(qkv.dtype).repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
     )
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
-    out = torch.einsum("ht,thd->hd", scores.softmax(-1), values)
-    stream = stream + layer.out(out.view(1, -1))
-    hidden = F.rms_norm(stream, (width,), layer.post_attention_layernorm, layer.eps)
-    return Stepped(stream, hidden, layer.router(hidden) if layer.router else ())
+    return torch.einsum("ht,thd->hd", scores.softmax(-1), values).reshape(1, -1)
+
+
+def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:
+    """`attend` with position and address read from memory, on the CPU; see `kernels.attend_one`."""
+    position, address = int(kept.position), int(kept.addresses[layer])
+    count = (position + 1) * math.prod(heads.entry)
+    memory = (ctypes.c_uint8 * (count * heads.cache_dtype.itemsize)).from_address(address)
+    kv = torch.frombuffer(memory, dtype=heads.cache_dtype).view(-1, *heads.entry)
+    return attend(qkv, rope[position], kv, position, heads, eps)
 
 
 def _norm(part: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -43,13 +43,15 @@ class Limits:
 
     Attributes:
         signal: of |up · x|. product: of |silu(gate · x) up · x|; None where no down half is skipped. late: of |up · x|
-            for rows that are not on the device; None where every row is waited for. native: what `cpu/native.py` made
-            of them.
+            for rows that are not on the device; None where every row is waited for. least: (parts,) float64, the rule's
+            `drop` and the larger of `drop` and `major`, where they may change in place: a captured call reads them;
+            None for those of the rule. native: what `cpu/native.py` made of them.
     """
 
     signal: Tensor
     product: Tensor | None = None
     late: Tensor | None = None
+    least: Tensor | None = None
     native: Any = field(init=False, repr=False, compare=False, default=None)
 
 

@@ -4,8 +4,9 @@ Decoding one token reads every weight it needs once and does two operations per 
 arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py` and `swiglu.py` programs and loads).
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
-`vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py` and `moving.py` are the
-kernels, `operations.py` and `dense.py` launch them. Without a GPU they run under TRITON_INTERPRET=1, for tests.
+`vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py` and
+`moving.py` are the kernels, `operations.py`, `dense.py` and `attend.py` launch them. Without a GPU they run under
+TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import os
 # Products are fused with sums, as the kernels count on; Triton 3.10 changes its default and warns before that.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+from .attend import attend_one
 from .dense import expert_swiglu, linear
 from .operations import gather_rows, moe_step, pool_scatter, select, sparse_swiglu, up_gemv, up_list
 
 __all__ = [
+    "attend_one",
     "expert_swiglu",
     "gather_rows",
     "linear",

@@ -34,7 +34,8 @@ def block_of(words: int, widest: int = WORDS) -> int:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
     # Under the interpreter any number will do; a small one keeps it quick.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -48,13 +49,12 @@ def magic(device: torch.device) -> Tensor:
 @cache
 def least(device: torch.device, rule: Rule) -> Tensor:
     """The weights, relative to their mean, below which each part of an expert is left out, in device memory."""
-    limits = [rule.drop, max(rule.drop, rule.major)][: rule.parts]
-    return torch.tensor(limits, dtype=torch.float64, device=device)
+    return torch.tensor(rule.least(), dtype=torch.float64, device=device)
 
 
 def slices_of(device: torch.device, programs: int) -> int:
     """Into how many slices the neurons of a call are cut when each slice takes `programs` programs: a power of two."""
-    return min(MAX_SLICES, triton.next_power_of_2(-(-WAVES * _processors(device) // max(1, programs))))
+    return min(MAX_SLICES, triton.next_power_of_2(-(-WAVES * processors(device) // max(1, programs))))
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:

@@ -49,7 +49,8 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     if count:
         with launch.on(device):
             select_kernel[(tokens,)](
-                *(index.contiguous(), weights.contiguous(), launch.least(device, rule)),
+                *(index.contiguous(), weights.contiguous()),
+                launch.least(device, rule) if limits.least is None else limits.least,
                 *(limits.signal, _or(limits.product, limits.signal), _or(limits.late, limits.signal)),
                 *(of, experts, own, thresholds, products, late),
                 *(among, parts, rule.weighed, limits.product is not None, limits.late is not None),

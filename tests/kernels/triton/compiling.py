@@ -1,7 +1,8 @@
 """Compiles, without a GPU, exactly what the operations launch; prints what each kernel needs as JSON lines.
 
 Run: python -P compiling.py CASE CAPABILITY ..., where CASE is UP/GATE/DOWN-DTYPE[-OPTION], for example
-2/4/4-bfloat16-all. Tensors have full Mixtral size but are never touched, and launches are recorded instead of run.
+2/4/4-bfloat16-all, or attend-DTYPE. Tensors have full Mixtral size but are never touched, and launches are recorded
+instead of run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import triton
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.triton import dense, launch, operations
+from floe_chat.kernels.step import Heads, KeptTokens
+from floe_chat.kernels.triton import attend, dense, launch, operations
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
@@ -80,7 +82,8 @@ def recorded(case: str) -> list[Launch]:
     launches: list[Launch] = []
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
-        for module in (launch, operations, dense):
+        patches.enter_context(mock.patch.object(attend, "splits_of", return_value=32))
+        for module in (launch, operations, dense, attend):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
@@ -92,6 +95,9 @@ def call_operations(case: str) -> None:
     """Call what the case is about; nothing is computed."""
     widths, kind, *options = case.split("-")
     dtype: torch.dtype = getattr(torch, kind)
+    if widths == "attend":
+        call_attention(dtype)
+        return
     float16 = torch.float16 if dtype == torch.float16 else torch.bfloat16
     hidden, group = (130, 26) if "general" in options else (4096, 16 if "group16" in options else 64)
     up, gate, down = (VectorLayout(hidden, int(bits), group) for bits in widths.split("/"))
@@ -118,6 +124,18 @@ def call_operations(case: str) -> None:
     vector = VectorLayout(hidden, 8, group)
     parts = [torch.empty(hidden, vector.groups, dtype=torch.float16) for _ in range(2)]
     kernels.linear(x, LinearWeights(vector, untouched(hidden, hidden), *parts))
+
+
+def call_attention(dtype: torch.dtype) -> None:
+    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, the last with a window and float16 entries."""
+    for heads, kv_heads, norms in ((32, 8, (0, 0)), (16, 16, (16, 16)), (32, 4, (1, 1))):
+        weights = [torch.empty(count * 128, dtype=dtype) if count else None for count in norms]
+        window, stored = (4096, torch.float16) if kv_heads == 4 else (None, dtype)
+        qkv, rope = torch.empty(1, (heads + 2 * kv_heads) * 128, dtype=dtype), torch.empty(9, 2, 128, dtype=dtype)
+        kept = KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        kernels.attend_one(
+            qkv, rope, kept, 3, Heads(heads, kv_heads, 128, 0.1, window, None, weights[0], weights[1], stored), 1e-5
+        )
 
 
 def untouched(*shape: int) -> Tensor:

@@ -59,6 +59,9 @@ def test_the_operations_are_right_under_the_interpreter(tmp_path: Path) -> None:
         pytest.param("2/4/3-bfloat16-group16", "86", id="groups of 16"),
         pytest.param("2/4/3-bfloat16-general", "86", id="general path"),
         pytest.param("3/16/8-float16-general", "75", id="general path, other widths"),
+        pytest.param("attend-bfloat16", "75 80 86 89 90 100 120", id="attention"),
+        pytest.param("attend-float16", "75 89", id="attention in float16"),
+        pytest.param("attend-float32", "75 90", id="attention in float32"),
     ],
 )
 def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, tmp_path: Path) -> None:
@@ -66,6 +69,8 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
     assert ran.returncode == 0, ran.stderr[-4000:]
     needs: list[dict[str, Any]] = [json.loads(line) for line in ran.stdout.splitlines()]
     expected = {"spread_kernel", "gemv_kernel", "compact_kernel", "gate_kernel", "down_kernel", "combine_kernel"}
+    if case.startswith("attend"):
+        expected = {"attend_kernel", "join_kernel"}
     if case.endswith("all"):
         expected |= {"copy_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):

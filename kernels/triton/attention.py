@@ -1,0 +1,167 @@
+# Device code: its values have types only once Triton compiles it.
+# pyright: basic, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
+"""Attention of one token over the keys and values of those before it, however many: a captured launch serves them all.
+
+The position and the address of the layer's entries are read from device memory, so neither a longer conversation nor
+memory that has moved needs another launch. Positions are cut into splits, one program for each and each head of keys,
+since one token has too few heads to fill a GPU; `combine_kernel` adds up their parts in a fixed order (as in
+Flash-Decoding). The new token's own keys and values are not read back: the first split has them in registers.
+
+`load_entries` and `store_entry` alone know in which form entries are stored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton.language as tl
+
+from .jit import device_code
+
+
+class Shape(NamedTuple):
+    """How a layer attends; all of it becomes constants of the compiled kernel.
+
+    Attributes:
+        heads, kv_heads, dim, scale, eps, clip, window: as in `step.Heads`, without a clip or window 0. normed: whether
+            queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
+            layer's address.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    eps: float
+    clip: float
+    window: int
+    normed: int
+    aligned: int
+
+
+@device_code()
+def load_entries(entries, n, row, d, live, A: tl.constexpr):
+    """Columns d (D,) of one row of the entries of tokens n (N,): (N, D) float32."""
+    at = (n.to(tl.int64)[:, None] * (2 * A.kv_heads) + row) * A.dim + d[None, :]
+    return tl.load(entries + at, mask=live, other=0.0).to(tl.float32)
+
+
+@device_code()
+def store_entry(entries, n, row, d, value, live, A: tl.constexpr, STORED: tl.constexpr):
+    """Write value (1, D) to one row of the entry of token n; returns it as it can be read back."""
+    stored = value.to(STORED)
+    at = (n.to(tl.int64) * (2 * A.kv_heads) + row) * A.dim + d[None, :]
+    tl.store(entries + at, stored, mask=live)
+    return stored.to(tl.float32)
+
+
+@device_code()
+def clipped(x, A: tl.constexpr):
+    """x within the clip. What is not a number stays so."""
+    if A.clip > 0.0:
+        x = tl.where(x > A.clip, A.clip, tl.where(x < -A.clip, -A.clip, x))
+    return x
+
+
+@device_code()
+def prepared(part, weight, head, d, live, HEADS: tl.constexpr, A: tl.constexpr, ALL: tl.constexpr):
+    """Columns d of heads `head` (R,) of queries or keys, before rope: (R, D) float32."""
+    x = tl.load(part + head[:, None] * A.dim + d[None, :], mask=live, other=0.0).to(tl.float32)
+    if A.normed == 1:
+        mean = tl.sum(x * x, 1) / A.dim
+        own = tl.load(weight + d[None, :], mask=live, other=0.0).to(tl.float32)
+        x = x / tl.sqrt(mean + A.eps)[:, None] * own
+    if A.normed == 2:
+        squares = tl.zeros((ALL,), tl.float32)
+        for start in range(0, HEADS * A.dim, ALL):
+            i = start + tl.arange(0, ALL)
+            one = tl.load(part + i, mask=i < HEADS * A.dim, other=0.0).to(tl.float32)
+            squares += one * one
+        mean = tl.sum(squares, 0) / (HEADS * A.dim)
+        own = tl.load(weight + head[:, None] * A.dim + d[None, :], mask=live, other=0.0).to(tl.float32)
+        x = x / tl.sqrt(mean + A.eps) * own
+    return clipped(x, A)
+
+
+@device_code()
+def turned(part, weight, head, d, live, rope, HEADS: tl.constexpr, A: tl.constexpr, ALL: tl.constexpr):
+    """`prepared`, then rope by its row for the position: cosines, then sines whose first half is negated."""
+    across = (d + A.dim // 2) % A.dim
+    cos = tl.load(rope + d[None, :], mask=d[None, :] < A.dim, other=0.0).to(tl.float32)
+    sin = tl.load(rope + A.dim + d[None, :], mask=d[None, :] < A.dim, other=0.0).to(tl.float32)
+    x = prepared(part, weight, head, d, live, HEADS, A, ALL)
+    return x * cos + prepared(part, weight, head, across, live, HEADS, A, ALL) * sin
+
+
+@device_code("layer")
+def attend_kernel(
+    qkv, rope, addresses, position, q_norm, k_norm, partial, sums, layer,
+    A: tl.constexpr, STORED: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """partial (heads, SPLITS, D) and sums (heads, SPLITS, 2): one split's weighted values, and the largest score and
+    sum of the weights. The first split also stores the new token's keys and values.
+    """
+    key_head = tl.program_id(0)
+    split = tl.program_id(1)
+    group: tl.constexpr = A.heads // A.kv_heads
+    at = tl.load(position).to(tl.int32)
+    entries = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(STORED)), A.aligned)
+    d = tl.arange(0, COLUMNS)
+    g = tl.arange(0, GROUP)
+    within = d[None, :] < A.dim
+    head = key_head * group + g
+    live = (g < group)[:, None] & within
+    row = rope + at.to(tl.int64) * (2 * A.dim)
+    q = turned(qkv, q_norm, head, d, live, row, A.heads, A, ALL) * A.scale
+    one = tl.zeros((1,), tl.int32) + key_head
+    k = turned(qkv + A.heads * A.dim, k_norm, one, d, within, row, A.kv_heads, A, ALL)
+    v = tl.load(qkv + (A.heads + A.kv_heads + key_head) * A.dim + d[None, :], mask=within, other=0.0).to(tl.float32)
+    mine = within & (tl.zeros((1, COLUMNS), tl.int32) + split == 0)
+    k = store_entry(entries, at, key_head, d, k, mine, A, STORED)
+    v = store_entry(entries, at, A.kv_heads + key_head, d, clipped(v, A), mine, A, STORED)
+    # The new token is the first split's alone; the others begin with nothing.
+    top = tl.where(split == 0, tl.sum(q * k, 1), float("-inf"))
+    total = tl.where(split == 0, 1.0, tl.zeros((GROUP,), tl.float32))
+    out = tl.where(split == 0, v, tl.zeros((GROUP, COLUMNS), tl.float32))
+    first = at * 0
+    if A.window > 0:
+        first = tl.maximum(first, at + 1 - A.window)
+    size = tl.cdiv(tl.cdiv(at - first, SPLITS), BLOCK) * BLOCK
+    begin = first + split * size
+    end = tl.minimum(at, begin + size)
+    for start in range(begin, end, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        seen = n < end
+        there = seen[:, None] & within
+        keys = load_entries(entries, n, key_head, d, there, A)
+        scores = tl.sum(q[:, None, :] * keys[None, :, :], 2)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp(top - highest)
+        weights = tl.exp(scores - highest[:, None])
+        values = load_entries(entries, n, A.kv_heads + key_head, d, there, A)
+        total = total * fade + tl.sum(weights, 1)
+        out = out * fade[:, None] + tl.sum(weights[:, :, None] * values[None, :, :], 1)
+        top = highest
+    place = head * SPLITS + split
+    tl.store(partial + place[:, None] * A.dim + d[None, :], out, mask=live)
+    tl.store(sums + place * 2, top, mask=g < group)
+    tl.store(sums + place * 2 + 1, total, mask=g < group)
+
+
+@device_code()
+def join_kernel(partial, sums, y, DIM: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """y (heads * D): one head's splits, each by its share of the weights."""
+    head = tl.program_id(0)
+    split = tl.arange(0, SPLITS)
+    d = tl.arange(0, COLUMNS)
+    place = head * SPLITS + split
+    top = tl.load(sums + place * 2)
+    share = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(share * tl.load(sums + place * 2 + 1), 0)
+    at = place[:, None] * DIM + d[None, :]
+    parts = tl.load(partial + at, mask=(d < DIM)[None, :], other=0.0)
+    out = tl.sum(share[:, None] * parts, 0) / total
+    tl.store(y + head * DIM + d, out.to(y.dtype.element_ty), mask=d < DIM)

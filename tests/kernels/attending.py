@@ -1,0 +1,105 @@
+"""Cases of the attention of one token, with entries where a device keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from floe_chat.kernels.step import Heads, KeptTokens, attend
+from torch import Tensor
+
+NAN = float("nan")
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """normed: what queries and keys are normalized over. dtype: of the computation. stored: of keys and values."""
+
+    queries: int = 4
+    keys: int = 2
+    dim: int = 12
+    normed: str = ""
+    clip: float | None = None
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+    stored: torch.dtype = torch.float32
+
+    def heads(self) -> Heads:
+        torch.manual_seed(self.dim)
+        over = {"": None, "head": (1, 1), "all": (self.queries, self.keys)}[self.normed]
+        q_norm, k_norm = ((1 + 0.3 * torch.randn(n * self.dim)).to(self.dtype) for n in over) if over else (None, None)
+        given = self.queries, self.keys, self.dim, self.dim**-0.5, self.window, self.clip
+        return Heads(*given, q_norm, k_norm, self.stored)
+
+
+CASES = {
+    "plain": Case(),
+    "least": Case(1, 1, 2),
+    "odd": Case(6, 3, 14, stored=torch.float16),
+    "five-of-one": Case(5, 1, 66, normed="head"),
+    "all-keys": Case(4, 4, 32, normed="all", clip=0.7),
+    "all-of-odd": Case(6, 2, 10, normed="all"),
+    "window": Case(window=9, clip=0.5),
+    "window-of-one": Case(window=1),
+    "window-of-splits": Case(8, 2, 16, window=100, stored=torch.float16),
+    "mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=torch.bfloat16),
+    "olmoe": Case(3, 3, 128, normed="all", dtype=torch.bfloat16, stored=torch.bfloat16),
+    "qwen": Case(8, 1, 64, normed="head", dtype=torch.float16, stored=torch.float16),
+}
+# Of a key or value that another path rounds to the neighbour, and of results in 16 bits.
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+POSITIONS = [0, 1, 8, 9, 67, 150]
+
+
+def limit(case: Case) -> float:
+    """How far from the formula a result may be, as relative RMS."""
+    return max(LIMITS[case.dtype], LIMITS[case.stored])
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token's projections, rope, and what is stored of the tokens before it in each of three layers.
+
+    Everything that nobody may read is NaN.
+    """
+
+    qkv: Tensor
+    rope: Tensor
+    entries: list[Tensor]
+    position: int
+
+    def on(self, device: torch.device) -> Token:
+        return Token(
+            self.qkv.to(device), self.rope.to(device), [each.to(device) for each in self.entries], self.position
+        )
+
+    def kept(self) -> KeptTokens:
+        device = self.qkv.device
+        addresses = torch.tensor([each.data_ptr() for each in self.entries], device=device)
+        return KeptTokens(addresses, torch.tensor([self.position], device=device))
+
+
+def a_token(case: Case, position: int) -> Token:
+    generator = torch.Generator().manual_seed(position)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    rope = torch.full((position + 3, 2, case.dim), NAN)
+    angles = random(case.dim // 2).mul(3).repeat(2)
+    rope[position] = torch.stack([angles.cos(), angles.sin()])
+    rope[position, 1, : case.dim // 2].neg_()
+    entries = torch.full((3, position + 5, 2 * case.keys, case.dim), NAN)
+    first = 0 if case.window is None else max(0, position + 1 - case.window)
+    entries[1, first:position] = random(position - first, 2 * case.keys, case.dim)
+    qkv = random(1, (case.queries + 2 * case.keys) * case.dim)
+    return Token(qkv.to(case.dtype), rope.to(case.dtype), list(entries.to(case.stored)), position)
+
+
+def truth(case: Case, token: Token) -> tuple[Tensor, Tensor]:
+    """The output and the token's entry in layer 1, in float64."""
+    heads, entries = case.heads(), token.entries[1].double()
+    norms = {name: None if (w := getattr(heads, name)) is None else w.double() for name in ("q_norm", "k_norm")}
+    given = token.qkv.double(), token.rope[token.position].double(), entries, token.position
+    return attend(*given, replace(heads, **norms), EPS), entries[token.position]
