@@ -107,8 +107,8 @@ class Telemetry:
 
     def begin(self, request: int, prompt_tokens: int, asked_at: float) -> None:
         """Start counting the answer to `request`, which was sent at `asked_at`."""
+        self.settle()  # what the last answer left on the device is not this one's
         self.layers[:] = [LayerCounts(self._experts) for _ in self.layers]
-        self._uncounted.clear()
         self.request = request
         self._prompt_tokens = prompt_tokens
         self._asked_at = asked_at
@@ -159,7 +159,8 @@ class Telemetry:
 
     def settle(self) -> None:
         """Wait for the device and count all steps."""
-        steps = self.uncounted()
+        if not (steps := self.uncounted()):
+            return
         here = iter(to_host([tensor for step in steps for tensor in step.tensors]).arrived())
         for step in steps:
             step.count(*(next(here) for _ in step.tensors))

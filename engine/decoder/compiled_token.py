@@ -7,7 +7,8 @@ call: with a busy screen, taking the lock for each would halve their speed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +25,26 @@ from .quantized_linear import PackedLinear
 MOST, _SECONDS = 64, 0.02  # of a call that draws: a stop, a new preset and the text wait for its end
 
 
+def in_memory(layers: Sequence[DecoderLayer]) -> list[MoELayer]:
+    """The experts of layers that have nothing else in their blocks.
+
+    Raises:
+        Unsupported: a layer that has more, or experts that are not all where they are computed.
+    """
+    experts: list[MoELayer] = []
+    for layer in layers:
+        block = layer.block
+        if not isinstance(block, MoELayer) or type(block) is not MoELayer:
+            raise Unsupported("a layer does not have all its experts in the memory that computes them")
+        experts.append(block)
+    return experts
+
+
+def hooks_of(experts: Sequence[MoELayer]) -> list[Mapping[int, Any]]:
+    """The hooks on layers: if any of these has one, each layer must be called. One look costs no call per layer."""
+    return [hooks for layer in experts for hooks in (layer._forward_pre_hooks, layer._forward_hooks)]  # pyright: ignore[reportPrivateUsage]
+
+
 class TokenPass:
     """All layers of a model.
 
@@ -32,12 +53,8 @@ class TokenPass:
     """
 
     def __init__(self, steps: Sequence[NativeStep], layers: Sequence[DecoderLayer], ends: NativeEnds) -> None:
-        self._experts: list[MoELayer] = []
-        for layer in layers:
-            block = layer.block
-            if not isinstance(block, MoELayer) or type(block) is not MoELayer:
-                raise Unsupported("a layer does not have all its experts in RAM")
-            self._experts.append(block)
+        self._experts = in_memory(layers)
+        self._hooks = hooks_of(self._experts)
         self._steps, self._ends, self._control = steps, ends, self._experts[0].control
         self._coded = any(isinstance(part, PackedLinear) for part in (layers[0].qkv, layers[0].out))
         self._preset: Preset | None = None
@@ -53,7 +70,7 @@ class TokenPass:
     @property
     def watched(self) -> bool:
         """Whether hooks watch a layer's input or output."""
-        return any(layer._forward_pre_hooks or layer._forward_hooks for layer in self._experts)  # pyright: ignore[reportPrivateUsage]
+        return any(self._hooks)
 
     def run(self, x: Tensor, rope: Tensor, kv: Sequence[Tensor], position: int) -> Tensor:
         """x (1, H) -> the residual stream (1, H) after the last of len(kv) layers; see `kernels.step.dense_step`.

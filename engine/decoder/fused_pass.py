@@ -1,13 +1,14 @@
 """One forward pass with little Python: the dense part's operations, written out for the supported families.
 
 A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
-(`compiled_token.py`). Prompts, GPUs and everything else use torch's operations. The state of a pass is (T, H): T tokens
-of one sequence, without a batch dimension.
+(`compiled_token.py`); on a GPU that holds all experts it is one graph (`card_token.py`). Prompts and everything else
+use torch's operations. The state of a pass is (T, H): T tokens of one sequence, without a batch dimension.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,9 @@ from ...kernels.cpu.native_ends import NativeEnds
 from ...kernels.cpu.native_step import NativeStep
 from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
+from . import graphs
 from .attention import GroupedAttention, norm
+from .card_token import CardToken, Ends
 from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
 from .kv_cache import BorrowingStore, GrowingStore, KVCache, Room
@@ -58,16 +61,25 @@ class FusedDecoder:
         self.steps: list[NativeStep] = []
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
+        self._card: CardToken | None = None
         self.reason = "dense layers in floe-chat's own pass"
         try:
-            self.steps, self.ends = self._native_steps()
+            self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
         except Unsupported as declined:
             self.reason += f" by torch's operations, because {declined}"
             _log.info("no compiled step: %s", declined)
-        else:
-            self.reason += f", {self._compiled()}"
-            if beside := {layer.beside for layer in self._layers if layer.beside}:
-                self.reason += f", {' and '.join(sorted(beside))} by torch's operations"
+
+    def _on_card(self) -> str:
+        rope = self._rope.tables(0, self._window)
+        self._card = CardToken(self._layers, Ends(self._embedding, rope, self._norm, self._eps, self._head))
+        return "one graph per token"
+
+    def _on_cpu(self) -> str:
+        self.steps, self.ends = self._native_steps()
+        how = self._compiled()
+        if beside := {layer.beside for layer in self._layers if layer.beside}:
+            how += f", {' and '.join(sorted(beside))} by torch's operations"
+        return how
 
     def _native_steps(self) -> tuple[list[NativeStep], NativeEnds]:
         if self.device.type != "cpu":
@@ -106,10 +118,9 @@ class FusedDecoder:
         """
         if min(ids) < 0 or max(ids) >= len(self._embedding):  # a GPU would not survive it
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
-        store = kv.store_of(GrowingStore, self._store)
-        start, end = kv.length, kv.length + len(ids)
-        store.crop(start)
-        store.reserve(end)
+        store, start = self._room_for(len(ids), kv), kv.length
+        if len(ids) == 1 and (card := self._in_one_graph()) is not None:
+            return self._graphed(card, ids[0], store, start).clone()
         try:
             return self._pass(ids, store, start)
         finally:
@@ -147,18 +158,41 @@ class FusedDecoder:
             return self._head(norm(last, self._norm, self._eps))
         return self.ends.logits(last, self._head.control.preset.x_bits if isinstance(self._head, PackedLinear) else 22)
 
+    def _room_for(self, tokens: int, kv: KVCache) -> GrowingStore:
+        """The conversation's store, with room for this many more tokens."""
+        store = kv.store_of(GrowingStore, self._store)
+        store.crop(kv.length)
+        store.reserve(kv.length + tokens)
+        return store
+
+    def _in_one_graph(self) -> CardToken | None:
+        """What computes the next token in one graph, if that is possible now."""
+        card = self._card
+        return card if card is not None and card.ready(self._config.num_hidden_layers) else None
+
+    def _graphed(self, card: CardToken, token: int, store: GrowingStore, position: int) -> Tensor:
+        """Logits (1, V), which the next token overwrites."""
+        logits = card.run(token, position, store)
+        store.length = position + 1
+        return logits
+
     @torch.inference_mode()
     def several(
         self, token: int, kv: KVCache, sampler: Sampler, most: int, last: Sequence[int]
     ) -> tuple[list[int], list[float]] | None:
         """See `Decoder`."""
+        if (card := self._in_one_graph()) is not None:
+            began = time.perf_counter()
+            try:
+                logits = self._graphed(card, token, self._room_for(1, kv), kv.length)
+            except torch.OutOfMemoryError:
+                return None  # `forward` meets it too, and the caller makes room
+            return [sampler.draw(logits)], [time.perf_counter() - began]
         whole = self._whole
         if whole is None or whole.watched:
             return None
-        store = kv.store_of(GrowingStore, self._store)
         start, most = kv.length, min(most, MOST)
-        store.crop(start)
-        store.reserve(start + most)
+        store = self._room_for(most, kv)
         rope = self._rope.tables(start, start + most)
         tokens, at = whole.decode(token, rope, self._kept(store), start, sampler, last)
         store.length = start + len(tokens)

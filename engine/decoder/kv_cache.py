@@ -7,6 +7,7 @@ or another conversation keeps the common beginning.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,7 @@ from ..quality_presets import Preset
 
 BLOCK = 256  # tokens: keys and values grow by whole blocks
 GROUP = 8  # layers whose keys and values share a tensor
+_VERSIONS = itertools.count()
 S = TypeVar("S", bound="KVStore")
 
 
@@ -162,6 +164,9 @@ class GrowingStore:
 
     Memory grows by half, in whole blocks, up to the window. Layers share a tensor
     in groups: one call then gives the views of a whole group, and only one group is there twice while it grows.
+
+    Attributes:
+        version: another number whenever the memory is another, among all stores.
     """
 
     def __init__(
@@ -173,6 +178,7 @@ class GrowingStore:
         self._own = [torch.empty(size, 0, *entry, dtype=dtype, device=device) for size in sizes]
         self._window = window
         self.capacity = self.length = 0
+        self.version = next(_VERSIONS)
 
     def nbytes(self) -> int:
         """Bytes that are set aside."""
@@ -222,7 +228,7 @@ class GrowingStore:
             self._own[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
             self._own[index][:, : self.length] = old[:, : self.length]
             del old  # otherwise the last group would exist twice even after its growth
-        self.capacity = capacity
+        self.capacity, self.version = capacity, next(_VERSIONS)
 
 
 class BorrowingStore(GrowingStore):
@@ -277,4 +283,4 @@ class BorrowingStore(GrowingStore):
                 new[layer, start:end] = old[layer, start:end]
         if capacity < before:
             self._room.lend(self._nbytes(capacity))
-        self.capacity = capacity
+        self.capacity, self.version = capacity, next(_VERSIONS)

@@ -181,17 +181,27 @@ class MoELayer(nn.Module):
         Args:
             experts: (B, K). counts: (P, 2) of what was computed.
         """
-        found = self.telemetry.layers[self.index]
-        among = sum(map(len, experts))
-        found.dropped += 2 * among - ruled.halves(len(counts))
-        found.neurons += among * self.packed.rows.data.shape[1]
-        up, gate, down = ruled.costs
-        active, kept = sum(pair[0] for pair in counts), sum(pair[1] for pair in counts)
-        found.active += active
-        found.bytes += len(counts) * up + active * gate + kept * down
+        calls = [0] * len(self.telemetry.layers[self.index].calls)
         for token in experts:
             for expert in token:
-                found.calls[expert] += 1
+                calls[expert] += 1
+        active, kept = sum(pair[0] for pair in counts), sum(pair[1] for pair in counts)
+        self.add_totals(ruled, calls, len(counts), active, kept)
+
+    def add_totals(self, ruled: RuledLayer, calls: list[int], computed: int, active: int, kept: int) -> None:
+        """Add any number of tokens to the telemetry.
+
+        Args:
+            calls: by expert, as chosen. computed: those of `ruled` that were not left out. active: their neurons; kept:
+                those that reached the second threshold.
+        """
+        found, among = self.telemetry.layers[self.index], sum(calls)
+        found.dropped += 2 * among - ruled.halves(computed)
+        found.neurons += among * self.packed.rows.data.shape[1]
+        up, gate, down = ruled.costs
+        found.active += active
+        found.bytes += computed * up + active * gate + kept * down
+        found.calls = [before + added for before, added in zip(found.calls, calls, strict=True)]
 
 
 def computed(counts: Tensor, thresholds: Tensor | None) -> list[list[int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from floe_chat.engine.decoder.card_token import CardToken
 from floe_chat.engine.decoder.compiled_token import TokenPass
 from floe_chat.engine.events import (
     Command,
@@ -34,9 +35,14 @@ GREEDY = Sampling(temperature=0)
 E = TypeVar("E")
 
 
+def never(_token: CardToken, _layers: int) -> bool:
+    return False
+
+
 def layer_by_layer(patch: pytest.MonkeyPatch) -> None:
     """Let each token, too, go through `MoELayer.forward`, which a test is going to replace."""
     patch.setattr(TokenPass, "watched", True)
+    patch.setattr(CardToken, "ready", never)
 
 
 def silent(_step: str, _share: float) -> None:

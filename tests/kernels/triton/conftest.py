@@ -16,7 +16,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     collect_ignore = ["test_processes.py"]
 elif not torch.cuda.is_available():
-    collect_ignore = ["test_attend.py", "test_dense.py", "test_moving.py", "test_select.py", "test_sparse.py"]
+    collect_ignore = [
+        "test_attend.py",
+        "test_dense.py",
+        "test_moving.py",
+        "test_select.py",
+        "test_sparse.py",
+        "test_token.py",
+    ]
 
 
 @pytest.fixture

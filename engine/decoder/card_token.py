@@ -1,0 +1,243 @@
+"""One token through all layers as one CUDA graph, from its id to its logits, where all experts are on the card.
+
+Going layer by layer, the host launches some 25 kernels in each, which takes longer than the card computes. Captured
+once, the whole token is one launch and one wait. What differs between tokens is in memory that the graph reads: a
+record in pinned memory (the id, the position, where keys and values are), and each layer's limits on the card, which
+another preset changes in place. Neurons and calls are counted on the card until somebody reads the telemetry.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels import operations as kernels
+from ...kernels.step import KeptTokens
+from ...kernels.types import Limits
+from ..experts.moe_layer import Cancelled, MoELayer
+from ..experts.ruled_layer import RuledLayer
+from .attention import norm
+from .compiled_token import hooks_of, in_memory
+from .graphs import Captured, capture, pinned
+from .kv_cache import GrowingStore
+from .layers import DecoderLayer, Unsupported
+
+_log = logging.getLogger("floe_chat.engine")
+_ID, _POSITION, _COUNTING, _ADDRESSES = range(4)  # of the record; one address per layer
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What comes before the layers and after them.
+
+    Attributes:
+        embedding: (V, H). rope: (window, 2, D). norm: (H,) with its eps. head: to V logits.
+    """
+
+    embedding: Tensor
+    rope: Tensor
+    norm: Tensor
+    eps: float
+    head: nn.Module
+
+
+class CardToken:
+    """All layers of a model on one card.
+
+    Attributes:
+        declined: why the preset in force goes layer by layer; "" if it does not.
+
+    Raises:
+        Unsupported: a layer that has more than experts, or experts elsewhere; or nothing could be captured.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], ends: Ends) -> None:
+        self._layers, self._ends, self._device = layers, ends, ends.embedding.device
+        backend = kernels.choose(self._device)
+        if backend.name == "reference":
+            raise Unsupported(f"a graph needs the Triton kernels: {backend.reason}")
+        self._experts = in_memory(layers)
+        self._control, self._hooks = self._experts[0].control, hooks_of(self._experts)
+        self._record = pinned(_ADDRESSES + len(layers), dtype=torch.int64, device=self._device)
+        self._written: Any = self._record.numpy()
+        self._logits = pinned(1, len(ends.embedding), dtype=torch.float32, device=self._device)
+        self._here = torch.zeros_like(self._record, device=self._device)
+        self._store = -1  # whose addresses the record has
+        self._form: _Form | None = None
+        self._preset, self.declined = self._control.preset, ""
+        self._change(len(layers))
+        if self.declined:
+            raise Unsupported(self.declined)
+
+    def ready(self, count: int) -> bool:
+        """Whether the next token can go through the first `count` layers in one graph."""
+        if any(self._hooks):
+            return False
+        preset = self._control.preset
+        if preset is not self._preset or (self._form is not None and self._form.count != count):
+            self._preset = preset
+            self._change(count)
+        return self._form is not None
+
+    def run(self, token: int, position: int, store: GrowingStore) -> Tensor:
+        """The logits (1, V) behind `token`, in pinned memory that the next token overwrites. Waits once.
+
+        Args:
+            store: has room for this position.
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        form = self._form
+        assert form is not None, "not ready"
+        if self._control.cancelled.is_set():
+            raise Cancelled
+        record = self._written
+        if store.version != self._store:
+            record[_ADDRESSES:] = [layer.data_ptr() for layer in store.layers()]
+            self._store = store.version
+        record[:_ADDRESSES] = token, position, self._control.counting
+        form.captured.replay()
+        form.captured.wait()
+        if self._control.counting:
+            form.counts.keep()
+        return self._logits
+
+    def _change(self, count: int) -> None:
+        """Compute what the preset in force asks for from now on."""
+        ruled = [layer.in_force() for layer in self._experts[:count]]
+        if self._form is not None and self._form.serves(ruled):
+            self._form.limit(ruled)
+            return
+        self._form, self.declined = None, ""  # the old one's memory goes first
+        try:
+            self._form = self._made(ruled)
+        # Whatever a driver or a compiler of kernels raises: layer by layer the same is computed without them.
+        except Exception as error:  # noqa: BLE001
+            self.declined = f"a token could not be captured: {type(error).__name__}: {error}"
+            _log.warning("layer by layer, because %s", self.declined, exc_info=True)
+
+    @torch.inference_mode()
+    def _made(self, ruled: Sequence[RuledLayer]) -> _Form:
+        """Capture, on an entry that no conversation has."""
+        heads = self._layers[0].heads
+        entry = torch.empty(1, *heads.entry, dtype=heads.cache_dtype, device=self._device)
+        self._written[:] = 0
+        self._written[_ADDRESSES:] = entry.data_ptr()
+        self._store = -1
+        form = _Form(self._layers, self._experts, ruled)
+
+        def work() -> None:
+            self._here.copy_(self._record, non_blocking=True)
+            self._logits.copy_(form.token(self._here, self._ends), non_blocking=True)
+
+        form.captured = capture(work, self._device)
+        return form
+
+
+class _Form:
+    """The work of a token for all presets that differ in the values of their limits only.
+
+    Attributes:
+        count: of layers. captured: their work. counts: what it did.
+    """
+
+    captured: Captured
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], experts: Sequence[MoELayer], ruled: Sequence[RuledLayer]
+    ) -> None:
+        self.count = len(ruled)
+        self._layers, self._ruled = layers[: self.count], ruled
+        self._routers = [layer.router for layer in layers if layer.router is not None]
+        self._control, self._structure = experts[0].control, _structure(ruled)
+        self._limits = [_in_place(one) for one in ruled]
+        self.counts = _Counts(experts, ruled, self._routers[0].top_k)
+
+    def serves(self, ruled: Sequence[RuledLayer]) -> bool:
+        """Whether only values differ."""
+        return self._structure == _structure(ruled)
+
+    def limit(self, ruled: Sequence[RuledLayer]) -> None:
+        """Work by these limits from now on."""
+        for mine, one in zip(self._limits, ruled, strict=True):
+            new = _in_place(one)
+            for name in ("signal", "product", "least"):
+                if (values := getattr(new, name)) is not None:
+                    getattr(mine, name).copy_(values)
+
+    def token(self, record: Tensor, ends: Ends) -> Tensor:
+        """Everything between a record on the device and the logits (1, V) float32."""
+        kept = KeptTokens(record[_ADDRESSES:], record[_POSITION:_COUNTING])
+        x, added = F.embedding(record[_ID:_POSITION], ends.embedding), None
+        done: list[tuple[Tensor, Tensor, Tensor]] = []
+        each = zip(self._layers, self._routers, self._ruled, self._limits, strict=False)
+        for index, (layer, router, ruled, limits) in enumerate(each):
+            stream = x if added is None else x + added
+            qkv = layer.qkv.forward(norm(stream, layer.input_layernorm, layer.eps))
+            x = stream + layer.out.forward(kernels.attend_one(qkv, ends.rope, kept, index, layer.heads, layer.eps))
+            hidden = norm(x, layer.post_attention_layernorm, layer.eps)
+            chosen, weights = router(hidden)
+            work = kernels.select(chosen, weights, limits, ruled.rule)
+            given = hidden, ruled.layer.up, ruled.layer.rows, work.calls, work.thresholds, work.products
+            # The kernels of a card ignore x_bits, so that it need not be the same at each replay.
+            added, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
+            done.append((chosen, counts, work.thresholds))
+        assert added is not None
+        self.counts.add(done, record[_COUNTING:_ADDRESSES])
+        return ends.head(norm(x + added, ends.norm, ends.eps)).float()
+
+
+class _Counts:
+    """What tokens did in each layer, added up on the device."""
+
+    def __init__(self, experts: Sequence[MoELayer], ruled: Sequence[RuledLayer], top_k: int) -> None:
+        self._experts, self._ruled = experts, ruled
+        device, among = ruled[0].limits.signal.device, experts[0].packed.up.q.shape[0]
+        of = [index for index, one in enumerate(ruled) for _ in range(top_k * one.rule.parts)]
+        self._layer_of = torch.tensor(of).to(device)  # each call's
+        self._all_count = torch.tensor([not ruled[index].rule.drops for index in of]).to(device)
+        # Of each layer: calls that were computed, active neurons, those of the second threshold; then calls by expert.
+        self._totals = torch.zeros(len(ruled), 3 + among, dtype=torch.int64, device=device)
+        self._asked = False
+
+    def add(self, done: Sequence[tuple[Tensor, Tensor, Tensor]], times: Tensor) -> None:
+        """Add one token's choice (1, K), counts (P, 2) and thresholds (P,) of each layer; times (1,): 0 or 1."""
+        chosen, neurons, thresholds = map(torch.cat, zip(*done, strict=True))
+        computed = self._all_count | (thresholds != torch.inf)
+        calls = torch.cat([computed[:, None], neurons], 1)
+        self._totals[:, :3].index_add_(0, self._layer_of, calls * times)
+        self._totals[:, 3:].scatter_add_(1, chosen, times.expand_as(chosen))
+
+    def keep(self) -> None:
+        """Have the telemetry read the totals when it is read itself."""
+        if not self._asked:
+            self._asked = True
+            self._experts[0].telemetry.count(self._read, self._totals)
+
+    @torch.inference_mode()
+    def _read(self, totals: Tensor) -> None:
+        """Totals on the host, which begin again on the device."""
+        for layer, ruled, row in zip(self._experts, self._ruled, totals.tolist(), strict=False):
+            computed, active, reached, *calls = row
+            layer.add_totals(ruled, calls, computed, active, reached)
+        self._totals.zero_()
+        self._asked = False
+
+
+def _structure(ruled: Sequence[RuledLayer]) -> tuple[tuple[int, bool, bool, bool], ...]:
+    """What of the layers' rules decides which kernels run, and how they are counted."""
+    return tuple((one.rule.parts, one.rule.weighed, one.rule.drops, one.limits.product is not None) for one in ruled)
+
+
+def _in_place(ruled: RuledLayer) -> Limits:
+    """A layer's limits in memory of their own; rows are all there, so none is late."""
+    signal, product = ruled.limits.signal, ruled.limits.product
+    least = torch.tensor(ruled.rule.least(), dtype=torch.float64).to(signal.device)
+    return Limits(signal.clone(), None if product is None else product.clone(), None, least)

@@ -1,0 +1,95 @@
+"""Work on a device that is captured once and then started as a whole: a CUDA graph.
+
+What is captured has to read all that changes from memory at fixed addresses, on the device or pinned. Memory that it
+allocates itself stays reserved for it. On the CPU, where tests run, a replay does the same work again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Work = Callable[[], None]
+
+
+class Captured(Protocol):
+    """Work that can be started again."""
+
+    def replay(self) -> None:
+        """Start it, behind what the device was asked for before; nobody waits."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the end of the last replay."""
+        ...
+
+
+def possible(device: torch.device) -> bool:
+    """Whether the device has graphs."""
+    return device.type == "cuda"
+
+
+def capture(work: Work, device: torch.device) -> Captured:
+    """Capture `work`, which runs now too: what it writes must be worth nothing yet.
+
+    Raises:
+        RuntimeError, and what the compiler of kernels raises: the driver refuses, or memory runs out. The device can be
+            used as before.
+    """
+    return _Graph(work, device) if device.type == "cuda" else _Again(work)
+
+
+def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in RAM at an address that the device can copy from and to by itself."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class _Graph:
+    """A CUDA graph. The event is recorded behind each replay."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self._device = device
+        # The outer context restores the stream where a capture that failed does not.
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+            self._warm_up(work)
+            self._graph: Any = torch.cuda.CUDAGraph()
+            # Other threads may copy and allocate meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                work()
+            self._done: Any = torch.cuda.Event()
+
+    def _warm_up(self, work: Work) -> None:
+        """Run it before: kernels are compiled and libraries take their memory when they are first used."""
+        side, stream = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            work()
+        stream.wait_stream(side)
+
+    def replay(self) -> None:
+        """See `Captured`."""
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+            self._done.record()
+
+    def wait(self) -> None:
+        """See `Captured`."""
+        self._done.synchronize()
+
+
+class _Again:
+    """The same interface where nothing can be captured."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        work()
+
+    def replay(self) -> None:
+        """See `Captured`."""
+        self._work()
+
+    def wait(self) -> None:
+        """See `Captured`: the CPU has ended when it returns."""

@@ -1,0 +1,196 @@
+"""A card without one: what would be captured in a CUDA graph runs again on the CPU, and must behave like a graph.
+
+A graph repeats the launches of its capture with the arguments of its capture, on the same addresses. So each replay has
+to do the same operations with the same numbers on the same memory: a value that Python had at capture would show as
+another number, a tensor that is not static as another address. Memory of the capture's own is overwritten behind each
+replay. Nothing may ask for a value on the device, nor make a shape of it. Kernels are one operation each, as on a card.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.decoder import card_token, graphs
+from floe_chat.engine.decoder.quantized_linear import PackedLinear
+from floe_chat.kernels import operations
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
+)
+
+REFUSED = (
+    *("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"),
+    *("lift_fresh", "is_nonzero", "equal", "pin_memory"),
+)
+OPERATIONS = ("select", "moe_step", "attend_one")
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The tensors and plain values of a structure."""
+    if is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            if field.name != "native":  # what the CPU's kernels made of the others
+                yield from flat(getattr(value, field.name))
+    elif isinstance(value, dict):
+        for name, each in value.items():  # pyright: ignore[reportUnknownVariableType]
+            if name != "x_bits":  # kernels of a card ignore it
+                yield from flat(each)
+    elif isinstance(value, list | tuple):
+        for each in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from flat(each)
+    else:
+        yield value
+
+
+class Recording(TorchDispatchMode):
+    """One run: what was done, on which memory that was there before, and what memory was made."""
+
+    def __init__(self, host: set[int]) -> None:
+        super().__init__()
+        self.host, self.log, self.outside = host, list[str](), set[int]()
+        self.made: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        plain = name.removeprefix("aten.").partition(".")[0]
+        assert not plain.startswith(REFUSED), f"{name} in a capture"
+        tensors = [each for each in flat((args, kwargs or {})) if isinstance(each, Tensor)]
+        if plain.startswith("index"):
+            assert not any(each.dtype == torch.bool for each in tensors[1:]), f"{name} has a shape that depends on data"
+        if plain != "copy_":
+            assert not self.host & set(map(_address, tensors)), f"{name} on memory of the host"
+        self.note(name, (args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.make(out)
+        return out
+
+    def note(self, name: str, given: Any) -> None:
+        entry = [name]
+        for each in flat(given):
+            if isinstance(each, Tensor):
+                entry.append(f"{each.dtype} {tuple(each.shape)} {each.stride()} {each.storage_offset()}")
+                if _address(each) not in self.made:
+                    self.outside.add(_address(each))
+            else:
+                entry.append(repr(each))
+        self.log.append("; ".join(entry))
+
+    def make(self, out: Any) -> None:
+        for each in flat(out):
+            if isinstance(each, Tensor) and _address(each) not in self.outside:
+                self.made[_address(each)] = each.untyped_storage()
+
+    def poison(self) -> None:
+        for storage in self.made.values():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)  # NaN, or an index of -1
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class FakeCard:
+    """Captures that are checked, and how often somebody waited."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captures: list[FakeGraph] = []
+        self.host: set[int] = set()
+        self.running: Recording | None = None
+        self.waits = self.replays = 0
+        self.refuses: Exception | None = None  # the next capture
+
+        def possible(_device: torch.device) -> bool:
+            return True
+
+        def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            made = torch.zeros(shape, dtype=dtype)
+            self.host.add(_address(made))
+            self._kept.append(made)
+            return made
+
+        def capture(work: Callable[[], None], _device: torch.device) -> FakeGraph:
+            if self.refuses is not None:
+                raise self.refuses
+            self.captures.append(FakeGraph(self, work))
+            return self.captures[-1]
+
+        self._kept: list[Tensor] = []
+        monkeypatch.setattr(graphs, "possible", possible)
+        monkeypatch.setattr(card_token, "pinned", pinned)
+        monkeypatch.setattr(card_token, "capture", capture)
+        for name in OPERATIONS:
+            monkeypatch.setattr(operations, name, self._one_operation(name, getattr(operations, name)))
+        monkeypatch.setattr(PackedLinear, "forward", self._one_operation("linear", PackedLinear.forward))
+
+    def _one_operation(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            recording = self.running
+            if recording is None:
+                return compute(*given, **named)
+            of = [(each.weights, each.bias) if isinstance(each, PackedLinear) else each for each in given]
+            recording.note(name, (of, named))
+            with _disable_current_modes():
+                out = compute(*given, **named)
+            recording.make(out)
+            return out
+
+        return call
+
+    def run(self, work: Callable[[], None]) -> Recording:
+        recording = self.running = Recording(self.host)
+        try:
+            with recording:
+                work()
+        finally:
+            self.running = None
+        recording.poison()
+        return recording
+
+
+class FakeGraph:
+    """One capture, after a run that stands for its warming up."""
+
+    def __init__(self, card: FakeCard, work: Callable[[], None]) -> None:
+        self._card, self._work = card, work
+        card.run(work)
+        self._captured = card.run(work)
+
+    def replay(self) -> None:
+        profiled = sys.getprofile()
+        sys.setprofile(None)  # a card runs this by itself
+        self._card.replays += 1
+        replayed = self._card.run(self._work)
+        for before, now in zip(self._captured.log, replayed.log, strict=True):
+            assert before == now, "a replay repeats what was captured, with the same numbers"
+        assert replayed.outside == self._captured.outside, "something was read or written that is not static"
+        sys.setprofile(profiled)
+
+    def wait(self) -> None:
+        self._card.waits += 1
+
+
+class Calls:
+    """Counts calls from Python of anything, Python's own functions and compiled ones."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._seen)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: FrameType, event: str, what: Any) -> None:
+        if event == "call":
+            self.names.append(frame.f_code.co_qualname)
+        elif event == "c_call":
+            self.names.append(getattr(what, "__qualname__", repr(what)))

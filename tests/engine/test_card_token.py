@@ -1,0 +1,392 @@
+"""A token as one graph is a token through layer after layer; it takes one wait, and no call per layer.
+
+The card is fake_card.py's; tests marked gpu do the same on a real one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine import quality_presets
+from floe_chat.engine.decoder import card_token, kv_cache
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.events import Sampling
+from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.quality_presets import Preset
+from floe_chat.engine.sampling import Sampler
+from floe_chat.kernels import operations
+from floe_chat.models.catalog import asset
+from floe_chat.models.packing.pack import PackSpec
+from floe_chat.models.tokenizer.chat_format import ChatFormat
+from torch import Tensor
+
+from ..helpers import make_checkpoint, make_pack, relative_rms
+from .driver import GREEDY, answer, layer_by_layer, silent
+from .fake_card import Calls, FakeCard
+from .test_token_pass import IDS, MODELS, PRESETS, WARM
+
+DEMO = asset("demo", "packed")
+PLAIN = PRESETS["neurons"]
+# Attention in torch's order and in ours differ by rounding: a key may become the next float16, x the next of 8 bits.
+LIMITS = {22: 1e-4, 15: 1e-3, 8: 3e-2}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    return FakeCard(monkeypatch)
+
+
+def open_on(card: FakeCard, pack: Path) -> LoadedModel:
+    loaded = load(pack, None, "cpu", silent, library=True)[0]
+    assert "one graph per token" in loaded.decoder.reason and len(card.captures) == 1
+    return loaded
+
+
+def use(loaded: LoadedModel, preset: Preset) -> Preset:
+    loaded.control.preset = preset
+    return preset
+
+
+def feed(loaded: LoadedModel, ids: list[int], kv: KVCache | None = None) -> Tensor:
+    """Logits after each of `ids`, counted."""
+    kv, logits = kv or KVCache(), list[Tensor]()
+    loaded.control.counting = True
+    for one in ids:
+        logits.append(loaded.decoder.forward([one], kv))
+        kv.computed([one], loaded.control.preset)
+    loaded.control.counting = False
+    return torch.cat(logits)
+
+
+def counted(loaded: LoadedModel) -> list[dict[str, Any]]:
+    loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1)
+    return [dataclasses.asdict(layer) for layer in loaded.telemetry.layers]
+
+
+def eager(loaded: LoadedModel, compute: Callable[[], Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """What layer after layer computes, and what it counts."""
+    loaded.telemetry.begin(0, 0, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        layer_by_layer(patch)
+        return compute(), counted(loaded)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape, spec = MODELS[request.param]
+    folder = tmp_path_factory.mktemp("card")
+    make_pack(make_checkpoint(folder / "source", **shape), folder / "pack", spec)
+    return folder / "pack"
+
+
+def test_a_token_is_layer_after_layer(pack: Path, card: FakeCard) -> None:
+    loaded = open_on(card, pack)
+    for preset in PRESETS.values():
+        use(loaded, preset)
+        loaded.telemetry.begin(0, 0, 0.0)
+        found = feed(loaded, IDS)
+        counts = counted(loaded)
+        expected, as_counted = eager(loaded, lambda: feed(loaded, IDS))
+        assert found.isfinite().all() and relative_rms(found, expected) <= LIMITS[preset.x_bits]
+        for mine, other in zip(counts, as_counted, strict=True):
+            assert mine["neurons"] == other["neurons"] > 0 and mine["dropped"] == other["dropped"]
+            assert sum(mine["calls"]) == sum(other["calls"])
+            assert mine["bytes"] == pytest.approx(other["bytes"], rel=0.05)
+            assert mine["active"] == pytest.approx(other["active"], rel=0.05, abs=3)
+    assert card.waits == card.replays == len(IDS) * len(PRESETS)
+
+
+@pytest.mark.slow
+def test_the_demo_answers_as_layer_after_layer_does(card: FakeCard) -> None:
+    loaded, chat = open_on(card, DEMO), ChatFormat(DEMO)
+    for question, preset in zip(
+        ("Hello!", "What is an expert?", "Who are you?", "What is a threshold?", "How do I stop an answer?") * 2,
+        quality_presets.available(loaded.packed.manifest) * 2,
+        strict=False,
+    ):
+        use(loaded, quality_presets.get(preset, loaded.packed.manifest))
+        prompt = chat.encode([{"role": "user", "content": question}])
+        before = card.replays
+        found = answer(loaded, prompt, max_new_tokens=40, stop_ids=chat.stop_ids)
+        assert card.replays == card.waits and card.replays - before >= len(found.tokens) - 1 > 3
+        expected, _ = eager(
+            loaded, lambda prompt=prompt: answer(loaded, prompt, max_new_tokens=40, stop_ids=chat.stop_ids)
+        )
+        assert found == expected, preset
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+def test_what_is_drawn_is_the_same(tiny_pack: Path, card: FakeCard, sampling: Sampling) -> None:
+    loaded = open_on(card, tiny_pack)
+    found = answer(loaded, IDS, sampling=sampling, max_new_tokens=30)
+    expected, _ = eager(loaded, lambda: answer(loaded, IDS, sampling=sampling, max_new_tokens=30))
+    assert found == expected and card.replays == 29
+
+
+def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) -> None:
+    loaded = open_on(card, tiny_pack)
+    layers = loaded.packed.manifest.architecture.layers
+    use(loaded, PRESETS["weighed"])
+    feed(loaded, IDS)
+    captures = len(card.captures)
+    for rule in (
+        {"sparsity": 0.2},
+        {"drop": 0.9, "major": 0.95},
+        {"layers": tuple(0.5 + i / layers for i in range(layers))},
+        {"product": 0.1},
+    ):
+        rules = dataclasses.replace(PRESETS["weighed"].rule, **rule)
+        use(loaded, dataclasses.replace(PRESETS["weighed"], rule=rules, x_bits=22))
+        found = feed(loaded, IDS)
+        assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
+    assert len(card.captures) == captures
+    use(loaded, PRESETS["nothing"])
+    found = feed(loaded, IDS)
+    assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
+    assert len(card.captures) == captures + 1  # another structure
+
+
+def test_a_conversation_that_grows_needs_no_other_capture(
+    tiny_pack: Path, card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_cache, "BLOCK", 4)
+    loaded = open_on(card, tiny_pack)
+    use(loaded, PRESETS["nothing"])
+    captures = len(card.captures) + 1
+    kv, other = KVCache(), KVCache()
+    ids = [1 + 7 * i % 200 for i in range(40)]
+    found = torch.cat([feed(loaded, ids[:20], kv), feed(loaded, ids[:3], other), feed(loaded, ids[20:], kv)])
+    assert kv.store is not None and kv.store.nbytes() > 0 and len(card.captures) == captures
+    expected, _ = eager(loaded, lambda: feed(loaded, ids))
+    assert relative_rms(torch.cat([found[:20], found[23:]]), expected) <= LIMITS[22]
+    assert relative_rms(found[20:23], expected[:3]) <= LIMITS[22]
+    edited = [*ids[:11], 3]
+    assert kv.keep(edited, loaded.control.preset) == 11
+    assert relative_rms(feed(loaded, [3], kv), eager(loaded, lambda: feed(loaded, edited)[-1:])[0]) <= LIMITS[22]
+
+
+@pytest.mark.parametrize("window", [1, 5])
+def test_a_window_slides(window: int, tmp_path: Path, card: FakeCard) -> None:
+    config = make_checkpoint(tmp_path / "source") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "sliding_window": window}))
+    make_pack(tmp_path / "source", tmp_path / "pack", PackSpec())
+    loaded = open_on(card, tmp_path / "pack")
+    use(loaded, PRESETS["nothing"])
+    found = feed(loaded, IDS)
+    assert relative_rms(found, eager(loaded, lambda: feed(loaded, IDS))[0]) <= LIMITS[22]
+
+
+def test_a_layer_that_somebody_watches_is_called(tiny_pack: Path, card: FakeCard) -> None:
+    loaded, seen = open_on(card, tiny_pack), list[int]()
+
+    def note(layer: MoELayer, _given: Any) -> None:
+        seen.append(layer.index)
+
+    hooks = [layer.mlp.experts.register_forward_pre_hook(note) for layer in loaded.model.model.layers]
+    answer(loaded, IDS, max_new_tokens=3)
+    assert seen == [0, 1] * 3 and card.replays == 0
+    for hook in hooks:
+        hook.remove()
+    answer(loaded, IDS, max_new_tokens=3)
+    assert len(seen) == 6 and card.replays == 2
+
+
+def test_a_stop_is_seen_between_tokens(tiny_pack: Path, card: FakeCard) -> None:
+    loaded, kv = open_on(card, tiny_pack), KVCache()
+    use(loaded, PRESETS["nothing"])
+    expected = feed(loaded, [4, 5])
+    feed(loaded, [4], kv)
+    loaded.control.cancelled.set()
+    with pytest.raises(Cancelled):
+        loaded.decoder.forward([5], kv)
+    with pytest.raises(Cancelled):
+        loaded.decoder.several(5, kv, Sampler(GREEDY, [4]), 3, ())
+    assert kv.length == 1 and card.replays == 3
+    loaded.control.cancelled.clear()
+    assert torch.equal(feed(loaded, [5], kv), expected[1:])
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not permitted")], ids=str
+)
+def test_what_cannot_be_captured_goes_layer_by_layer(tiny_pack: Path, card: FakeCard, error: Exception) -> None:
+    card.refuses = error
+    loaded = load(tiny_pack, None, "cpu", silent)[0]
+    assert "by torch's operations, because a token could not be captured" in loaded.decoder.reason
+    assert str(error) in loaded.decoder.reason
+    expected = answer(loaded, IDS)
+    card.refuses = None
+    loaded = open_on(card, tiny_pack)
+    first = loaded.control.preset
+    card.refuses = error  # in the middle of a chat
+    use(loaded, PRESETS["weighed"])
+    before = card.replays
+    found, as_eager = answer(loaded, IDS), eager(loaded, lambda: answer(loaded, IDS))[0]
+    assert found == as_eager and card.replays == before
+    card.refuses = None
+    use(loaded, first)
+    assert answer(loaded, IDS) == expected and card.replays > before
+
+
+def test_what_is_counted_is_drained_into_its_own_answer(tiny_pack: Path, card: FakeCard) -> None:
+    loaded = open_on(card, tiny_pack)
+    telemetry, waiting = loaded.telemetry, list[Any]()
+    telemetry.count = lambda count, *tensors: waiting.append((count, tensors))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def settle() -> None:
+        for count, tensors in waiting:
+            count(*(tensor.clone() for tensor in tensors))
+        waiting.clear()
+
+    telemetry.settle = settle
+    use(loaded, PLAIN)
+    answer(loaded, IDS, max_new_tokens=4)
+    assert len(waiting) == 1 and sum(telemetry.layers[0].calls) == 0  # nobody has read it
+    three = counted(loaded)
+    assert sum(three[0]["calls"]) == 3 * 2 and counted(loaded) == three
+    feed(loaded, IDS)
+    assert waiting
+    use(loaded, PRESETS["halves"])  # another structure counts in other parts
+    feed(loaded, IDS[:2])
+    assert len(waiting) == 2
+    assert sum(counted(loaded)[0]["calls"]) == (3 + len(IDS) + 2) * 2
+    feed(loaded, IDS)
+    telemetry.begin(2, 1, 0.0)
+    assert sum(counted(loaded)[0]["calls"]) == 0
+    loaded.decoder.forward(IDS[:1], KVCache())  # a prompt of one token is not counted
+    assert sum(counted(loaded)[0]["calls"]) == 0
+
+
+def test_a_token_takes_no_call_per_layer_and_one_wait(tmp_path: Path, card: FakeCard) -> None:
+    calls: list[list[str]] = []
+    for layers in (2, 5):
+        folder = tmp_path / str(layers)
+        make_pack(make_checkpoint(folder / "source", layers=layers), folder / "pack", PackSpec())
+        loaded = load(folder / "pack", None, "cpu", silent)[0]
+        kv, sampler = KVCache(), Sampler(GREEDY, [4])
+        for token in (4, 5):  # the first one takes the addresses of keys and values
+            waits, counts = card.waits, Calls()
+            with counts:
+                drawn = loaded.decoder.several(token, kv, sampler, 3, ())
+            assert drawn is not None and len(drawn[0]) == 1 and card.waits == waits + 1
+            kv.computed([token], loaded.control.preset)
+        calls.append(counts.names)
+    assert calls[0] == calls[1] and 10 < len(calls[0]) < 120
+
+
+Fault = Callable[[dict[str, Any], Tensor], Tensor]
+IN_CAPTURE: dict[str, tuple[str, Fault]] = {
+    "a hidden wait": ("in a capture", lambda _state, logits: logits * float(logits.sum())),
+    "a copy from the host": ("in a capture", lambda _state, _logits: torch.tensor([1.0])),
+    "a shape of data": ("depends on data", lambda _state, logits: logits[:, logits[0] > 0]),
+}
+IN_REPLAY: dict[str, tuple[str, Fault]] = {
+    "a number of Python's": ("same numbers", lambda state, logits: logits * state["number"]),
+    "a tensor that is another": ("not static", lambda state, logits: logits + state["tensor"]),
+}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> dict[str, Any]:
+    """Give a token's work a fault; returns the state that it reads."""
+    state: dict[str, Any] = {"number": 1.0, "tensor": torch.zeros(1)}
+    token = card_token._Form.token  # pyright: ignore[reportPrivateUsage]
+
+    def faulty(*given: Any) -> Tensor:
+        logits = token(*given)
+        return logits + fault(state, logits).sum()
+
+    monkeypatch.setattr(card_token._Form, "token", faulty)  # pyright: ignore[reportPrivateUsage]
+    return state
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(("match", "fault"), IN_CAPTURE.values(), ids=IN_CAPTURE)
+def test_the_fake_card_refuses_to_capture(
+    match: str, fault: Fault, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, fault)
+    assert match in load(tiny_pack, None, "cpu", silent)[0].decoder.reason
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(("match", "fault"), IN_REPLAY.values(), ids=IN_REPLAY)
+def test_the_fake_card_sees_what_a_replay_would_not(
+    match: str, fault: Fault, tiny_pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = spoil(monkeypatch, fault)
+    loaded = load(tiny_pack, None, "cpu", silent)[0]
+    feed(loaded, [1])
+    state.update(number=2.0, tensor=torch.ones(1))
+    with pytest.raises(AssertionError, match=match):
+        feed(loaded, [1])
+
+
+def on_gpu(pack: Path) -> LoadedModel:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    loaded = load(pack, None, "cuda", silent)[0]
+    assert "one graph per token" in loaded.decoder.reason
+    return loaded
+
+
+@pytest.mark.gpu
+def test_a_token_on_a_gpu_is_layer_after_layer(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "BLOCK", 4)
+    loaded = on_gpu(tiny_pack)
+    for preset in PRESETS.values():
+        use(loaded, preset)
+        loaded.telemetry.begin(0, 0, 0.0)
+        found = feed(loaded, IDS)
+        counts = counted(loaded)
+        expected, as_counted = eager(loaded, lambda: feed(loaded, IDS))
+        assert relative_rms(found, expected.cpu()) <= 5e-2
+        assert [layer["dropped"] for layer in counts] == [layer["dropped"] for layer in as_counted]
+        assert sum(counts[0]["calls"]) == sum(as_counted[0]["calls"]) > 0
+    assert answer(loaded, IDS, sampling=WARM).tokens == answer(loaded, IDS, sampling=WARM).tokens
+
+
+@pytest.mark.gpu
+def test_a_token_on_a_gpu_waits_once(tiny_pack: Path) -> None:
+    loaded, kv = on_gpu(tiny_pack), KVCache()
+    feed(loaded, IDS, kv)
+    loaded.control.counting = True
+    torch.cuda.set_sync_debug_mode("error")  # an event's wait alone is allowed
+    try:
+        assert loaded.decoder.several(7, kv, Sampler(GREEDY, IDS), 1, ()) is not None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(counted(loaded)[0]["calls"]) == (len(IDS) + 1) * 2
+
+
+@pytest.mark.gpu
+def test_the_demo_answers_on_a_gpu_as_on_the_cpu() -> None:
+    loaded, chat = on_gpu(DEMO), ChatFormat(DEMO)
+    prompt = chat.encode([{"role": "user", "content": "Hello!"}])
+    found = answer(loaded, prompt, max_new_tokens=60, stop_ids=chat.stop_ids)
+    expected = answer(load(DEMO, None, "cpu", silent)[0], prompt, max_new_tokens=60, stop_ids=chat.stop_ids)
+    assert found.tokens[:10] == expected.tokens[:10]
+
+
+@pytest.mark.gpu
+def test_a_gpu_whose_memory_runs_out_goes_layer_by_layer(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    moe_step, left = operations.moe_step, [3]
+
+    def out(*given: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:  # in the capture, not when it is warmed up
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return moe_step(*given, **named)
+
+    monkeypatch.setattr(operations, "moe_step", out)
+    loaded = load(tiny_pack, None, "cuda", silent)[0]
+    assert "CUDA out of memory" in loaded.decoder.reason
+    assert len(answer(loaded, IDS).tokens) == 16

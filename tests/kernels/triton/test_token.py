@@ -1,0 +1,66 @@
+"""A whole token by the kernels of a GPU, as one graph where there is one: as the CPU computes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from floe_chat.engine.decoder import graphs
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.kernels import operations, triton
+from floe_chat.kernels.operations import Backend
+from floe_chat.kernels.rule import Rule
+from torch import Tensor
+
+from ...helpers import relative_rms
+
+OPERATIONS = ("select", "moe_step", "attend_one", "linear")
+RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)
+
+
+def silent(_step: str, _share: float) -> None:
+    """Progress that nobody looks at."""
+
+
+def feed(loaded: LoadedModel) -> tuple[Tensor, list[int]]:
+    """Logits of some tokens in a row, and how many neurons each layer computed."""
+    kv, logits = KVCache(), list[Tensor]()
+    loaded.control.counting = True
+    for token in (1, 5, 200, 17):
+        logits.append(loaded.decoder.forward([token], kv).float().cpu())
+        kv.computed([token], loaded.control.preset)
+    loaded.telemetry.settle()
+    return torch.cat(logits), [layer.active for layer in loaded.telemetry.layers]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_token_is_the_cpus(
+    skips: bool, exact_pack: Path, tiny_pack: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = load(tiny_pack if skips else exact_pack, None, "cpu", silent)[0]
+    with monkeypatch.context() as patch:
+        if device.type == "cpu":
+            plain = operations.choose(device)
+            kernels = replace(plain, name="triton", **{name: getattr(triton, name) for name in OPERATIONS})
+
+            def choose(_device: torch.device | str) -> Backend:
+                return kernels
+
+            def possible(_device: torch.device) -> bool:
+                return True
+
+            patch.setattr(operations, "choose", choose)
+            patch.setattr(graphs, "possible", possible)
+        there = load(tiny_pack if skips else exact_pack, None, str(device), silent)[0]
+        assert "one graph per token" in there.decoder.reason
+        preset = here.control.preset
+        preset = replace(preset, rule=RULE if skips else Rule(), x_bits=22)
+        here.control.preset = there.control.preset = preset
+        found, active = feed(there)
+    expected, as_active = feed(here)
+    assert found.isfinite().all()
+    assert relative_rms(found, expected) <= (1e-3 if device.type == "cpu" else 0.1)
+    assert active == pytest.approx(as_active, rel=0.1)
