@@ -216,6 +216,7 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         ("bits", f"{describe(chosen.spec)} (up / gate and down / attention)"),
         ("loss", f"KL {trimmed(chosen.kl, 2)}"),
         ("computes", _PLACES[chosen.place]),
+        ("experts", _mix(chosen)),
         ("answer", f"{_speed(chosen)} tokens/s"),
         ("prompt", f"{estimate(*dataclasses.astuple(chosen.prefill))} tokens/s"),
         ("context", f"{plan.context:,} tokens"),
@@ -230,6 +231,14 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         for name, text in words
         if text
     ]
+
+
+def _mix(chosen: Option) -> str:
+    """Where the layers' experts are, and how fast it would be without a pool."""
+    if chosen.mix is None or chosen.place != "pool" or chosen.static is None:
+        return ""
+    static = f"; without the pool {digits(chosen.static, 2)} tokens/s at best"
+    return chosen.mix.describe() + (static if chosen.mix.pool else "")
 
 
 def _disk(chosen: Option, plan: Plan) -> str:

@@ -50,13 +50,13 @@ class ResidentLayer(MoELayer):
             y = self.shared.device.expert(hidden[share.tokens], one, its, *share.limits, ruled.preset.x_bits)
             out.index_add_(0, share.tokens, y * share.weights.to(y.dtype))
 
-    def add_counts(self, ruled: RuledLayer, experts: list[list[int]], counts: list[list[int]]) -> None:
+    def add_totals(self, ruled: RuledLayer, calls: list[int], computed: int, active: int, kept: int) -> None:
         """See `MoELayer`: all rows were there."""
-        super().add_counts(ruled, experts, counts)
+        super().add_totals(ruled, calls, computed, active, kept)
         found = self.telemetry.layers[self.index]
-        found.ready += sum(active for active, _ in counts)
-        found.looked += len(counts)
-        found.hit += len(counts)
+        found.ready += active
+        found.looked += computed
+        found.hit += computed
 
 
 class RamLayer(MoELayer):
@@ -119,9 +119,9 @@ class RamLayer(MoELayer):
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         StreamedPrompt(self.shared, None, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
-    def add_counts(self, ruled: RuledLayer, experts: list[list[int]], counts: list[list[int]]) -> None:
+    def add_totals(self, ruled: RuledLayer, calls: list[int], computed: int, active: int, kept: int) -> None:
         """See `MoELayer`: the CPU computed all rows."""
-        super().add_counts(ruled, experts, counts)
+        super().add_totals(ruled, calls, computed, active, kept)
         found = self.telemetry.layers[self.index]
-        found.on_cpu += sum(active for active, _ in counts)
-        found.looked += len(counts)
+        found.on_cpu += active
+        found.looked += computed

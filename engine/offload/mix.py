@@ -34,6 +34,14 @@ class Mix:
         counts: tuple[tuple[ExpertsPlace, int], ...] = (("cpu", self.cpu), ("pool", self.pool), ("gpu", self.gpu))
         return tuple(place for place, count in counts for _ in range(count))
 
+    def describe(self) -> str:
+        """In words."""
+        words = ((self.gpu, "all on the GPU"), (self.pool, "with a pool of rows there"), (self.cpu, "by the CPU"))
+        (first, where), *rest = [(count, where) for count, where in words if count]
+        return ", ".join(
+            [f"{first} layer{'s' if first > 1 else ''} {where}", *(f"{more} {then}" for more, then in rest)]
+        )
+
     @property
     def pooled(self) -> range:
         """The layers whose rows are in the pool."""

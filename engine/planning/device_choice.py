@@ -1,5 +1,5 @@
 """Which device a pack is opened on, and why: the CPU, a GPU that holds all of it, or one that holds the dense part and
-the up projections, with a pool of rows in the rest of its memory (`memory_plan.py`).
+as much of the experts as makes it fastest (`mix_choice.py`).
 
 Test devices stand in where there is no GPU, and are named as such: "throttled:8gb" has a link of 8 GB/s, "sim:NAME"
 counts virtual time.
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
-from .. import context
+from .. import context, quality_presets
 from ..machine import hardware
 from ..offload import cards
 from ..offload.device import Device
@@ -35,10 +36,14 @@ from ..offload.links.tuned_link import LinkEnds, open_link
 from ..offload.mix import Mix
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import VirtualDevice
-from . import memory_plan
-from .footprint import kv_element
+from ..quality_presets import Preset
+from . import machine, memory_plan, mix_choice, speed_estimate
+from . import rates as measured
+from .footprint import Footprint, kv_element
+from .machine import Machine
 from .memory_plan import DeviceShares, Needs
 from .rates import measured_rates
+from .speed_estimate import Held, TokenWork
 
 THROTTLED = "throttled:"
 # Defaults for what cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while
@@ -89,23 +94,27 @@ def choose(
     layers: Sequence[PackedLayer],
     config: Any,
     vram: int | None = None,
+    preset: Preset | None = None,
     mix: Mix | None = None,
 ) -> DeviceChoice:
     """The device for a pack.
 
     Args:
         wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
-        mix: where each layer's experts are; None: as planned.
+        preset: that the pack is opened with; None: the default one. mix: where each layer's experts are; None: as
+            planned.
 
     Raises:
         UsageError: a device that does not exist here, or has too little memory.
     """
-    window = context.window(config)
-    if wanted.startswith((cards.PREFIX, THROTTLED)):
-        needs = Needs.of(manifest, layers, config, kv_element(manifest.widths.dense))
-        if wanted.startswith(cards.PREFIX):
-            return _virtual(wanted, needs, window, vram, mix)
-        return _throttled(wanted, needs, window, layers, vram, mix)
+    virtual, throttled = wanted.startswith(cards.PREFIX), wanted.startswith(THROTTLED)
+    pack = _Pack(
+        manifest, layers, config, kv_element(manifest.widths.dense) if virtual or throttled else 2, preset, mix
+    )
+    if virtual:
+        return _virtual(wanted, pack, vram)
+    if throttled:
+        return _throttled(wanted, pack, vram)
     try:
         place, why = hardware.choose_device(wanted)
     except ValueError as error:
@@ -113,50 +122,101 @@ def choose(
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
     if place == "cpu":
-        return DeviceChoice(place, why, DeviceShares.none(window))
-    needs = Needs.of(manifest, layers, config, 2)
+        return DeviceChoice(place, why, DeviceShares.none(pack.window))
+    return _on_gpu(place, why, pack, vram, may_decline=wanted == "auto")
+
+
+class _Pack:
+    """A pack that is being opened, and what it needs on a device whose keys and values have `element` bytes each."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        layers: Sequence[PackedLayer],
+        config: Any,
+        element: int,
+        preset: Preset | None,
+        mix: Mix | None,
+    ) -> None:
+        self.layers, self.mix = layers, mix
+        self.window = context.window(config)
+        self.needs = Needs.of(manifest, layers, config, element)
+        self.takes = Footprint.of_pack(manifest, config)
+        self.work = TokenWork.of(preset or quality_presets.get(quality_presets.DEFAULT, manifest))
+
+    def shares(self, machine: Machine, budget: int) -> DeviceShares:
+        """The division of so much memory of the machine's GPU: as asked, or the fastest.
+
+        Raises:
+            UsageError: it is not enough.
+        """
+        if self.mix is not None:
+            return self.needs.share_out(self.mix, budget, self.window)
+        found = mix_choice.choose(self.takes, self.work, machine.speeds, self.needs, budget, machine.ram)
+        if found is None:
+            return self.needs.share_out(self.needs.every("cpu"), budget, self.window)
+        return self.needs.share_out(found[0].mix, budget, self.window, found[0].rows)
+
+    def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
+        """Tokens per second, by the cost model."""
+        pool = mix_choice.share(self.needs, shares)
+        ram = memory_plan.share_ram(machine.ram, self.takes, shares.mix, pool, self.needs.context).share
+        held = Held(gpu=shares.mix is not None, pool=pool, ram=ram, mix=shares.mix)
+        return 1 / speed_estimate.decode(self.takes, self.work, machine.speeds, held).seconds
+
+    def streamed(self, shares: DeviceShares) -> list[PackedLayer]:
+        """The layers of which rows cross the link."""
+        places = () if shares.mix is None else shares.mix.places
+        return [layer for layer, place in zip(self.layers, places, strict=True) if place != "gpu"]
+
+
+def _on_gpu(place: str, why: str, pack: _Pack, vram: int | None, *, may_decline: bool) -> DeviceChoice:
+    """With `may_decline`, the CPU where the GPU has too little memory or would be slower."""
+    needs, here = pack.needs, machine.here(hardware.probe(Path()), measured.Measured.load(measured.kept_file()))
     free = torch.cuda.mem_get_info(place)[0]
     cap = min(free, vram or free)
     budget = memory_plan.budget(cap)
-    if needs.fits(needs.every("gpu"), budget):
-        shares = needs.share_out(needs.every("gpu"), budget, window)
+    alone = DeviceShares.none(pack.window)
+    least = min(needs.least(needs.every(kind)) for kind in ("gpu", "cpu"))
+    if may_decline and budget < least:
+        return DeviceChoice("cpu", f"{why} with {size(budget)} to use, and {size(least)} is needed", alone)
+    shares = pack.shares(here, budget)
+    if may_decline and pack.mix is None:
+        beside, cpu = pack.tokens_s(here, shares), pack.tokens_s(here, alone)
+        if cpu > beside:
+            why += f", and the CPU is faster for this model by our estimate: {cpu:.3g} against {beside:.3g} tokens/s"
+            return DeviceChoice("cpu", why, alone)
+    if shares.place == "gpu":
         return DeviceChoice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
-    if wanted == "auto" and not needs.fits(needs.every("pool"), budget):
-        why += f" with {size(budget)} to use, and {size(needs.least())} is needed"
-        return DeviceChoice("cpu", why, DeviceShares.none(window))
     if vram is not None and vram > free:
         why += f" of which {size(free)} is free"
-    why += (
-        f"; with {size(budget)} of its memory it holds a pool of rows, because all weights need {size(needs.whole())}"
-    )
+    why += f"; with {size(budget)} of its memory, {_words(shares)}, because all weights need {size(needs.whole())}"
 
     def make(wanted: TransferMode) -> Device:
         def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
             return CudaLink(torch.device(place), needs.row, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
 
-        return _measured(LinkEnds(place, place, link, pinning.why_not(place, needs.rows)), wanted, layers)
+        layers = pack.streamed(shares)
+        nbytes = sum(layer.rows.data.nbytes for layer in layers)
+        return _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
 
-    return dataclasses.replace(_pooled(place, why, needs, window, budget, make, mix), cap=cap)
-
-
-def _pooled(
-    place: str,
-    why: str,
-    needs: Needs,
-    window: int,
-    budget: int,
-    make: Callable[[TransferMode], Device],
-    mix: Mix | None,
-) -> DeviceChoice:
-    return DeviceChoice(place, why, needs.share_out(mix or needs.every("pool"), budget, window), make, budget)
+    return DeviceChoice(place, why, shares, make, budget, cap)
 
 
-def _virtual(wanted: str, needs: Needs, window: int, vram: int | None, mix: Mix | None) -> DeviceChoice:
+def _words(shares: DeviceShares) -> str:
+    assert shares.mix is not None
+    return shares.mix.describe()
+
+
+def _virtual(wanted: str, pack: _Pack, vram: int | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
     if vram is not None and vram > card.vram_bytes:
         has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
         raise UsageError(f"{wanted} cannot give {size(vram)}", has, "Leave out --vram, or give a smaller size.")
-    why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile"
+    needs, budget = pack.needs, vram or card.vram_bytes
+    there = machine.of_card(card, machine.here(hardware.probe(Path()), None))
+    shares = pack.shares(there, budget)
+    why = f"{wanted} is a virtual device: the CPU computes, and times come from the card's profile; {_words(shares)}"
 
     def make(wanted: TransferMode) -> Device:
         # Rows read in place are not packed. The papers' cards use staging, so that is what "auto" means here.
@@ -165,12 +225,11 @@ def _virtual(wanted: str, needs: Needs, window: int, vram: int | None, mix: Mix 
         device.moves = f"rows are counted as {'read in place' if wanted == 'in place' else 'staged'}"
         return device
 
-    return _pooled("cpu", why, needs, window, vram or card.vram_bytes, make, mix)
+    return DeviceChoice("cpu", why, shares, make, budget)
 
 
-def _throttled(
-    wanted: str, needs: Needs, window: int, layers: Sequence[PackedLayer], vram: int | None, mix: Mix | None
-) -> DeviceChoice:
+def _throttled(wanted: str, pack: _Pack, vram: int | None) -> DeviceChoice:
+    """All layers share a pool unless told otherwise: this device is there to test that."""
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:
         raise UsageError(
@@ -182,21 +241,22 @@ def _throttled(
             "",
             "Give the amount of RAM that stands in for it, such as --vram 1gb.",
         )
-    speed = float(rate[:-2]) * 1e9
+    speed, needs = float(rate[:-2]) * 1e9, pack.needs
     try:
         library()
     except NativeUnavailableError as error:
         cause = f"Its link is compiled, and {error}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
+    shares = needs.share_out(pack.mix or needs.every("pool"), vram, pack.window)
 
     def make(transfer: TransferMode) -> Device:
         def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> CompiledLink:
             return throttled_link(needs.row, rate=speed, chunk=chunk)
 
-        return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, layers)
+        return _measured(LinkEnds(wanted, "cpu", link, "a test device has no GPU that could"), transfer, pack.layers)
 
-    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down"
-    return _pooled("cpu", why, needs, window, vram, make, mix)
+    why = f"{wanted} is a test device: RAM stands in for its memory, and its link is slowed down; {_words(shares)}"
+    return DeviceChoice("cpu", why, shares, make, vram)
 
 
 def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer]) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from ...kernels.codes import group_size, packed_bytes
 from ...kernels.layouts import RowLayout, VectorLayout
 from ...models.catalog_entry import Sizes
 from ...models.pack import learned_predictor
+from ...models.pack.manifest import Manifest
 from ...models.pack.quantized_linears import layout_of, width_of
 from ...models.packing.calibration import MEASURES
 from ...models.packing.pack import PackSpec
@@ -54,6 +56,26 @@ class Footprint:
             row=RowLayout(gate, down, torch.bfloat16).nbytes,
             kv=2 * sizes.layers * keys,
         )
+
+    @classmethod
+    def of_pack(cls, manifest: Manifest, config: Any) -> Footprint:
+        """Of a pack; `config`: as config.json has it."""
+        a, w = manifest.architecture, manifest.widths
+        sizes = Sizes(
+            model_type=a.model_type,
+            layers=a.layers,
+            hidden=a.hidden,
+            intermediate=a.intermediate,
+            experts=a.experts,
+            top_k=a.top_k,
+            heads=config.num_attention_heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or a.hidden // config.num_attention_heads,
+            vocab=config.vocab_size,
+            window=config.max_position_embeddings,
+            tied=bool(config.tie_word_embeddings),
+        )
+        return cls.of(sizes, PackSpec(w.up, w.gate, w.down, w.dense, w.group))
 
     @property
     def dense(self) -> int:

@@ -210,17 +210,7 @@ def _linked(speeds: Speeds, said: Described, told: dict[str, str]) -> Speeds:
 
 def of_card(card: Card, base: Machine) -> Machine:
     """A card and its usual machine; RAM and disk are taken from `base`, since a card's profile has none."""
-    flops_per_byte = 1.5 * 4 * 4096 / 4608  # the work of three matrices, per byte of 4-bit rows
-    speeds = Speeds(
-        read=card.cpu_bytes_s,
-        cpu={"prompt 4 bit": card.cpu_flops / flops_per_byte},
-        disk=base.speeds.disk,
-        link=CHUNK_BYTES / card.copy_s(CHUNK_BYTES),
-        link_latency=card.link_latency_s,
-        gpu=card.gpu_bytes_s * cards.REACHED,
-        gpu_flops=card.gpu_flops * cards.REACHED,
-        launch=card.launch_s,
-    )
+    speeds = speeds_of(card, base.speeds.disk)
     told = {
         "card": f"{memory(card.vram_bytes)} of GPU memory, in a typical machine: {card.host}.",
         "figures": "Its speeds are computed from published figures, not measured.",
@@ -228,3 +218,18 @@ def of_card(card: Card, base: Machine) -> Machine:
     }
     told |= {subject: text for subject, text in base.told.items() if subject == "ram"}
     return Machine(card.title, base.ram, card.vram_bytes, base.disk_free, base.cores, speeds, ASSUMED_DOUBT, told)
+
+
+def speeds_of(card: Card, disk: float) -> Speeds:
+    """The speeds of a card's machine, whose disk reads so many bytes a second."""
+    flops_per_byte = 1.5 * 4 * 4096 / 4608  # the work of three matrices, per byte of 4-bit rows
+    return Speeds(
+        read=card.cpu_bytes_s,
+        cpu={"prompt 4 bit": card.cpu_flops / flops_per_byte},
+        disk=disk,
+        link=CHUNK_BYTES / card.copy_s(CHUNK_BYTES),
+        link_latency=card.link_latency_s,
+        gpu=card.gpu_bytes_s * cards.REACHED,
+        gpu_flops=card.gpu_flops * cards.REACHED,
+        launch=card.launch_s,
+    )

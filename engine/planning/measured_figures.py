@@ -30,8 +30,8 @@ class Figures:
             by the default predictor; the same share of what it fetches is used.
         kernels: share of a linear read's rate that our CPU kernels reach, by kind and bits.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
-        host_s, host_gpu_s, host_pool_s: the host's own time for one layer and token on the CPU, beside a GPU that
-            holds all rows, and with a pool.
+        host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
+            GPU that holds all rows, with a pool, and for experts that the CPU computes beside a GPU.
     """
 
     quantization: ByBits
@@ -45,6 +45,7 @@ class Figures:
     host_s: float
     host_gpu_s: float
     host_pool_s: float
+    host_ram_s: float
 
 
 @functools.cache
@@ -64,6 +65,7 @@ def figures() -> Figures:
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,
+        host_ram_s=values["host_ram_ms"] / 1e3,
     )
 
 

@@ -216,27 +216,38 @@ class RamShares:
     missing: int = 0
 
 
-def mapped(takes: Footprint, mix: Mix, pool: float) -> int:
-    """Bytes of a pack that are read from RAM while answering, if a share `pool` of its layers' rows is in the pool."""
-    ups, rows = takes.ups // takes.sizes.layers, takes.rows // takes.sizes.layers
-    return mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
+def room(ram: int, takes: Footprint, context: int | None = None) -> int:
+    """Bytes of RAM for what is read of a pack while answering, negative if other parts lack room; `context` where the
+    CPU computes all of the model, None beside a device.
+    """
+    return ram - _stays(ram) - sum(_used(takes, context).values())
 
 
-def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context: int) -> RamShares:
-    """Divide the RAM that programs may use; mix and pool as in `mapped`, None if the CPU computes all of the model."""
-    stays = max(int(ram * RAM_SHARE), RAM_LEAST)
+def _stays(ram: int) -> int:
+    return max(int(ram * RAM_SHARE), RAM_LEAST)
+
+
+def _used(takes: Footprint, context: int | None) -> dict[str, int]:
     uses = {"program": PROGRAM}
-    if mix is None:
+    if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
         uses["context"] = kv_element(takes.spec.dense) * takes.kv * context
-        read = takes.ups + takes.rows
-    else:
-        read = mapped(takes, mix, pool)
-    room = ram - stays - sum(uses.values())
-    if room < 0:
-        return RamShares({**uses, "pages": 0, "lacking": read, "free": stays}, 0.0, -room)
-    pages = min(room, read)
+    return uses
+
+
+def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context: int) -> RamShares:
+    """Divide the RAM that programs may use, if a share `pool` of the rows of the mix's pooled layers is on the device;
+    without a mix the CPU computes all of the model.
+    """
+    ups, rows = takes.ups // takes.sizes.layers, takes.rows // takes.sizes.layers
+    uses, read = _used(takes, context if mix is None else None), takes.ups + takes.rows
+    if mix is not None:
+        read = mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
+    left = room(ram, takes, context if mix is None else None)
+    if left < 0:
+        return RamShares({**uses, "pages": 0, "lacking": read, "free": _stays(ram)}, 0.0, -left)
+    pages = min(left, read)
     free = ram - sum(uses.values()) - pages
     share = pages / read if read else 1.0
     return RamShares({**uses, "pages": pages, "lacking": read - pages, "free": free}, share)

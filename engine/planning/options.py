@@ -15,11 +15,12 @@ from ...models.catalog_entry import SHARD_BYTES
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
 from ..offload.mix import ExpertsPlace, Mix
-from . import memory_plan, speed_estimate
+from . import memory_plan, mix_choice, speed_estimate
 from .footprint import Footprint
 from .machine import Machine
 from .measured_figures import Curve, figures
 from .memory_plan import DeviceShares, Needs
+from .mix_choice import Placed
 from .speed_estimate import Held, Speeds, Token, TokenWork
 
 DEFAULT = PackSpec()
@@ -60,11 +61,12 @@ class Option:
 
     Attributes:
         spec: bits. kl: quality loss of these widths, see `rounding`. place: "gpu" for all of it there, "pool" for the
-            dense part, the up projections and some rows, or "cpu".
+            dense part and some of the experts, or "cpu".
         vram, ram, disk: bytes by use, with what stays "free"; of RAM also the "pages" of the pack that are in it, and
             those that are "lacking"; of the disk the "pack", and the "peak" while packing.
-        pool_rows, pool_share: rows in the pool. ram_share: share of what is read from RAM while answering that fits
-            there; the rest comes from the disk.
+        mix: layers of each kind; None by the CPU alone. static: tokens per second of the best static placement, see
+            `mix_choice`; None without a GPU. pool_rows, pool_share: rows in the pool, and share of its layers' rows.
+        ram_share: share of what is read from RAM while answering that fits there; the rest comes from the disk.
         missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
         token: one token's seconds by part. decode, prefill: tokens per second.
     """
@@ -72,6 +74,8 @@ class Option:
     spec: PackSpec
     kl: float
     place: ExpertsPlace
+    mix: Mix | None
+    static: float | None
     vram: Mapping[str, int]
     ram: Mapping[str, int]
     disk: Mapping[str, int]
@@ -105,13 +109,22 @@ class Option:
 
 
 def option(machine: Machine, entry: CatalogEntry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
-    """The model at the widths of `spec`, in the fastest of the places where it fits."""
+    """The model at the widths of `spec`, with the fastest of the mixes that fit the GPU, or by the CPU alone."""
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
-    layers = takes.sizes.layers
-    mixes = (Mix(gpu=layers), Mix(pool=layers), None)
-    tried = [_placed(machine, takes, mix, context, disk) for mix in mixes]
-    return max((one for one in tried if one), key=lambda one: (one.works, not one.missing, one.decode.mid))
+    needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
+    alone = _made(machine, takes, context, disk, None, DeviceShares.none(context))
+    if not machine.speeds.gpu:
+        return alone
+    found = mix_choice.choose(takes, TokenWork.of(_preset()), machine.speeds, needs, budget, machine.ram)
+    if found is None:
+        return alone
+    best, static = found
+    shares = needs.share_out(best.mix, budget, context, best.rows)
+    beside = _made(machine, takes, context, disk, best, shares)
+    token = speed_estimate.decode(takes, TokenWork.of(_preset()), machine.speeds, static.held)
+    beside = dataclasses.replace(beside, static=1 / token.seconds)
+    return max(beside, alone, key=lambda one: (one.works, not one.missing, one.decode.mid))
 
 
 def rounding(spec: PackSpec) -> float:
@@ -120,23 +133,24 @@ def rounding(spec: PackSpec) -> float:
     return loss["dense"][spec.dense] + sum(loss[part][getattr(spec, part)] for part in ("up", "gate", "down"))
 
 
-def _placed(
-    machine: Machine, takes: Footprint, mix: Mix | None, context: int, disk: Mapping[str, int]
-) -> Option | None:
-    """The option with this mix, None by the CPU alone; None if the GPU has no room for it."""
-    needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
-    if mix is not None and not needs.fits(mix, budget):
-        return None
-    device = DeviceShares.none(context) if mix is None else needs.share_out(mix, budget, context)
-    vram = dict(device.uses)
+def _made(
+    machine: Machine,
+    takes: Footprint,
+    context: int,
+    disk: Mapping[str, int],
+    placed: Placed | None,
+    device: DeviceShares,
+) -> Option:
+    """The option with its layers so placed, None by the CPU alone."""
+    vram = {use: count for use, count in device.uses.items() if count}
     if vram:
         vram["free"] = machine.vram - sum(vram.values())
-    share = device.rows / takes.row_count
-    ram = memory_plan.share_ram(machine.ram, takes, mix, share, context)
+    share = 0.0 if placed is None else placed.share
+    ram = memory_plan.share_ram(machine.ram, takes, device.mix, share, context)
     missing = {"ram": ram.missing} if ram.missing else {}
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
-    held = Held(mix is not None, share, ram.share)
+    held = Held(gpu=False, ram=ram.share) if placed is None else placed.held
     work, speeds, doubt = TokenWork.of(_preset()), machine.speeds, machine.doubt
     token = speed_estimate.decode(takes, work, speeds, held)
     unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
@@ -152,11 +166,13 @@ def _placed(
         spec=takes.spec,
         kl=rounding(takes.spec),
         place=device.place,
+        mix=device.mix,
+        static=None,
         vram=vram,
         ram=ram.uses,
         disk=disk,
         pool_rows=device.rows,
-        pool_share=share,
+        pool_share=1.0 if device.place == "gpu" else share,
         ram_share=ram.share,
         missing=missing,
         token=token,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from ...models.catalog import CatalogEntry
 from ...models.packing.pack import PackSpec
 from ...models.quantities import digits, memory, share, size, trimmed
+from ..offload.mix import Mix
 from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
@@ -24,8 +25,8 @@ KL = (
 )
 MEMORY = (
     "Memory: dense is attention, router, embedding and output layer; up is the up projections; rows are the gate and "
-    "down weights, and pool the rows that the GPU holds; context is the chat's keys and values; pages is the part of "
-    "the pack that is cached in RAM, and lacking the part that is read from the disk."
+    "down weights, and pool the rows that the GPU holds of layers that are not all there; context is the chat's keys "
+    "and values; pages is the part of the pack that is cached in RAM, and lacking the part that is read from the disk."
 )
 _PARTS = {
     "dense": "attention and the output layer",
@@ -132,18 +133,33 @@ def _why_place(machine: Machine, entry: CatalogEntry, chosen: Option, context: i
     free = f"{share(KEPT_FREE)} of its {memory(machine.vram)} is left to torch and the desktop"
     if chosen.place == "gpu":
         return f"All of it fits on the GPU: it needs {memory(asked.whole())}, and {free}."
-    if chosen.place == "pool":
+    if chosen.mix is not None:
         return (
-            f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. Besides attention, "
-            f"the up projections and {context:,} tokens of context, it has room for {share(chosen.pool_share)} of the "
-            f"neurons, about {share(chosen.token.hit)} of those that a token needs. The rest is in RAM: the CPU "
-            "computes part of it and copies part of it to the GPU."
+            f"The GPU holds part of it: all of it would need {memory(asked.whole())}, and {free}. It has attention, "
+            f"{context:,} tokens of context{_experts(chosen.mix, chosen)} About {share(chosen.token.hit)} of what a "
+            "token needs is there."
         )
     if not machine.vram:
         return "The CPU computes: there is no GPU to use."
-    if asked.least() > usable:
-        return f"The CPU computes: the GPU would need {memory(asked.least())}, and {memory(usable)} can be used."
+    least = asked.least(asked.every("cpu"))
+    if least > usable:
+        return f"The CPU computes: the GPU would need {memory(least)}, and {memory(usable)} can be used."
     return "The CPU computes (--device cpu): here that is faster than a GPU that holds so little of the model."
+
+
+def _experts(mix: Mix, chosen: Option) -> str:
+    """Ends the list of what a GPU has with the layers' experts, and says what becomes of the others."""
+    said = f", all experts of {_layers(mix.gpu)}" if mix.gpu else ""
+    if mix.pool:
+        said += (
+            f", and room for {share(chosen.pool_share)} of the neurons of {_layers(mix.pool)}: the CPU computes some "
+        )
+        said += "of the others, and copies some to it"
+    return said + (f". The CPU computes the experts of {_layers(mix.cpu)}." if mix.cpu else ".")
+
+
+def _layers(count: int) -> str:
+    return f"{count} layer{'s' if count > 1 else ''}"
 
 
 def _why_ram(machine: Machine, chosen: Option) -> str:

@@ -2,7 +2,7 @@
 
 A token's bytes on each lane are divided by that lane's rate, and lanes overlap as in the engine. The expected number of
 absent rows is split as in the engine (`placing.cpu_rows`, `missing_rows.prefill`). Expectations come from benchmarks
-(`measured_figures.py`).
+(`measured_figures.py`). Beside a GPU each layer has the time of its kind (`LayerTime`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..offload import missing_rows
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.lane_rates import Rates
 from ..offload.missing_rows import Lane
+from ..offload.mix import ExpertsPlace, Mix
 from ..quality_presets import Preset
 from .footprint import Footprint, kv_element
 from .measured_figures import Curve, figures
@@ -71,7 +72,7 @@ class Speeds:
     Attributes:
         read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`.
         disk: large reads. link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read.
-        gpu_flops: what its products reach. launch: one kernel. host, host_gpu, host_pool: see `figures.Figures`.
+        gpu_flops: what its products reach. launch: one kernel. host and the like: see `measured_figures.Figures`.
     """
 
     read: float
@@ -85,6 +86,7 @@ class Speeds:
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
+    host_ram: float = field(default_factory=lambda: figures().host_ram_s)
 
     def of_cpu(self, what: str, bits: int) -> float:
         """The CPU's rate: measured, or the share of a linear read that such kernels reach on other machines."""
@@ -101,9 +103,8 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "disk", "link", "gpu", "gpu_flops")}
-        waits = {
-            name: getattr(self, name) / factor for name in ("link_latency", "launch", "host", "host_gpu", "host_pool")
-        }
+        slower = ("link_latency", "launch", "host", "host_gpu", "host_pool", "host_ram")
+        waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
 
     def up_s(self, takes: Footprint) -> float:
@@ -132,15 +133,22 @@ class Held:
     """Where a model's rows are stored.
 
     Attributes:
-        gpu: whether the dense part and the up projections are on a GPU. pool: share of all rows that are there too.
+        gpu: whether the dense part is on a GPU. pool: share of the rows of a pool's layers that are in it; with 1 and
+            no mix all are on the GPU.
         ram: share of the other bytes that is in RAM; the rest is read from the disk. cpu: whether the CPU computes
-            a share of absent rows.
+            a share of absent rows. mix: layers of each kind; None: all alike.
     """
 
     gpu: bool
     pool: float = 0.0
     ram: float = 1.0
     cpu: bool = True
+    mix: Mix | None = None
+
+    def counts(self, layers: int) -> Mapping[ExpertsPlace, int]:
+        """How many layers there are of each kind, beside a GPU."""
+        mix = self.mix or (Mix(pool=layers) if self.pool < 1 else Mix(gpu=layers))
+        return {"gpu": mix.gpu, "pool": mix.pool, "cpu": mix.cpu}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,38 +202,98 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, kv_by
     )
 
 
-def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
-    """One layer as `OffloadedLayer` runs it: dense part, up projections and a wait; then the rows that are there and
-    the next layer's guess on the GPU, beside the absent rows on the link and the CPU. Between two layers the link
-    brings what was guessed."""
-    sizes, row = takes.sizes, takes.row
-    launches = 2 * speeds.launch
-    pooled = held.pool < 1
-    host = speeds.host_pool if pooled else speeds.host_gpu
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """One layer beside a GPU, for one token.
+
+    Attributes:
+        dense, up, rows, host: seconds, as in `Token`. hit: share of its rows that are found on the GPU. moved: bytes
+            over the link. away: bytes that would be read from the disk if nothing was in RAM.
+    """
+
+    dense: float
+    up: float
+    rows: float
+    host: float
+    hit: float = 1.0
+    moved: float = 0.0
+    away: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Without what is read from the disk."""
+        return self.dense + self.up + self.rows + self.host
+
+
+def layer_time(
+    takes: Footprint,
+    work: TokenWork,
+    speeds: Speeds,
+    place: ExpertsPlace,
+    pool: float = 0.0,
+    *,
+    cpu: bool = True,
+    curve: Curve | None = None,
+) -> LayerTime:
+    """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
     dense = takes.attention / speeds.gpu + DENSE_LAUNCHES * speeds.launch
-    up = sizes.top_k * work.calls * takes.up / speeds.gpu + launches
-    wanted = sizes.top_k * work.calls * sizes.intermediate * work.active
-    hit = at(curve, held.pool)
-    absent = wanted * (1 - hit)
+    if place == "cpu":
+        return _by_cpu(takes, work, speeds, dense)
+    wanted, row, launches = _wanted(takes, work), takes.row, 2 * speeds.launch
+    up = takes.sizes.top_k * work.calls * takes.up / speeds.gpu + launches
+    if place == "gpu":
+        own = wanted * row * work.read / speeds.gpu + launches
+        # The host never waits for the device: the slower of the two counts.
+        return LayerTime(dense, up, own, max(0.0, speeds.host_gpu - dense - up - own))
+    hit = at(curve or figures().hits, pool)
+    absent, host = wanted * (1 - hit), speeds.host_pool
     own = wanted * hit * row * work.read / speeds.gpu + launches
-    ahead, end, copied = 0.0, 0.0, 0.0
-    if pooled:
-        rates = speeds.rates(takes, work)
-        recall = figures().recall
-        early = recall * min(absent, (dense + up + host) * speeds.link / row)
-        end, copied = _absent_end(absent - early, row, rates, held.cpu)
-        ahead, copied = up, copied + early / recall
-    missing = (1 - held.ram) * (1 - hit) * sizes.top_k * work.calls * sizes.intermediate
-    layers = sizes.layers
+    rates = speeds.rates(takes, work)
+    recall = figures().recall
+    early = recall * min(absent, (dense + up + host) * speeds.link / row)
+    end, copied = _absent_end(absent - early, row, rates, cpu)
+    copied += early / recall
+    away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
+    return LayerTime(dense, up, max(own + up, end), host, hit, copied * row, away)
+
+
+def _by_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, dense: float) -> LayerTime:
+    """A `RamLayer`: the GPU computes up to the router, waits for the CPU, and gets its sum."""
+    sizes, calls = takes.sizes, takes.sizes.top_k * work.calls
+    compute = _wanted(takes, work) * work.read * speeds.row_s(takes)
+    there_and_back = 2 * speeds.link_latency + 4 * speeds.launch
+    host = max(0.0, speeds.host_gpu - dense) + speeds.host_ram
+    # Disk reads bring neighbouring pages along: of a used expert nearly all is read.
+    away = calls * (takes.up + sizes.intermediate * takes.row)
+    return LayerTime(dense, calls * speeds.up_s(takes), compute + there_and_back, host, 0.0, 0.0, away)
+
+
+def _wanted(takes: Footprint, work: TokenWork) -> float:
+    """Active neurons of one layer and token."""
+    return takes.sizes.top_k * work.calls * takes.sizes.intermediate * work.active
+
+
+def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
+    """Layers as `MoELayer`, `OffloadedLayer` and `RamLayer` run them. In one with a pool: dense part, up projections
+    and a wait; then the rows that are there and the next layer's guess on the GPU, beside the absent rows on the link
+    and the CPU. Between two layers the link brings what was guessed."""
+    kinds = [
+        (count, layer_time(takes, work, speeds, place, held.pool, cpu=held.cpu, curve=curve))
+        for place, count in held.counts(takes.sizes.layers).items()
+        if count
+    ]
+
+    def total(name: str) -> float:
+        return sum(count * getattr(one, name) for count, one in kinds)
+
     return Token(
-        dense=layers * dense + (takes.head + kv_bytes) / speeds.gpu + 2 * speeds.launch,
-        up=layers * up,
-        rows=layers * max(own + ahead, end),
-        disk=layers * missing * row / speeds.disk if pooled else 0.0,
-        # Without a pool the host never waits for the device: the slower of the two counts.
-        host=layers * (host if pooled else max(0.0, host - dense - up - own)),
-        hit=hit,
-        moved=layers * copied * row,
+        dense=total("dense") + (takes.head + kv_bytes) / speeds.gpu + 2 * speeds.launch,
+        up=total("up"),
+        rows=total("rows"),
+        disk=(1 - held.ram) * total("away") / speeds.disk,
+        host=total("host"),
+        hit=total("hit") / takes.sizes.layers,
+        moved=total("moved"),
     )
 
 
@@ -246,34 +314,38 @@ def prefill(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, token
     sizes = takes.sizes
     calls = tokens * sizes.top_k * work.calls
     ups, rows = takes.ups / sizes.layers, takes.rows / sizes.layers
-    away = (1 - held.ram) * (1 - held.pool if held.gpu else 1) * rows / speeds.disk
     batch = speeds.of_cpu("prompt", 4)
     if not held.gpu:
         # The kernels' rate counts only rows, though it includes an expert's up projection: three matrices for two.
         dense = takes.attention * tokens / (1.5 * batch)
         compute = calls * sizes.intermediate * takes.row / batch
-        layer = dense + max(compute, (rows + ups) / speeds.read) + away
+        layer = dense + max(compute, (rows + ups) / speeds.read) + (1 - held.ram) * rows / speeds.disk
         return tokens / (sizes.layers * layer)
     flops = 2.0 * sizes.attention * tokens + 6.0 * sizes.hidden * sizes.intermediate * calls
     reading = (takes.attention + ups + rows) / speeds.gpu
-    layer = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
-    if held.pool < 1:
-        layer = max(layer, *_experts_end(takes, calls, speeds.rates(takes, work), held))
-    return tokens / (sizes.layers * (layer + away + speeds.host_gpu))
+    compute = max(flops / speeds.gpu_flops, reading) + (DENSE_LAUNCHES + 3 * sizes.experts) * speeds.launch
+    rates, seconds = speeds.rates(takes, work), 0.0
+    for place, count in held.counts(sizes.layers).items():
+        there = {"gpu": 1.0, "pool": held.pool, "cpu": 0.0}[place]
+        one = (1 - there) * rows + (ups if place == "cpu" else 0)
+        ends = (0.0, 0.0) if place == "gpu" else _experts_end(takes, calls, rates, there, one, held.cpu)
+        seconds += count * (max(compute, *ends) + (1 - held.ram) * one / speeds.disk + speeds.host_gpu)
+    return tokens / seconds
 
 
-def _experts_end(takes: Footprint, calls: float, rates: Rates, held: Held) -> tuple[float, float]:
-    """The end of the link's and the CPU's work on one layer's experts, for this many calls."""
+def _experts_end(
+    takes: Footprint, calls: float, rates: Rates, resident: float, absent: float, cpu: bool
+) -> tuple[float, float]:
+    """The end of the link's and the CPU's work on one layer's experts, for this many calls; absent: bytes of all."""
     experts = takes.sizes.experts
     counts = experts * [max(1, round(calls / experts))]
-    nbytes = experts * [float(takes.sizes.intermediate * takes.row)]
-    resident = [held.pool] * experts
-    lanes = missing_rows.prefill(counts, resident, nbytes, rates, cap=1.0 if held.cpu else 0.0)
+    each = absent / experts
+    nbytes = experts * [each / (1 - resident) if resident < 1 else 0.0]
+    lanes = missing_rows.prefill(counts, experts * [resident], nbytes, rates, cap=1.0 if cpu else 0.0)
     copy = beside = 0.0
-    for lane, count, each in zip(lanes, counts, nbytes, strict=True):
-        absent = (1 - held.pool) * each
+    for lane, count in zip(lanes, counts, strict=True):
         if lane is Lane.CPU:
-            beside += rates.cpu_latency_s + absent * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
-        else:
-            copy += rates.link_latency_s + absent * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
+            beside += rates.cpu_latency_s + each * max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
+        elif lane is Lane.COPY:
+            copy += rates.link_latency_s + each * (1 / rates.link_bytes_s + 1 / rates.gpu_bytes_s)
     return copy, beside

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
+from floe_chat.engine.experts.whole_layers import RamLayer
 from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
 from floe_chat.engine.offload.device import Device, Partial
 from floe_chat.engine.offload.lane_rates import Rates
@@ -41,7 +42,7 @@ from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels import operations as kernels
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.rule import Rule
-from floe_chat.kernels.types import Active, Calls
+from floe_chat.kernels.types import Active, Calls, Work
 from floe_chat.kernels.weights import ExpertRows, UpWeights
 from floe_chat.models.pack.packed_model import PackedLayer
 
@@ -91,6 +92,9 @@ class _Nothing(Device):
 
     def _sum(self, x: torch.Tensor, rows: Any, calls: Calls, active: Active, limits: Any, x_bits: int) -> Partial:
         return torch.zeros_like(x), active.offsets.diff()
+
+    def whole_beside(self, x: torch.Tensor, up: Any, rows: Any, work: Work, x_bits: int) -> Partial:
+        return torch.zeros_like(x), torch.zeros(len(work.thresholds), 2, dtype=torch.int64)
 
     def _beside(self, work: Any, what: Any, count: int, nbytes: int) -> Future[Partial]:
         done: Future[Partial] = Future()
@@ -188,6 +192,24 @@ def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
     }
 
 
+def in_ram(tokens: int) -> dict[str, float]:
+    """Milliseconds of the thread in a layer whose experts the CPU computes beside a device, but for computing them."""
+    device = _Nothing(0)
+    made, _ = layers(device, 0.1, Parts(predictor="none"))
+    packed, control = made[0].packed, made[0].control
+    control.counting = True
+    layer = RamLayer(0, packed, packed, made[0].shared, control, Telemetry(LAYERS, EXPERTS))
+    x, index, weights = torch.zeros(1, 64), torch.tensor([[1, 5]]), torch.tensor([[0.6, 0.4]])
+    took: list[float] = []
+    with torch.inference_mode():
+        for token in range(LAYERS * (tokens + WARM)):
+            begun = time.thread_time()
+            layer(x, index, weights)
+            if token >= LAYERS * WARM:
+                took.append((time.thread_time() - begun) * 1e3)
+    return {"cpu_median_ms": statistics.median(took), "cpu_least_ms": min(took)}
+
+
 def resident(tokens: int) -> dict[str, float]:
     """Milliseconds of a layer whose rows are read in place, of its kernels alone, and the first over the second."""
     with torch.inference_mode():
@@ -241,12 +263,15 @@ def main() -> None:
             f"{ms['cpu_until_asked_ms']:.3f} from the active neurons to asking for absent rows, "
             f"{ms['cpu_behind_ms']:.3f} besides"
         )
+    beside = in_ram(tokens)
+    print(f"experts in RAM beside a device: {beside['cpu_median_ms']:.2f} ms (least {beside['cpu_least_ms']:.2f})")
     in_place = resident(tokens)
     print(
         f"rows in place: {in_place['layer_ms']:.2f} ms, kernels alone {in_place['kernels_ms']:.2f}, "
         f"{in_place['ratio']:.3f} times as much (by the least times {in_place['least_ratio']:.3f})"
     )
-    told = {"bench": "step overhead", "layers": LAYERS, "tokens": tokens, "pool": found, "in_place": in_place}
+    told = {"bench": "step overhead", "layers": LAYERS, "tokens": tokens}
+    told |= {"pool": found, "in_ram": beside, "in_place": in_place}
     print(json.dumps(told))
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.bench.cards import baselines
-from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, run, steps
-from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Width, play, room
+from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, static, steps
+from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Width, layers_held, play, room
 from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.cards import named as card
 from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.offload.virtual import virtual_link
 from floe_chat.engine.quality_presets import Preset
@@ -176,8 +177,44 @@ def test_skewed_routing_uses_some_experts_more(trace: Trace) -> None:
         assert (drawn.skewed(skew, seed=1).index == long.skewed(skew, seed=1).index).all()
 
 
+def test_layers_of_each_kind_take_their_own_lanes(small: Card, trace: Trace) -> None:
+    quick = dataclasses.replace(small, launch_s=0.0)  # these layers are so small that launches would be all of it
+
+    def played(mix: Mix, pool: int | None = None) -> Played:
+        return play(quick, WIDTH, trace, HALF, Parts(mix=mix), warm=WARM, pool=pool)
+
+    whole, beside, both = played(Mix(gpu=2)), played(Mix(cpu=2)), played(Mix(gpu=1, cpu=1))
+    assert whole.moved == beside.moved == whole.busy == 0
+    assert [layer.ready == layer.active > 0 for layer in whole.counts] == [True, True]
+    assert [layer.on_cpu == layer.active > 0 for layer in beside.counts] == [True, True]
+    assert whole.seconds < both.seconds < beside.seconds
+    # Halfway: a layer costs the same whatever the other is, but that the text wants more of one of them.
+    assert both.seconds == pytest.approx((whole.seconds + beside.seconds) / 2, rel=0.1)
+    pooled = played(Mix(pool=1, cpu=1), 300)
+    assert pooled.moved > 0 and pooled.counts[0].on_cpu == pooled.counts[0].active > pooled.counts[1].on_cpu
+    assert sum(layer.active for layer in pooled.counts) == sum(layer.active for layer in whole.counts)
+
+
+def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times(small: Card, trace: Trace) -> None:
+    def held(vram: int) -> float:
+        return layers_held(dataclasses.replace(small, vram_bytes=vram), WIDTH, trace)
+
+    def on(layers: float) -> float:
+        one = dataclasses.replace(small, launch_s=0.0, vram_bytes=round(none + layers * each))
+        return static(one, trace, WARM, host=False, width=WIDTH).seconds
+
+    assert held(0) == 0 and held(1 << 40) == 2
+    one = WIDTH.layer(trace.thresholds[0])
+    each = one.rows.data.nbytes + 4 * one.up.bytes_per_expert()
+    some = next(vram for vram in range(0, 1 << 26, 10_000) if held(vram) > 0)
+    none = some - held(some) * each
+    times = [on(layers) for layers in (0.01, 0.5, 0.99, 1.5, 2.5)]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+    assert times[1] == pytest.approx((times[0] + times[2]) / 2, rel=0.001)
+
+
 def test_a_card_without_room_is_refused(trace: Trace) -> None:
-    with pytest.raises(ValueError, match="without any row"):
+    with pytest.raises(ValueError, match="for rows"):
         room(dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=1 << 20), WIDTH, trace)
 
 
@@ -197,7 +234,7 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
     for section in (counted, free):
         names = [row.name for row in section.rows]
         assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
-        assert names[3:] == [step[0] for step in steps()] and len(told) > len(names)
+        assert names[3:] == [*(step[0] for step in steps()), *PLACED] and len(told) > len(names)
         assert all(row.peer == (None if row.name == OTHERS else OTHERS) for row in section.rows)
         assert "all of it on the GPU" in section.title
     assert COUNTED in counted.title and FREE in free.title

@@ -166,7 +166,7 @@ def test_an_answer_on_a_gpu_is_the_same_by_either_kind_of_transfer(tiny_pack: Pa
     kinds: tuple[Kind, ...] = ("staged", "in place")
     for kind in kinds:
         # The CPU's share and what is fetched ahead follow the clock, and sums their order; a transfer changes neither.
-        parts = Parts(cpu=False, predictor="none", transfer=kind)
+        parts = Parts(cpu=False, predictor="none", transfer=kind, mix=needs.every("pool"))
         loaded, told = load(tiny_pack, None, "cuda", silent, vram=needs.least(), parts=parts, library=True)
         assert loaded.offload is not None and f"rows are {'staged' if kind == 'staged' else 'read'}" in told.reason
         with torch.inference_mode():

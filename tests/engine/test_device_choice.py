@@ -15,6 +15,8 @@ from floe_chat.engine.decoder.kv_cache import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
+from floe_chat.engine.offload.mix import Mix
+from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
 from floe_chat.engine.planning import device_choice, memory_plan
 from floe_chat.engine.planning.device_choice import DeviceChoice
@@ -28,6 +30,8 @@ from .driver import a_preset, answer, open_model, silent
 from .margins import clear_prompt, prompt_of
 
 Choose = Callable[..., DeviceChoice]
+POOL, WHOLE = Mix(pool=2), Mix(gpu=2)
+POOLED = Parts(mix=POOL)
 
 
 @pytest.fixture
@@ -36,8 +40,8 @@ def choose(tiny_pack: Path) -> Choose:
     layers = [packed.layer(index) for index in range(2)]
     config = read_config(tiny_pack)
 
-    def chosen(wanted: str, vram: int | None = None) -> DeviceChoice:
-        return device_choice.choose(wanted, packed.manifest, layers, config, vram)
+    def chosen(wanted: str, vram: int | None = None, mix: Mix | None = None) -> DeviceChoice:
+        return device_choice.choose(wanted, packed.manifest, layers, config, vram, mix=mix)
 
     return chosen
 
@@ -50,7 +54,7 @@ def needs(tiny_pack: Path) -> Needs:
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     """One that is named only: nothing is put on it."""
-    gpu = Gpu("Test card", "8.6", 12 << 30, int(free))
+    gpu = Gpu("Test card", "8.6", 12 << 30, int(free), 0)
     monkeypatch.setattr(hardware, "_gpus", lambda: ((gpu,), ""))
 
     def memory(_place: str) -> tuple[int, int]:
@@ -108,9 +112,9 @@ def test_the_window_of_a_gpu_that_holds_all_follows_the_limit(
     a_gpu(monkeypatch, 1 << 30)
     monkeypatch.setattr(memory_plan, "CONTEXT", 100)
     short = replace(needs, context=100)
-    tight = choose("auto", round(short.whole() / (1 - memory_plan.KEPT_FREE)) + 1)
+    tight = choose("cuda", round(short.whole() / (1 - memory_plan.KEPT_FREE)) + 1, WHOLE)
     assert tight.shares.place == "gpu" and tight.shares.window == 100
-    assert choose("auto").shares.window == 512
+    assert choose("cuda", None, WHOLE).shares.window == 512
 
 
 def test_a_limit_of_gpu_memory_is_enforced_also_where_the_whole_pack_fits(
@@ -124,7 +128,7 @@ def test_a_limit_of_gpu_memory_is_enforced_also_where_the_whole_pack_fits(
 
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", note)
     for limit in (256 << 20, None):
-        choice = choose("auto", limit)
+        choice = choose("cuda", limit, WHOLE)
         assert choice.make is None and choice.budget is not None and choice.budget < (limit or 1 << 30)
         choice.enforce()
     assert shares == [((256 << 20) / (12 << 30), "cuda:0"), ((1 << 30) / (12 << 30), "cuda:0")]
@@ -158,22 +162,24 @@ def test_less_than_the_least_is_refused_and_told(needs: Needs) -> None:
 
 def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs) -> None:
     a_gpu(monkeypatch, 1 << 30)
-    whole = choose("auto")
+    whole = choose("cuda")
     assert whole.place == "cuda:0" and whole.make is None and "whole pack fits" in whole.why
     assert whole.cap == 1 << 30 and whole.budget == int((1 << 30) * (1 - memory_plan.KEPT_FREE))
-    least = needs.least()
-    limit = round((least + 5.5 * needs.row) / (1 - memory_plan.KEPT_FREE))
-    part = choose("cuda", limit)
+    limit = round((needs.least() + 5.5 * needs.row) / (1 - memory_plan.KEPT_FREE))
+    part = choose("cuda", limit, POOL)
     assert part.shares.rows == needs.top_k * needs.neurons + 5 and "pool" in part.why
     assert part.cap == limit and part.budget == int(limit * (1 - memory_plan.KEPT_FREE))
     # Too little for anything: by itself the CPU is taken, and says why; who asks for the GPU is told.
+    least = needs.least(Mix(cpu=2))
     nothing = choose("auto", least - 1)
     assert nothing.place == "cpu" and nothing.make is None and "is needed" in nothing.why
     assert nothing.budget is None
     with pytest.raises(UsageError, match="too little"):
         choose("cuda", least - 1)
+    some = choose("cuda", round(least / (1 - memory_plan.KEPT_FREE)) + 1)
+    assert some.shares.mix == Mix(cpu=2) and "by the CPU" in some.why
     a_gpu(monkeypatch, limit)
-    more = choose("cuda", 24 << 30)  # of more than there is what there is, and it says so
+    more = choose("cuda", 24 << 30, POOL)  # of more than there is what there is, and it says so
     assert (more.cap, more.shares) == (limit, part.shares) and f"of which {memory(limit)} is free" in more.why
 
 
@@ -201,7 +207,7 @@ def test_what_cannot_be_is_a_usage_error_with_a_way_out(choose: Choose, wanted: 
 def test_a_prompt_streams_the_experts_once(tiny_pack: Path, needs: Needs) -> None:
     prompt = [1, *[40 + n % 200 for n in range(400)]]
     assert len(answer(open_model(tiny_pack), prompt, max_new_tokens=1).progress) == 2
-    loaded, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
+    loaded, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least(), parts=POOLED)
     assert answer(loaded, prompt, max_new_tokens=1).progress == [401]
     stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
     assert stats.vram_budget == needs.least()
@@ -220,7 +226,7 @@ def test_an_answer_is_the_same_on_every_device(tiny_pack: Path, needs: Needs, de
     )
     loaded, told = load(tiny_pack, None, "cpu", silent)
     assert loaded.offload is None and told.device == "cpu"
-    loaded, told = load(tiny_pack, None, device, silent, vram=needs.least())
+    loaded, told = load(tiny_pack, None, device, silent, vram=needs.least(), parts=POOLED)
     assert loaded.offload is not None and told.device == device and device in told.reason
     assert loaded.offload.pool.capacity == loaded.offload.pool.used > needs.top_k * needs.neurons  # warm
     assert isinstance(loaded.offload.device, VirtualDevice) == device.startswith("sim:")
@@ -246,12 +252,12 @@ def test_the_next_start_knows_the_rates(tiny_pack: Path, needs: Needs) -> None:
 
 
 def test_the_next_start_knows_what_was_used(tiny_pack: Path, needs: Needs) -> None:
-    first, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
+    first, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least(), parts=POOLED)
     assert first.offload is not None
     answer(first, [1, 40, 41, 42], max_new_tokens=12)
     used = first.offload.pool.heat()
     first.close()
-    again, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least())
+    again, _ = load(tiny_pack, None, "sim:rtx3060-12gb", silent, vram=needs.least(), parts=POOLED)
     assert again.offload is not None
     assert torch.allclose(torch.from_numpy(again.offload.pool.heat().uses), torch.from_numpy(used.uses), atol=1e-3)
     again.close()

@@ -57,15 +57,23 @@ class TestWhere:
         assert held["pool"] == found.chosen.pool_rows * 4608 and 0 < found.chosen.pool_share < 1
         assert any("The GPU holds part of it" in sentence for sentence in found.why)
 
-    def test_a_small_card_is_left_alone(self) -> None:
-        found = plan.make(a_machine(vram=4), MIXTRAL)
-        assert found.chosen and found.chosen.place == "cpu" and found.chosen.vram == {}
+    def test_a_card_too_small_for_the_dense_part_is_left_alone(self) -> None:
+        found = plan.make(a_machine(vram=1.5), MIXTRAL)
+        assert found.chosen and found.chosen.place == "cpu" and found.chosen.vram == {} and found.chosen.mix is None
         assert any("the GPU would need" in sentence for sentence in found.why)
 
+    def test_a_small_card_takes_some_layers_at_the_usual_widths(self) -> None:
+        for vram in (4, 6, 8):
+            found = plan.make(a_machine(vram=vram, ram=48), MIXTRAL).chosen
+            assert found and found.place == "pool" and found.spec == DEFAULT
+            assert found.mix and found.mix.cpu and found.mix.layers == 32
+            said = " ".join(plan.make(a_machine(vram=vram, ram=48), MIXTRAL).why)
+            assert f"The CPU computes the experts of {found.mix.cpu} layer" in said
+
     def test_smaller_widths_may_bring_a_small_card_in(self) -> None:
-        found = plan.make(a_machine(vram=7.5, ram=48), MIXTRAL)
-        assert found.chosen and found.chosen.place == "pool" and rounding(found.chosen.spec) > rounding(DEFAULT)
-        assert any("More exact" in sentence and "the GPU could not help" in sentence for sentence in found.why)
+        """For where even the dense part needs fewer bits."""
+        exact, usual = (option(a_machine(vram=2.2, ram=48), MIXTRAL, spec, 4096) for spec in WIDTHS[:2])
+        assert exact.place == "cpu" and usual.place == "pool"
 
     def test_without_a_gpu(self) -> None:
         found = plan.make(a_machine(ram=48), MIXTRAL)
@@ -155,6 +163,12 @@ def perturbed(found: Machine, draw: random.Random) -> Machine:
     return dataclasses.replace(found, ram=int(near(found.ram, 0.01)), vram=int(near(found.vram, 0.01)), speeds=speeds)
 
 
+def on(card: str, ram: int) -> Machine:
+    """The host's own time is fixed: it is measured again as the engine changes, and no rule of plans hangs on it."""
+    found = machine.described(Described(card=card, ram=ram * GB), a_machine(speeds=Speeds(read=30e9, disk=2e9)))
+    return dataclasses.replace(found, speeds=dataclasses.replace(found.speeds, host_pool=2e-4))
+
+
 CARDS = ("none", "3050", "2060", "3070", "3080", "3060", "4070", "4060 ti 16gb", "4080", "4090", "3090")
 
 
@@ -162,8 +176,7 @@ class TestRecommendation:
     @pytest.mark.parametrize("card", CARDS)
     @pytest.mark.parametrize("ram", [16, 24, 32, 48, 64, 128])
     def test_it_is_stable_on_every_common_machine(self, card: str, ram: int) -> None:
-        base = a_machine(speeds=Speeds(read=30e9, disk=2e9))
-        found = machine.described(Described(card=card, ram=ram * GB), base)
+        found = on(card, ram)
         draw = random.Random(ram)
         for entry in (SMALL, MIXTRAL):
             chosen = plan.make(found, entry).chosen
@@ -176,23 +189,22 @@ class TestRecommendation:
         [
             ("none", 24, "2/3/4"),  # 3/4/4 would read a quarter from the disk
             ("none", 64, "3/4/4"),
-            ("3070", 32, "2/3/4"),  # twice as fast, since the GPU can help
+            ("3070", 32, "3/4/4"),
             ("3060", 32, "3/4/4"),
             ("4080", 32, "3/4/4"),  # 2/2/4 would fit the GPU, and lose too much
-            ("4090", 32, "3/3/4"),  # six times as fast as 3/4/4, of which a tenth does not fit
+            ("4090", 32, "3/4/4"),  # a tenth of it does not fit, which the CPU and the link make up for
             ("a6000", 64, "3/4/4"),
         ],
     )
     def test_what_a_person_would_choose(self, card: str, ram: int, bits: str) -> None:
-        base = a_machine(speeds=Speeds(read=30e9, disk=2e9))
-        found = plan.make(machine.described(Described(card=card, ram=ram * GB), base), MIXTRAL)
+        found = plan.make(on(card, ram), MIXTRAL)
         assert found.chosen and reasons.describe(found.chosen.spec) == bits
 
     def test_a_faster_choice_is_faster_in_the_printed_figures_too(self) -> None:
-        base, offered = a_machine(speeds=Speeds(read=30e9, disk=2e9)), 0
+        offered = 0
         for card in ("none", "3060", "3070", "4080"):
             for ram in (24, 32, 64):
-                found = plan.make(machine.described(Described(card=card, ram=ram * GB), base), MIXTRAL)
+                found = plan.make(on(card, ram), MIXTRAL)
                 for sentence in found.why:
                     if sentence.startswith("Faster: "):
                         offered += 1
@@ -206,10 +218,9 @@ class TestRecommendation:
         assert "moment" not in one.told["ram"]
 
     def test_the_reasons_weigh_the_neighbours_and_state_the_rule(self) -> None:
-        base = a_machine(speeds=Speeds(read=30e9, disk=2e9))
-        found = plan.make(machine.described(Described(card="4090", ram=32 * GB), base), MIXTRAL)
+        found = plan.make(on("4090", 32), MIXTRAL)
         said = " ".join(found.why)
-        assert "More exact: 3/4/4" in said and "Faster: 2/3/4" in said and str(WORTH) in said
+        assert "More exact: 4/4/8" in said and "Faster: 3/3/4" in said and str(WORTH) in said
         assert not any(ugly in said for ugly in ("e+", "e-0", "nan"))
 
     def test_worth_follows_the_rule(self) -> None:
@@ -273,11 +284,9 @@ def test_more_of_anything_is_never_worse() -> None:
             second = plan.make(after, entry)
             for old, new in zip(first.options, second.options, strict=True):
                 assert sum(new.missing.values()) <= sum(old.missing.values())
-                # A larger pool is more work for the GPU, which the CPU might have done meanwhile.
-                assert new.decode.mid >= old.decode.mid * (0.94 if after.vram > before.vram else 0.9999)
+                assert new.decode.mid >= old.decode.mid * 0.9999
             if first.chosen:
-                assert second.chosen
-                assert second.chosen.worth >= first.chosen.worth - CLEARLY - (0.1 if after.vram > before.vram else 0)
+                assert second.chosen and second.chosen.worth >= first.chosen.worth - CLEARLY
 
 
 def some_hardware(*, gpus: tuple[Gpu, ...] = (), wsl: bool = False, limit: int | None = None) -> Hardware:

@@ -11,6 +11,7 @@ import pytest
 from floe_chat.engine.experts.moe_layer import Choice
 from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.pack.packed_model import PackedModel
@@ -72,7 +73,8 @@ def test_a_model_opened_on_a_device_answers_as_on_the_cpu(pack: Path, loaded: Lo
     loaded.control.preset = NOTHING
     prompt, wanted = clear_prompt(loaded, lambda prompt: generated(loaded, prompt, max_new_tokens=8).tokens)
     needs = needed(pack)
-    there, _ = load(pack, None, device, silent, vram=needs.least() + 100 * needs.row)
+    parts = Parts(mix=needs.every("pool"))
+    there, _ = load(pack, None, device, silent, vram=needs.least() + 100 * needs.row, parts=parts)
     try:
         there.control.preset = NOTHING
         assert generated(there, prompt, max_new_tokens=8).tokens == wanted

@@ -13,6 +13,7 @@ import torch
 from floe_chat.engine.decoder.kv_cache import BLOCK, BorrowingStore, GrowingStore, KVCache
 from floe_chat.engine.generate import generate
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.quality_presets import Preset
@@ -26,6 +27,7 @@ from .driver import GREEDY, a_preset, open_model, silent
 from .offloading import device, resize
 
 DEVICES = ["throttled:4gb", "sim:rtx3060-12gb"]
+POOLED = Parts(mix=Mix(pool=3))
 # Where tokens are compared nothing is left out: of so many neurons some lie so near a threshold that the order of sums,
 # which follows what lies in the pool, decides about them. Seen: 9e-7 in x, one neuron of 127 less, a tenth of the
 # expert's output.
@@ -88,7 +90,7 @@ def in_use(loaded: LoadedModel, kv: KVCache, needs: Needs) -> int:
 def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, name: str, conversations: int) -> None:
     """600 tokens, some conversations short, some as long as the window; nothing grows after the first ones."""
     budget = needs.least() + 40 * needs.row
-    loaded, _ = load(pack, None, name, silent, vram=budget)
+    loaded, _ = load(pack, None, name, silent, vram=budget, parts=POOLED)
     assert loaded.offload is not None
     plain, kv = open_model(pack), KVCache()
     process, resident, used = psutil.Process(), list[int](), set[int]()
@@ -115,7 +117,7 @@ def test_many_conversations_stay_within_the_budget(pack: Path, needs: Needs, nam
 
 
 def test_the_panel_can_tell_who_has_the_memory(pack: Path, needs: Needs) -> None:
-    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least())
+    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least(), parts=POOLED)
     kv, sums = KVCache(), set[int]()
     for length in (10, 300, 10):
         talk(loaded, kv, prompt_of(length, length), 3)
@@ -127,7 +129,7 @@ def test_the_panel_can_tell_who_has_the_memory(pack: Path, needs: Needs) -> None
 
 
 def test_a_second_conversation_beside_the_first_has_memory_of_its_own(pack: Path, needs: Needs) -> None:
-    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least())
+    loaded, _ = load(pack, None, DEVICES[1], silent, vram=needs.least(), parts=POOLED)
     plain, caches = open_model(pack), [KVCache(), KVCache()]
     prompts = [prompt_of(number, 300) for number in range(2)]
     for turn in range(2):
@@ -166,7 +168,7 @@ class Failing:
 
 def test_out_of_memory_keys_and_values_are_kept_and_the_rest_is_freed_first(pack: Path, needs: Needs) -> None:
     budget = needs.whole() // 2
-    loaded, _ = load(pack, None, DEVICES[1], silent, vram=budget)
+    loaded, _ = load(pack, None, DEVICES[1], silent, vram=budget, parts=POOLED)
     shared, kv, prompt = loaded.offload, KVCache(), prompt_of(1, 300)
     assert shared is not None
     want = talk(open_model(pack), KVCache(), prompt, 30)

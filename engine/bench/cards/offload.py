@@ -14,14 +14,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ....kernels.rule import LATE, Rule
+from ....models.catalog import described
 from ....models.errors import UsageError
 from ....models.packing.calibration import read_tokens
+from ....models.packing.pack import PackSpec
 from ...offload.cards import Card, named
+from ...offload.mix import Mix
 from ...offload.offload import Parts
+from ...planning import machine, mix_choice
+from ...planning.footprint import Footprint
+from ...planning.memory_plan import Needs
+from ...planning.speed_estimate import TokenWork
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
 from . import baselines
-from .replay import Played, Width, play
+from .replay import CONTEXT, Played, Width, layers_held, play
 from .trace import Trace, record
 
 CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
@@ -29,8 +36,11 @@ CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
 # undisturbed pairs of measurements on two cores (engine/planning/rates.py), the lowest of which is taken.
 CPU_REACHED = 0.57
 OTHERS = "FloE, 90 %"  # the baseline of all comparisons
+PLACED = "Balanced, layers placed one by one", "Balanced, static placement"
 COUNTED, FREE = "our host time counted as measured here", "no host time counted, for any engine"
 _FLOE = Parts(eviction="lru", cpu=False)
+_RAM = 1 << 40  # bytes: it is not what is compared
+_MIXTRAL = described("mixtral-8x7b-instruct").sizes
 _IN_PLACE = 1e15  # bytes per second of packing, if nothing is packed
 
 
@@ -72,6 +82,9 @@ _NOTES = (
     "Others are played by their published policies: whole experts in 16 bit, or in 3 bit for mixtral-offloading; FloE "
     "with 2-bit up and 16-bit rows. The CPU computes quantized rows at "
     f"{CPU_REACHED:.0%} of its memory's rate, as measured by AVX2, and 16-bit experts (Fiddler) at all of it.",
+    "Layers placed one by one: the planner's mix for the whole model, in the proportion of the trace's layers. Static "
+    "placement: all experts of as many layers as fit on the card, those of the others by the CPU, as with "
+    "llama.cpp's --n-cpu-moe, at this engine's widths and with its kernels.",
     "Packing and the CPU's computing share the memory, which is not modelled; rows read in place are not packed.",
 )
 
@@ -97,6 +110,8 @@ def _sections(card: Card, trace: Trace, warm: int, report: MeasureReport) -> lis
     add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, trace, warm))
     for step in steps():
         add(step[0], lambda host: _played(card, step, trace, warm, host=host), ours=step[1].rows < 16)  # noqa: B023
+    for name, play_it in zip(PLACED, (_placed, static), strict=True):
+        add(name, lambda host: play_it(card, trace, warm, host=host), ours=True)  # noqa: B023
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
     title += f"; does not fit: {', '.join(missing)}" if missing else ""
     return [
@@ -119,6 +134,45 @@ def _played(card: Card, step: Variant, trace: Trace, warm: int, *, host: bool) -
         return play(own, width, trace, preset, parts, ahead=ahead, cpu_share=share, warm=warm, host=host)
     except ValueError:
         return None  # it does not fit even without rows
+
+
+def _balanced() -> Preset:
+    return next(preset for preset in PRESETS if preset.name == "Balanced")
+
+
+def _placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None:
+    """The planner's mix for all of Mixtral, in the trace's proportion."""
+    speeds = machine.speeds_of(card, disk=1e9)
+    if not host:
+        speeds = dataclasses.replace(speeds, host_gpu=0.0, host_pool=0.0, host_ram=0.0)
+    takes, layers = Footprint.of(_MIXTRAL, PackSpec()), trace.index.shape[1]
+    needs = Needs.of_footprint(takes, CONTEXT)
+    found = mix_choice.choose(takes, TokenWork.of(_balanced()), speeds, needs, card.vram_bytes, _RAM)
+    if found is None:
+        return None
+    share = layers / takes.sizes.layers
+    gpu, cpu = int(found[0].mix.gpu * share), round(found[0].mix.cpu * share)
+    mix = Mix(gpu, layers - gpu - cpu, cpu)
+    return _played(card, ("", Width(), _balanced(), Parts(mix=mix), True, False), trace, warm, host=host)
+
+
+def static(card: Card, trace: Trace, warm: int, *, host: bool, width: Width = Width()) -> Played:  # noqa: B008
+    """The dense part and all experts of as many layers as fit on the card, the other layers' experts by the CPU, as
+    llama.cpp's --n-cpu-moe places them, with this engine's widths and kernels. A trace has few layers: a number between
+    two of them is counted in proportion.
+    """
+    layers, held = trace.index.shape[1], layers_held(card, width, trace)
+
+    def placed(gpu: int) -> Played:
+        parts = Parts(predictor="none", mix=Mix(gpu, 0, layers - gpu))
+        return play(card, width, trace, _balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)
+
+    low, part = placed(int(held)), held - int(held)
+    if not part:
+        return low
+    high = placed(int(held) + 1)
+    seconds, own = (one + part * (two - one) for one, two in ((low.seconds, high.seconds), (low.host, high.host)))
+    return dataclasses.replace(low, seconds=seconds, host=own)
 
 
 Variant = tuple[str, Width, Preset, Parts, bool, bool]

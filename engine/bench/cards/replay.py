@@ -7,6 +7,7 @@ one as it takes. Time is the virtual device's.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from ....kernels.codes import group_size
 from ....kernels.layouts import RowLayout, UpLayout, VectorLayout
-from ....kernels.types import Active, Calls
+from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, UpWeights
 from ....models.pack.packed_model import PackedLayer
-from ...experts.moe_layer import Control
+from ...experts.moe_layer import Control, MoELayer
 from ...experts.offloaded_layer import Neighbours, OffloadedLayer
+from ...experts.whole_layers import RamLayer, ResidentLayer
 from ...offload.cards import Card
 from ...offload.device import Partial
+from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
 from ...offload.virtual.virtual_device import VirtualDevice
 from ...quality_presets import Preset
@@ -130,6 +133,10 @@ class ReplayDevice(VirtualDevice):
     ) -> Partial:
         return torch.zeros_like(x), (active.offsets.diff() * self._kept).long()
 
+    def _experts(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+        active = self._find(x, up, work.calls, work.thresholds, x_bits).offsets.diff()
+        return torch.zeros_like(x), torch.stack([active, (active * self._kept).long()], 1)
+
 
 class _Guesses:
     """The trace's predictor."""
@@ -190,6 +197,7 @@ def play(
     Args:
         ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
         pool: rows; None for what the card's memory leaves. host: whether our own code's time on this host counts too.
+            Of the trace's layers those that `parts.mix` names share the pool; without a mix all do.
 
     Raises:
         ValueError: the card has no room for a pool.
@@ -199,15 +207,22 @@ def play(
     row_bytes = packed[0].rows.layout.nbytes
     share = layers / width.layers
     device = ReplayDevice(card, width, trace, preset, row_bytes, cpu_share, host=host)
-    shared = Offload(device, parts, packed, room(card, width, trace) if pool is None else pool)
+    mix = parts.mix or Mix(pool=layers)
+    rows = room(card, width, trace, mix) if pool is None and mix.pool else pool or 0
+    shared = Offload(device, parts, packed, rows, mix=mix)
     if ahead:
         shared.predictor = _Guesses(device, trace)
     control, telemetry = Control(preset), Telemetry(layers, trace.scores.shape[2])
-    made: list[OffloadedLayer] = []
-    for index, layer in enumerate(packed):
-        made.append(OffloadedLayer(index, layer, layer, shared, control, telemetry))
-        if index:
-            made[index - 1].neighbours = Neighbours(following=made[index])
+    made: list[MoELayer] = []
+    for index, (layer, place) in enumerate(zip(packed, mix.places, strict=True)):
+        if place == "gpu":
+            made.append(ResidentLayer(index, layer, shared, control, telemetry))
+        else:
+            kind = OffloadedLayer if place == "pool" else RamLayer
+            made.append(kind(index, layer, layer, shared, control, telemetry))
+    for before, after in itertools.pairwise(made):
+        if isinstance(before, OffloadedLayer) and isinstance(after, OffloadedLayer):
+            before.neighbours = Neighbours(following=after)
     x = torch.zeros(1, 1)
     started = moved = waited = busy = own = 0.0
     for token in range(tokens):
@@ -237,20 +252,31 @@ CONTEXT = 4096  # tokens whose keys and values take memory
 KV_BYTES = 2 * 1024 * 2  # of one token in one layer of Mixtral, 16 bit
 
 
-def room(card: Card, width: Width, trace: Trace) -> int:
-    """Rows that the card's memory holds besides everything else, scaled from the whole model to the trace's layers.
+def layers_held(card: Card, width: Width, trace: Trace) -> float:
+    """How many of the trace's layers the card's memory holds with all their experts, besides everything else."""
+    one = width.layer(trace.thresholds[0])
+    each = one.up.q.shape[0] * one.up.bytes_per_expert() + one.rows.data.nbytes
+    return max(0.0, min(trace.index.shape[1], _free(card, width, trace) / each))
+
+
+def _free(card: Card, width: Width, trace: Trace) -> float:
+    """Bytes of the card for experts, scaled from the whole model to the trace's layers."""
+    fixed = width.layers * (width.dense_bytes + CONTEXT * KV_BYTES) + 2 * width.head_bytes
+    return (card.vram_bytes - fixed) * trace.index.shape[1] / width.layers
+
+
+def room(card: Card, width: Width, trace: Trace, mix: Mix | None = None) -> int:
+    """Rows of a pool that the card's memory holds besides everything else. mix: of the trace's layers; None: all in it.
 
     Raises:
         ValueError: none.
     """
-    layers = trace.index.shape[1]
+    mix = mix or Mix(pool=trace.index.shape[1])
     one = width.layer(trace.thresholds[0])
-    experts = trace.scores.shape[2]
-    fixed = width.layers * (experts * one.up.bytes_per_expert() + width.dense_bytes + CONTEXT * KV_BYTES)
-    free = card.vram_bytes - fixed - 2 * width.head_bytes
-    rows = int(free * layers / width.layers) // one.rows.layout.nbytes
+    experts, neurons, nbytes = one.rows.data.shape
+    ups = experts * one.up.bytes_per_expert()
+    free = _free(card, width, trace) - (mix.gpu + mix.pool) * ups - mix.gpu * one.rows.data.nbytes
+    rows = int(free) // nbytes
     if rows < 1:
-        raise ValueError(
-            f"{card.name} has {card.vram_bytes / 1e9:.1f} GB; without any row this takes {fixed / 1e9:.1f} GB"
-        )
-    return min(rows, layers * experts * width.neurons)
+        raise ValueError(f"{card.name} has {card.vram_bytes / 1e9:.1f} GB, which leaves {free / 1e9:.1f} GB for rows")
+    return min(rows, mix.pool * experts * neurons)

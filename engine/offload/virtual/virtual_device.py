@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from ....kernels import operations as kernels
 from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, UpWeights
 from ...host_copies import Copy
@@ -107,7 +108,7 @@ class VirtualDevice(Device):
     def whole(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         """Experts of a layer that is all on the card; nothing waits."""
         with self.clock.aside():
-            y, counts = super().whole(x, up, rows, work, x_bits)
+            y, counts = self._experts(x, up, rows, work, x_bits)
             nbytes, flops = self._of_calls(up, rows, work, counts)
             self._gpu(nbytes, flops, 4)
         return y, counts
@@ -116,12 +117,15 @@ class VirtualDevice(Device):
         """Host and GPU wait for the CPU, which begins once the GPU has got that far."""
         self.clock.sync("gpu")
         with self.clock.aside():
-            y, counts = super().whole_beside(x, up, rows, work, x_bits)
+            y, counts = self._experts(x, up, rows, work, x_bits)
             nbytes, _ = self._of_calls(up, rows, work, counts)
             end = self.clock.run("cpu", self._true.cpu_latency_s + nbytes / (self._true.cpu_bytes_s * self.cpu_share))
         self.clock.wait("gpu", end)
         self.clock.wait("host", end)
         return y, counts
+
+    def _experts(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
+        return kernels.moe_step(x, up, rows, work.calls, work.thresholds, work.products, x_bits=x_bits)
 
     def _of_calls(self, up: UpWeights, rows: ExpertRows, work: Work, counts: Tensor) -> tuple[float, float]:
         """Bytes that these calls read, and their operations. counts: (P, 2) of active neurons and those that go on."""

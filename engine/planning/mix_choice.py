@@ -1,0 +1,108 @@
+"""Where to put each layer of a model: of all mixes that fit a device's memory, the one with the shortest token.
+
+Layers are alike, so a mix is three counts (`offload/mix.py`), and all of them are tried by the cost model. With nothing
+in a pool a mix is a static placement, as llama.cpp's --n-cpu-moe makes one: no plan is slower than the best of these.
+What fits some memory fits more of it, so more memory never makes a plan slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..offload.mix import Mix
+from . import memory_plan
+from .footprint import Footprint
+from .memory_plan import DeviceShares, Needs
+from .speed_estimate import Held, LayerTime, Speeds, TokenWork, layer_time
+
+STEPS = 100  # sizes of a pool that are compared: shares of the rows of its layers
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A mix and its pool.
+
+    Attributes:
+        rows: of the pool. share: of the rows of the pool's layers, rounded down to a step: what is counted on.
+        ram: share of what is read from RAM that fits there.
+    """
+
+    mix: Mix
+    rows: int
+    share: float
+    ram: float
+
+    @property
+    def held(self) -> Held:
+        """As the cost model takes it."""
+        return Held(gpu=True, pool=self.share, ram=self.ram, mix=self.mix)
+
+
+def choose(
+    takes: Footprint, work: TokenWork, speeds: Speeds, needs: Needs, budget: int, ram: int
+) -> tuple[Placed, Placed] | None:
+    """The best mix for a decoded token, and the best static one; None if the device has no room for any.
+
+    Args:
+        budget: bytes of the device for weights, keys and values. ram: bytes that programs may use.
+    """
+    mixes = list(_fitting(needs, budget))
+    if not mixes:
+        return None
+    rows = np.array([max(0, needs.most_rows(mix, budget)) for mix in mixes])
+    seconds, share = _seconds(takes, work, speeds, mixes, rows, max(0, memory_plan.room(ram, takes)))
+    found: list[Placed] = []
+    for chosen in (np.ones(len(mixes), np.bool_), np.array([mix.pool == 0 for mix in mixes])):
+        at, step = np.unravel_index(np.where(chosen[:, None], seconds, np.inf).argmin(), seconds.shape)
+        mix, most = mixes[int(at)], int(rows[at])
+        full = mix.pool * needs.experts * needs.neurons
+        used = most if (int(step) + 1) * full > STEPS * most else int(step) * full // STEPS
+        found.append(Placed(mix, used, int(step) / STEPS, float(share[at, step])))
+    return found[0], found[1]
+
+
+def share(needs: Needs, shares: DeviceShares) -> float:
+    """The share of its layers' rows that a pool has, rounded down to a step; 1 where all rows are on the device."""
+    if shares.mix is None or not (of := (shares.mix.pool or shares.mix.gpu) * needs.experts * needs.neurons):
+        return 0.0
+    return shares.rows * STEPS // of / STEPS
+
+
+def _fitting(needs: Needs, budget: int) -> Iterator[Mix]:
+    """All mixes that fit, those with the fewest layers in a pool first, then those with the most on the device."""
+    for pool in range(needs.layers + 1):
+        for gpu in range(needs.layers - pool, -1, -1):
+            mix = Mix(gpu, pool, needs.layers - pool - gpu)
+            if needs.fits(mix, budget):
+                yield mix
+
+
+def _seconds(
+    takes: Footprint, work: TokenWork, speeds: Speeds, mixes: list[Mix], rows: NDArray[np.int64], room: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds of all layers, (mixes, STEPS + 1), by the pool's share, infinite where memory is short; and how much of
+    what is read from RAM fits there, likewise."""
+    counts = np.array([(mix.gpu, mix.pool, mix.cpu) for mix in mixes], np.float64)
+    gpu, pool, cpu = (counts[:, kind, None] for kind in range(3))
+    shares = np.arange(STEPS + 1) / STEPS
+    pooled = [layer_time(takes, work, speeds, "pool", share) for share in shares.tolist()]
+    whole, beside = (layer_time(takes, work, speeds, place) for place in ("gpu", "cpu"))
+    layers = takes.sizes.layers
+    each, ups = takes.rows // layers, takes.ups // layers
+    read = cpu * (each + ups) + pool * each * (1 - shares)
+    ram = np.minimum(1.0, room / np.maximum(read, 1.0))
+
+    def column(times: list[LayerTime], name: str) -> NDArray[np.float64]:
+        return np.array([getattr(one, name) for one in times])
+
+    seconds = gpu * whole.seconds + cpu * beside.seconds + pool * column(pooled, "seconds")
+    away = cpu * beside.away + pool * column(pooled, "away")
+    seconds = seconds + (1 - ram) * away / speeds.disk
+    fits = shares * STEPS * pool * takes.sizes.experts * takes.sizes.intermediate <= STEPS * rows[:, None]
+    # Without a pool its size means nothing.
+    fits &= (pool > 0) | (np.arange(STEPS + 1) == 0)
+    return np.where(fits, seconds, np.inf), ram

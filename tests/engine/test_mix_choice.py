@@ -1,0 +1,134 @@
+"""The planner's mixes: never slower than static placement or with more memory; what the engine opens."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+from floe_chat.engine import quality_presets
+from floe_chat.engine.loader import load
+from floe_chat.engine.offload import cards
+from floe_chat.engine.offload.mix import Mix
+from floe_chat.engine.planning import machine, memory_plan, mix_choice, speed_estimate
+from floe_chat.engine.planning.footprint import Footprint
+from floe_chat.engine.planning.machine import Machine
+from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.planning.mix_choice import STEPS, Placed
+from floe_chat.engine.planning.options import WIDTHS, option
+from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork
+from floe_chat.models.catalog import described, find
+from floe_chat.models.configuration import read
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
+
+from .driver import silent
+
+GB = 1 << 30
+MIXTRAL, LARGE = described("mixtral-8x7b-instruct"), described("mixtral-8x22b-instruct")
+OLMOE = described("olmoe-1b-7b-instruct")
+BALANCED = TokenWork.of(next(preset for preset in quality_presets.PRESETS if preset.name == "Balanced"))
+CARDS = [card for series in cards.by_series().values() for card in series]
+BASE = Machine("made up", 28 * GB, 0, None, 8, Speeds(read=30e9, disk=2e9), 0.3)
+
+
+def placed(takes: Footprint, speeds: Speeds, vram: float, ram: float) -> tuple[Placed, Placed] | None:
+    budget = memory_plan.budget(int(vram * GB))
+    return mix_choice.choose(takes, BALANCED, speeds, Needs.of_footprint(takes, 4096), budget, int(ram * GB))
+
+
+def seconds(takes: Footprint, speeds: Speeds, held: Held) -> float:
+    return speed_estimate.decode(takes, BALANCED, speeds, held).seconds
+
+
+@pytest.mark.parametrize("ram", [14, 28, 60])
+def test_no_card_is_slower_than_static_placement_or_slower_with_more_memory(ram: int) -> None:
+    """Every card of the list with 4 to 26 GB of its memory, at widths that turn from card to card."""
+    used = set[Mix]()
+    for card, spec in zip(CARDS, itertools.cycle(WIDTHS)):
+        takes, before = Footprint.of(MIXTRAL.sizes, spec), float("inf")
+        speeds = machine.of_card(card, BASE).speeds
+        for vram in range(4, 27, 2):
+            if (found := placed(takes, speeds, vram, ram)) is None:
+                assert before == float("inf")
+                continue
+            took, static = (seconds(takes, speeds, each.held) for each in found)
+            assert took <= static * (1 + 1e-12) and found[1].mix.pool == 0
+            assert took <= before * (1 + 1e-12), (card.name, vram)
+            used.add(found[0].mix)
+            before = took
+    assert any(mix.pool and mix.cpu for mix in used) and any(mix.gpu == mix.layers for mix in used)
+
+
+@pytest.mark.parametrize("vram", [6, 8, 12, 20])
+def test_more_ram_is_never_slower(vram: int) -> None:
+    for card in CARDS[::5]:
+        takes, speeds = Footprint.of(MIXTRAL.sizes, PackSpec()), machine.of_card(card, BASE).speeds
+        times: list[float] = []
+        for ram in range(6, 40, 3):
+            if found := placed(takes, speeds, vram, ram):
+                times.append(seconds(takes, speeds, found[0].held))
+        assert times == pytest.approx(sorted(times, reverse=True)) and len(times) > 5
+
+
+def test_an_eight_gb_card_is_used_at_the_usual_widths() -> None:
+    """All up projections take 6.1 GB, so that a pool for all layers does not fit beside the rest."""
+    found = option(machine.of_card(cards.named("RTX 4060"), BASE), MIXTRAL, PackSpec(), 4096)
+    assert found.mix is not None and found.mix.layers == 32 and found.mix.cpu > 0 and found.place == "pool"
+    assert found.static is not None and found.decode.mid >= found.static
+    assert sum(found.vram.values()) == 8 * GB and min(found.vram.values()) >= 0
+
+
+@pytest.mark.parametrize("entry", [MIXTRAL, LARGE, OLMOE], ids=lambda entry: entry.name)
+def test_no_mix_that_fits_is_faster(entry: object) -> None:
+    """Beside each mix of a random draw, with all the rows that fit, counted by the cost model one by one."""
+    draw = random.Random(3)
+    takes = Footprint.of(entry.sizes, PackSpec())  # type: ignore[attr-defined]
+    needs, layers = Needs.of_footprint(takes, 4096), takes.sizes.layers
+    for _ in range(6):
+        speeds = machine.of_card(draw.choice(CARDS), BASE).speeds
+        speeds = dataclasses.replace(speeds, host_pool=draw.choice([5e-5, 1.1e-3]))
+        vram, ram = draw.uniform(5, 30), draw.uniform(6, 90)
+        found = placed(takes, speeds, vram, ram)
+        if found is None:
+            continue
+        best, budget = seconds(takes, speeds, found[0].held), memory_plan.budget(int(vram * GB))
+        for _ in range(60):
+            gpu = draw.randint(0, layers)
+            mix = Mix(gpu, pool := draw.randint(0, layers - gpu), layers - gpu - pool)
+            if needs.fits(mix, budget):
+                share = mix_choice.share(needs, needs.share_out(mix, budget, 4096))
+                there = memory_plan.share_ram(int(ram * GB), takes, mix, share, 4096).share
+                assert best <= seconds(takes, speeds, Held(True, share, there, mix=mix)) * (1 + 1e-9)
+
+
+def test_what_is_chosen_fits_and_counts_no_more_rows_than_there_are() -> None:
+    for card, vram in itertools.product(CARDS[::9], (5, 9, 13, 25)):
+        takes = Footprint.of(MIXTRAL.sizes, PackSpec())
+        needs, budget = Needs.of_footprint(takes, 4096), memory_plan.budget(vram * GB)
+        found = placed(takes, machine.of_card(card, BASE).speeds, vram, 28)
+        assert found is not None
+        for each in found:
+            shares = needs.share_out(each.mix, budget, 4096, each.rows)
+            assert sum(shares.uses.values()) <= budget
+            assert each.mix.pool == 0 or shares.rows == each.rows
+            pooled = each.mix.pool * needs.experts * needs.neurons
+            assert each.share * pooled <= each.rows + 1e-6
+            assert not pooled or mix_choice.share(needs, shares) == pytest.approx(each.share, abs=1 / STEPS)
+
+
+@pytest.mark.parametrize("vram", [24 << 20, 20 << 20, 14 << 20])
+def test_the_engine_opens_what_is_planned(vram: int) -> None:
+    """The demo on a virtual card: the same mix as by the cost model, from the pack's own files."""
+    folder = find("demo")
+    packed, config = PackedModel.open(folder), read(folder)
+    takes = Footprint.of_pack(packed.manifest, config)
+    assert takes == Footprint.of(described("demo").sizes, takes.spec)
+    loaded, told = load(folder, None, "sim:rtx3060-12gb", silent, vram=vram)
+    layers = [packed.layer(index) for index in range(packed.manifest.architecture.layers)]
+    needs = Needs.of(packed.manifest, layers, config, 2)
+    speeds = machine.of_card(cards.named("sim:rtx3060-12gb", study=True), BASE).speeds
+    found = mix_choice.choose(takes, BALANCED, speeds, needs, vram, 20 * GB)
+    assert found is not None and found[0].mix.describe() in told.reason
+    loaded.close()
