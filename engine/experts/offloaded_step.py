@@ -120,11 +120,11 @@ class OffloadedStep:
         shared, device, parts = self.shared, self.shared.device, self.shared.parts
         queued = device.link.queued_bytes() / device.rates.link_bytes_s
         lanes = device.rates.lanes(shared.memory.row_bytes, queued, device.cpu_share if parts.cpu else 0.0)
-        placed = shared.pool.place(found, lanes, parts.whole)
+        placed = shared.pool.place(found, lanes, parts.whole, shared.scheduler.way(self.index))
         first = beside = None
         if placed.keys.size:
             keys = placed.keys[: placed.slots.size].astype(np.int64)
-            first = shared.scheduler.submit(self.index, keys, placed.slots, urgent=True)
+            first = shared.scheduler.submit(self.index, keys, placed.slots, urgent=True, number=placed.transfer)
         if placed.beside.at.size:
             beside = self._start_beside(placed.beside)
         elif placed.keys.size and parts.cpu:

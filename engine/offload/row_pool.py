@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...kernels.cpu.native_pool import make
 from ...kernels.located import Keys, Slots
-from ...kernels.offload.placing import Ahead, Found, Lanes, Placed
+from ...kernels.offload.placing import Ahead, Found, Lanes, Placed, Way
 from ...kernels.pool import FREE_COUNT, STEP
 from ...models.pack.usage_file import Heat
 from . import eviction
@@ -43,16 +43,16 @@ class RowPool:
         self.layers = self.table.slots.reshape(layers, experts * neurons)
         self.table.resize(capacity)
 
-    def place(self, found: Found, lanes: Lanes, whole: float) -> Placed:
+    def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
         """Where a step's active neurons are, and which absent ones get slots. All of these stay until `release`.
 
         Args:
-            found: several calls may name the same neuron. whole: see `Placed`.
+            found: several calls may name the same neuron. whole: see `Placed`. way: to send for copied rows at once.
 
         Raises:
             ValueError: an index out of range. Nothing has changed then.
         """
-        return self.table.place(found, lanes, whole)
+        return self.table.place(found, lanes, whole, way)
 
     def note(self, found: Found) -> None:
         """Record the use of a step's neurons. What the step waits for is asked for before.
@@ -62,9 +62,9 @@ class RowPool:
         """
         self.table.note(found)
 
-    def ahead(self, guess: Found) -> Ahead:
+    def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
         """Slots for the absent neurons of a guess, see `reserve`, those of the calls that weigh most first."""
-        return self.table.ahead(guess)
+        return self.table.ahead(guess, way)
 
     def right(self, found: Found, guessed: NDArray[np.int32]) -> int:
         """How many of a step's active neurons are among these keys."""

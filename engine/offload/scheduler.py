@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.offload.placing import Found
+from ...kernels.offload.placing import Found, Way
 from .asked import Asked
 from .device import Device
 from .device_memory import DeviceMemory
+from .links.compiled_link import CompiledLink
 from .links.transfer import Transfer
 from .row_pool import Keys, RowPool, Slots
 
 # Rows of a piece of a prefetch, at least: few enough that most of a wrong guess is never sent. Pieces, at most: each
-# costs the host some microseconds.
-PIECE, PIECES = 200, 12
+# costs the host some microseconds, and a link that moves more rows at a time a chunk.
+PIECE, PIECES = 200, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Scheduler:
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
         self.early: Early | None = None
         self._marks = np.zeros(pool.layers.shape[1], np.bool_)  # all False, but inside of `await_rows`
+        self._target, self._ways = memory.rows, dict[int, Way]()
         self._seen = device.link.bytes_moved, device.link.busy_s
 
     def transfer(
@@ -92,13 +94,31 @@ class Scheduler:
         """Request the rows of these absent neurons behind everything urgent, as many as get a slot."""
         self._submit_pieces(layer, keys, self._pool.reserve(layer, keys, urgent=False), score)
 
-    def submit(self, layer: int, keys: Keys, slots: Slots, *, urgent: bool, score: float = 0.0) -> Transfer:
-        """Request rows that have their slots."""
+    def submit(
+        self, layer: int, keys: Keys, slots: Slots, *, urgent: bool, score: float = 0.0, number: int = 0
+    ) -> Transfer:
+        """Request rows that have their slots. `number`: the compiled link's, if it has been asked already."""
         transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
+        link = self._device.link
         if slots.size:
             self.under_way[transfer] = None
-            self._device.link.submit(transfer)
+        if number and isinstance(link, CompiledLink):
+            link.adopt(transfer, number)
+        elif slots.size:
+            link.submit(transfer)
         return transfer
+
+    def way(self, layer: int) -> Way | None:
+        """How compiled calls request a layer's rows by themselves; None over a link that is not compiled."""
+        link, rows = self._device.link, self._memory.rows
+        if not isinstance(link, CompiledLink):
+            return None
+        if rows is not self._target:
+            self._target, self._ways = rows, {}
+        if layer not in self._ways:
+            source = self.sources[layer]
+            self._ways[layer] = Way(*link.ends(source, rows), len(source), len(rows), PIECE, PIECES)
+        return self._ways[layer]
 
     def look(self) -> None:
         """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
@@ -168,9 +188,14 @@ class Scheduler:
         if not isfinite(sum(worth)):
             return  # the model has failed, which the session is about to report
         guess = Found(ahead.layer, ahead.width, active, experts, weights, none, none.float())
-        found, first = self._pool.ahead(guess), 0
+        found, first = self._pool.ahead(guess, self.way(ahead.layer)), 0
         self.guessed[ahead.layer] = found.guessed, named
         keys = found.keys.astype(np.int64)
+        for number, end in found.sent:
+            part, first = slice(first, end), end
+            self.submit(ahead.layer, keys[part], found.slots[part], urgent=False, number=number)
+        if found.sent:
+            return
         for call, count in found.runs:
             part = slice(first, first + count)
             self._submit_pieces(ahead.layer, keys[part], found.slots[part], worth[call])

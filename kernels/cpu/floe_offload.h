@@ -47,23 +47,35 @@ typedef struct {
 } floe_places;
 
 // Keys to copy, and how many of them got a slot; calls that have active neurons, those of which half the rows are
-// present, and those of which more than `whole` of the neurons are active and some rows absent.
+// present, and those of which more than `whole` of the neurons are active and some rows absent. transfer: the number of
+// the one that brings the rows, 0 if there is none.
 typedef struct {
-    int64_t wanted, reserved, looked, hit, whole;
+    int64_t wanted, reserved, looked, hit, whole, transfer;
 } floe_placed;
 
-// Places a step's rows. Rows that are present stay, and so do those that got a slot, until the next step.
+// How a layer's rows get into the pool: over which link, from source (rows, row_bytes) to target (capacity, row_bytes),
+// both NULL if bytes have no content. Prefetches of a call go in `pieces` pieces at most, of `piece` rows at least.
+typedef struct {
+    int64_t link, rows, capacity, piece, pieces;
+    FLOE_OPTIONAL const uint8_t *source;
+    FLOE_OPTIONAL uint8_t *target;
+} floe_way;
+
+// Places a step's rows, and sends for those that are copied if a way is given. Rows that are present stay, and so do
+// those that got a slot, until the next step.
 FLOE_API int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes, double whole,
-                                const floe_places *places, floe_placed *placed);
+                                FLOE_OPTIONAL const floe_way *way, const floe_places *places, floe_placed *placed);
 
 // Notes the use of a step's neurons.
 FLOE_API int floe_offload_note(const floe_pool *pool, const floe_found *found);
 
 // Slots for the absent ones of a guess's neurons, those of the calls that weigh most first, as many as may be fetched
 // ahead; returns how many. Filled: guessed (total) keys of all; keys, slots (total) of the absent ones; runs
-// (calls, 2), in their order: a call, and how many of the keys are its own.
-FLOE_API int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, int32_t *guessed, int32_t *keys,
-                                    int32_t *slots, int64_t *runs);
+// (calls, 2), in their order: a call, and how many of the keys are its own. If a way is given, they are sent for, and
+// sent (calls * pieces, 2) is filled: a transfer and how many keys end with it, then zeros.
+FLOE_API int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, FLOE_OPTIONAL const floe_way *way,
+                                    int32_t *guessed, int32_t *keys, int32_t *slots, int64_t *runs,
+                                    FLOE_OPTIONAL int64_t *sent);
 
 // How many of a step's neurons are among the guessed keys (count). marks: a layer's bytes, zero before and after.
 FLOE_API int64_t floe_offload_right(const floe_pool *pool, const floe_found *found, int64_t count,

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import located
 from ..checks import index
 from ..located import Keys, Part, Slots
-from ..offload.placing import Ahead, Found, Lanes, Placed, StepTable
+from ..offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
 from ..pool import EvictionRule, Means
 from .binding import NativeUnavailableError, check, codes, isa_is_forced, library, records, refused
 
@@ -38,28 +38,29 @@ class NativeTable(StepTable):
         self._reserve, self._settle, self._spare = functions.pool_reserve, functions.pool_settle, functions.pool_spare
         super().__init__(layers, experts, neurons, rule, means)
         self._marks = np.zeros(self.width, np.uint8)
-        self._placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, whole=0)
+        self._placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, whole=0, transfer=0)
         self._room = -1
         self._handed_over()
 
-    def place(self, found: Found, lanes: Lanes, whole: float) -> Placed:
+    def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
         """See `StepTable`."""
         record = _found(found)
         if record is None:
-            return super().place(found, lanes, whole)
+            return super().place(found, lanes, whole, way)
         self._have_room(record.total)
         offsets, lists = torch.empty((_PARTS, record.calls + 1), dtype=torch.int64), self._lists
         lists.offsets = offsets.data_ptr()
-        placed, way = self._placed, records.lanes(**lanes._asdict())
-        if refused(self._functions.offload_place(self._tables, record, way, whole, lists, placed)):
-            return super().place(found, lanes, whole)
+        placed, both, over = self._placed, records.lanes(**lanes._asdict()), _way(way)
+        code = self._functions.offload_place(self._tables, record, both, whole, over, lists, placed)
+        if self._refused(code, way):
+            return super().place(found, lanes, whole, way)
         bounds = offsets.numpy()
         parts = [
             Part(bounds[i], self._at[i, :end], self._places[i, :end]) for i, end in enumerate(bounds[:, -1].tolist())
         ]
         ready, coming, copied, beside, skipped, late = parts
         keys, slots = self._keys[: placed.wanted].copy(), self._taken[: placed.reserved].copy()
-        counts = placed.looked, placed.hit, placed.whole
+        counts = placed.looked, placed.hit, placed.whole, placed.transfer
         return Placed(ready, coming, copied, beside, skipped, late, keys, slots, *counts)
 
     def note(self, found: Found) -> None:
@@ -68,17 +69,19 @@ class NativeTable(StepTable):
         if record is None or refused(self._functions.offload_note(self._tables, record)):
             super().note(found)
 
-    def ahead(self, guess: Found) -> Ahead:
+    def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
         """See `StepTable`."""
         record = _found(guess)
         if record is None:
-            return super().ahead(guess)
+            return super().ahead(guess, way)
         guessed, keys, slots = np.empty((3, record.total), np.int32)
         runs = np.empty((record.calls, 2), np.int64)
-        taken = self._functions.offload_ahead(self._tables, record, guessed, keys, slots, runs)
-        if refused(taken):
-            return super().ahead(guess)
-        return Ahead(guessed, keys[:taken], slots[:taken], [(call, count) for call, count in runs.tolist()])
+        sent = None if way is None else np.empty((record.calls * way.pieces, 2), np.int64)
+        taken = self._functions.offload_ahead(self._tables, record, _way(way), guessed, keys, slots, runs, sent)
+        if self._refused(taken, way):
+            return super().ahead(guess, way)
+        numbers = [] if sent is None else [(number, end) for number, end in sent.tolist() if number]
+        return Ahead(guessed, keys[:taken], slots[:taken], [(call, count) for call, count in runs.tolist()], numbers)
 
     def right(self, found: Found, guessed: NDArray[np.int32]) -> int:
         """See `StepTable`."""
@@ -110,6 +113,12 @@ class NativeTable(StepTable):
         """See `StepTable`."""
         super().resize(capacity)
         self._handed_over()
+
+    def _refused(self, code: int, way: Way | None) -> bool:
+        """Whether the library refused the arguments; raises RuntimeError for a link's failure."""
+        if way is not None and code == codes.LINK_FAILED:
+            raise RuntimeError(self._functions.link_failure(way.link).decode())
+        return refused(code)
 
     def _have_room(self, total: int) -> None:
         """Lists of so many neurons."""
@@ -150,6 +159,20 @@ class NativeTable(StepTable):
             residents=self.residents,
             counters=self.counters,
         )
+
+
+def _way(way: Way | None) -> Any:
+    if way is None:
+        return None
+    return records.way(
+        link=way.link,
+        rows=way.rows,
+        capacity=way.capacity,
+        piece=way.piece,
+        pieces=way.pieces,
+        source=way.source,
+        target=way.target,
+    )
 
 
 def _float32(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: B tokens, K experts of each, P calls, N active neurons, E experts, F neu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +57,25 @@ class Lanes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """How a layer's rows get into the pool: what compiled calls need to send for them by themselves.
+
+    Attributes:
+        link: handle of a compiled link. rows, capacity: of source and target. source, target: (rows, nbytes) uint8 in
+            RAM and (capacity, nbytes) on the device; None if bytes have no content.
+        piece, pieces: rows that a piece of a prefetch has at least, and pieces of a call's at most.
+    """
+
+    link: int
+    source: Tensor | None
+    target: Tensor | None
+    rows: int
+    capacity: int
+    piece: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """The parts of a step's active neurons. Valid until the next step is placed, but for keys and slots.
 
@@ -66,6 +85,7 @@ class Placed:
         keys: (M,) int32 of the copied rows, each once. slots: int32, of the first of them, as many as there are.
         looked, hit: calls with active neurons, and those of which half the rows are present. whole: those of which so
             many neurons are active that the whole expert is worth moving, and some rows are absent.
+        transfer: number of the transfer that brings the rows, if one was sent.
     """
 
     ready: Part
@@ -79,6 +99,7 @@ class Placed:
     looked: int
     hit: int
     whole: int
+    transfer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +109,14 @@ class Ahead:
     Attributes:
         guessed: (N,) int32 keys of all of its neurons. keys, slots: (M,) int32 of the absent ones that got a slot.
         runs: calls in the order of `keys`, and how many of them are each one's; the last ones may have got no slot.
+        sent: numbers of the transfers that bring the rows, if they were sent, and how many keys end with each.
     """
 
     guessed: Narrow
     keys: Narrow
     slots: Slots
     runs: list[tuple[int, int]]
+    sent: list[tuple[int, int]] = field(default_factory=list)
 
 
 class StepTable(RowTable):
@@ -161,14 +184,15 @@ class StepTable(RowTable):
         _check(self, layer, experts, offsets, neurons, width)
         return np.repeat(experts * width, np.diff(offsets)) + neurons
 
-    def place(self, found: Found, lanes: Lanes, whole: float) -> Placed:
+    def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
         """Place a step's rows. Those that are present stay until the next step, and so do those that got a slot.
 
         Args:
-            whole: share of an expert's neurons above which it counts as `Placed.whole`.
+            whole: share of an expert's neurons above which it counts as `Placed.whole`. way: to send for the copied
+                rows at once; not here: compiled.
 
         Raises:
-            ValueError: an index out of range. Nothing has changed then.
+            ValueError: an index out of range. Nothing has changed then. RuntimeError: the link's failure.
         """
         indices("expert", found.chosen.flatten(), self.experts)
         experts, offsets, neurons = _numbers(found)
@@ -205,12 +229,18 @@ class StepTable(RowTable):
         """
         self.count(found.layer, *_numbers(found), found.width)
 
-    def ahead(self, guess: Found) -> Ahead:
+    def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
         """Slots for the absent neurons of a guess, those of the calls that weigh most first.
 
+        Args:
+            way: as for `place`.
+
         Raises:
-            ValueError: an index out of range. Nothing has changed then.
+            ValueError: an index out of range, or a weight that is no number. Nothing has changed then. RuntimeError:
+                the link's failure.
         """
+        if guess.weights.isnan().any():
+            raise ValueError("a call's weight must be a number")
         experts, offsets, neurons = _numbers(guess)
         guessed = self.keys_of(guess.layer, experts, offsets, neurons, guess.width)
         slots = self.slots[guess.layer * self.width :]

@@ -62,8 +62,8 @@ class _Link(CompiledLink):
         self.found_at: float | None = None  # the thread's time; None once absent rows were asked for
         self.asked: list[float] = []  # seconds from there on, of each step that asked
 
-    def submit(self, transfer: Transfer) -> None:
-        super().submit(transfer)
+    def adopt(self, transfer: Transfer, number: int) -> None:
+        super().adopt(transfer, number)
         if transfer.urgent and self.found_at is not None:
             self.asked.append(time.thread_time() - self.found_at)
             self.found_at = None

@@ -270,7 +270,7 @@ def test_a_forked_child_has_none_of_its_parents_links() -> None:
 
 def test_a_link_that_nobody_holds_is_freed() -> None:
     link = CompiledLink("none", "none", NBYTES)
-    handle: int = ctypes.c_int64(link._handle).value  # pyright: ignore[reportPrivateUsage]
+    handle: int = ctypes.c_int64(link.handle).value
     assert library().link_queued(handle) == 0
     del link
     assert library().link_queued(handle) == codes.BAD_INDEX

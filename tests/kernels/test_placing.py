@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.located import Slots
-from floe_chat.kernels.offload.placing import Ahead, Found, Lanes, Placed, StepTable
-from floe_chat.kernels.pool import FINDS, FREE_COUNT, STEP, EvictionRule
+from floe_chat.kernels.offload.placing import Ahead, Found, Lanes, Placed, StepTable, Way
+from floe_chat.kernels.pool import FILLING, FINDS, FREE_COUNT, STEP, EvictionRule
 from floe_chat.kernels.types import Active
 
 from .test_pool import FIFO, LRU, RULE, SHAPE, assert_equal, both
@@ -31,6 +32,13 @@ class Walk:
         self.tables = both(rule, capacity, seed)
         self.moving: list[tuple[int, Slots]] = []
         self.promised: set[int] = set()  # slots of rows that were fetched ahead, before a call
+        self.link = CompiledLink("none", "walk", 64, content=False)
+
+    def way(self) -> Way | None:
+        """Whether the call sends for its rows makes no difference to the tables."""
+        handle, piece, pieces = self.link.handle, self.dice.randint(1, 9), self.dice.randint(1, 3)
+        capacity = self.tables[0].capacity
+        return self.dice.choice([None, Way(handle, None, None, EXPERTS * NEURONS, capacity, piece, pieces)])
 
     def found(self, layer: int, *, late: bool = False) -> Found:
         """A step of one token, whose experts differ, or of several, whose may be the same; some calls left out."""
@@ -67,7 +75,8 @@ class Walk:
 
     def place(self, layer: int) -> None:
         found, lanes = self.found(layer, late=self.dice.random() < 0.3), self.lanes()
-        one, two = (table.place(found, lanes, 0.55) for table in self.tables)
+        way = self.way()
+        one, two = (table.place(found, lanes, 0.55, way) for table in self.tables)
         same_lists(one, two, ("ready", "coming", "copied", "beside", "skipped", "late"))
         assert (one.looked, one.hit, one.whole) == (two.looked, two.hit, two.whole)
         self.reserved(layer, one, two)
@@ -79,7 +88,8 @@ class Walk:
 
     def ahead(self, layer: int) -> None:
         guess = self.found(layer)
-        one, two = (table.ahead(guess) for table in self.tables)
+        way = self.way()
+        one, two = (table.ahead(guess, way) for table in self.tables)
         np.testing.assert_array_equal(one.guessed, two.guessed)
         assert one.runs == two.runs and sum(count for _, count in one.runs) >= one.slots.size
         self.reserved(layer, one, two)
@@ -228,3 +238,34 @@ def test_nothing_gives_way_where_all_rows_have_slots() -> None:
         table.resize(50)  # from here on means are looked at again
         held = np.flatnonzero(table.words[:-1] & 3)
         np.testing.assert_array_equal(table.kept[held], table.means.raw.reshape(-1)[table.keys[held]])
+
+
+def test_a_compiled_call_sends_for_the_rows_that_it_places() -> None:
+    rng, walk = np.random.default_rng(1), Walk(RULE, 60, 1)
+    source, table = torch.from_numpy(rng.integers(0, 255, (EXPERTS * NEURONS, 64), np.uint8)), walk.tables[1]
+    target, link = torch.zeros(60, 64, dtype=torch.uint8), CompiledLink("none", "test", 64)
+    way = Way(*link.ends(source, target), len(source), len(target), 5, 2)
+    moved = 0
+    for _ in range(60):
+        found = walk.found(walk.dice.randrange(LAYERS))
+        placed, ahead = table.place(found, walk.lanes(), 0.5, way), table.ahead(found, way)
+        ends = [end for _, end in ahead.sent]
+        assert ends == sorted({*ends}) and (ends or [0])[-1] == ahead.slots.size and len(ends) <= 2 * len(ahead.runs)
+        assert (placed.transfer > 0) == (placed.slots.size > 0)
+        for part in (placed, ahead):
+            keys, slots = torch.from_numpy(part.keys[: part.slots.size]).long(), torch.from_numpy(part.slots).long()
+            assert torch.equal(target[slots], source[keys])
+            table.settle(part.slots, arrived=True)
+            moved += part.slots.size
+        table.counters[STEP] += 1
+    assert link.bytes_moved == moved * 64 > 0
+    placed = table.place(walk.found(0), walk.lanes(), 0.5, replace(way, rows=5))
+    assert placed.transfer == 0, "it leads to other rows"
+    table.settle(placed.slots, arrived=True)
+    link.close()
+    free = table.counters[FREE_COUNT]
+    table.counters[STEP] += 1
+    with pytest.raises(RuntimeError, match="closed"):
+        for layer in range(LAYERS):
+            table.place(walk.found(layer), Lanes(0.0, np.inf, 0.0, 1.0), 0.5, way)
+    assert table.counters[FREE_COUNT] >= free and not (table.words[:-1] & 3 == FILLING).any()

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ....kernels.cpu.binding import check, codes, library, records, refused
 from ....kernels.cpu.native_pool import landing
-from .link_queue import check_ends
+from .link_queue import check_ends, check_tensors
 from .transfer import CHUNK, Transfer
 
 CompiledKind = Literal["none", "virtual", "throttled"]
@@ -24,7 +25,7 @@ _MOST = 256  # transfers that one call names
 
 
 class CompiledLink:
-    """A link (see `transfer.Link`) to memory that the CPU can write to.
+    """A link (see `transfer.Link`) to memory that the CPU can write to. `handle`: the library's.
 
     Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time;
     "throttled" moves them by a thread, and a chunk takes at least latency + bytes / rate. Its times show how rows are
@@ -65,8 +66,8 @@ class CompiledLink:
             clock=clock,
             gate=gate,
         )
-        self._handle: int = self._functions.link_open(config)
-        if refused(self._handle):
+        self.handle: int = self._functions.link_open(config)
+        if refused(self.handle):
             raise ValueError(
                 f"a link of {rate} bytes/s after {latency} s, in chunks of {chunk} rows of {nbytes} bytes: "
                 f"rows are multiples of 64 bytes"
@@ -76,7 +77,7 @@ class CompiledLink:
         self._transfers: dict[int, Transfer] = {}
         self._named, self._bytes, self._seconds = np.empty(_MOST, np.int64), np.empty(1, np.int64), np.empty(1)
         # Transfers keep alive the memory that the link's thread works on.
-        self._end = weakref.finalize(self, _free, self._functions, self._handle, (config, self._transfers))
+        self._end = weakref.finalize(self, _free, self._functions, self.handle, (config, self._transfers))
 
     @property
     def bytes_moved(self) -> int:
@@ -92,7 +93,7 @@ class CompiledLink:
 
     def queued_bytes(self) -> int:
         """Bytes that were submitted and have not landed."""
-        queued: int = self._functions.link_queued(self._handle)
+        queued: int = self._functions.link_queued(self.handle)
         check(queued)
         return queued
 
@@ -107,12 +108,25 @@ class CompiledLink:
         order = (transfer.urgent, transfer.score, transfer.layer)
         number: int = codes.BAD_INDEX
         if np.array_equal(index, given):
-            number = self._functions.link_submit(self._handle, *ends, index.size, index, slots, *order)
+            number = self._functions.link_submit(self.handle, *ends, index.size, index, slots, *order)
         if self._refused(number):
             landing(given, slots, len(source), len(target))  # says what is wrong
             check(number)
         self._numbers[transfer], self._transfers[number] = number, transfer
         transfer.done = not index.size
+
+    def ends(self, source: Tensor, target: Tensor) -> tuple[int, Tensor | None, Tensor | None]:
+        """What a compiled call needs to submit by itself: the handle, and both ends if bytes have content.
+
+        Raises:
+            ValueError: tensors that do not fit.
+        """
+        check_tensors(source, target, self.nbytes, torch.device("cpu"))
+        return self.handle, source if self._content else None, target if self._content else None
+
+    def adopt(self, transfer: Transfer, number: int) -> None:
+        """A transfer that a compiled call has submitted."""
+        self._numbers[transfer], self._transfers[number] = number, transfer
 
     def wait(self, transfer: Transfer) -> float:
         """See `Link`."""
@@ -122,14 +136,14 @@ class CompiledLink:
                 return 0.0
             raise ValueError("the transfer is not on this link: it was never submitted, or dropped")
         transfer.urgent = True
-        if self._refused(self._functions.link_wait(self._handle, number, None, self._seconds)):
+        if self._refused(self._functions.link_wait(self.handle, number, None, self._seconds)):
             raise RuntimeError(f"the link has lost transfer {number}")
         transfer.done = True
         return float(self._seconds[0])
 
     def finished(self) -> list[Transfer]:
         """See `Link`."""
-        found = self._taken(lambda: self._functions.link_finished(self._handle, _MOST, self._named))
+        found = self._taken(lambda: self._functions.link_finished(self.handle, _MOST, self._named))
         for transfer in found:
             transfer.done = True
         return found
@@ -137,7 +151,7 @@ class CompiledLink:
     def drop(self, layer: int | None) -> list[Transfer]:
         """See `Link`."""
         which = -1 if layer is None else layer
-        return self._taken(lambda: self._functions.link_drop(self._handle, which, _MOST, self._named))
+        return self._taken(lambda: self._functions.link_drop(self.handle, which, _MOST, self._named))
 
     def drain(self) -> None:
         """Wait until everything submitted has landed.
@@ -145,14 +159,14 @@ class CompiledLink:
         Raises:
             RuntimeError: the link's failure.
         """
-        self._refused(self._functions.link_drain(self._handle))
+        self._refused(self._functions.link_drain(self.handle))
 
     def close(self) -> None:
         """See `Link`. No row moves afterwards."""
-        check(self._functions.link_close(self._handle))
+        check(self._functions.link_close(self.handle))
 
     def _moved(self) -> None:
-        check(self._functions.link_moved(self._handle, self._bytes, self._seconds))
+        check(self._functions.link_moved(self.handle, self._bytes, self._seconds))
 
     def _taken(self, name: Callable[[], int]) -> list[Transfer]:
         """The transfers that calls of `name` find."""
@@ -173,7 +187,7 @@ class CompiledLink:
             RuntimeError: the link's failure, or another error.
         """
         if code == codes.LINK_FAILED:
-            raise RuntimeError(self._functions.link_failure(self._handle).decode())
+            raise RuntimeError(self._functions.link_failure(self.handle).decode())
         return refused(code)
 
 

@@ -207,13 +207,12 @@ class LinkQueue:
         return not self._jobs
 
 
-def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
-    """Check a transfer's tensors and arrays, but not what index and slots hold.
+def check_tensors(source: Tensor, target: Tensor, nbytes: int, device: torch.device) -> None:
+    """Check both ends of transfers.
 
     Raises:
-        ValueError: rows, slots, tensors or a score that do not fit.
+        ValueError: tensors that do not fit.
     """
-    source, target, index, slots = transfer.source, transfer.target, transfer.index, transfer.slots
     for what, tensor, place in (("source", source, torch.device("cpu")), ("target", target, device)):
         if tensor.dtype != torch.uint8 or tensor.ndim != 2 or not tensor.is_contiguous():
             raise ValueError(f"{what} must be contiguous 2-D uint8, not {tensor.ndim}-D {tensor.dtype}")
@@ -221,6 +220,16 @@ def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
             raise ValueError(
                 f"{what} must be rows of {nbytes} bytes on {place}, not of {tensor.shape[1]} on {tensor.device}"
             )
+
+
+def check_ends(transfer: Transfer, nbytes: int, device: torch.device) -> None:
+    """Check a transfer's tensors and arrays, but not what index and slots hold.
+
+    Raises:
+        ValueError: rows, slots, tensors or a score that do not fit.
+    """
+    index, slots = transfer.index, transfer.slots
+    check_tensors(transfer.source, transfer.target, nbytes, device)
     if index.dtype != np.int64 or slots.dtype != np.int32 or index.ndim != 1 or index.shape != slots.shape:
         raise ValueError(
             f"index and slots must be (N,) int64 and int32, "

@@ -1,6 +1,7 @@
 // Who gives way in the pool of rows; `kernels/pool.py` defines it.
 #pragma once
 
+#include "arch/row_ops.h"
 #include "buffers.h"
 #include "floe.h"
 
@@ -143,6 +144,7 @@ inline int64_t evict(const floe_pool &p, int64_t wanted, bool urgent, int32_t *s
     const int64_t taken = found.select(wanted);
     const ExpertOf expert_of(p);
     for (int64_t i = 0; i < taken; i++) {
+        if (i + 16 < taken) FLOE_PREFETCH(p.slots + p.cells[found.slots[i + 16]].key);
         const int32_t slot = slots[i] = found.slots[i], key = p.cells[slot].key;
         p.slots[key] = -1;
         p.cells[slot].word = FREE;

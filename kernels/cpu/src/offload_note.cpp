@@ -4,6 +4,7 @@
 #include "floe_offload.h"
 #include "found.h"
 #include "pool_slots.h"
+#include "way.h"
 
 #include <math.h>
 #include <string.h>
@@ -83,8 +84,24 @@ void shrink(const floe_pool &p, int64_t layer) {
 
 // Calls that weigh most first.
 void order_calls(const floe_found &f, std::pair<float, int64_t> *order) {
-    for (int64_t c = 0; c < f.calls; c++) order[c] = {isnan(f.weights[c]) ? INFINITY : -f.weights[c], c};
+    for (int64_t c = 0; c < f.calls; c++) order[c] = {-f.weights[c], c};
     std::sort(order, order + f.calls);
+}
+
+// Sends for what a guess got slots for, call by call, in pieces that are sent or dropped as a whole.
+int send_pieces(const floe_way &way, const floe_found &f, const int32_t *keys, const int32_t *slots, int64_t taken,
+                const int64_t *runs, int64_t *sent) {
+    std::fill(sent, sent + 2 * f.calls * way.pieces, (int64_t)0);
+    for (int64_t n = 0, start = 0, end = 0; n < f.calls; n++) {
+        end = std::min(end + runs[2 * n + 1], taken);
+        const int64_t piece = std::max(way.piece, (end - start + way.pieces - 1) / way.pieces);
+        for (; start < end; start = sent[1], sent += 2) {
+            sent[1] = std::min(start + piece, end);
+            sent[0] = send(way, f.layer, keys + start, slots + start, sent[1] - start, false, f.weights[runs[2 * n]]);
+            if (sent[0] < 0) return (int)sent[0];
+        }
+    }
+    return FLOE_OK;
 }
 
 } // namespace
@@ -111,8 +128,8 @@ int floe_offload_note(const floe_pool *pool, const floe_found *found) {
     return FLOE_OK;
 }
 
-int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, int32_t *guessed, int32_t *keys,
-                           int32_t *slots, int64_t *runs) {
+int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, const floe_way *way, int32_t *guessed,
+                           int32_t *keys, int32_t *slots, int64_t *runs, int64_t *sent) {
     thread_local Buffer buffer;
     const floe_pool &p = *pool;
     const floe_found &f = *guess;
@@ -121,6 +138,9 @@ int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, int32
     uint8_t *memory = buffer.take(ordered + seen_bytes(p, f));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     if (const int error = check_found(p, f, memory + ordered, once)) return error;
+    if (way != nullptr && (sent == nullptr || !leads(p, *way))) return FLOE_BAD_SHAPE;
+    for (int64_t c = 0; c < f.calls; c++)
+        if (isnan(f.weights[c])) return FLOE_BAD_SHAPE; // no rank in a queue
     auto *order = (std::pair<float, int64_t> *)memory;
     order_calls(f, order);
     int32_t *table = p.slots + f.layer * expert_width(p);
@@ -148,6 +168,8 @@ int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *guess, int32
     if (taken < count) taken += evict(p, count - taken, false, slots + taken, candidates, factors);
     for (int64_t i = taken; i < count; i++) table[keys[i]] = -1;
     if (count > 0) book(p, f.layer, keys, taken, false, slots);
+    if (way != nullptr)
+        if (const int error = send_pieces(*way, f, keys, slots, taken, runs, sent)) return error;
     return taken;
 }
 

@@ -8,6 +8,7 @@
 #include "floe_offload.h"
 #include "found.h"
 #include "pool_slots.h"
+#include "way.h"
 
 #include <math.h>
 #include <string.h>
@@ -213,7 +214,7 @@ void count_calls(const floe_found &f, const Part &absent, double whole, floe_pla
 using namespace floe;
 
 int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes, double whole,
-                       const floe_places *places, floe_placed *placed) {
+                       const floe_way *way, const floe_places *places, floe_placed *placed) {
     thread_local Buffer buffer;
     const floe_pool &p = *pool;
     const floe_found &f = *found;
@@ -224,6 +225,7 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
     double *heard = carve<double>(memory, p.experts);
     if (const int error = check_found(p, f, memory, once)) return error;
     if (f.total > d.room || (f.late != nullptr && f.values == nullptr)) return FLOE_BAD_SHAPE;
+    if (way != nullptr && !leads(p, *way)) return FLOE_BAD_SHAPE;
 
     const Part ready(d, f.calls, FLOE_PART_READY), coming(d, f.calls, FLOE_PART_COMING);
     const Part copied(d, f.calls, FLOE_PART_COPIED), beside(d, f.calls, FLOE_PART_BESIDE);
@@ -248,6 +250,13 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
         taken += evict(p, wanted - taken, true, d.slots + taken, candidates, factors);
     }
     placed->reserved = taken;
+    if (way != nullptr && taken > 0) {
+        placed->transfer = send(*way, f.layer, d.keys, d.slots, taken, true, 0.0);
+        if (placed->transfer < 0) {
+            give_back(p, taken, d.slots);
+            return (int)placed->transfer;
+        }
+    }
     if (rests(p, f)) std::fill(coming.offsets, coming.offsets + f.calls + 1, (int64_t)0);
     else split(p, f, ready, coming);
     leave_out(f, coming, late);

@@ -1,7 +1,6 @@
 // What the pool's operations have in common: taking slots and booking rows. `kernels/pool.py` defines it.
 #pragma once
 
-#include "arch/row_ops.h"
 #include "eviction.h"
 
 #include <algorithm>
@@ -37,6 +36,11 @@ inline int64_t take_free(const floe_pool &p, int64_t count, bool urgent, int32_t
     for (int64_t i = 0; i < taken; i++) slots[i] = p.free_slots[--free_count];
     spare = std::min(spare, free_count);
     return taken;
+}
+
+// Slots that were taken are free again.
+inline void give_back(const floe_pool &p, int64_t count, const int32_t *slots) {
+    for (int64_t i = count; i-- > 0;) p.free_slots[p.counters[FLOE_POOL_FREE]++] = slots[i];
 }
 
 // These rows are on their way into their slots from now on.
