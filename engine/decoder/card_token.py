@@ -11,25 +11,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
-from ...kernels.step import KeptTokens
 from ...kernels.types import Limits
 from ..experts.moe_layer import Cancelled, MoELayer
 from ..experts.ruled_layer import RuledLayer
 from .attention import norm
+from .card_layers import TokenRecord, before_experts, need_kernels
 from .compiled_token import hooks_of, in_memory
 from .graphs import Captured, capture, pinned
 from .kv_cache import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
 _log = logging.getLogger("floe_chat.engine")
-_ID, _POSITION, _COUNTING, _ADDRESSES = range(4)  # of the record; one address per layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +57,11 @@ class CardToken:
 
     def __init__(self, layers: Sequence[DecoderLayer], ends: Ends) -> None:
         self._layers, self._ends, self._device = layers, ends, ends.embedding.device
-        backend = kernels.choose(self._device)
-        if backend.name == "reference":
-            raise Unsupported(f"a graph needs the Triton kernels: {backend.reason}")
+        need_kernels(self._device)
         self._experts = in_memory(layers)
         self._control, self._hooks = self._experts[0].control, hooks_of(self._experts)
-        self._record = pinned(_ADDRESSES + len(layers), dtype=torch.int64, device=self._device)
-        self._written: Any = self._record.numpy()
+        self._record = TokenRecord(layers, self._device)
         self._logits = pinned(1, len(ends.embedding), dtype=torch.float32, device=self._device)
-        self._here = torch.zeros_like(self._record, device=self._device)
-        self._store = -1  # whose addresses the record has
         self._form: _Form | None = None
         self._preset, self.declined = self._control.preset, ""
         self._change(len(layers))
@@ -98,11 +91,7 @@ class CardToken:
         assert form is not None, "not ready"
         if self._control.cancelled.is_set():
             raise Cancelled
-        record = self._written
-        if store.version != self._store:
-            record[_ADDRESSES:] = [layer.data_ptr() for layer in store.layers()]
-            self._store = store.version
-        record[:_ADDRESSES] = token, position, self._control.counting
+        self._record.write(token, position, store, counting=self._control.counting)
         form.captured.replay()
         form.captured.wait()
         if self._control.counting:
@@ -126,18 +115,16 @@ class CardToken:
     @torch.inference_mode()
     def _made(self, ruled: Sequence[RuledLayer]) -> _Form:
         """Capture, on an entry that no conversation has."""
-        heads = self._layers[0].heads
-        entry = torch.empty(1, *heads.entry, dtype=heads.cache_dtype, device=self._device)
-        self._written[:] = 0
-        self._written[_ADDRESSES:] = entry.data_ptr()
-        self._store = -1
+        entry = self._record.rehearse(self._layers, self._device)
         form = _Form(self._layers, self._experts, ruled)
 
-        def work() -> None:
-            self._here.copy_(self._record, non_blocking=True)
-            self._logits.copy_(form.token(self._here, self._ends), non_blocking=True)
+        def work() -> tuple[Tensor, ...]:
+            self._record.read()
+            self._logits.copy_(form.token(self._record, self._ends), non_blocking=True)
+            return ()
 
         form.captured = capture(work, self._device)
+        del entry  # the graph has run on it
         return form
 
 
@@ -155,10 +142,10 @@ class _Form:
     ) -> None:
         self.count = len(ruled)
         self._layers, self._ruled = layers[: self.count], ruled
-        self._routers = [layer.router for layer in layers if layer.router is not None]
+        top_k = next(layer.router.top_k for layer in layers if layer.router is not None)
         self._control, self._structure = experts[0].control, _structure(ruled)
         self._limits = [_in_place(one) for one in ruled]
-        self.counts = _Counts(experts, ruled, self._routers[0].top_k)
+        self.counts = _Counts(experts, ruled, top_k)
 
     def serves(self, ruled: Sequence[RuledLayer]) -> bool:
         """Whether only values differ."""
@@ -172,26 +159,21 @@ class _Form:
                 if (values := getattr(new, name)) is not None:
                     getattr(mine, name).copy_(values)
 
-    def token(self, record: Tensor, ends: Ends) -> Tensor:
-        """Everything between a record on the device and the logits (1, V) float32."""
-        kept = KeptTokens(record[_ADDRESSES:], record[_POSITION:_COUNTING])
-        x, added = F.embedding(record[_ID:_POSITION], ends.embedding), None
+    def token(self, record: TokenRecord, ends: Ends) -> Tensor:
+        """Everything between the record on the device and the logits (1, V) float32."""
+        x = F.embedding(record.token, ends.embedding)
         done: list[tuple[Tensor, Tensor, Tensor]] = []
-        each = zip(self._layers, self._routers, self._ruled, self._limits, strict=False)
-        for index, (layer, router, ruled, limits) in enumerate(each):
-            stream = x if added is None else x + added
-            qkv = layer.qkv.forward(norm(stream, layer.input_layernorm, layer.eps))
-            x = stream + layer.out.forward(kernels.attend_one(qkv, ends.rope, kept, index, layer.heads, layer.eps))
-            hidden = norm(x, layer.post_attention_layernorm, layer.eps)
-            chosen, weights = router(hidden)
+        for index, (layer, ruled, limits) in enumerate(zip(self._layers, self._ruled, self._limits, strict=True)):
+            stepped = before_experts(layer, index, x, ends.rope, record.kept)
+            hidden, (chosen, weights) = stepped.hidden, stepped.routed
             work = kernels.select(chosen, weights, limits, ruled.rule)
             given = hidden, ruled.layer.up, ruled.layer.rows, work.calls, work.thresholds, work.products
             # The kernels of a card ignore x_bits, so that it need not be the same at each replay.
-            added, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
+            y, counts = kernels.moe_step(*given, x_bits=self._control.preset.x_bits)
+            x = stepped.stream + y
             done.append((chosen, counts, work.thresholds))
-        assert added is not None
-        self.counts.add(done, record[_COUNTING:_ADDRESSES])
-        return ends.head(norm(x + added, ends.norm, ends.eps)).float()
+        self.counts.add(done, record.times)
+        return ends.head(norm(x, ends.norm, ends.eps)).float()
 
 
 class _Counts:

@@ -1,8 +1,9 @@
 """One forward pass with little Python: the dense part's operations, written out for the supported families.
 
 A single token on the CPU takes one compiled operation per layer (`kernels/step.py`), or one for all of them
-(`compiled_token.py`); on a GPU that holds all experts it is one graph (`card_token.py`). Prompts and everything else
-use torch's operations. The state of a pass is (T, H): T tokens of one sequence, without a batch dimension.
+(`compiled_token.py`). On a GPU it is one graph (`card_token.py`), or one per layer where some experts are elsewhere
+(`card_layers.py`). Prompts and everything else use torch's operations. The state of a pass is (T, H): T tokens of one
+sequence, without a batch dimension.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...kernels.step import ModelEnds, Stepped
 from ..sampling import Sampler
 from . import graphs
 from .attention import GroupedAttention, norm
+from .card_layers import CardLayers
 from .card_token import CardToken, Ends
 from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
@@ -62,6 +64,7 @@ class FusedDecoder:
         self.ends: NativeEnds | None = None
         self._whole: TokenPass | None = None
         self._card: CardToken | None = None
+        self._graphs: CardLayers | None = None
         self.reason = "dense layers in floe-chat's own pass"
         try:
             self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
@@ -71,7 +74,11 @@ class FusedDecoder:
 
     def _on_card(self) -> str:
         rope = self._rope.tables(0, self._window)
-        self._card = CardToken(self._layers, Ends(self._embedding, rope, self._norm, self._eps, self._head))
+        try:
+            self._card = CardToken(self._layers, Ends(self._embedding, rope, self._norm, self._eps, self._head))
+        except Unsupported as declined:
+            self._graphs = CardLayers(self._layers, self._embedding, rope)
+            return f"one graph per layer and token, because {declined}"
         return "one graph per token"
 
     def _on_cpu(self) -> str:
@@ -128,6 +135,9 @@ class FusedDecoder:
 
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
+        if len(ids) == 1 and self._graphs is not None:
+            self._graphs.begin(ids[0], start, store)
+            return self._through(self._graphs.step, self._embedding[:1], store, end)
         rope = self._rope.tables(start, end)
         x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
@@ -138,6 +148,10 @@ class FusedDecoder:
             step = _NativePass(self.steps, self._layers, store, rope[0], start).step
         else:
             step = _TorchPass(self._layers, store, rope, start).step
+        return self._through(step, x, store, end)
+
+    def _through(self, step: DenseCall, x: Tensor, store: GrowingStore, end: int) -> Tensor:
+        """Logits (1, V) after x (T, H) went through layer after layer."""
         self._step = step
         added: Tensor | None = None
         for index, layer in enumerate(self._layers[: self._config.num_hidden_layers]):

@@ -7,16 +7,23 @@ allocates itself stays reserved for it. On the CPU, where tests run, a replay do
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Work = Callable[[], None]
+Work = Callable[[], tuple[Tensor, ...]]
 
 
 class Captured(Protocol):
-    """Work that can be started again."""
+    """Work that can be started again.
+
+    Attributes:
+        outputs: of the work, at addresses that each replay writes again.
+    """
+
+    outputs: tuple[Tensor, ...]
 
     def replay(self) -> None:
         """Start it, behind what the device was asked for before; nobody waits."""
@@ -47,6 +54,12 @@ def pinned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+@cache
+def _shared_pool() -> Any:
+    """Memory for all graphs: they run one after the other, and their outputs stay reserved while somebody has them."""
+    return torch.cuda.graph_pool_handle()
+
+
 class _Graph:
     """A CUDA graph. The event is recorded behind each replay."""
 
@@ -57,8 +70,8 @@ class _Graph:
             self._warm_up(work)
             self._graph: Any = torch.cuda.CUDAGraph()
             # Other threads may copy and allocate meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                work()
+            with torch.cuda.graph(self._graph, _shared_pool(), capture_error_mode="thread_local"):
+                self.outputs = work()
             self._done: Any = torch.cuda.Event()
 
     def _warm_up(self, work: Work) -> None:
@@ -84,12 +97,12 @@ class _Again:
     """The same interface where nothing can be captured."""
 
     def __init__(self, work: Work) -> None:
-        self._work = work
-        work()
+        self._work, self.outputs = work, work()
 
     def replay(self) -> None:
         """See `Captured`."""
-        self._work()
+        for mine, new in zip(self.outputs, self._work(), strict=True):
+            mine.copy_(new)
 
     def wait(self) -> None:
         """See `Captured`: the CPU has ended when it returns."""

@@ -164,9 +164,6 @@ class GrowingStore:
 
     Memory grows by half, in whole blocks, up to the window. Layers share a tensor
     in groups: one call then gives the views of a whole group, and only one group is there twice while it grows.
-
-    Attributes:
-        version: another number whenever the memory is another, among all stores.
     """
 
     def __init__(
@@ -178,7 +175,7 @@ class GrowingStore:
         self._own = [torch.empty(size, 0, *entry, dtype=dtype, device=device) for size in sizes]
         self._window = window
         self.capacity = self.length = 0
-        self.version = next(_VERSIONS)
+        self._version = next(_VERSIONS)
 
     def nbytes(self) -> int:
         """Bytes that are set aside."""
@@ -207,6 +204,10 @@ class GrowingStore:
         """For each layer, all that is set aside, (capacity, R, D)."""
         return [layer for group in self._groups() for layer in group.unbind(0)]
 
+    def version(self) -> tuple[int, int]:
+        """Another one, among all stores, whenever `layers` are at other addresses."""
+        return self._version, 0
+
     def places(self, end: int) -> list[Tensor]:
         """For each layer, where the entries of tokens length..end-1 go, (end - length, R, D)."""
         added = end - self.length
@@ -228,7 +229,7 @@ class GrowingStore:
             self._own[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
             self._own[index][:, : self.length] = old[:, : self.length]
             del old  # otherwise the last group would exist twice even after its growth
-        self.capacity, self.version = capacity, next(_VERSIONS)
+        self.capacity, self._version = capacity, next(_VERSIONS)
 
 
 class BorrowingStore(GrowingStore):
@@ -257,6 +258,10 @@ class BorrowingStore(GrowingStore):
         if length > self.capacity:
             self._resize(self._blocks(length))
 
+    def version(self) -> tuple[int, int]:
+        """See `GrowingStore`; the memory moves when rows give way to something else."""
+        return self._version, self._room.lent().data_ptr()
+
     def _groups(self) -> list[Tensor]:
         return [self._at(self._room.lent(), self.capacity)]
 
@@ -283,4 +288,4 @@ class BorrowingStore(GrowingStore):
                 new[layer, start:end] = old[layer, start:end]
         if capacity < before:
             self._room.lend(self._nbytes(capacity))
-        self.capacity, self.version = capacity, next(_VERSIONS)
+        self.capacity, self._version = capacity, next(_VERSIONS)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import card_token, graphs
+from floe_chat.engine.decoder import card_layers, card_token, graphs
 from floe_chat.engine.decoder.quantized_linear import PackedLinear
 from floe_chat.kernels import operations
 from torch import Tensor
@@ -115,7 +115,7 @@ class FakeCard:
             self._kept.append(made)
             return made
 
-        def capture(work: Callable[[], None], _device: torch.device) -> FakeGraph:
+        def capture(work: graphs.Work, _device: torch.device) -> FakeGraph:
             if self.refuses is not None:
                 raise self.refuses
             self.captures.append(FakeGraph(self, work))
@@ -123,8 +123,9 @@ class FakeCard:
 
         self._kept: list[Tensor] = []
         monkeypatch.setattr(graphs, "possible", possible)
-        monkeypatch.setattr(card_token, "pinned", pinned)
-        monkeypatch.setattr(card_token, "capture", capture)
+        for module in (card_token, card_layers):
+            monkeypatch.setattr(module, "pinned", pinned)
+            monkeypatch.setattr(module, "capture", capture)
         for name in OPERATIONS:
             monkeypatch.setattr(operations, name, self._one_operation(name, getattr(operations, name)))
         monkeypatch.setattr(PackedLinear, "forward", self._one_operation("linear", PackedLinear.forward))
@@ -143,30 +144,35 @@ class FakeCard:
 
         return call
 
-    def run(self, work: Callable[[], None]) -> Recording:
+    def run(self, work: graphs.Work, outputs: tuple[Tensor, ...] | None = None) -> tuple[Recording, tuple[Tensor, ...]]:
+        """Run it, with its results in `outputs`, if there are any already: a replay writes where the capture did."""
         recording = self.running = Recording(self.host)
         try:
             with recording:
-                work()
+                made = work()
         finally:
             self.running = None
+        if outputs is None:
+            outputs = tuple(map(torch.clone, made))
+        for mine, new in zip(outputs, made, strict=True):
+            mine.copy_(new)
         recording.poison()
-        return recording
+        return recording, outputs
 
 
 class FakeGraph:
     """One capture, after a run that stands for its warming up."""
 
-    def __init__(self, card: FakeCard, work: Callable[[], None]) -> None:
+    def __init__(self, card: FakeCard, work: graphs.Work) -> None:
         self._card, self._work = card, work
         card.run(work)
-        self._captured = card.run(work)
+        self._captured, self.outputs = card.run(work)
 
     def replay(self) -> None:
         profiled = sys.getprofile()
         sys.setprofile(None)  # a card runs this by itself
         self._card.replays += 1
-        replayed = self._card.run(self._work)
+        replayed, _ = self._card.run(self._work, self.outputs)
         for before, now in zip(self._captured.log, replayed.log, strict=True):
             assert before == now, "a replay repeats what was captured, with the same numbers"
         assert replayed.outside == self._captured.outside, "something was read or written that is not static"

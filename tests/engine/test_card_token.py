@@ -219,7 +219,7 @@ def test_a_stop_is_seen_between_tokens(tiny_pack: Path, card: FakeCard) -> None:
 def test_what_cannot_be_captured_goes_layer_by_layer(tiny_pack: Path, card: FakeCard, error: Exception) -> None:
     card.refuses = error
     loaded = load(tiny_pack, None, "cpu", silent)[0]
-    assert "by torch's operations, because a token could not be captured" in loaded.decoder.reason
+    assert "by torch's operations, because a layer could not be captured" in loaded.decoder.reason
     assert str(error) in loaded.decoder.reason
     expected = answer(loaded, IDS)
     card.refuses = None
@@ -328,65 +328,63 @@ def test_the_fake_card_sees_what_a_replay_would_not(
         feed(loaded, [1])
 
 
-def on_gpu(pack: Path) -> LoadedModel:
+def on_gpu() -> LoadedModel:
+    """The demo, which is there without any other package."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    loaded = load(pack, None, "cuda", silent)[0]
-    assert "one graph per token" in loaded.decoder.reason
+    loaded = load(DEMO, None, "cuda", silent)[0]
+    assert "one graph per token" in loaded.decoder.reason, loaded.decoder.reason
     return loaded
 
 
 @pytest.mark.gpu
-def test_a_token_on_a_gpu_is_layer_after_layer(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_on_a_gpu_is_layer_after_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "BLOCK", 4)
-    loaded = on_gpu(tiny_pack)
+    loaded = on_gpu()
     for preset in PRESETS.values():
         use(loaded, preset)
         loaded.telemetry.begin(0, 0, 0.0)
         found = feed(loaded, IDS)
         counts = counted(loaded)
         expected, as_counted = eager(loaded, lambda: feed(loaded, IDS))
-        assert relative_rms(found, expected.cpu()) <= 5e-2
-        assert [layer["dropped"] for layer in counts] == [layer["dropped"] for layer in as_counted]
+        assert relative_rms(found, expected.float().cpu()) <= 0.1, preset
         assert sum(counts[0]["calls"]) == sum(as_counted[0]["calls"]) > 0
-    assert answer(loaded, IDS, sampling=WARM).tokens == answer(loaded, IDS, sampling=WARM).tokens
+        assert counts[0]["active"] == pytest.approx(as_counted[0]["active"], rel=0.1)
+    assert answer(loaded, IDS, sampling=WARM) == answer(loaded, IDS, sampling=WARM)
 
 
 @pytest.mark.gpu
-def test_a_token_on_a_gpu_waits_once(tiny_pack: Path) -> None:
-    loaded, kv = on_gpu(tiny_pack), KVCache()
+def test_a_token_on_a_gpu_waits_once() -> None:
+    loaded, kv = on_gpu(), KVCache()
     feed(loaded, IDS, kv)
     loaded.control.counting = True
-    torch.cuda.set_sync_debug_mode("error")  # an event's wait alone is allowed
+    torch.cuda.set_sync_debug_mode("error")  # the wait for an event is allowed
     try:
         assert loaded.decoder.several(7, kv, Sampler(GREEDY, IDS), 1, ()) is not None
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum(counted(loaded)[0]["calls"]) == (len(IDS) + 1) * 2
+    chosen = loaded.packed.manifest.architecture.top_k
+    assert sum(counted(loaded)[0]["calls"]) == (len(IDS) + 1) * chosen
 
 
 @pytest.mark.gpu
-def test_the_demo_answers_on_a_gpu_as_on_the_cpu() -> None:
-    loaded, chat = on_gpu(DEMO), ChatFormat(DEMO)
-    prompt = chat.encode([{"role": "user", "content": "Hello!"}])
-    found = answer(loaded, prompt, max_new_tokens=60, stop_ids=chat.stop_ids)
-    expected = answer(load(DEMO, None, "cpu", silent)[0], prompt, max_new_tokens=60, stop_ids=chat.stop_ids)
-    assert found.tokens[:10] == expected.tokens[:10]
+def test_a_gpu_answers_as_the_cpu() -> None:
+    loaded, here = on_gpu(), load(DEMO, None, "cpu", silent)[0]
+    for model in (loaded, here):
+        use(model, PRESETS["nothing"])
+    assert relative_rms(feed(loaded, IDS), feed(here, IDS)) <= 0.1
 
 
 @pytest.mark.gpu
-def test_a_gpu_whose_memory_runs_out_goes_layer_by_layer(tiny_pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    moe_step, left = operations.moe_step, [3]
+def test_a_gpu_whose_memory_runs_out_goes_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, moe_step = answer(on_gpu(), IDS), operations.moe_step
 
     def out(*given: Any, **named: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:  # in the capture, not when it is warmed up
+        if torch.cuda.is_current_stream_capturing():
             raise torch.OutOfMemoryError("CUDA out of memory")
         return moe_step(*given, **named)
 
     monkeypatch.setattr(operations, "moe_step", out)
-    loaded = load(tiny_pack, None, "cuda", silent)[0]
-    assert "CUDA out of memory" in loaded.decoder.reason
-    assert len(answer(loaded, IDS).tokens) == 16
+    loaded = load(DEMO, None, "cuda", silent)[0]
+    assert "CUDA out of memory" in loaded.decoder.reason and "one graph per layer" in loaded.decoder.reason
+    assert len(answer(loaded, IDS).tokens) == len(expected.tokens)
