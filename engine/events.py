@@ -188,7 +188,8 @@ class Rows:
         moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
         link_bytes_s: the link's speed while it was busy. link_peak: its maximum, in bytes per second.
         link_busy: share of the time since the prompt in which it was.
-        pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else.
+        pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else. whole: for
+            rows of layers that are all there.
         virtual: whether times are those of a simulated device.
     """
 
@@ -218,6 +219,7 @@ class Rows:
     expert_recalls: tuple[float | None, ...] = ()
     expert_precisions: tuple[float | None, ...] = ()
     left_out: float | None = None
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class PoolReport(Protocol):
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of device memory: pool, pool_used, up, dense."""
+        """Bytes of device memory: pool, pool_used, up, dense, whole."""
         ...
 
     def link_peak(self) -> float:

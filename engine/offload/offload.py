@@ -117,6 +117,7 @@ class Offload:
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
+        self._fixed["whole"] = (uses or {}).get("rows", 0)
         self._borrower: weakref.ref[object] | None = None
         self._peak = device.rates.link_bytes_s
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads

@@ -216,6 +216,9 @@ def test_the_devices_memory_by_use() -> None:
         "▒░ pool, used    3.20 of 4.00 GB",
         "· rest of the budget      500 MB",
     ]
+    some = dataclasses.replace(ROWS, whole=1_000_000_000, pool=3_000_000_000, pool_used=3_000_000_000)
+    assert "▞ whole layers           1.00 GB" in lines(memory.memory, figures(some))
+    assert value(memory.memory, figures(some), "VRAM") == "7.50 of 8.00 GB"
     assert value(memory.memory, figures(ROWS), "VRAM") == "7.50 of 8.00 GB"  # nothing measures a stand-in: the sum
     small = dataclasses.replace(ROWS, pool_used=450_000_000)
     assert "450 MB of 4.00 GB" in lines(memory.memory, figures(small))[7]

@@ -142,6 +142,19 @@ def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:
         needs.share_out(Mix(gpu=1, cpu=2), needs.least(Mix(gpu=1, cpu=2)) - 1, 512)
 
 
+def test_the_panel_can_tell_what_the_memory_is_used_for(pack: Path) -> None:
+    needs, mix = needs_of(pack), Mix(1, 1, 1)
+    loaded = opened(pack, "sim:rtx3060-12gb", mix)
+    answer(loaded, [1, 40, 41], max_new_tokens=4)
+    stats = loaded.telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=512)
+    rows = stats.rows
+    assert rows is not None and (rows.whole, rows.up) == (needs.rows // 3, 2 * (needs.up // 3))
+    assert stats.vram_budget is not None and rows.pool + rows.whole + rows.up + rows.dense < stats.vram_budget
+    shares = rows.ready, rows.coming, rows.copied, rows.on_cpu, rows.left_out
+    assert sum(share or 0.0 for share in shares) == pytest.approx(1)
+    loaded.close()
+
+
 def test_without_a_pool_keys_and_values_have_what_is_reserved(pack: Path) -> None:
     loaded = opened(pack, "throttled:1gb", Mix(gpu=1, cpu=2), spare=0)
     shared = loaded.offload

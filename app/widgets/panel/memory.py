@@ -103,16 +103,18 @@ def memory(figures: PanelFigures, width: int) -> Content:
         return Content("\n").join(lines)
     dense = _Part("█", _TONES[0], rows.dense, "dense", units.size(rows.dense))
     up = _Part("▓", _TONES[1], rows.up, "up", units.size(rows.up))
+    whole = _Part("▞", _TONES[0], rows.whole, "whole layers", units.size(rows.whole))
     kept = _Part("▚", _TONES[3], stats.kv_bytes, "KV cache", units.size(stats.kv_bytes))
     used = _Part("▒", _TONES[2], rows.pool_used, "pool", "")
     free = _Part("░", MUTED, rows.pool - rows.pool_used, "", "")
-    named = rows.dense + rows.up + stats.kv_bytes + rows.pool
+    named = rows.dense + rows.up + rows.whole + stats.kv_bytes + rows.pool
     left = max(0, (stats.vram_budget or named) - named)
     rest = _Part("·", MUTED, left, "rest of the budget", units.size(left))
     pool = Content.assemble((used.glyph, used.style), (free.glyph, free.style), (" pool, used", MUTED))
     value = units.size_of(rows.pool_used, rows.pool)
     gap = max(1, width - pool.cell_length - len(value))
-    lines += [_bar([dense, up, kept, used, free, rest], width), *_legend([dense, up], width), _entry(kept, width)]
+    lines += [_bar([dense, up, whole, kept, used, free, rest], width), *_legend([dense, up], width)]
+    lines += [_entry(part, width) for part in (whole, kept) if part is kept or rows.whole]
     lines.append(Content.assemble(pool, " " * gap, value))
     if left:
         lines.append(_entry(rest, width))
