@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from floe_chat.engine.bench.cards import baselines
-from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, static, steps
+from floe_chat.engine.bench.cards.offload import COUNTED, CPU_REACHED, FREE, OTHERS, PLACED, run, static, steps
 from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Width, layers_held, play, room
 from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.offload.cards import Card
@@ -19,9 +19,14 @@ from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.offload.virtual import virtual_link
+from floe_chat.engine.planning import machine, speed_estimate
+from floe_chat.engine.planning.footprint import Footprint
+from floe_chat.engine.planning.speed_estimate import Held, TokenWork
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.kernels.cpu.binding import NativeUnavailableError
+from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
+from floe_chat.models.packing.pack import PackSpec
 
 from .driver import a_preset
 
@@ -193,6 +198,18 @@ def test_layers_of_each_kind_take_their_own_lanes(small: Card, trace: Trace) -> 
     pooled = played(Mix(pool=1, cpu=1), 300)
     assert pooled.moved > 0 and pooled.counts[0].on_cpu == pooled.counts[0].active > pooled.counts[1].on_cpu
     assert sum(layer.active for layer in pooled.counts) == sum(layer.active for layer in whole.counts)
+
+
+@pytest.mark.parametrize("mix", [Mix(gpu=2), Mix(cpu=2), Mix(gpu=1, cpu=1)], ids=str)
+def test_the_cost_model_counts_what_a_virtual_card_takes(trace: Trace, mix: Mix) -> None:
+    rtx, width = card("sim:rtx3060-12gb"), Width()
+    played = play(rtx, width, trace, HALF, Parts(mix=mix), cpu_share=CPU_REACHED, warm=WARM)
+    active = sum(layer.active for layer in played.counts) / sum(layer.neurons for layer in played.counts)
+    speeds = dataclasses.replace(machine.speeds_of(rtx, disk=1e9), host_gpu=0.0, host_ram=0.0)
+    takes = Footprint.of(described("mixtral-8x7b-instruct").sizes, PackSpec())
+    held = Held(gpu=True, mix=Mix(gpu=16 * mix.gpu, cpu=16 * mix.cpu))
+    token = speed_estimate.decode(takes, TokenWork(active=active), speeds, held, context=0)
+    assert token.seconds == pytest.approx(played.seconds, rel=0.05)
 
 
 def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times(small: Card, trace: Trace) -> None:
