@@ -119,6 +119,12 @@ def named(text: str, *, study: bool = False) -> Card:
     return dataclasses.replace(found, name=f"{name}@{size[1]}gb", vram_bytes=vram)
 
 
+def of_gpu(name: str) -> Card | None:
+    """The card that a driver calls so, such as "NVIDIA GeForce RTX 3090"; None if the list has none."""
+    known = _name(name)
+    return None if known is None else _cards()[known]
+
+
 def by_series() -> dict[str, list[Card]]:
     """All cards, oldest and smallest first, by series."""
     found: dict[str, list[Card]] = {}

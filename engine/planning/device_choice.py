@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from ...kernels import operations as kernels
 from ...kernels.cpu.binding import NativeUnavailableError, library
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
-from .. import context, quality_presets
 from ..machine import hardware
 from ..offload import cards
 from ..offload.device import Device
@@ -37,13 +37,11 @@ from ..offload.mix import Mix
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import VirtualDevice
 from ..quality_presets import Preset
-from . import machine, memory_plan, mix_choice, speed_estimate
-from . import rates as measured
-from .footprint import Footprint, kv_element
-from .machine import Machine
-from .memory_plan import DeviceShares, Needs
+from . import machine
+from .footprint import kv_element
+from .memory_plan import DeviceShares
+from .opened_pack import OpenedPack, UsableGpu
 from .rates import measured_rates
-from .speed_estimate import Held, TokenWork
 
 THROTTLED = "throttled:"
 # Defaults for what cannot be measured at the start: PCIe 3.0 x16, two channels of DDR4, a GPU of 2018. Corrected while
@@ -108,7 +106,7 @@ def choose(
         UsageError: a device that does not exist here, or has too little memory.
     """
     virtual, throttled = wanted.startswith(cards.PREFIX), wanted.startswith(THROTTLED)
-    pack = _Pack(
+    pack = OpenedPack(
         manifest, layers, config, kv_element(manifest.widths.dense) if virtual or throttled else 2, preset, mix
     )
     if virtual:
@@ -121,75 +119,38 @@ def choose(
         why = str(error)
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
-    if place == "cpu":
-        return DeviceChoice(place, why, DeviceShares.none(pack.window))
-    return _on_gpu(place, why, pack, vram, may_decline=wanted == "auto")
-
-
-class _Pack:
-    """A pack that is being opened, and what it needs on a device whose keys and values have `element` bytes each."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        layers: Sequence[PackedLayer],
-        config: Any,
-        element: int,
-        preset: Preset | None,
-        mix: Mix | None,
-    ) -> None:
-        self.layers, self.mix = layers, mix
-        self.window = context.window(config)
-        self.needs = Needs.of(manifest, layers, config, element)
-        self.takes = Footprint.of_pack(manifest, config)
-        self.work = TokenWork.of(preset or quality_presets.get(quality_presets.DEFAULT, manifest))
-
-    def shares(self, machine: Machine, budget: int) -> DeviceShares:
-        """The division of so much memory of the machine's GPU: as asked, or the fastest.
-
-        Raises:
-            UsageError: it is not enough.
-        """
-        if self.mix is not None:
-            return self.needs.share_out(self.mix, budget, self.window)
-        found = mix_choice.choose(self.takes, self.work, machine.speeds, self.needs, budget, machine.ram)
-        if found is None:
-            return self.needs.share_out(self.needs.every("cpu"), budget, self.window)
-        return self.needs.share_out(found[0].mix, budget, self.window, found[0].rows)
-
-    def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
-        """Tokens per second, by the cost model."""
-        pool = mix_choice.share(self.needs, shares)
-        ram = memory_plan.share_ram(machine.ram, self.takes, shares.mix, pool, self.needs.context).share
-        held = Held(gpu=shares.mix is not None, pool=pool, ram=ram, mix=shares.mix)
-        return 1 / speed_estimate.decode(self.takes, self.work, machine.speeds, held).seconds
-
-    def streamed(self, shares: DeviceShares) -> list[PackedLayer]:
-        """The layers of which rows cross the link."""
-        places = () if shares.mix is None else shares.mix.places
-        return [layer for layer, place in zip(self.layers, places, strict=True) if place != "gpu"]
-
-
-def _on_gpu(place: str, why: str, pack: _Pack, vram: int | None, *, may_decline: bool) -> DeviceChoice:
-    """With `may_decline`, the CPU where the GPU has too little memory or would be slower."""
-    needs, here = pack.needs, machine.here(hardware.probe(Path()), measured.Measured.load(measured.kept_file()))
-    free = torch.cuda.mem_get_info(place)[0]
-    cap = min(free, vram or free)
-    budget = memory_plan.budget(cap)
     alone = DeviceShares.none(pack.window)
-    least = min(needs.least(needs.every(kind)) for kind in ("gpu", "cpu"))
-    if may_decline and budget < least:
-        return DeviceChoice("cpu", f"{why} with {size(budget)} to use, and {size(least)} is needed", alone)
-    shares = pack.shares(here, budget)
-    if may_decline and pack.mix is None:
-        beside, cpu = pack.tokens_s(here, shares), pack.tokens_s(here, alone)
-        if cpu > beside:
-            why += f", and the CPU is faster for this model by our estimate: {cpu:.3g} against {beside:.3g} tokens/s"
-            return DeviceChoice("cpu", why, alone)
+    if place == "cpu":
+        return DeviceChoice(place, why, alone)
+    found = hardware.probe(Path())
+    if wanted != "auto":
+        return _on_gpu(UsableGpu.of(place, found), why, pack, vram)
+    # The kernels run on cards of a certain age; plain torch on others is not worth it.
+    gpus = [UsableGpu.of(f"cuda:{gpu.index}", found) for gpu in found.gpus if gpu.index is not None]
+    if len(gpus) > 1:
+        gpus = [gpu for gpu in gpus if kernels.choose(gpu.place).name != "reference"] or gpus
+    fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
+    if not fitting:
+        least = size(pack.least())
+        return DeviceChoice("cpu", f"{why} with {size(gpus[0].budget(vram))} to use, and {least} is needed", alone)
+    speeds = {gpu: pack.tokens_s(gpu.machine, pack.shares(gpu.machine, gpu.budget(vram))) for gpu in fitting}
+    best = max(fitting, key=speeds.__getitem__)
+    cpu = pack.tokens_s(best.machine, alone)
+    if cpu > speeds[best] and mix is None:
+        estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
+        return DeviceChoice("cpu", f"{why}, and the CPU is faster for this model by our estimate: {estimate}", alone)
+    if len(gpus) > 1:
+        why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
+    return _on_gpu(best, why, pack, vram)
+
+
+def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
+    place, needs, cap, budget = gpu.place, pack.needs, gpu.cap(vram), gpu.budget(vram)
+    shares = pack.shares(gpu.machine, budget)
     if shares.place == "gpu":
         return DeviceChoice(place, f"{why}, and the whole pack fits", shares, budget=budget, cap=cap)
-    if vram is not None and vram > free:
-        why += f" of which {size(free)} is free"
+    if vram is not None and vram > gpu.free:
+        why += f" of which {size(gpu.free)} is free"
     why += f"; with {size(budget)} of its memory, {_words(shares)}, because all weights need {size(needs.whole())}"
 
     def make(wanted: TransferMode) -> Device:
@@ -208,7 +169,7 @@ def _words(shares: DeviceShares) -> str:
     return shares.mix.describe()
 
 
-def _virtual(wanted: str, pack: _Pack, vram: int | None) -> DeviceChoice:
+def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     card = cards.named(wanted, study=True)
     if vram is not None and vram > card.vram_bytes:
         has = f"{cards.PREFIX}{card.name} has {size(card.vram_bytes)}."
@@ -228,7 +189,7 @@ def _virtual(wanted: str, pack: _Pack, vram: int | None) -> DeviceChoice:
     return DeviceChoice("cpu", why, shares, make, budget)
 
 
-def _throttled(wanted: str, pack: _Pack, vram: int | None) -> DeviceChoice:
+def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     """All layers share a pool unless told otherwise: this device is there to test that."""
     rate = wanted.removeprefix(THROTTLED)
     if not re.fullmatch(r"\d+(\.\d+)?gb", rate, re.ASCII) or float(rate[:-2]) <= 0:

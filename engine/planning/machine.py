@@ -25,6 +25,7 @@ PACKED = 1 / 3  # share of a linear read at which the CPU packs rows (assets/dev
 NO_CARD = "none"
 FREE = 0.8  # share of the memory counted on; if less is free now, the plan says so
 AGAIN = "floe-chat doctor --measure"
+_OF_GPU = (rates.GPU, rates.FLOPS, rates.PINNED, rates.PAGEABLE)
 
 # Assumptions, where neither a measurement nor an option gives a value.
 CPU_BYTES_S = 30e9  # two channels of DDR4
@@ -83,8 +84,12 @@ def reserve(ram: int) -> int:
     return min(int(ram * SYSTEM_SHARE), SYSTEM_MOST)
 
 
-def here(found: Hardware, measured: Measured | None) -> Machine:
-    """This machine, its rates measured or assumed."""
+def here(found: Hardware, measured: Measured | None, index: int | None = None) -> Machine:
+    """This machine, its rates measured or assumed.
+
+    Args:
+        index: torch's number of the GPU to plan for; None: the first one. Only the first one is ever measured.
+    """
     known = measured.rates if measured else {}
     told: dict[str, str] = {}
     if measured:
@@ -110,10 +115,12 @@ def here(found: Hardware, measured: Measured | None) -> Machine:
         disk=known.get(rates.DISK, DISK_BYTES_S),
     )
     usable = [gpu for gpu in found.gpus if gpu.index is not None]
+    if others := [gpu for gpu in usable[1:] if gpu.index == index]:
+        usable, known = others, {name: rate for name, rate in known.items() if name not in _OF_GPU}
     vram, name = 0, found.cpu
     if usable:
         vram, name = usable[0].vram_total, f"{usable[0].name} and {found.cpu}"
-        speeds = _with_gpu(speeds, known, told)
+        speeds = _with_gpu(speeds, known, told, usable[0].name)
         if usable[0].vram_free < FREE * vram:
             told["vram"] = f"Of its {memory(vram)} of GPU memory, {memory(usable[0].vram_free)} are free now."
     else:
@@ -134,17 +141,21 @@ def _of_ram(ram: int) -> str:
     return f"Of its {memory(ram)} of RAM, {memory(reserve(ram))} are reserved for the system and other programs."
 
 
-def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str]) -> Speeds:
-    """A GPU's measured rates, or those of a slow current card."""
+def _with_gpu(speeds: Speeds, known: Mapping[str, float], told: dict[str, str], name: str = "") -> Speeds:
+    """A GPU's measured rates, or the published ones of a card of that name, or those of a slow current card."""
+    listed = cards.of_gpu(name)
+    nbytes = GPU_BYTES_S if listed is None else listed.gpu_bytes_s * GPU_REACHED
+    flops = GPU_FLOPS if listed is None else listed.gpu_flops * GPU_REACHED
     if rates.GPU not in known:
-        told["gpu"] = f"The GPU reads its memory at {rate(GPU_BYTES_S)}: assumed, as for a slow current card."
+        source = "assumed, as for a slow current card" if listed is None else "computed from published figures"
+        told["gpu"] = f"The GPU reads its memory at {rate(nbytes)}: {source}."
     if rates.PINNED not in known:
         told["link"] = f"Copies to the GPU reach {rate(LINK_BYTES_S)}: assumed, as over PCIe 4.0 x8."
     return dataclasses.replace(
         speeds,
         link=min(known.get(rates.PINNED, LINK_BYTES_S), speeds.read * PACKED),
-        gpu=known[rates.GPU] * GPU_REACHED if rates.GPU in known else GPU_BYTES_S,
-        gpu_flops=known[rates.FLOPS] * GPU_REACHED if rates.FLOPS in known else GPU_FLOPS,
+        gpu=known[rates.GPU] * GPU_REACHED if rates.GPU in known else nbytes,
+        gpu_flops=known[rates.FLOPS] * GPU_REACHED if rates.FLOPS in known else flops,
     )
 
 

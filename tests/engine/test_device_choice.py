@@ -18,9 +18,11 @@ from floe_chat.engine.machine.hardware import Gpu
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
-from floe_chat.engine.planning import device_choice, memory_plan
+from floe_chat.engine.planning import device_choice, memory_plan, speed_estimate
 from floe_chat.engine.planning.device_choice import DeviceChoice
+from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
 from floe_chat.models.pack.packed_model import PackedModel
@@ -61,6 +63,32 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
         return int(free), 12 << 30
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+
+
+def test_auto_takes_the_fastest_card_and_the_cpu_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, choose: Choose
+) -> None:
+    """By the published figures of cards of these names; this model is so small that launching kernels takes longest."""
+    assert choose("auto").place == "cpu"
+    names = ("NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080")
+    gpus = tuple(Gpu(name, "8.6", 12 << 30, 1 << 30, index) for index, name in enumerate(names))
+    free = {f"cuda:{gpu.index}": (gpu.vram_free, gpu.vram_total) for gpu in gpus}
+    monkeypatch.setattr(hardware, "_gpus", lambda: (gpus, ""))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free.__getitem__)
+    here = kernels.choose("cpu")
+
+    def backend(place: str) -> Any:
+        return replace(here, name="reference" if place == "cuda:2" else "triton")
+
+    monkeypatch.setattr(device_choice.kernels, "choose", backend)
+    declined = choose("auto")
+    assert declined.place == "cpu" and "the CPU is faster" in declined.why and "tokens/s" in declined.why
+    slow = replace(figures(), host_s=1.0)
+    monkeypatch.setattr(speed_estimate, "figures", lambda: slow)
+    fastest = choose("auto")
+    assert fastest.place == "cuda:1" and "the fastest of 2 GPUs" in fastest.why
+    free["cuda:1"] = (1 << 10, 12 << 30)
+    assert choose("auto").place == "cuda:0"
 
 
 def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) -> None:
