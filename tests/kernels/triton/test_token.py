@@ -17,8 +17,8 @@ from floe_chat.models.catalog import asset
 from torch import Tensor
 
 from ...helpers import relative_rms
+from .conftest import INTERPRETED
 
-DEMO = asset("demo", "packed")
 OPERATIONS = ("select", "moe_step", "attend_one", "linear")
 RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)
 
@@ -38,12 +38,18 @@ def feed(loaded: LoadedModel) -> tuple[Tensor, list[int]]:
     return torch.cat(logits), [layer.active for layer in loaded.telemetry.layers]
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_a_token_is_the_cpus(
-    skips: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    # The interpreter is too slow for the demo, and another machine may not have what makes the small models.
-    small: Path = request.getfixturevalue("tiny_pack" if skips else "exact_pack") if device.type == "cpu" else DEMO
+@pytest.fixture(scope="module", params=[True, False], ids=["skips", "skips nothing"])
+def pack(request: pytest.FixtureRequest) -> tuple[Path, bool]:
+    """A pack, and whether to skip anything. Made before a test's memory is poisoned."""
+    skips: bool = request.param
+    if not INTERPRETED:  # a machine with a GPU may not have what makes the small models
+        return asset("demo", "packed"), skips
+    small: Path = request.getfixturevalue("tiny_pack" if skips else "exact_pack")
+    return small, skips
+
+
+def test_a_token_is_the_cpus(pack: tuple[Path, bool], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    small, skips = pack
     here = load(small, None, "cpu", silent)[0]
     with monkeypatch.context() as patch:
         if device.type == "cpu":
