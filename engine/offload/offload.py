@@ -190,6 +190,7 @@ class Offload:
         if capacity < max(1, self._least):
             return False
         self.scheduler.settle()
+        self.scheduler.let_go()
         self.pool.resize(0)
         self.memory.renew(capacity)
         self._fit()

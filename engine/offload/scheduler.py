@@ -76,7 +76,8 @@ class Scheduler:
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
         self.early: Early | None = None
         self._marks = np.zeros(pool.layers.shape[1], np.bool_)  # all False, but inside of `await_rows`
-        self._target, self._ways = memory.rows, dict[int, Way]()
+        self._target: Tensor | None = None  # of the ways
+        self._ways: dict[int, Way] = {}
         self._seen = device.link.bytes_moved, device.link.busy_s
 
     def transfer(
@@ -119,6 +120,10 @@ class Scheduler:
             source = self.sources[layer]
             self._ways[layer] = Way(*link.ends(source, rows), len(source), len(rows), PIECE, PIECES)
         return self._ways[layer]
+
+    def let_go(self) -> None:
+        """Hold no view of the rows' memory, which could not be freed otherwise; nothing is on its way."""
+        self._target, self._ways = None, {}
 
     def look(self) -> None:
         """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
