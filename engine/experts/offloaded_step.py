@@ -16,7 +16,6 @@ from torch import Tensor
 from ...kernels.located import Part
 from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls
-from ...kernels.weights import ExpertRows
 from ..offload.device import Partial, taken
 from ..offload.links.transfer import Transfer
 from ..offload.offload import Offload
@@ -162,7 +161,7 @@ class OffloadedStep:
         """Compute rows that are on the device."""
         if part.at.size:
             device, there, x_bits = self.shared.device, self.there, self.choice.ruled.preset.x_bits
-            rows = ExpertRows(self.choice.ruled.layer.rows.layout, self.shared.memory.rows[None])
+            rows = self.shared.rows(self.choice.ruled.layer.rows.layout)
             active = device.part(self.values, part.offsets, part.at, part.places)
             total.add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
 
@@ -211,6 +210,8 @@ class OffloadedStep:
 
     def _arrived(self, copied: Part, transfer: Transfer, first: int, last: int) -> Part:
         """The part that the copied rows first..last-1 belong to."""
+        if first == 0 and last == copied.at.size and self._of_one:
+            return Part(copied.offsets, copied.at, transfer.slots)
         if self._of_one:  # both are in the same order
             offsets = np.clip(copied.offsets, first, last) - first
             return Part(offsets, copied.at[first:last], transfer.slots)

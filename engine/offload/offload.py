@@ -12,6 +12,8 @@ from typing import cast
 
 from torch import Tensor
 
+from ...kernels.layouts import RowLayout
+from ...kernels.weights import ExpertRows
 from ...models.errors import FloeError, UsageError
 from ...models.pack.packed_model import PackedLayer
 from ...models.pack.usage_file import Heat
@@ -118,9 +120,21 @@ class Offload:
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
         self._fixed["whole"] = (uses or {}).get("rows", 0)
+        self._view: ExpertRows | None = None
         self._borrower: weakref.ref[object] | None = None
         self._peak = device.rates.link_bytes_s
         self._least = min(capacity, neurons)  # rows: with fewer, a step takes many loads
+
+    def rows(self, layout: RowLayout) -> ExpertRows:
+        """The pool's rows, as those of one expert."""
+        if self._view is None or self._view.layout != layout:
+            self._view = ExpertRows(layout, self.memory.rows[None])
+        return self._view
+
+    def settle(self) -> None:
+        """Nothing is on its way, no row is in use, and no view of the rows is left: their memory may change."""
+        self.scheduler.settle()
+        self._view = None
 
     def moved(self) -> tuple[int, float]:
         """Bytes that the link moved so far, and its busy seconds."""
@@ -139,6 +153,7 @@ class Offload:
         """Let rows use the room of keys and values too, while those do not need it; call before the pool is filled."""
         # What is lent lies at the end, and a number's address has to be a multiple of its size.
         nbytes = (self.memory.nbytes + self._keys) // ALIGNED * ALIGNED
+        self.settle()
         self.pool.resize(0)
         self.memory.give()
         self.memory.take(nbytes)
@@ -169,7 +184,7 @@ class Offload:
                 f"Its keys and values need {size(nbytes)}, which leaves {max(0, left):,} rows of weights.",
                 "Start a new chat, or allow more memory with --vram.",
             )
-        self.scheduler.settle()
+        self.settle()
         if before <= self._keys < nbytes:
             self.notices.append(
                 Notice(
@@ -189,8 +204,7 @@ class Offload:
         capacity = self.pool.capacity * 3 // 4
         if capacity < max(1, self._least):
             return False
-        self.scheduler.settle()
-        self.scheduler.let_go()
+        self.settle()
         self.pool.resize(0)
         self.memory.renew(capacity)
         self._fit()

@@ -76,7 +76,6 @@ class Scheduler:
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
         self.early: Early | None = None
         self._marks = np.zeros(pool.layers.shape[1], np.bool_)  # all False, but inside of `await_rows`
-        self._target: Tensor | None = None  # of the ways
         self._ways: dict[int, Way] = {}
         self._seen = device.link.bytes_moved, device.link.busy_s
 
@@ -111,19 +110,13 @@ class Scheduler:
 
     def way(self, layer: int) -> Way | None:
         """How compiled calls request a layer's rows by themselves; None over a link that is not compiled."""
-        link, rows = self._device.link, self._memory.rows
+        link = self._device.link
         if not isinstance(link, CompiledLink):
             return None
-        if rows is not self._target:
-            self._target, self._ways = rows, {}
         if layer not in self._ways:
-            source = self.sources[layer]
+            source, rows = self.sources[layer], self._memory.rows
             self._ways[layer] = Way(*link.ends(source, rows), len(source), len(rows), PIECE, PIECES)
         return self._ways[layer]
-
-    def let_go(self) -> None:
-        """Hold no view of the rows' memory, which could not be freed otherwise; nothing is on its way."""
-        self._target, self._ways = None, {}
 
     def look(self) -> None:
         """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
@@ -147,11 +140,14 @@ class Scheduler:
     def collect(self) -> None:
         """Record what has arrived, and how fast."""
         link = self._device.link
+        finished = link.finished()
+        if not finished:
+            return
         moved, busy = link.bytes_moved, link.busy_s
         self._device.rates.observed("link", moved - self._seen[0], busy - self._seen[1])
         self._seen = moved, busy
         # Others go to a prompt's buffers.
-        if arrived := [transfer for transfer in link.finished() if transfer in self.under_way]:
+        if arrived := [transfer for transfer in finished if transfer in self.under_way]:
             self._pool.filled(np.concatenate([transfer.slots for transfer in arrived]))
             for transfer in arrived:
                 del self.under_way[transfer]
@@ -174,7 +170,8 @@ class Scheduler:
         self.collect()
 
     def settle(self) -> None:
-        """Wait until nothing is on its way and no row is in use."""
+        """Wait until nothing is on its way and no row is in use. The memory of rows may be given back then."""
+        self._ways.clear()
         self.forget(None)
         self.await_all()
         self._device.finish()

@@ -180,7 +180,9 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 def _found(found: Found) -> Any:
-    """`floe_found`; None for tensors that the library would misread."""
+    """`floe_found`, made once; None for tensors that the library would misread."""
+    if found.native is not None:
+        return found.native
     active, experts, weights, chosen, late = found.active, found.experts, found.weights, found.chosen, found.late
     count, total = experts.numel(), active.neurons.numel()
     if active.offsets.shape != (count + 1,) or not experts.ndim == active.neurons.ndim == 1:
@@ -193,7 +195,7 @@ def _found(found: Found) -> Any:
         return None
     if late is not None and (late.numel() != count or active.values.numel() != total):
         return None
-    return records.found(
+    made = records.found(
         layer=found.layer,
         width=found.width,
         tokens=chosen.shape[0],
@@ -209,6 +211,8 @@ def _found(found: Found) -> Any:
         values=None if late is None else _float32(active.values),
         late=None if late is None else _float32(late),
     )
+    object.__setattr__(found, "native", made)
+    return made
 
 
 def make(layers: int, experts: int, neurons: int, rule: EvictionRule, means: Means) -> tuple[StepTable, str]:

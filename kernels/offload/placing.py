@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class Found:
         width: neurons of one of the calls' experts, F or less where they are parts of the layer's.
         active: of P calls. experts, weights: (P,) of each. chosen, scores: (B, K) whole experts, the router's scores.
         late: (P,) what |values| must reach for rows that are absent; None where every row is waited for.
+        native: what `cpu/native_pool.py` made of it.
     """
 
     layer: int
@@ -43,6 +44,7 @@ class Found:
     chosen: Tensor
     scores: Tensor
     late: Tensor | None = None
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
 
 class Lanes(NamedTuple):

@@ -94,7 +94,7 @@ def offloaded(
 
 def resize(shared: Offload, rows: int) -> None:
     """Another size for the pool, between two steps; no row stays."""
-    shared.scheduler.settle()
+    shared.settle()
     shared.pool.resize(0)
     shared.memory.renew(rows)
     shared.pool.resize(rows)

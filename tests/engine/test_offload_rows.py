@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,16 @@ def test_out_of_memory_the_pool_shrinks_and_the_answer_goes_on(
         assert generated(loaded, prompt, max_new_tokens=8).tokens == want
         assert shared.pool.capacity == len(shared.memory.rows) < before * 0.76**times
         assert [notice.title for notice in shared.notices] == ["The graphics card ran out of memory"] * times
+
+
+def test_memory_that_is_given_back_has_no_view_left(loaded: LoadedModel) -> None:
+    with offloaded(loaded, SKIPPING, 1.0) as shared:
+        generated(loaded, PROMPT, max_new_tokens=3)
+        nbytes = shared.memory.rows.untyped_storage().nbytes()
+        assert shared.make_room()
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor]
+        assert tensors and not [each for each in tensors if each.untyped_storage().nbytes() == nbytes]
 
 
 def test_out_of_memory_with_nothing_left_to_give_is_an_error(

@@ -61,6 +61,7 @@ int floe_pool_settle(const floe_pool *pool, int64_t count, const int32_t *slots,
     const ExpertOf expert_of(p);
     const int state = arrived ? READY : FREE;
     for (int64_t i = 0; i < count; i++) {
+        if (i + 16 < count && slots[i + 16] >= 0 && slots[i + 16] < p.capacity) FLOE_PREFETCH(p.cells + slots[i + 16]);
         const bool fits = slots[i] >= 0 && slots[i] < p.capacity && (p.cells[slots[i]].word & 3) == FILLING;
         if (fits) {
             p.cells[slots[i]].word += state - FILLING; // one that is named twice is not filling the second time
