@@ -150,29 +150,42 @@ def _placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None
     found = mix_choice.choose(takes, TokenWork.of(_balanced()), speeds, needs, card.vram_bytes, _RAM)
     if found is None:
         return None
-    share = layers / takes.sizes.layers
-    gpu, cpu = int(found[0].mix.gpu * share), round(found[0].mix.cpu * share)
-    mix = Mix(gpu, layers - gpu - cpu, cpu)
-    return _played(card, ("", Width(), _balanced(), Parts(mix=mix), True, False), trace, warm, host=host)
+    mix, share = found[0].mix, layers / takes.sizes.layers
+
+    def placed(gpu: int) -> Played:
+        cpu = min(round(mix.cpu * share), layers - gpu - 1) if mix.pool else layers - gpu
+        parts = Parts(mix=Mix(gpu, layers - gpu - cpu, cpu))
+        return play(card, Width(), trace, _balanced(), parts, cpu_share=CPU_REACHED, warm=warm, host=host)
+
+    return _between(mix.gpu * share, placed)
 
 
 def static(card: Card, trace: Trace, warm: int, *, host: bool, width: Width = Width()) -> Played:  # noqa: B008
     """The dense part and all experts of as many layers as fit on the card, the other layers' experts by the CPU, as
-    llama.cpp's --n-cpu-moe places them, with this engine's widths and kernels. A trace has few layers: a number between
-    two of them is counted in proportion.
+    llama.cpp's --n-cpu-moe places them, with this engine's widths and kernels.
     """
-    layers, held = trace.index.shape[1], layers_held(card, width, trace)
+    layers = trace.index.shape[1]
 
     def placed(gpu: int) -> Played:
         parts = Parts(predictor="none", mix=Mix(gpu, 0, layers - gpu))
         return play(card, width, trace, _balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)
 
+    return _between(layers_held(card, width, trace), placed)
+
+
+def _between(held: float, placed: Callable[[int], Played]) -> Played:
+    """With so many layers all on the card: a trace has few layers, so a number between two is counted in proportion."""
     low, part = placed(int(held)), held - int(held)
     if not part:
         return low
-    high = placed(int(held) + 1)
-    seconds, own = (one + part * (two - one) for one, two in ((low.seconds, high.seconds), (low.host, high.host)))
-    return dataclasses.replace(low, seconds=seconds, host=own)
+    try:
+        high = placed(int(held) + 1)
+    except ValueError:
+        return low  # with one more there is no room for a pool
+    parts = {
+        name: (1 - part) * getattr(low, name) + part * getattr(high, name) for name in ("seconds", "moved", "host")
+    }
+    return dataclasses.replace(low, **parts)
 
 
 Variant = tuple[str, Width, Preset, Parts, bool, bool]
