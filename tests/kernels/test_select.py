@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,3 +122,19 @@ def test_what_does_not_fit_is_refused(index: Tensor, weights: Tensor, limits: Li
 def test_limits_of_half_an_expert_are_refused() -> None:
     with pytest.raises(ValueError, match="parts"):
         kernels.select(torch.zeros(1, 1).long(), torch.ones(1, 1), Limits(torch.ones(5)), Rule(major=0.5))
+
+
+@pytest.mark.parametrize("name", ["1T-drop", "2T-drop", "all"])
+def test_what_is_left_out_may_be_in_memory(name: str) -> None:
+    """As for a captured call, which was made with another rule's numbers."""
+    rule, (index, weights) = RULES[name], routed(5, 3)
+    limits = limits_of(rule)
+    least = torch.tensor(rule.least(), dtype=torch.float64)
+    other = replace(rule, drop=0.1, major=0.1 if rule.parts == 1 else 0.2)
+    found = kernels.select(index, weights, replace(limits, least=least), other)
+    wanted = kernels.select(index, weights, limits, rule)
+    for mine, theirs in zip(values(found), values(wanted), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0, equal_nan=True)
+    assert not torch.equal(found.thresholds, kernels.select(index, weights, limits, other).thresholds)
+    with pytest.raises(ValueError, match="least"):
+        kernels.select(index, weights, replace(limits, least=least.float()), rule)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from floe_chat.kernels import reference
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.rule import Rule
+from floe_chat.kernels.types import Limits
 
 from ..test_select import RULES, limits_of, routed, values
 
@@ -36,3 +39,15 @@ def test_no_tokens_are_no_calls(device: torch.device) -> None:
     limits = limits_of(Rule())
     found = kernels.select(index, weights, type(limits)(limits.signal.to(device)), Rule())
     assert found.thresholds.numel() == found.calls.experts.numel() == 0
+
+
+@pytest.mark.parametrize("name", ["2T-drop", "1T-drop", "all"])
+def test_what_is_left_out_may_be_in_memory(name: str, device: torch.device) -> None:
+    rule, (index, weights) = RULES[name], routed(5, 3, torch.float32)
+    limits = limits_of(rule, product=False, late=False)
+    wanted = reference.select(index, weights, limits, rule)
+    least = torch.tensor(rule.least(), dtype=torch.float64, device=device)
+    other = replace(rule, drop=0.1, major=0.1 if rule.parts == 1 else 0.2)
+    there = Limits(limits.signal.to(device), least=least)
+    found = kernels.select(index.to(device), weights.to(device), there, other)
+    torch.testing.assert_close(found.thresholds.cpu(), wanted.thresholds, rtol=1e-6, atol=0, equal_nan=True)
