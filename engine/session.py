@@ -238,9 +238,9 @@ class Session:
                 self._events.put(self._stats(loaded, kv, command))
 
     def _tell(self, loaded: LoadedModel) -> None:
-        if loaded.offload is not None:
-            while loaded.offload.notices:
-                self._events.put(loaded.offload.notices.pop(0))
+        for notices in (loaded.control.notices, loaded.offload.notices if loaded.offload is not None else []):
+            while notices:
+                self._events.put(notices.pop(0))
 
     def _obey_between_tokens(self) -> None:
         """Apply a preset change at once; everything else waits for the answer to end.

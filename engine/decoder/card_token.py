@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...kernels import operations as kernels
 from ...kernels.types import Limits
+from ..events import Notice
 from ..experts.moe_layer import Cancelled, MoELayer
 from ..experts.ruled_layer import RuledLayer
 from .attention import norm
@@ -27,6 +28,7 @@ from .graphs import Captured, capture, pinned
 from .kv_cache import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
+_SLOWER = "Answers are slower at this quality"
 _log = logging.getLogger("floe_chat.engine")
 
 
@@ -76,6 +78,8 @@ class CardToken:
         if preset is not self._preset or (self._form is not None and self._form.count != count):
             self._preset = preset
             self._change(count)
+            if self.declined:
+                self._control.notices.append(Notice(_SLOWER, f"Layers are launched one by one: {self.declined}."))
         return self._form is not None
 
     def run(self, token: int, position: int, store: GrowingStore) -> Tensor:

@@ -19,6 +19,7 @@ from ...kernels import operations as kernels
 from ...kernels.cpu.binding import Stop
 from ...kernels.types import Work
 from ...models.pack.packed_model import PackedLayer
+from ..events import Notice
 from ..quality_presets import Preset
 from ..telemetry import Telemetry
 from .ruled_layer import RuledLayer, Share
@@ -58,6 +59,7 @@ class Control:
         counting: whether layers add to the telemetry (decode does, prefill does not).
         chunk: tokens of a prompt that go through the model at once: bounds activations, and sets how often progress is
             reported. If experts stream to the device, each chunk brings all of them, so chunks are longer there.
+        notices: for the user, until collected.
         make_room: frees some device memory after it ran out; False if there is none to free. None: nothing can.
     """
 
@@ -66,6 +68,7 @@ class Control:
         self.cancelled = Flag()
         self.counting = False
         self.chunk = PREFILL_CHUNK
+        self.notices: list[Notice] = []
         self.make_room: Callable[[], bool] | None = None
 
 

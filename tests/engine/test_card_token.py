@@ -16,19 +16,20 @@ import torch
 from floe_chat.engine import quality_presets
 from floe_chat.engine.decoder import card_token, kv_cache
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.events import Sampling
+from floe_chat.engine.events import Finished, Notice, Sampling, SetQuality
 from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.quality_presets import Preset
 from floe_chat.engine.sampling import Sampler
 from floe_chat.kernels import operations
+from floe_chat.kernels.rule import Rule
 from floe_chat.models.catalog import asset
 from floe_chat.models.packing.pack import PackSpec
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from torch import Tensor
 
 from ..helpers import make_checkpoint, make_pack, relative_rms
-from .driver import GREEDY, answer, layer_by_layer, silent
+from .driver import GREEDY, Engine, answer, asking, layer_by_layer, silent
 from .fake_card import Calls, FakeCard
 from .test_token_pass import IDS, MODELS, PRESETS, WARM
 
@@ -233,6 +234,20 @@ def test_what_cannot_be_captured_goes_layer_by_layer(tiny_pack: Path, card: Fake
     card.refuses = None
     use(loaded, first)
     assert answer(loaded, IDS) == expected and card.replays > before
+
+
+def test_the_chat_says_that_it_became_slower(tiny_pack: Path, card: FakeCard) -> None:
+    with Engine() as engine:
+        engine.load(tiny_pack)
+        engine.send(asking(1, IDS, tokens=3))
+        engine.end_of(1)
+        assert card.replays == 2
+        card.refuses = torch.OutOfMemoryError("CUDA out of memory")
+        engine.send(SetQuality(Rule(sparsity=0.3)), asking(2, IDS, tokens=3))
+        notice = engine.until(Notice)
+        assert "slower" in notice.title and "CUDA out of memory" in notice.cause
+        assert len(engine.tokens_of(2)) <= 3 and isinstance(engine.end_of(2), Finished)
+        assert sum(isinstance(event, Notice) for event in engine.seen) == 1 and card.replays == 2
 
 
 def test_what_is_counted_is_drained_into_its_own_answer(tiny_pack: Path, card: FakeCard) -> None:
