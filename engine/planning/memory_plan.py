@@ -158,11 +158,13 @@ class Needs:
             longest = min(window, (budget - self._weights(mix)) // self._kv_as_it_grows())
             return DeviceShares(mix, self._row_count(), 0, longest, longest, uses)
         if not self.fits(mix, budget):
+            ups = f"{size(up)} for up projections, " if up else ""
+            rows_of = "one token's rows" if mix.pool else "two experts of a prompt"
             raise UsageError(
                 f"{size(budget)} of device memory is too little for this model",
-                f"It needs at least {size(self.least(mix))}: {size(self.dense)} for the dense part, {size(up)} for the "
-                f"up projections, the rest for one token's rows and {self.context:,} tokens of context.",
-                "Allow that much with --vram, pack with fewer bits (--up 2), or use --device cpu.",
+                f"It needs at least {size(self.least(mix))}: {size(self.dense)} for the dense part, {ups}the rest for "
+                f"{rows_of} and {self.context:,} tokens of context.",
+                "Allow that much with --vram, or use --device cpu.",
             )
         most = self.most_rows(mix, budget)
         rows = most if rows is None else min(most, rows)
