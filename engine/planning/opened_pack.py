@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import DeviceShares, Needs
 from .speed_estimate import Held, TokenWork
+
+LONGER = 0.05  # share of its speed, at most, that a model gives for chats longer than those that plans have room for
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +74,29 @@ class OpenedPack:
         return budget >= self.least()
 
     def shares(self, machine: Machine, budget: int) -> DeviceShares:
-        """The division of so much memory of the machine's GPU: as asked, or the fastest.
+        """The division of so much memory of the machine's GPU: as asked, or the fastest, with room for longer chats
+        where that costs little.
 
         Raises:
             UsageError: it is not enough.
         """
         if self.mix is not None:
             return self.needs.share_out(self.mix, budget, self.window)
-        found = mix_choice.choose(self.takes, self.work, machine.speeds, self.needs, budget, machine.ram)
+        found = self._fastest(machine, self.needs, budget)
         if found is None:
             return self.needs.share_out(self.needs.every("cpu"), budget, self.window)
-        return self.needs.share_out(found[0].mix, budget, self.window, found[0].rows)
+        least, reserved = (1 - LONGER) * self.tokens_s(machine, found), self.needs.context
+        while found.window < self.window:
+            reserved = min(2 * reserved, self.window)
+            longer = self._fastest(machine, dataclasses.replace(self.needs, context=reserved), budget)
+            if longer is None or self.tokens_s(machine, longer) < least:
+                break
+            found = longer
+        return found
+
+    def _fastest(self, machine: Machine, needs: Needs, budget: int) -> DeviceShares | None:
+        found = mix_choice.choose(self.takes, self.work, machine.speeds, needs, budget, machine.ram)
+        return None if found is None else needs.share_out(found[0].mix, budget, self.window, found[0].rows)
 
     def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
         """Tokens per second, by the cost model."""

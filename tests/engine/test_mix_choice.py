@@ -16,6 +16,7 @@ from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.machine import Machine
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.planning.mix_choice import STEPS, Placed
+from floe_chat.engine.planning.opened_pack import LONGER, OpenedPack
 from floe_chat.engine.planning.options import WIDTHS, option
 from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork
 from floe_chat.models.catalog import described, find
@@ -116,6 +117,30 @@ def test_what_is_chosen_fits_and_counts_no_more_rows_than_there_are() -> None:
             pooled = each.mix.pool * needs.experts * needs.neurons
             assert each.share * pooled <= each.rows + 1e-6
             assert not pooled or mix_choice.share(needs, shares) == pytest.approx(each.share, abs=1 / STEPS)
+
+
+class _Mixtral(OpenedPack):
+    """Without its files."""
+
+    def __init__(self) -> None:
+        self.layers, self.mix, self.work = (), None, BALANCED
+        self.takes = Footprint.of(MIXTRAL.sizes, PackSpec())
+        self.window, self.needs = 32768, Needs.of_footprint(self.takes, 4096)
+
+
+def test_chats_get_room_where_that_costs_little() -> None:
+    pack = _Mixtral()
+    for card, vram in itertools.product(CARDS[::7], (6, 8, 12, 20, 24)):
+        there, budget = machine.of_card(card, BASE), memory_plan.budget(vram * GB)
+        shares = pack.shares(there, budget)
+        short = placed(pack.takes, there.speeds, vram, 28)
+        assert short is not None
+        fastest = 1 / seconds(pack.takes, there.speeds, short[0].held)
+        assert (1 - LONGER) * fastest * 0.999 <= pack.tokens_s(there, shares) <= fastest * 1.001
+        before = pack.needs.share_out(short[0].mix, budget, pack.window, short[0].rows)
+        assert shares.window >= before.window and sum(shares.uses.values()) <= budget
+    eight = pack.shares(machine.of_card(cards.named("RTX 4060"), BASE), memory_plan.budget(8 * GB))
+    assert eight.window >= 8192
 
 
 @pytest.mark.parametrize("vram", [24 << 20, 20 << 20, 14 << 20])
