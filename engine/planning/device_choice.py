@@ -28,10 +28,10 @@ from ..offload import cards
 from ..offload.device import Device
 from ..offload.lane_rates import Rates, rates_file
 from ..offload.links import pinning
+from ..offload.links.compiled_cuda import open_cuda_link
 from ..offload.links.compiled_link import CompiledLink, throttled_link
-from ..offload.links.cuda_link import CudaLink
 from ..offload.links.pinning import Pinned
-from ..offload.links.transfer import Kind, TransferMode
+from ..offload.links.transfer import Kind, MeasuredLink, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
 from ..offload.mix import Mix
 from ..offload.offload import Offload, Parts
@@ -154,8 +154,9 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
     why += f"; with {size(budget)} of its memory, {_words(shares)}, because all weights need {size(needs.whole())}"
 
     def make(wanted: TransferMode) -> Device:
-        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> CudaLink:
-            return CudaLink(torch.device(place), needs.row, chunk=chunk, zero_copy=kind == "in place", pinned=pinned)
+        def link(kind: Kind, chunk: int, pinned: Pinned | None) -> MeasuredLink:
+            in_place = kind == "in place"
+            return open_cuda_link(torch.device(place), needs.row, chunk=chunk, zero_copy=in_place, pinned=pinned)
 
         layers = pack.streamed(shares)
         nbytes = sum(layer.rows.data.nbytes for layer in layers)

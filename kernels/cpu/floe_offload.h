@@ -96,8 +96,10 @@ typedef struct {
 // ---- links
 
 // NONE: rows are in their slots at once, and no time passes. VIRTUAL: likewise, but they count as landed when the clock
-// says so. THROTTLED: by a thread, through buffers, slowly.
-enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL, FLOE_LINK_THROTTLED };
+// says so. THROTTLED: by a thread, through buffers, slowly. CUDA: by a thread, to a GPU.
+enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL, FLOE_LINK_THROTTLED, FLOE_LINK_CUDA };
+
+enum { FLOE_LINK_LANES = 4 };
 
 // Tests hold chunks of a thread's link. begins: how many may begin; the others wait. fails_at: with this one, counted
 // from 0, the link fails; -1 for none. waiting: how many floe_link_wait have begun to wait. chunks (capacity, 3):
@@ -107,14 +109,37 @@ typedef struct {
     int64_t *chunks;
 } floe_link_gate;
 
+// Addresses of the driver's functions, or of a test's stand-ins, by what they do: cuCtxSetCurrent (and the context that
+// it is given), cuMemcpyHtoDAsync, cuGraphLaunch, cuEventRecord, _Query, _Synchronize, _ElapsedTime, cuStreamWaitEvent,
+// cuPointerGetAttribute, cuGetErrorString.
+typedef struct {
+    int64_t set_context, context, copy, launch, record, query, synchronize, elapsed, wait, address, text;
+} floe_driver;
+
+// Buffers of one chunk, `here` in pinned memory and `there` on the device: a head of 64-bit words, the number of rows,
+// the address of the target and that of the source as the device sees it, one unused; then 32-bit numbers, slots
+// (chunk) and rows of the source (chunk); then the rows themselves, unless they are read in place. stream, event,
+// fence: CUDA's handles. scatter: the executable graph that puts the lane's rows into their slots.
+typedef struct {
+    uint8_t *here;
+    int64_t there, stream, event, fence, scatter;
+} floe_lane;
+
 // Rows of row_bytes go `chunk` at a time, at most. pack_threads: threads that copy rows. rate in bytes per second,
-// latency in seconds of one chunk: not of NONE. clock: of VIRTUAL.
+// latency in seconds of one chunk: of VIRTUAL and THROTTLED. clock: of VIRTUAL. The rest is CUDA's. lanes: LINK_LANES
+// of them. head: bytes of a lane in front of its rows. compute: the stream that waits for rows. stalls (stall_count,
+// 2): events with times, which measure how long it does. in_place: the device reads rows in pinned memory.
 typedef struct {
     int32_t kind, pack_threads;
     int64_t row_bytes, chunk;
     double rate, latency;
     FLOE_OPTIONAL floe_clock *clock;
     FLOE_OPTIONAL floe_link_gate *gate;
+    FLOE_OPTIONAL const floe_driver *driver;
+    FLOE_OPTIONAL const floe_lane *lanes;
+    FLOE_OPTIONAL const int64_t *stalls;
+    int64_t stall_count, head, compute;
+    int32_t in_place, reserved;
 } floe_link_config;
 
 // Returns a handle above 0. Each handle is used once; a stale one is FLOE_BAD_INDEX everywhere. What the configuration
@@ -147,6 +172,10 @@ FLOE_API int floe_link_moved(int64_t link, int64_t *bytes, double *busy);
 
 // Until everything submitted has landed.
 FLOE_API int floe_link_drain(int64_t link);
+
+// Chunks that begin from now on come after what the compute stream has been given so far: for a target that it used as
+// other memory.
+FLOE_API int floe_link_follow(int64_t link);
 
 // Chunks on their way land, queued ones never will. Nothing moves afterwards, and nothing can be submitted.
 FLOE_API int floe_link_close(int64_t link);

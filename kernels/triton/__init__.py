@@ -18,12 +18,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .attend import attend_one
 from .dense import expert_swiglu, linear
-from .operations import gather_rows, moe_step, pool_scatter, select, sparse_swiglu, up_gemv, up_list
+from .operations import gather_rows, land, moe_step, pool_scatter, select, sparse_swiglu, up_gemv, up_list
 
 __all__ = [
     "attend_one",
     "expert_swiglu",
     "gather_rows",
+    "land",
     "linear",
     "moe_step",
     "pool_scatter",

@@ -38,6 +38,33 @@ def copy_kernel(
     tl.store(target_at + word, tl.load(source_at + word, mask=mask), mask=mask)
 
 
+@device_code()
+def land_kernel(
+    lane, CHUNK: tl.constexpr, HEAD: tl.constexpr, NBYTES: tl.constexpr, IN_PLACE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put the rows of a link's lane into their slots; the lane's head (floe_lane in floe_offload.h) says how many, and
+    where to. Launched for a whole chunk, so that it can be captured once for all of them.
+    """
+    words: tl.constexpr = NBYTES // 4
+    head = lane.to(tl.pointer_type(tl.int64))
+    numbers = lane.to(tl.pointer_type(tl.int32)) + 8
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = i < tl.load(head)
+    slot = tl.load(numbers + i, mask=live, other=0).to(tl.int64)
+    # All addresses are multiples of 16 at least, which no compiler can see in a number.
+    target = tl.multiple_of(tl.load(head + 1).to(tl.pointer_type(tl.int32)), 16)
+    if IN_PLACE:
+        source = tl.multiple_of(tl.load(head + 2).to(tl.pointer_type(tl.int32)), 16)
+        row = tl.load(numbers + CHUNK + i, mask=live, other=0).to(tl.int64)
+    else:
+        source = lane.to(tl.pointer_type(tl.int32)) + HEAD // 4
+        row = i.to(tl.int64)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = live[:, None] & (word < words)
+    tl.store(target + slot[:, None] * words + word, tl.load(source + row[:, None] * words + word, mask=mask), mask=mask)
+
+
 @device_code("first", "count")
 def unpack_kernel(
     data, scale, zero, out, first, count, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr

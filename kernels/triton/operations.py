@@ -18,7 +18,7 @@ from ..types import Active, Calls, Limits, Work
 from ..weights import ExpertRows, UpWeights
 from . import launch
 from .gemv import compact_kernel, gemv_kernel
-from .moving import copy_kernel
+from .moving import copy_kernel, land_kernel
 from .selection import select_kernel
 from .swiglu import combine_kernel, down_kernel, gate_kernel
 from .vectors import record_vectors, up_vector
@@ -169,6 +169,26 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
     launch.check_weights(device, "pool", pool)
     launch.check_weights(device, "records", records)
     _copy(device, records, pool, slots, 0, gather=False)
+
+
+def land(lane: Tensor, chunk: int, head: int, nbytes: int, *, in_place: bool) -> None:
+    """Put the rows of a link's lane into the slots that its head names, without waiting or knowing how many there are.
+
+    Args:
+        lane: uint8 on the device, `head` bytes (floe_lane in floe_offload.h), then up to `chunk` rows of `nbytes`.
+        in_place: rows are elsewhere, at an address in the head, and the lane has none.
+
+    Raises:
+        ValueError: a lane that does not fit.
+    """
+    launch.check_device(lane.device)
+    held = 0 if in_place else chunk * nbytes
+    if lane.dtype != torch.uint8 or head % 64 or head < 32 + 8 * chunk or lane.numel() < head + held or nbytes % 64:
+        raise ValueError(f"a lane of {lane.numel()} bytes does not hold {chunk} rows of {nbytes} bytes")
+    block = launch.block_of(nbytes // 4, launch.COPY_WORDS)
+    grid = (triton.cdiv(chunk, launch.COPY_ROWS), triton.cdiv(nbytes // 4, block))
+    with launch.on(lane.device):
+        land_kernel[grid](lane, chunk, head, nbytes, in_place, launch.COPY_ROWS, block)
 
 
 def _copy(device: torch.device, source: Tensor, target: Tensor, index: Tensor, first: int, *, gather: bool) -> None:

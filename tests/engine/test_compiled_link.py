@@ -157,6 +157,18 @@ def test_a_row_that_no_32_bits_hold_is_refused(first: int, source: torch.Tensor,
     assert (target == SENTINEL).all()
 
 
+CONFIG: dict[str, Any] = {
+    "kind": codes.LINK_NONE,
+    "pack_threads": 1,
+    "row_bytes": 64,
+    "chunk": 5,
+    "rate": 0.0,
+    "latency": 0.0,
+    **dict.fromkeys(("clock", "gate", "driver", "lanes", "stalls")),
+    **dict.fromkeys(("stall_count", "head", "compute", "in_place", "reserved"), 0),
+}
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -173,21 +185,18 @@ def test_a_row_that_no_32_bits_hold_is_refused(first: int, source: torch.Tensor,
         {"latency": -1.0},
         {"latency": math.inf},
         {"clock": None},
+        {"kind": codes.LINK_CUDA},
     ],
     ids=str,
 )
 def test_a_link_that_cannot_be_gets_no_handle(change: dict[str, Any]) -> None:
-    given = {"kind": codes.LINK_VIRTUAL, "pack_threads": 1, "row_bytes": 64, "chunk": 5, "rate": 1.0, "latency": 0.0}
-    given |= {"gate": None}
-    config = records.link_config(**{**given, "clock": Clock().record, **change})
+    given = {"kind": codes.LINK_VIRTUAL, "rate": 1.0, "clock": Clock().record}
+    config = records.link_config(**{**CONFIG, **given, **change})
     assert library().link_open(config) in (codes.BAD_SHAPE, codes.UNSUPPORTED)
 
 
 def opened() -> int:
-    config = records.link_config(
-        kind=codes.LINK_NONE, pack_threads=1, row_bytes=64, chunk=5, rate=0.0, latency=0.0, clock=None, gate=None
-    )
-    return library().link_open(config)
+    return library().link_open(records.link_config(**CONFIG))
 
 
 def used(handle: int) -> list[int]:
@@ -202,6 +211,7 @@ def used(handle: int) -> list[int]:
         functions.link_queued(handle),
         functions.link_moved(handle, room, seconds),
         functions.link_drain(handle),
+        functions.link_follow(handle),
         functions.link_close(handle),
         functions.link_free(handle),
     ]

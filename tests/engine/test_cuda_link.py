@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.loader import load
+from floe_chat.engine.offload.links.compiled_cuda import CompiledCudaLink, open_cuda_link
 from floe_chat.engine.offload.links.cuda_link import CudaLink
 from floe_chat.engine.offload.links.pinning import Pinned
 from floe_chat.engine.offload.links.threaded_link import LANES
-from floe_chat.engine.offload.links.transfer import Kind, Link
+from floe_chat.engine.offload.links.transfer import Kind, Link, MeasuredLink
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.kernels import operations as kernels
@@ -135,11 +136,17 @@ def test_rows_stay_pinned_until_no_kernel_reads_them(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("zero_copy", [False, True], ids=["staged", "in-place"])
-@pytest.mark.parametrize("streams", [1, 2, 4])
+@pytest.mark.parametrize("streams", [0, 1, 2, 4], ids=lambda streams: f"{streams} streams" if streams else "compiled")
 def test_a_gpu_reads_what_was_waited_for(streams: int, zero_copy: bool) -> None:
     source = torch.randint(0, 256, (4000, 4608), dtype=torch.uint8).pin_memory()
     target = torch.full((3000, 4608), SENTINEL, dtype=torch.uint8, device="cuda")
-    link = CudaLink(torch.device("cuda"), 4608, chunk=64, streams=streams, zero_copy=zero_copy)
+    device = torch.device("cuda")
+    link: MeasuredLink
+    if streams:
+        link = CudaLink(device, 4608, chunk=64, streams=streams, zero_copy=zero_copy)
+    else:
+        link = open_cuda_link(device, 4608, chunk=64, zero_copy=zero_copy)
+        assert isinstance(link, CompiledCudaLink)
     sender = Sender(source, target, streams)
     for _ in range(200):
         prefetch, urgent = sender.make(700), sender.make(500, urgent=True)

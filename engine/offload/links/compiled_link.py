@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels.cpu.binding import check, codes, library, records, refused
@@ -15,17 +16,34 @@ from ....kernels.cpu.native_pool import landing
 from .link_queue import check_ends, check_tensors
 from .transfer import CHUNK, Transfer
 
-CompiledKind = Literal["none", "virtual", "throttled"]
+CompiledKind = Literal["none", "virtual", "throttled", "cuda"]
 _KINDS: dict[CompiledKind, int] = {
     "none": codes.LINK_NONE,
     "virtual": codes.LINK_VIRTUAL,
     "throttled": codes.LINK_THROTTLED,
+    "cuda": codes.LINK_CUDA,
 }
+CPU = torch.device("cpu")
 _MOST = 256  # transfers that one call names
 
 
+class CardFields(TypedDict):
+    """Of `floe_link_config`, what only a link to a GPU has."""
+
+    driver: Any
+    lanes: Any
+    stalls: NDArray[np.int64] | None
+    stall_count: int
+    head: int
+    compute: int
+    in_place: bool
+
+
+_NO_CARD = CardFields(driver=None, lanes=None, stalls=None, stall_count=0, head=0, compute=0, in_place=False)
+
+
 class CompiledLink:
-    """A link (see `transfer.Link`) to memory that the CPU can write to. `handle`: the library's.
+    """A link (see `transfer.Link`). `handle`: the library's.
 
     Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time;
     "throttled" moves them by a thread, and a chunk takes at least latency + bytes / rate. Its times show how rows are
@@ -44,12 +62,16 @@ class CompiledLink:
         clock: Any = None,
         content: bool = True,
         gate: Any = None,
+        device: torch.device = CPU,
+        card: CardFields = _NO_CARD,
+        held: object = None,
     ) -> None:
         """Rows of `nbytes`, `chunk` of them at a time.
 
         Args:
             rate, latency: bytes per second, and seconds of a chunk; not of "none". clock: `floe_clock`, of "virtual".
             content: whether bytes are moved at all; only times count if not. gate: `floe_link_gate`, for tests.
+            device: where the target is. card, held: of "cuda", and what must live as long as the link.
 
         Raises:
             NativeUnavailableError: there is no compiled library. ValueError: no such size, rate or latency.
@@ -65,6 +87,8 @@ class CompiledLink:
             latency=latency,
             clock=clock,
             gate=gate,
+            reserved=0,
+            **card,
         )
         self.handle: int = self._functions.link_open(config)
         if refused(self.handle):
@@ -72,12 +96,12 @@ class CompiledLink:
                 f"a link of {rate} bytes/s after {latency} s, in chunks of {chunk} rows of {nbytes} bytes: "
                 f"rows are multiples of 64 bytes"
             )
-        self.name, self.nbytes, self.chunk, self._content = name, nbytes, chunk, content
+        self.name, self.nbytes, self.chunk, self.device, self._content = name, nbytes, chunk, device, content
         self._numbers: dict[Transfer, int] = {}  # of those that are neither done nor dropped
         self._transfers: dict[int, Transfer] = {}
         self._named, self._bytes, self._seconds = np.empty(_MOST, np.int64), np.empty(1, np.int64), np.empty(1)
         # Transfers keep alive the memory that the link's thread works on.
-        self._end = weakref.finalize(self, _free, self._functions, self.handle, (config, self._transfers))
+        self._end = weakref.finalize(self, _free, self._functions, self.handle, (config, held, self._transfers))
 
     @property
     def bytes_moved(self) -> int:
@@ -100,7 +124,7 @@ class CompiledLink:
     def submit(self, transfer: Transfer) -> None:
         """See `Link`."""
         source, target, given = transfer.source, transfer.target, transfer.index
-        check_ends(transfer, self.nbytes, torch.device("cpu"))
+        check_ends(transfer, self.nbytes, self.device)
         if transfer.done or transfer in self._numbers:
             raise ValueError("the transfer was submitted before")
         index, slots = given.astype(np.int32), np.ascontiguousarray(transfer.slots)
@@ -121,7 +145,7 @@ class CompiledLink:
         Raises:
             ValueError: tensors that do not fit.
         """
-        check_tensors(source, target, self.nbytes, torch.device("cpu"))
+        check_tensors(source, target, self.nbytes, self.device)
         return self.handle, source if self._content else None, target if self._content else None
 
     def adopt(self, transfer: Transfer, number: int) -> None:
@@ -160,6 +184,14 @@ class CompiledLink:
             RuntimeError: the link's failure.
         """
         self._refused(self._functions.link_drain(self.handle))
+
+    def follow(self) -> None:
+        """Let chunks that begin from now on come after what the compute stream has been given so far.
+
+        Raises:
+            RuntimeError: the link's failure.
+        """
+        self._refused(self._functions.link_follow(self.handle))
 
     def close(self) -> None:
         """See `Link`. No row moves afterwards."""

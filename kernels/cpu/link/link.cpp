@@ -45,14 +45,24 @@ template <class Use> auto with(int64_t handle, Use use) -> decltype(use(*link_of
     }
 }
 
+std::shared_ptr<Link> make(const floe_link_config &config) {
+    if (config.kind == FLOE_LINK_CUDA) return make_cuda_link(config);
+    return config.kind == FLOE_LINK_THROTTLED ? make_throttled_link(config) : make_virtual_link(config);
+}
+
 int check(const floe_link_config &config) {
-    const bool timed = config.kind != FLOE_LINK_NONE;
-    if (config.kind < FLOE_LINK_NONE || config.kind > FLOE_LINK_THROTTLED) return FLOE_UNSUPPORTED;
+    const bool timed = config.kind == FLOE_LINK_VIRTUAL || config.kind == FLOE_LINK_THROTTLED;
+    if (config.kind < FLOE_LINK_NONE || config.kind > FLOE_LINK_CUDA) return FLOE_UNSUPPORTED;
     if (config.row_bytes < 1 || config.row_bytes % 64 || config.chunk < 1 || config.pack_threads < 1)
         return FLOE_BAD_SHAPE;
     if (config.chunk > (INT64_MAX >> 16) / config.row_bytes) return FLOE_BAD_SHAPE;
     if (timed && (!(config.rate > 0) || !(config.latency >= 0) || std::isinf(config.latency))) return FLOE_BAD_SHAPE;
     if (config.kind == FLOE_LINK_VIRTUAL && config.clock == nullptr) return FLOE_BAD_SHAPE;
+    if (config.kind == FLOE_LINK_CUDA) {
+        if (config.driver == nullptr || config.lanes == nullptr || config.stall_count < 0) return FLOE_BAD_SHAPE;
+        if (config.stall_count && config.stalls == nullptr) return FLOE_BAD_SHAPE;
+        if (config.head % 64 || config.head / 8 < 4 + config.chunk) return FLOE_BAD_SHAPE;
+    }
     if (config.gate != nullptr && (config.gate->capacity < 0 || config.gate->chunks == nullptr)) return FLOE_BAD_SHAPE;
     return FLOE_OK;
 }
@@ -80,7 +90,6 @@ using namespace floe;
 int64_t floe_link_open(const floe_link_config *config) {
     if (const int error = check(*config)) return error;
     try {
-        const auto make = config->kind == FLOE_LINK_THROTTLED ? make_throttled_link : make_virtual_link;
         std::shared_ptr<Link> link = make(*config);
         Table &all = table();
         const std::lock_guard<std::mutex> lock(all.mutex);
@@ -143,6 +152,10 @@ int floe_link_moved(int64_t link, int64_t *bytes, double *busy) {
 
 int floe_link_drain(int64_t link) {
     return with(link, [](Link &it) { return it.drain(); });
+}
+
+int floe_link_follow(int64_t link) {
+    return with(link, [](Link &it) { return it.follow(); });
 }
 
 int floe_link_close(int64_t link) {

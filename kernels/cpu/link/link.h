@@ -26,6 +26,7 @@ class Link {
     virtual int64_t queued_bytes() = 0;
     virtual int drain() = 0;
     virtual void close() = 0;
+    virtual int follow() { return FLOE_OK; }
 
     void moved(int64_t *bytes, double *busy) {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -49,6 +50,7 @@ class Link {
 // These throw std::bad_alloc and std::system_error.
 std::shared_ptr<Link> make_virtual_link(const floe_link_config &config);
 std::shared_ptr<Link> make_throttled_link(const floe_link_config &config);
+std::shared_ptr<Link> make_cuda_link(const floe_link_config &config);
 
 // The link of a handle; nullptr for a handle that is stale, or of the process that this one was forked from.
 std::shared_ptr<Link> link_of(int64_t handle);

@@ -82,16 +82,26 @@ int ThreadedLink::until(std::unique_lock<std::mutex> &lock, const floe_stop *sto
     return reached() ? FLOE_OK : FLOE_LINK_FAILED;
 }
 
+void ThreadedLink::fail(const char *why) {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (failure_.empty()) failure_ = why;
+        closing_ = true;
+    }
+    changed_.notify_all();
+}
+
 void ThreadedLink::run() {
     std::string failure;
     try {
+        enter();
         while (step()) {}
     } catch (const std::exception &error) {
         failure = error.what();
     }
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        failure_ = std::move(failure);
+        if (failure_.empty()) failure_ = std::move(failure);
         ended_ = true;
     }
     changed_.notify_all();

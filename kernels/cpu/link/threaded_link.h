@@ -11,7 +11,7 @@
 namespace floe {
 
 // Chunks between packing and landing: one being packed, one on its way, and some slack for late wake-ups.
-constexpr int kLanes = 4;
+constexpr int kLanes = FLOE_LINK_LANES;
 
 // A free one: chunks land in the order in which they are sent.
 inline int lane_of(const Chunk &chunk) { return (int)(chunk.number % kLanes); }
@@ -36,8 +36,9 @@ class ThreadedLink : public Link {
     void close() override; // in the destructor of every kind, while its lanes are there
 
   protected:
-    // Packs a chunk into its lane and starts to send it; knows `due` if that can be known. These three run in the
-    // link's thread without the lock; what they throw ends the link.
+    // The thread begins. This and the next three run in it without the lock; what they throw ends the link.
+    virtual void enter() {}
+    // Packs a chunk into its lane and starts to send it; knows `due` if that can be known.
     virtual void send(Chunk &chunk) = 0;
     // Whether `land` would not have to wait.
     virtual bool arrived(const Chunk &chunk) = 0;
@@ -47,6 +48,9 @@ class ThreadedLink : public Link {
     // Whether `wait` may return, and what remains to do then; the lock is held.
     virtual bool reached(const Transfer &transfer) const { return transfer.done; }
     virtual void settle(Transfer &transfer) { queue_.done(transfer); }
+
+    // Ends the link for a reason that another thread than its own has found.
+    void fail(const char *why);
 
   private:
     void run();

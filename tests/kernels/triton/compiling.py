@@ -118,6 +118,8 @@ def call_operations(case: str) -> None:
     kernels.sparse_swiglu(x, rows, calls, active, limits)
     kernels.gather_rows(rows, 0, index, untouched(10, layout.nbytes))
     kernels.pool_scatter(rows.data[0], index, untouched(10, layout.nbytes))
+    for in_place in (False, True):
+        kernels.land(untouched(448 + 50 * layout.nbytes), 50, 448, layout.nbytes, in_place=in_place)
     scratch = torch.empty(64, hidden, dtype=dtype)
     for vector in record_vectors(layout, rows.data):
         dense.unpack(rows.data, rows.data, rows.data, vector, 0, 64, scratch)

@@ -34,6 +34,35 @@ def test_scatter_writes_its_slots_and_no_other(slots: list[int], device: torch.d
     assert torch.equal(pool, expected)
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in-place"])
+@pytest.mark.parametrize(("count", "chunk"), [(0, 5), (1, 1), (3, 5), (50, 50), (13, 64)], ids=str)
+@pytest.mark.parametrize("nbytes", [64, 192, 4608])
+def test_a_lane_lands_as_its_head_says(
+    count: int, chunk: int, nbytes: int, in_place: bool, device: torch.device
+) -> None:
+    pool = torch.full((200, nbytes), SENTINEL, dtype=torch.uint8, device=device)
+    source = torch.randint(0, 256, (300, nbytes), dtype=torch.uint8, device=device)
+    head = -(-(32 + 8 * chunk) // 64) * 64
+    lane = torch.full((head + chunk * nbytes,), 0x5A, dtype=torch.uint8, device=device)
+    index, slots = torch.randint(0, 300, (count,)), torch.randperm(200)[:count]
+    lane[:24].view(torch.int64)[:] = torch.tensor([count, pool.data_ptr(), source.data_ptr()])
+    numbers = lane[32:head].view(torch.int32)
+    numbers[:count], numbers[chunk : chunk + count] = slots.to(device), index.to(device)
+    if not in_place:
+        lane[head : head + count * nbytes] = source[index.to(device)].flatten()
+    kernels.land(lane, chunk, head, nbytes, in_place=in_place)
+    expected = torch.full_like(pool, SENTINEL)
+    expected[slots.to(device)] = source[index.to(device)]
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("change", [{"head": 32}, {"head": 96}, {"chunk": 9}, {"nbytes": 65}], ids=str)
+def test_a_lane_that_does_not_fit_is_refused(change: dict[str, int], device: torch.device) -> None:
+    lane = torch.zeros(64 + 4 * 64, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="does not hold"):
+        kernels.land(lane, **{"chunk": 4, "head": 64, "nbytes": 64, **change}, in_place=False)
+
+
 def test_what_is_no_record_is_refused(device: torch.device) -> None:
     pool, records = torch.zeros(4, 63, dtype=torch.uint8), torch.zeros(1, 63, dtype=torch.uint8)
     with pytest.raises(ValueError, match="32-bit words"):

@@ -72,7 +72,7 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
     if case.startswith("attend"):
         expected = {"attend_kernel", "join_kernel"}
     if case.endswith("all"):
-        expected |= {"copy_kernel", "select_kernel", "unpack_kernel"}
+        expected |= {"copy_kernel", "land_kernel", "select_kernel", "unpack_kernel"}
     for capability in map(int, capabilities.split()):
         mine = [need for need in needs if need["capability"] == capability]
         assert {need["kernel"] for need in mine} == expected
@@ -83,3 +83,5 @@ def test_what_is_launched_compiles_without_spills(case: str, capabilities: str, 
             # 16 bytes a thread is what makes them run at memory speed; the few others are neurons, slots and limits.
             streaming = [need for need in mine if need["kernel"] in ("gemv_kernel", "gate_kernel", "down_kernel")]
             assert all(need["wide_loads"] and need["narrow_loads"] <= 6 for need in streaming), streaming
+            landing = [need for need in mine if need["kernel"] == "land_kernel"]
+            assert all(need["wide_loads"] >= need["narrow_loads"] for need in landing), landing
