@@ -96,8 +96,9 @@ typedef struct {
 // ---- links
 
 // NONE: rows are in their slots at once, and no time passes. VIRTUAL: likewise, but they count as landed when the clock
-// says so. THROTTLED: by a thread, through buffers, slowly. CUDA: by a thread, to a GPU.
-enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL, FLOE_LINK_THROTTLED, FLOE_LINK_CUDA };
+// says so. THROTTLED: by a thread, through buffers, slowly. CUDA: by a thread, to a GPU. DISK: read from files, by many
+// requests at once.
+enum { FLOE_LINK_NONE, FLOE_LINK_VIRTUAL, FLOE_LINK_THROTTLED, FLOE_LINK_CUDA, FLOE_LINK_DISK };
 
 enum { FLOE_LINK_LANES = 4 };
 
@@ -126,9 +127,12 @@ typedef struct {
 } floe_lane;
 
 // Rows of row_bytes go `chunk` at a time, at most. pack_threads: threads that copy rows. rate in bytes per second,
-// latency in seconds of one chunk: of VIRTUAL and THROTTLED. clock: of VIRTUAL. The rest is CUDA's. lanes: LINK_LANES
+// latency in seconds of one chunk: of VIRTUAL and THROTTLED. clock: of VIRTUAL. Of CUDA: lanes: LINK_LANES
 // of them. head: bytes of a lane in front of its rows. compute: the stream that waits for rows. stalls (stall_count,
 // 2): events with times, which measure how long it does. in_place: the device reads rows in pinned memory.
+// Of DISK: extents (extent_count, 4) say which addresses of the sources are what part of a file: address, bytes, the
+// file's descriptor, offset in it. readers: requests at once. gap: so many rows between two wanted ones are read with
+// them. sector: what offsets, lengths and addresses of reads are multiples of.
 typedef struct {
     int32_t kind, pack_threads;
     int64_t row_bytes, chunk;
@@ -139,7 +143,9 @@ typedef struct {
     FLOE_OPTIONAL const floe_lane *lanes;
     FLOE_OPTIONAL const int64_t *stalls;
     int64_t stall_count, head, compute;
-    int32_t in_place, reserved;
+    int32_t in_place, readers, gap, sector;
+    FLOE_OPTIONAL const int64_t *extents;
+    int64_t extent_count;
 } floe_link_config;
 
 // Returns a handle above 0. Each handle is used once; a stale one is FLOE_BAD_INDEX everywhere. What the configuration

@@ -164,9 +164,10 @@ CONFIG: dict[str, Any] = {
     "chunk": 5,
     "rate": 0.0,
     "latency": 0.0,
-    **dict.fromkeys(("clock", "gate", "driver", "lanes", "stalls")),
-    **dict.fromkeys(("stall_count", "head", "compute", "in_place", "reserved"), 0),
+    **dict.fromkeys(("clock", "gate", "driver", "lanes", "stalls", "extents")),
+    **dict.fromkeys(("stall_count", "head", "compute", "in_place", "extent_count", "readers", "gap", "sector"), 0),
 }
+ON_DISK = {"kind": codes.LINK_DISK, "extents": np.zeros((1, 4), np.int64), "extent_count": 1, "readers": 1, "sector": 1}
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,11 @@ CONFIG: dict[str, Any] = {
         {"latency": math.inf},
         {"clock": None},
         {"kind": codes.LINK_CUDA},
+        {"kind": codes.LINK_DISK},
+        *(
+            {**ON_DISK, name: wrong}
+            for name, wrong in (("readers", 0), ("gap", -1), ("sector", 0), ("extent_count", 0))
+        ),
     ],
     ids=str,
 )

@@ -16,15 +16,26 @@ from ....kernels.cpu.native_pool import landing
 from .link_queue import check_ends, check_tensors
 from .transfer import CHUNK, Transfer
 
-CompiledKind = Literal["none", "virtual", "throttled", "cuda"]
+CompiledKind = Literal["none", "virtual", "throttled", "cuda", "disk"]
 _KINDS: dict[CompiledKind, int] = {
     "none": codes.LINK_NONE,
     "virtual": codes.LINK_VIRTUAL,
     "throttled": codes.LINK_THROTTLED,
     "cuda": codes.LINK_CUDA,
+    "disk": codes.LINK_DISK,
 }
 CPU = torch.device("cpu")
 _MOST = 256  # transfers that one call names
+
+
+class FileFields(TypedDict):
+    """Of `floe_link_config`, what only a link from files has, see `disk_files.py`."""
+
+    extents: NDArray[np.int64] | None
+    extent_count: int
+    readers: int
+    gap: int
+    sector: int
 
 
 class CardFields(TypedDict):
@@ -39,6 +50,7 @@ class CardFields(TypedDict):
     in_place: bool
 
 
+_NO_FILES = FileFields(extents=None, extent_count=0, readers=0, gap=0, sector=0)
 _NO_CARD = CardFields(driver=None, lanes=None, stalls=None, stall_count=0, head=0, compute=0, in_place=False)
 
 
@@ -47,7 +59,7 @@ class CompiledLink:
 
     Kinds: "none" moves rows at once and takes no time; "virtual" moves them at once and counts a clock's time;
     "throttled" moves them by a thread, and a chunk takes at least latency + bytes / rate. Its times show how rows are
-    ordered, never a GPU's: they are always labelled "throttled".
+    ordered, never a GPU's: they are always labelled "throttled". "disk" reads them from the files behind the sources.
     """
 
     def __init__(
@@ -64,6 +76,7 @@ class CompiledLink:
         gate: Any = None,
         device: torch.device = CPU,
         card: CardFields = _NO_CARD,
+        files: FileFields = _NO_FILES,
         held: object = None,
     ) -> None:
         """Rows of `nbytes`, `chunk` of them at a time.
@@ -71,7 +84,7 @@ class CompiledLink:
         Args:
             rate, latency: bytes per second, and seconds of a chunk; not of "none". clock: `floe_clock`, of "virtual".
             content: whether bytes are moved at all; only times count if not. gate: `floe_link_gate`, for tests.
-            device: where the target is. card, held: of "cuda", and what must live as long as the link.
+            device: where the target is. card: of "cuda". files: of "disk". held: what must live as long as the link.
 
         Raises:
             NativeUnavailableError: there is no compiled library. ValueError: no such size, rate or latency.
@@ -87,8 +100,8 @@ class CompiledLink:
             latency=latency,
             clock=clock,
             gate=gate,
-            reserved=0,
             **card,
+            **files,
         )
         self.handle: int = self._functions.link_open(config)
         if refused(self.handle):

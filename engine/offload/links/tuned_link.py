@@ -23,6 +23,7 @@ from ...machine import hardware, saved_figures
 from .pinning import PinError, Pinned
 from .transfer import Kind, MeasuredLink, Transfer, TransferMode
 
+STAGED = "staged by the CPU"
 CHUNKS = (25, 50, 100, 200, 400, 800)  # rows
 ROWS = 2867  # rows moved: 20 % of a Mixtral expert, as in FloE's figure 7
 SAMPLE = 128 << 20  # bytes of the rows to choose from, more than caches hold
@@ -73,9 +74,9 @@ class Tuned(saved_figures.Record):
         wins = self.in_place and self.rate("in place") >= IN_PLACE_FROM * self.rate("staged")
         return "in place" if wins else "staged"
 
-    def describe(self, kind: Kind) -> str:
+    def describe(self, kind: Kind, staged: str = STAGED) -> str:
         """A kind, its chunk and its rate, in words."""
-        how = "staged by the CPU" if kind == "staged" else "read in place by the GPU"
+        how = staged if kind == "staged" else "read in place by the GPU"
         return f"{how}, {self.chunk(kind)} in a chunk: {self.rate(kind) / 1e9:.3g} GB/s"
 
     def beside(self, kind: Kind) -> str:
@@ -112,12 +113,14 @@ class LinkEnds:
         device: its name, for people and for the saved record. place: torch's name of where its tensors are.
         make: makes a link of a kind, with chunks of this many rows; it holds what is pinned for it until it is closed.
         obstacle: why rows cannot be read in place here and now; "" if nothing is known to prevent it.
+        staged: how rows go if not in place, in words.
     """
 
     device: str
     place: str
     make: Callable[[Kind, int, Pinned | None], MeasuredLink]
     obstacle: str
+    staged: str = STAGED
 
 
 def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> tuple[MeasuredLink, float, str]:
@@ -159,7 +162,7 @@ def open_link(ends: LinkEnds, wanted: TransferMode, rows: Sequence[Tensor]) -> t
     if tuned != kept_before:
         tuned.save(file)
     beside = "asked for" if wanted != "auto" else tuned.beside(kind)
-    how = f"rows are {tuned.describe(kind)}" + (f" ({beside})" if beside else "")
+    how = f"rows are {tuned.describe(kind, ends.staged)}" + (f" ({beside})" if beside else "")
     try:
         return ends.make(kind, tuned.chunk(kind), pinned), tuned.rate(kind), how
     except Exception:  # any error: it is raised again, once nothing is pinned

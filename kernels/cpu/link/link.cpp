@@ -47,12 +47,13 @@ template <class Use> auto with(int64_t handle, Use use) -> decltype(use(*link_of
 
 std::shared_ptr<Link> make(const floe_link_config &config) {
     if (config.kind == FLOE_LINK_CUDA) return make_cuda_link(config);
+    if (config.kind == FLOE_LINK_DISK) return make_disk_link(config);
     return config.kind == FLOE_LINK_THROTTLED ? make_throttled_link(config) : make_virtual_link(config);
 }
 
 int check(const floe_link_config &config) {
     const bool timed = config.kind == FLOE_LINK_VIRTUAL || config.kind == FLOE_LINK_THROTTLED;
-    if (config.kind < FLOE_LINK_NONE || config.kind > FLOE_LINK_CUDA) return FLOE_UNSUPPORTED;
+    if (config.kind < FLOE_LINK_NONE || config.kind > FLOE_LINK_DISK) return FLOE_UNSUPPORTED;
     if (config.row_bytes < 1 || config.row_bytes % 64 || config.chunk < 1 || config.pack_threads < 1)
         return FLOE_BAD_SHAPE;
     if (config.chunk > (INT64_MAX >> 16) / config.row_bytes) return FLOE_BAD_SHAPE;
@@ -63,6 +64,9 @@ int check(const floe_link_config &config) {
         if (config.stall_count && config.stalls == nullptr) return FLOE_BAD_SHAPE;
         if (config.head % 64 || config.head / 8 < 4 + config.chunk) return FLOE_BAD_SHAPE;
     }
+    if (config.kind == FLOE_LINK_DISK && (config.extents == nullptr || config.extent_count < 1 || config.readers < 1 ||
+                                          config.gap < 0 || config.sector < 1 || config.sector > (1 << 20)))
+        return FLOE_BAD_SHAPE;
     if (config.gate != nullptr && (config.gate->capacity < 0 || config.gate->chunks == nullptr)) return FLOE_BAD_SHAPE;
     return FLOE_OK;
 }
@@ -91,6 +95,7 @@ int64_t floe_link_open(const floe_link_config *config) {
     if (const int error = check(*config)) return error;
     try {
         std::shared_ptr<Link> link = make(*config);
+        if (link == nullptr) return FLOE_UNSUPPORTED;
         Table &all = table();
         const std::lock_guard<std::mutex> lock(all.mutex);
         const int64_t handle = ++last_handle;

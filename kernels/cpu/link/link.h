@@ -51,6 +51,8 @@ class Link {
 std::shared_ptr<Link> make_virtual_link(const floe_link_config &config);
 std::shared_ptr<Link> make_throttled_link(const floe_link_config &config);
 std::shared_ptr<Link> make_cuda_link(const floe_link_config &config);
+// nullptr where the system cannot read so.
+std::shared_ptr<Link> make_disk_link(const floe_link_config &config);
 
 // The link of a handle; nullptr for a handle that is stale, or of the process that this one was forked from.
 std::shared_ptr<Link> link_of(int64_t handle);
