@@ -154,7 +154,7 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None, mix: 
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    choice = device_choice.choose(device, manifest, layers, config, vram, chosen, mix)
+    choice = device_choice.choose(device, manifest, layers, config, vram, chosen, mix, packed)
     return _Opened(packed, chosen, config, layers, choice)
 
 

@@ -101,6 +101,12 @@ def probe(folder: Path, root: Path = ROOT) -> Hardware:
     )
 
 
+def ram(root: Path = ROOT) -> tuple[int, int]:
+    """Bytes of RAM that this process may use in all, and that are free for it now."""
+    total, available, _ = _memory({}, root)
+    return total, available
+
+
 def machine_id() -> str:
     """Twelve letters that identify this machine: a hash of its name, CPU, cores and memory."""
     ram = psutil.virtual_memory().total

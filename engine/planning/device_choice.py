@@ -21,7 +21,7 @@ from ...kernels import operations as kernels
 from ...kernels.cpu.binding import NativeUnavailableError, library
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
-from ...models.pack.packed_model import PackedLayer
+from ...models.pack.packed_model import PackedLayer, PackedModel
 from ...models.quantities import memory as size
 from ..machine import hardware
 from ..offload import cards
@@ -37,7 +37,7 @@ from ..offload.mix import Mix
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import VirtualDevice
 from ..quality_presets import Preset
-from . import machine
+from . import disk_tier, machine
 from .footprint import kv_element
 from .memory_plan import DeviceShares
 from .opened_pack import OpenedPack, UsableGpu
@@ -94,13 +94,14 @@ def choose(
     vram: int | None = None,
     preset: Preset | None = None,
     mix: Mix | None = None,
+    packed: PackedModel | None = None,
 ) -> DeviceChoice:
     """The device for a pack.
 
     Args:
         wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
         preset: that the pack is opened with; None: the default one. mix: where each layer's experts are; None: as
-            planned.
+            planned. packed: the pack itself; without it the system reads what RAM does not hold.
 
     Raises:
         UsageError: a device that does not exist here, or has too little memory.
@@ -119,9 +120,8 @@ def choose(
         why = str(error)
         cause = f"{why[:1].upper()}{why[1:].rstrip('.')}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
-    alone = DeviceShares.none(pack.window)
     if place == "cpu":
-        return DeviceChoice(place, why, alone)
+        return _in_ram(why, pack, packed)
     found = hardware.probe(Path())
     if wanted != "auto":
         return _on_gpu(UsableGpu.of(place, found), why, pack, vram)
@@ -132,13 +132,13 @@ def choose(
     fitting = [gpu for gpu in gpus if pack.fits(gpu.budget(vram))]
     if not fitting:
         least = size(pack.least())
-        return DeviceChoice("cpu", f"{why} with {size(gpus[0].budget(vram))} to use, and {least} is needed", alone)
+        return _in_ram(f"{why} with {size(gpus[0].budget(vram))} to use, and {least} is needed", pack, packed)
     speeds = {gpu: pack.tokens_s(gpu.machine, pack.shares(gpu.machine, gpu.budget(vram))) for gpu in fitting}
     best = max(fitting, key=speeds.__getitem__)
-    cpu = pack.tokens_s(best.machine, alone)
+    cpu = pack.tokens_s(best.machine, DeviceShares.none(pack.window))
     if cpu > speeds[best] and mix is None:
         estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
-        return DeviceChoice("cpu", f"{why}, and the CPU is faster for this model by our estimate: {estimate}", alone)
+        return _in_ram(f"{why}, and the CPU is faster for this model by our estimate: {estimate}", pack, packed)
     if len(gpus) > 1:
         why = f"it is the fastest of {len(gpus)} GPUs for this model by our estimate"
     return _on_gpu(best, why, pack, vram)
@@ -168,6 +168,19 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
 def _words(shares: DeviceShares) -> str:
     assert shares.mix is not None
     return shares.mix.describe()
+
+
+def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceChoice:
+    """The CPU computes; where RAM does not hold all rows, the others are read from the disk."""
+    tier = "" if packed is None else disk_tier.wanted(packed, pack.needs)
+    if packed is None or isinstance(tier, str):
+        return DeviceChoice("cpu", f"{why}; {tier}" if tier else why, DeviceShares.none(pack.window))
+
+    def make(_wanted: TransferMode) -> Device:
+        return _measured(disk_tier.ends(packed, pack.layers), "staged", pack.layers, 0.0)
+
+    shares = tier.needs.share_out(tier.needs.every("pool"), tier.budget, pack.window)
+    return DeviceChoice("cpu", f"{why}; {tier.why}", shares, make, tier.budget)
 
 
 def _virtual(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
@@ -221,13 +234,13 @@ def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     return DeviceChoice("cpu", why, shares, make, vram)
 
 
-def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer]) -> Device:
+def _measured(ends: LinkEnds, wanted: TransferMode, layers: Sequence[PackedLayer], cpu_share: float = 1.0) -> Device:
     """A device with the best transfer for its link here, and with the rates saved last time."""
     rows = layers[0].rows
     kept = rates_file(hardware.machine_id(), ends.device, rows.layout.nbytes)
     rates = Rates.load(kept) or measured_rates(rows.layout, rows.data.shape[1], GUESS, ends.place)
     link, rates.link_bytes_s, how = open_link(ends, wanted, [layer.rows.data for layer in layers])
-    device = Device(ends.device, ends.place, link, rates, kept=kept)
+    device = Device(ends.device, ends.place, link, rates, cpu_share, kept)
     device.moves = how
     return device
 
@@ -237,6 +250,8 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts) -
     if choice.make is None:
         return None
     shares, device = choice.shares, choice.make(parts.transfer)
+    if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
+        parts = dataclasses.replace(parts, cpu=False)
     try:
         return Offload(device, parts, layers, shares.rows, shares.uses, shares.keys, shares.mix)
     except Exception:  # any error: it is raised again, once the device and its pinned memory are released

@@ -22,6 +22,9 @@ from ..quality_presets import Preset
 from .footprint import Footprint, kv_element
 from .measured_figures import Curve, figures
 
+# Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
+# the next one if that is little: on a virtual disk of 0.85 GB/s (BENCHMARKS.md, A pack of twice the memory).
+SCATTERED = 0.6
 PROMPT = 512  # tokens of the prompt whose speed is estimated, and of the context of a decoded token
 
 
@@ -189,17 +192,32 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, kv_by
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
     dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + kv_bytes / speeds.read
-    # Disk reads bring neighbouring pages along: of a used expert nearly all is read.
-    absent = (1 - held.ram) * calls * (takes.up + sizes.intermediate * takes.row)
+    disk, hit = _disk_s(takes, work, speeds, held.ram) if held.ram < 1 else (0.0, 0.0)
     return Token(
         dense=dense,
         up=calls * speeds.up_s(takes),
         rows=calls * sizes.intermediate * work.active * work.read * speeds.row_s(takes),
-        disk=absent / speeds.disk,
-        host=sizes.layers * speeds.host,
-        hit=0.0,
+        disk=disk,
+        host=sizes.layers * (speeds.host_pool if hit else speeds.host),
+        hit=hit,
         moved=0.0,
     )
+
+
+def _disk_s(takes: Footprint, work: TokenWork, speeds: Speeds, ram: float) -> tuple[float, float]:
+    """Seconds of reading what is not in RAM, of which the experts have that share; and the share of rows found there.
+
+    Where RAM has room for the up projections, they and the rows used most are there (`disk_tier.py`). Where it has not,
+    the system reads what it dropped, with neighbouring pages: of a used expert nearly all.
+    """
+    calls = takes.sizes.layers * takes.sizes.top_k * work.calls
+    pool = (ram * (takes.ups + takes.rows) - takes.ups) / takes.rows
+    if pool <= 0:
+        whole = calls * (takes.up + takes.sizes.intermediate * takes.row)
+        return (1 - ram) * whole / speeds.disk, 0.0
+    hit = at(figures().hits, pool)
+    rows = (1 - hit) * calls * takes.sizes.intermediate * work.active
+    return rows * takes.row / (SCATTERED * speeds.disk), hit
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...kernels.weights import ExpertRows, UpWeights
 from .. import private_file
 from ..errors import UsageError, damaged
-from . import learned_predictor
+from . import learned_predictor, tensor_file
 from .manifest import FILE_NAME, Manifest, file_entry, layer_file
 
 
@@ -107,6 +107,11 @@ class PackedModel:
                 raise damaged(self.folder, f"{tensor} in {name} is not a table of rising quantiles.")
         up = UpWeights(m.up_layout, tensors["up.q"], tensors["up.scale"], tensors["up.zero"])
         return PackedLayer(up, ExpertRows(m.row_layout, tensors["rows"]), tensors["threshold"], tensors["product"])
+
+    def rows_place(self, layer: int) -> tuple[Path, int]:
+        """The file with a layer's rows, and where in it they begin."""
+        path = self.folder / layer_file(layer)
+        return path, tensor_file.place_of(path, "rows")
 
     def dense(self) -> dict[str, Tensor]:
         """Embeddings, attention, norms, routers and head by published names; for low bits see quantized_linears.py."""

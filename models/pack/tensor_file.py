@@ -106,6 +106,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file[name].copy_(tensor)
 
 
+def place_of(path: Path, name: str) -> int:
+    """Where in a file that safetensors has opened a tensor's bytes begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return 8 + length + int(header[name]["data_offsets"][0])
+
+
 def _begins(path: Path, head: bytes) -> bool:
     with path.open("rb") as file:
         return file.read(len(head)) == head

@@ -77,13 +77,13 @@ def _random(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0, _WEIGHT)
 
 
-def deepen(packed: Path, target: Path, depth: int) -> None:
-    """The pack with `depth` layers, which are the packed ones in turn."""
+def deepen(packed: Path, target: Path, depth: int, *, copies: bool = False) -> None:
+    """The pack with `depth` layers, which are the packed ones in turn: the same files, or `copies` of them."""
     target.mkdir(parents=True)
     manifest = Manifest.read(packed)
     layers = manifest.architecture.layers
     for number in range(depth):
-        os.link(packed / layer_file(number % layers), target / layer_file(number))
+        (shutil.copyfile if copies else os.link)(packed / layer_file(number % layers), target / layer_file(number))
     for name in manifest.files:
         if name == "config.json":
             config = json.loads((packed / name).read_text(encoding="utf-8"))
@@ -94,7 +94,8 @@ def deepen(packed: Path, target: Path, depth: int) -> None:
             with safe_open(packed / name, "pt") as file:
                 tensors = {key: file.get_tensor(key) for key in file.keys() if not key.startswith("_pad.")}  # noqa: SIM118
             write_tensors(target / name, dict(_repeated(tensors, layers, depth)))
-    files = {path.name: file_entry(path) for path in sorted(target.iterdir())}
+    known = {layer_file(number): manifest.files[layer_file(number % layers)] for number in range(depth)}
+    files = {path.name: known.get(path.name) or file_entry(path) for path in sorted(target.iterdir())}
     replace(manifest, architecture=replace(manifest.architecture, layers=depth), files=files).write(target)
 
 

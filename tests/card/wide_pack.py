@@ -39,14 +39,20 @@ def made(context: Context, depth: int) -> Path:
     name = "mixtral-8x7b" if context.real else "tiny"
     MODELS["tiny"] = {**MODELS["mixtral-8x7b"], **_TINY}
     whole, deep = context.folder / "packs" / name, context.folder / "packs" / f"{name}-{depth}"
-    if not (whole / "manifest.json").exists():
-        shutil.rmtree(whole, ignore_errors=True)
-        whole.mkdir(parents=True)
-        _write(whole, Spec(name, LAYERS))
+    made_in(whole, name, LAYERS)
     if depth != LAYERS and not (deep / "manifest.json").exists():
         shutil.rmtree(deep, ignore_errors=True)
         deepen(whole, deep, depth)
     return whole if depth == LAYERS else deep
+
+
+def made_in(folder: Path, name: str, layers: int) -> Path:
+    """A pack of so many layers in a folder, which is returned; one that is whole is left as it is."""
+    if not (folder / "manifest.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _write(folder, Spec(name, layers))
+    return folder
 
 
 def _write(folder: Path, spec: Spec) -> None:

@@ -238,7 +238,7 @@ class TestRecommendation:
 
 class TestOffers:
     def test_the_smallest_that_runs_here_is_first_and_what_does_not_run_last(self) -> None:
-        found = plan.offers(a_machine(ram=30, disk=60))
+        found = plan.offers(a_machine(ram=24, disk=60))
         assert [one.entry.name for one in found] == [
             "olmoe-1b-7b-instruct",
             "mixtral-8x7b-instruct",

@@ -26,7 +26,6 @@ WATCHED = (
     "test_pool.py",
     "test_arguments.py",
     "../engine/test_compiled_link.py",
-    "../engine/test_compiled_cuda.py",
 )
 INPUTS = 400  # hostile calls; `make fuzz` makes more
 

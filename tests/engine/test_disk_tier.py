@@ -1,0 +1,98 @@
+"""A pack that RAM does not hold: the same answers, rows from the disk, and no more memory than there is room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.planning import disk_tier
+from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.models.checkpoint import read_config
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.packing.pack import PackSpec
+
+from ..helpers import make_checkpoint, make_pack
+from .driver import answer, open_model, silent
+from .margins import clear_prompt
+
+SHARES = (0.0, 0.3, 0.9)
+"""Of the memory between the least that works and all of the pack."""
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows that take much beside keys and values."""
+    folder = tmp_path_factory.mktemp("tier")
+    source = make_checkpoint(folder / "source", hidden=64, intermediate=480, experts=8, layers=3)
+    make_pack(source, folder / "pack", PackSpec(up=3, gate=4, down=4))
+    return folder / "pack"
+
+
+@pytest.fixture(scope="module")
+def needs(pack: Path) -> Needs:
+    """In RAM, where the dense part and keys and values have 32 bits."""
+    packed = PackedModel.open(pack)
+    found = Needs.of(packed.manifest, [packed.layer(index) for index in range(3)], read_config(pack), 4)
+    return replace(found, dense=disk_tier.dense_bytes(packed))
+
+
+def opened(pack: Path, room: int, patch: pytest.MonkeyPatch) -> tuple[LoadedModel, str]:
+    """The pack with so much room in RAM, and how it was opened."""
+    patch.setattr(disk_tier, "room", lambda: room)
+    loaded, told = load(pack, None, "cpu", silent)
+    return loaded, told.reason
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_answers_are_those_of_a_pack_in_ram(
+    pack: Path, needs: Needs, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = open_model(pack)
+    prompt, want = clear_prompt(whole, lambda ids: answer(whole, ids, max_new_tokens=12).tokens)
+    room = needs.least() + int(share * (needs.whole() - needs.least()))
+    loaded, reason = opened(pack, room, monkeypatch)
+    assert "read from the disk" in reason and loaded.offload is not None and loaded.device == "cpu"
+    assert not loaded.offload.parts.cpu and loaded.offload.memory.nbytes < room
+    for _ in range(2):
+        assert answer(loaded, prompt, max_new_tokens=12).tokens == want
+    assert loaded.offload.moved()[0] > 0
+    loaded.close()
+
+
+def test_a_pack_that_fits_is_mapped(pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, reason = opened(pack, needs.whole(), monkeypatch)
+    assert loaded.offload is None and "RAM" not in reason
+    loaded.close()
+
+
+def test_with_too_little_ram_the_system_reads_the_pack(
+    pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, reason = opened(pack, needs.least() - 1, monkeypatch)
+    assert loaded.offload is None and "less than the" in reason and "the system reads the rest" in reason
+    loaded.close()
+
+
+@pytest.mark.usefixtures("no_library")
+def test_without_the_compiled_link_the_system_reads_the_pack(
+    pack: Path, needs: Needs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, reason = opened(pack, needs.least(), monkeypatch)
+    assert loaded.offload is None and "because it was not compiled" in reason
+    loaded.close()
+
+
+def test_where_rows_are_in_the_file(pack: Path) -> None:
+    packed = PackedModel.open(pack)
+    for index in range(3):
+        rows = packed.layer(index).rows.data
+        path, offset = packed.rows_place(index)
+        with path.open("rb") as file:
+            file.seek(offset)
+            assert file.read(rows.nbytes) == rows.numpy().tobytes()
+
+
+def test_room_is_what_is_free_less_a_reserve() -> None:
+    assert disk_tier.room() < disk_tier.hardware.ram()[1] <= disk_tier.hardware.ram()[0]
