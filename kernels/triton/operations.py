@@ -26,7 +26,10 @@ from .vectors import record_vectors, up_vector
 
 @dataclass(frozen=True, slots=True)
 class _List:
-    """Active neurons on the device: call p owns found[spans[0, p]:spans[1, p]], at most `most` of them."""
+    """Active neurons on the device: call p owns found[spans[0, p]:spans[1, p]], at most `most` of them.
+
+    `found` is int32 where it was made here, which is copied in half the time, and int64 in a caller's `Active`.
+    """
 
     spans: Tensor
     found: Tensor
@@ -79,19 +82,19 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     if active.most:
         offsets[1:] = active.spans[1].cpu()
     total = int(offsets[-1])
-    return Active(offsets, active.found[:total], active.values[:total])
+    return Active(offsets, active.found[:total].long(), active.values[:total])
 
 
 def up_list(
     x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int = 22
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`up_gemv` without waiting: where each call's neurons end (P,), then buffers for all neurons (int32, copied in
-    half the time) and all values, valid up to the last end.
+    """`up_gemv` without waiting: where each call's neurons end (P,), then buffers for all neurons (int32) and
+    all values, valid up to the last end.
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
     active = _find(x, up, _moved(calls, x.device), thresholds, packed=True)
-    return active.spans[1], active.found.int(), active.values
+    return active.spans[1], active.found, active.values
 
 
 def sparse_swiglu(
@@ -222,7 +225,7 @@ def _find(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed:
     launch.check_reachable(device, "up.scale", scale)
     launch.check_reachable(device, "up.zero", zero)
     spans = torch.empty(2, count, dtype=torch.int64, device=device)
-    found = torch.empty(count * neurons, dtype=torch.int64, device=device)
+    found = torch.empty(count * neurons, dtype=torch.int32, device=device)
     values = torch.empty(count * neurons, dtype=x.dtype, device=device)
     if not count * neurons:
         return _List(spans.zero_(), found, values, 0)
