@@ -307,7 +307,8 @@ def test_lanes_that_do_not_fit_get_no_handle(change: dict[str, Any], card: Card)
     parts = card.parts(10, in_place=False)
     given: dict[str, Any] = {"stalls": parts.stalls, "stall_count": 8, "head": head_of(10), "compute": card.compute}
     given |= {"kind": codes.LINK_CUDA, "driver": parts.driver, "lanes": array_of(parts.lanes), "in_place": 0}
-    given |= {"pack_threads": 1, "row_bytes": NBYTES, "chunk": 10, "rate": 0.0, "latency": 0.0, "reserved": 0}
+    given |= {"pack_threads": 1, "row_bytes": NBYTES, "chunk": 10, "rate": 0.0, "latency": 0.0, "extents": None}
+    given |= dict.fromkeys(("extent_count", "readers", "gap", "sector"), 0)
     config = records.link_config(**{**given, "clock": None, "gate": None, **change})
     assert binding.library().link_open(config) == codes.BAD_SHAPE and not card.noted()
 
