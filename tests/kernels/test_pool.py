@@ -17,7 +17,7 @@ from floe_chat.kernels.cpu import native, native_pool
 from floe_chat.kernels.cpu.native_pool import NativeTable
 from floe_chat.kernels.located import Keys, Part, Slots
 from floe_chat.kernels.offload.placing import StepTable, cut
-from floe_chat.kernels.pool import BROUGHT, FINDS, FREE_COUNT, HAND, STEP, EvictionRule, Means
+from floe_chat.kernels.pool import BROUGHT, FINDS, FREE_COUNT, HAND, READY, STEP, EvictionRule, Means
 
 RULE = EvictionRule(
     by_score=True,
@@ -156,6 +156,31 @@ def test_the_rows_worth_least_go(wanted: int) -> None:
         assert (table.slots[before[gone]] == -1).all() and (table.slots[before[~gone]] >= 0).all()
         worths.append(float(np.sort(worth[gone]).astype(np.float64).sum()))
     assert worths[0] == worths[1]
+
+
+@pytest.mark.parametrize("urgent", [True, False])
+@pytest.mark.parametrize("regular", [False, True])
+def test_the_same_rows_of_a_large_window_go(urgent: bool, regular: bool) -> None:
+    """So large that the compiled search first looks at some slots of it, which may be worth less than the others."""
+    shape, wanted = (2, 4, 4000), 3000
+    stride = RULE.sample * wanted // 256
+    tables = [kind(*shape, RULE, means(5, shape)) for kind in (StepTable, NativeTable)]
+    for table in tables:
+        if regular:
+            table.means.raw[0, np.arange(table.width) % stride < 4] *= 1e-3
+        table.resize(18_001)
+        table.settle(table.reserve(0, np.arange(table.width), urgent=True), arrived=True)
+        table.settle(table.reserve(1, np.arange(2001), urgent=False), arrived=True)
+        table.counters[STEP] += 1
+        table.words[:-1:10] = table.stamp() + READY  # in use
+    for start in (2001, 5001, 8001):
+        taken = [table.reserve(1, np.arange(start, start + wanted), urgent=urgent) for table in tables]
+        assert taken[0].size == wanted
+        assert sorted(taken[0].tolist()) == sorted(taken[1].tolist())
+        _agree(tables[1], tables[0])
+        for table in tables:
+            table.settle(taken[0], arrived=True)
+        assert_equal(*tables)
 
 
 @pytest.mark.parametrize("kind", [StepTable, NativeTable])
