@@ -25,7 +25,7 @@ CHUNK_BYTES = 1 << 20  # at 25 GB/s: 42 us of copying and 5 us of latency, so an
 # Of a card's published memory rate and tensor throughput, what kernels reach: FloE table 1 computes one Mixtral expert
 # (352 MB) in 0.542 ms on an RTX 3090, 69 % of its 936 GB/s; 62 % on an H100, 68 % on an A100.
 REACHED = 0.7
-DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums
+DENSE_LAUNCHES = 12  # of one layer: norms, attention's four products, rope, attention, router, sums; one graph of ours
 LANE_BYTES_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # PCIe, nominal, one way
 LINK_REACHED = 0.8  # share of that which copies from pinned memory usually reach
 
@@ -48,6 +48,7 @@ class Card:
 
     Attributes:
         name: as sim:NAME has it. title: as its maker writes it. host: the machine around it, in words.
+        node_s: between two kernels of a CUDA graph.
     """
 
     name: str
@@ -62,6 +63,11 @@ class Card:
     pack_bytes_s: float
     title: str = ""
     host: str = ""
+    node_s: float = 0.0
+
+    def graph_s(self, nbytes: float, flops: float, nodes: int) -> float:
+        """As `gpu_s`, of a CUDA graph: one launch, and less between its kernels."""
+        return self.gpu_s(nbytes, flops, 1) + nodes * self.node_s
 
     def gpu_s(self, nbytes: float, flops: float, launches: int) -> float:
         """The GPU's time for kernels that read `nbytes` and compute `flops`: the longer of the two, and launching."""
@@ -199,6 +205,7 @@ def _card(name: str, own: Mapping[str, Any], host: Mapping[str, Any], common: Ma
         link_bytes_s=LANE_BYTES_S[generation] * lanes * LINK_REACHED,
         link_latency_s=common["link_latency_s"]["value"],
         launch_s=common["launch_s"]["value"],
+        node_s=common["node_s"]["value"],
         cpu_bytes_s=host["cpu_bytes_s"]["value"],
         cpu_flops=host["cpu_flops"]["value"],
         pack_bytes_s=host["pack_bytes_s"]["value"],

@@ -160,7 +160,9 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
 
         layers = pack.streamed(shares)
         nbytes = sum(layer.rows.data.nbytes for layer in layers)
-        return _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
+        device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
+        device.looks_ahead = False
+        return device
 
     return DeviceChoice(place, why, shares, make, budget, cap)
 
@@ -250,6 +252,8 @@ def offload(choice: DeviceChoice, layers: Sequence[PackedLayer], parts: Parts) -
     if choice.make is None:
         return None
     shares, device = choice.shares, choice.make(parts.transfer)
+    if parts.predictor == "auto" and not device.looks_ahead:
+        parts = dataclasses.replace(parts, predictor="none")
     if not device.cpu_share:  # nothing is in RAM that the CPU could compute instead
         parts = dataclasses.replace(parts, cpu=False)
     try:

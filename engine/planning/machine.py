@@ -243,4 +243,5 @@ def speeds_of(card: Card, disk: float) -> Speeds:
         gpu=card.gpu_bytes_s * cards.REACHED,
         gpu_flops=card.gpu_flops * cards.REACHED,
         launch=card.launch_s,
+        node=card.node_s,
     )

@@ -26,25 +26,25 @@ class Figures:
         active: share of neurons left out, with thresholds that rise as the router's weight falls -> share of all
             chosen experts' neurons that are active. dropped: router's score, relative to the mean, below which experts
             are dropped -> share of expert work left out.
-        hits: share of a model's rows in the pool -> share of the wanted rows that are there. recall: of active neurons
-            by the default predictor; the same share of what it fetches is used.
+        hits: share of a model's rows in the pool -> share of the wanted rows that are there.
         kernels: share of a linear read's rate that our CPU kernels reach, by kind and bits.
         core_prompt_bytes_s: rows times tokens of one core. packed_weights_s: weights that one core packs.
         host_s, host_gpu_s, host_pool_s, host_ram_s: the host's own time for one layer and token on the CPU, beside a
-            GPU that holds all rows, with a pool, and for experts that the CPU computes beside a GPU.
+            GPU that holds all rows, with a pool until absent rows are asked for, and for experts that the CPU computes
+            beside a GPU. host_behind_s: the rest of it with a pool, behind which the device and the link work.
     """
 
     quantization: ByBits
     active: Curve
     dropped: Curve
     hits: Curve
-    recall: float
     kernels: ByBits
     core_prompt_bytes_s: float
     packed_weights_s: float
     host_s: float
     host_gpu_s: float
     host_pool_s: float
+    host_behind_s: float
     host_ram_s: float
 
 
@@ -58,13 +58,13 @@ def figures() -> Figures:
         active=_curve(values["active"]),
         dropped=_curve(values["dropped"]),
         hits=_curve(values["hits"]),
-        recall=values["recall"],
         kernels=_by_bits(values["kernels"]),
         core_prompt_bytes_s=values["core_prompt_bytes_s"] * 1e9,
         packed_weights_s=values["packed_weights_s"] * 1e6,
         host_s=values["host_ms"] / 1e3,
         host_gpu_s=values["host_gpu_ms"] / 1e3,
         host_pool_s=values["host_pool_ms"] / 1e3,
+        host_behind_s=values["host_behind_ms"] / 1e3,
         host_ram_s=values["host_ram_ms"] / 1e3,
     )
 

@@ -60,7 +60,7 @@ def choose(
         at, step = np.unravel_index(np.where(chosen[:, None], seconds, np.inf).argmin(), seconds.shape)
         mix, most = mixes[int(at)], int(rows[at])
         full = mix.pool * needs.experts * needs.neurons
-        used = most if (int(step) + 1) * full > STEPS * most else int(step) * full // STEPS
+        used = most if (int(step) + 1) * full > STEPS * most else -(-int(step) * full // STEPS)
         found.append(Placed(mix, used, int(step) / STEPS, float(share[at, step])))
     return found[0], found[1]
 

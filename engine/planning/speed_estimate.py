@@ -75,7 +75,8 @@ class Speeds:
     Attributes:
         read: a linear read of RAM. cpu: our kernels by name and bits ("rows 4 bit"); missing ones follow from `read`.
         disk: large reads. link, link_latency: copies of rows to the GPU, 0 without one. gpu: what its kernels read.
-        gpu_flops: what its products reach. launch: one kernel. host and the like: see `measured_figures.Figures`.
+        gpu_flops: what its products reach. launch: one kernel. node: between two of a CUDA graph. host
+            and the like: see `measured_figures.Figures`.
     """
 
     read: float
@@ -86,9 +87,11 @@ class Speeds:
     gpu: float = 0.0
     gpu_flops: float = 2e13
     launch: float = 5e-6
+    node: float = 1.5e-6
     host: float = field(default_factory=lambda: figures().host_s)
     host_gpu: float = field(default_factory=lambda: figures().host_gpu_s)
     host_pool: float = field(default_factory=lambda: figures().host_pool_s)
+    host_behind: float = field(default_factory=lambda: figures().host_behind_s)
     host_ram: float = field(default_factory=lambda: figures().host_ram_s)
 
     def of_cpu(self, what: str, bits: int) -> float:
@@ -106,7 +109,7 @@ class Speeds:
         """All rates times a factor; latencies and the host's own time divided by it."""
         cpu = {name: rate * factor for name, rate in self.cpu.items()}
         rates = {name: getattr(self, name) * factor for name in ("read", "disk", "link", "gpu", "gpu_flops")}
-        slower = ("link_latency", "launch", "host", "host_gpu", "host_pool", "host_ram")
+        slower = ("link_latency", "launch", "node", "host", "host_gpu", "host_pool", "host_behind", "host_ram")
         waits = {name: getattr(self, name) / factor for name in slower}
         return dataclasses.replace(self, cpu=cpu, **rates, **waits)
 
@@ -198,7 +201,7 @@ def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, kv_by
         up=calls * speeds.up_s(takes),
         rows=calls * sizes.intermediate * work.active * work.read * speeds.row_s(takes),
         disk=disk,
-        host=sizes.layers * (speeds.host_pool if hit else speeds.host),
+        host=sizes.layers * (speeds.host_pool + speeds.host_behind if hit else speeds.host),
         hit=hit,
         moved=0.0,
     )
@@ -254,7 +257,7 @@ def layer_time(
     curve: Curve | None = None,
 ) -> LayerTime:
     """One layer of a kind; pool, cpu: see `Held`. curve: see `decode`."""
-    dense = takes.attention / speeds.gpu + DENSE_LAUNCHES * speeds.launch
+    dense = takes.attention / speeds.gpu + speeds.launch + DENSE_LAUNCHES * speeds.node
     if place == "cpu":
         return _by_cpu(takes, work, speeds, dense)
     wanted, row, launches = _wanted(takes, work), takes.row, 2 * speeds.launch
@@ -267,12 +270,12 @@ def layer_time(
     absent, host = wanted * (1 - hit), speeds.host_pool
     own = wanted * hit * row * work.read / speeds.gpu + launches
     rates = speeds.rates(takes, work)
-    recall = figures().recall
-    early = recall * min(absent, (dense + up + host) * speeds.link / row)
-    end, copied = _absent_end(absent - early, row, rates, cpu)
-    copied += early / recall
+    end, copied = _absent_end(absent, row, rates, cpu)
     away = (1 - hit) * takes.sizes.top_k * work.calls * takes.sizes.intermediate * row
-    return LayerTime(dense, up, max(own + up, end), host, hit, copied * row, away)
+    # The device and the link work behind half of the rest of the host's own time; the other half follows when their
+    # rows are there. Nothing is fetched ahead: see `Device.looks_ahead`.
+    later = speeds.host_behind / 2
+    return LayerTime(dense, up, max(own, end, later), host + later, hit, copied * row, away)
 
 
 def _by_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, dense: float) -> LayerTime:
@@ -293,8 +296,7 @@ def _wanted(takes: Footprint, work: TokenWork) -> float:
 
 def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
     """Layers as `MoELayer`, `OffloadedLayer` and `RamLayer` run them. In one with a pool: dense part, up projections
-    and a wait; then the rows that are there and the next layer's guess on the GPU, beside the absent rows on the link
-    and the CPU. Between two layers the link brings what was guessed."""
+    and a wait; then the rows that are there on the GPU, beside the absent rows on the link and the CPU."""
     kinds = [
         (count, layer_time(takes, work, speeds, place, held.pool, cpu=held.cpu, curve=curve))
         for place, count in held.counts(takes.sizes.layers).items()

@@ -131,7 +131,7 @@ def _of_card(card: cards.Card, reached: float) -> Speeds:
     base = machine.Machine("", 0, 0, None, 1, Speeds(read=1.0), 0.0)
     speeds = machine.of_card(card, base).speeds
     cpu = {**speeds.cpu, "rows 4 bit": reached * speeds.read, "rows 16 bit": speeds.read}
-    return dataclasses.replace(speeds, cpu=cpu, host=0.0, host_gpu=0.0, host_pool=0.0)
+    return dataclasses.replace(speeds, cpu=cpu, host=0.0, host_gpu=0.0, host_pool=0.0, host_behind=0.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ def some_speeds() -> Speeds:
         gpu_flops=RANDOM.uniform(5e12, 2e14),
         host=RANDOM.choice([0.0, 4e-4]),
         host_pool=RANDOM.choice([0.0, 1e-3]),
+        host_behind=RANDOM.choice([0.0, 1e-3]),
     )
 
 
@@ -89,7 +90,16 @@ class TestDecode:
 
     def test_the_cpu_and_the_link_share_what_is_absent(self) -> None:
         """With both lanes of the same rate, half as long as with one of them."""
-        speeds = Speeds(read=1.0, cpu={"rows 4 bit": 1e9}, link=1e9, link_latency=0, gpu=1e15, launch=0, host_pool=0.0)
+        speeds = Speeds(
+            read=1.0,
+            cpu={"rows 4 bit": 1e9},
+            link=1e9,
+            link_latency=0,
+            gpu=1e15,
+            launch=0,
+            host_pool=0.0,
+            host_behind=0.0,
+        )
         alone = decode(TAKES, TokenWork(), speeds, Held(gpu=True, pool=0.0, cpu=False), context=0)
         both = decode(TAKES, TokenWork(), speeds, Held(gpu=True, pool=0.0), context=0)
         assert alone.rows == pytest.approx(64 * 14336 * TAKES.row / 1e9, rel=0.01)

@@ -89,7 +89,9 @@ def test_no_mix_that_fits_is_faster(entry: object) -> None:
     needs, layers = Needs.of_footprint(takes, 4096), takes.sizes.layers
     for _ in range(6):
         speeds = machine.of_card(draw.choice(CARDS), BASE).speeds
-        speeds = dataclasses.replace(speeds, host_pool=draw.choice([5e-5, 1.1e-3]))
+        speeds = dataclasses.replace(
+            speeds, host_pool=draw.choice([5e-5, 1.1e-3]), host_behind=draw.choice([0.0, 1e-3])
+        )
         vram, ram = draw.uniform(5, 30), draw.uniform(6, 90)
         found = placed(takes, speeds, vram, ram)
         if found is None:

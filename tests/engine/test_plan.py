@@ -166,7 +166,7 @@ def perturbed(found: Machine, draw: random.Random) -> Machine:
 def on(card: str, ram: int) -> Machine:
     """The host's own time is fixed: it is measured again as the engine changes, and no rule of plans hangs on it."""
     found = machine.described(Described(card=card, ram=ram * GB), a_machine(speeds=Speeds(read=30e9, disk=2e9)))
-    return dataclasses.replace(found, speeds=dataclasses.replace(found.speeds, host_pool=2e-4))
+    return dataclasses.replace(found, speeds=dataclasses.replace(found.speeds, host_pool=2e-4, host_behind=0.0))
 
 
 CARDS = ("none", "3050", "2060", "3070", "3080", "3060", "4070", "4060 ti 16gb", "4080", "4090", "3090")

@@ -144,7 +144,7 @@ def _placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None
     """The planner's mix for all of Mixtral, in the trace's proportion."""
     speeds = machine.speeds_of(card, disk=1e9)
     if not host:
-        speeds = dataclasses.replace(speeds, host_gpu=0.0, host_pool=0.0, host_ram=0.0)
+        speeds = dataclasses.replace(speeds, host_gpu=0.0, host_pool=0.0, host_behind=0.0, host_ram=0.0)
     takes, layers = Footprint.of(_MIXTRAL, PackSpec()), trace.index.shape[1]
     needs = Needs.of_footprint(takes, CONTEXT)
     found = mix_choice.choose(takes, TokenWork.of(_balanced()), speeds, needs, card.vram_bytes, _RAM)
@@ -155,7 +155,7 @@ def _placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None
     def placed(gpu: int) -> Played:
         cpu = min(round(mix.cpu * share), layers - gpu - 1) if mix.pool else layers - gpu
         parts = Parts(mix=Mix(gpu, layers - gpu - cpu, cpu))
-        return play(card, Width(), trace, _balanced(), parts, cpu_share=CPU_REACHED, warm=warm, host=host)
+        return play(card, Width(), trace, _balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)
 
     return _between(mix.gpu * share, placed)
 
@@ -204,20 +204,21 @@ def steps() -> list[Variant]:
         ("FloE, 80 %", floe, Preset("80 %", Rule(0.8)), _FLOE, True, False),
         (OTHERS, floe, Preset("90 %", Rule(0.9)), _FLOE, True, False),
         ("3-bit up, 4-bit rows, 60 %", own, sparse, _FLOE, False, False),
-        ("+ prefetching", own, sparse, _FLOE, True, False),
-        ("+ eviction by score", own, sparse, Parts(cpu=False), True, False),
-        ("+ the CPU's share", own, sparse, Parts(), True, False),
-        ("+ Balanced instead of 60 %", own, balanced, Parts(), True, False),
-        ("+ rows read in place", own, balanced, Parts(), True, True),
-        ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), True, True),
-        ("Fast likewise", own, fast, Parts(), True, True),
-        ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), True, True),
+        ("likewise, prefetching", own, sparse, _FLOE, True, False),
+        ("+ eviction by score", own, sparse, Parts(cpu=False), False, False),
+        ("+ the CPU's share", own, sparse, Parts(), False, False),
+        ("+ Balanced instead of 60 %", own, balanced, Parts(), False, False),
+        ("+ rows read in place", own, balanced, Parts(), False, True),
+        ("Balanced likewise, looking ahead", own, balanced, Parts(), True, True),
+        ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), False, True),
+        ("Fast likewise", own, fast, Parts(), False, True),
+        ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), False, True),
         (
             "Balanced likewise, weak rows left out",
             own,
             Preset(balanced.name, dataclasses.replace(balanced.rule, late=LATE), balanced.x_bits),
             Parts(),
-            True,
+            False,
             True,
         ),
     ]

@@ -31,6 +31,7 @@ class VirtualDevice(Device):
     """
 
     real = False
+    looks_ahead = False
 
     def __init__(
         self,
@@ -67,7 +68,10 @@ class VirtualDevice(Device):
 
     def dense(self, tokens: int) -> None:
         """One layer's attention, norms and router."""
-        self._gpu(self._dense_bytes, 2.0 * self._dense_bytes * tokens, DENSE_LAUNCHES)
+        card, flops = self.card, 2.0 * self._dense_bytes * tokens
+        # Of a prompt, each kernel is launched by itself.
+        work = card.graph_s if tokens == 1 else card.gpu_s
+        self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
 
     def ask(
         self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int, also: Sequence[Tensor] = ()
