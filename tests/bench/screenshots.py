@@ -43,7 +43,7 @@ from textual.widgets import OptionList  # noqa: E402
 
 _FOLDER = Path(__file__).parents[2] / "assets" / "screenshots"
 _CARD, _RAM, _DISK = "rtx3060-12gb", 32 << 30, 500_000_000_000
-_SIM, _SIM_VRAM = f"sim:{_CARD}", 14 << 20
+_SIM, _SIM_VRAM = f"sim:{_CARD}", 10 << 20
 _MODELS = Path(tempfile.gettempdir()) / "models"  # is shown, and not made
 _QUESTIONS = ("What is an expert?", "And a neuron?")
 _REMOTE_FONT = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
