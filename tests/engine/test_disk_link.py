@@ -97,6 +97,7 @@ def test_rows_of_no_file_end_the_link(files: list[RowFile]) -> None:
 
 
 def test_closing_leaves_nothing_behind(files: list[RowFile]) -> None:
+    link_to(files).close()
     before = count("fd"), count("task")
     for _ in range(5):
         link = link_to(files, 8)
@@ -104,11 +105,12 @@ def test_closing_leaves_nothing_behind(files: list[RowFile]) -> None:
         link.submit(transfer(files[0], target, list(range(0, 1400, 2)), 0, urgent=False))
         link.close()
         del link
-    assert (count("fd"), count("task")) == before
+    # What other tests left may end meanwhile; five links would leave 10 files and 160 threads.
+    assert count("fd") <= before[0] + 2 and count("task") <= before[1] + 2
 
 
 def test_a_missing_file_is_an_error_and_closes_the_others(files: list[RowFile], tmp_path: Path) -> None:
     before = count("fd")
     with pytest.raises(FileNotFoundError):
         DiskFiles([*files, RowFile(files[0].rows, tmp_path / "none", 0)])
-    assert count("fd") == before
+    assert count("fd") <= before
