@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..kernels.rule import NOTHING, Rule
+from ..kernels.rule import LATE, NOTHING, Rule
 from ..models.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,11 +20,14 @@ class Preset:
 
     Attributes:
         x_bits: how much of x's precision the kernels keep if weights are codes (`kernels.operations`).
+        without_weak: whether no row that the rule may skip while it is absent is there at all, so that the most that
+            this can cost is measured.
     """
 
     name: str
     rule: Rule = NOTHING
     x_bits: int = X_BITS_FINE
+    without_weak: bool = False
 
     @property
     def exact(self) -> bool:
@@ -59,6 +62,11 @@ def ruled(name: str, rule: Rule) -> Preset:
     """The preset `name` with another rule; the precision of x goes with the name."""
     known = next((preset for preset in PRESETS if preset.name == name), Preset(name))
     return replace(known, rule=rule)
+
+
+def lenient(preset: Preset) -> Preset:
+    """A preset that leaves out weak rows, as if none of them were ever there."""
+    return replace(preset, rule=replace(preset.rule, late=LATE), without_weak=True)
 
 
 def custom(manifest: Manifest, rule: Rule) -> Preset:

@@ -90,6 +90,5 @@ NOTHING = Rule()
 """Skips nothing."""
 
 LATE = 0.25
-"""The share of active neurons that a lenient rule may skip. If their rows were never there, that would add 0.065 nats
-to Balanced on the demo model; half of the neurons would add 0.15. Without a bound an active row that is absent is as
-likely the strongest as the weakest, and 5 % of them cost 0.3 nats a token (BENCHMARKS.md)."""
+"""The share of active neurons that a lenient rule may skip. Without a bound an active row that is absent is as likely
+the strongest as the weakest, and 5 % of them cost 0.3 nats a token (BENCHMARKS.md)."""

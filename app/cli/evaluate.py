@@ -24,6 +24,7 @@ _HEAD = (
     f"{'preset':<12}{'perplexity':>11}{'KL mean':>10}{'KL 99 %':>10}{'KL max':>10}{'same top':>10}{'rms dp':>8}"
     f"{'greedy':>13}{'active':>8}{'bytes':>8}"
 )
+_LENIENT = "  lenient   weak rows left out, as if none of them were ever in GPU memory: the most that it can cost"
 _LEGEND = (
     "perplexity  of the next token; the source's own is above",
     "KL          how far the pack's next-word probabilities move from the 16-bit source's, in nats:",
@@ -46,11 +47,17 @@ _LEGEND = (
     metavar="NAME",
     help='Measure only this preset, or "No sparsity"; may be repeated.  [default: every preset the pack can run]',
 )
+@click.option(
+    "--lenient",
+    is_flag=True,
+    help="Measure the most that leaving out weak rows (F4) can cost: none of them is ever in GPU memory.",
+)
 def evaluate(
     model: str,
     source: Path | None,
     text_file: Path | None,
     presets: tuple[str, ...],
+    lenient: bool,
     tokens: int,
     device: str,
     as_json: bool,
@@ -69,7 +76,8 @@ def evaluate(
     origin = source_of(pack, source)
     ids = text_ids(pack, text_file)
     try:
-        found = run(pack, origin, ids, presets, tokens, device, Told(progress.step, progress.note))
+        told = Told(progress.step, progress.note)
+        found = run(pack, origin, ids, presets, tokens, device, told, lenient=lenient)
     finally:
         progress.clear()
     text = text_name(pack, text_file)
@@ -89,6 +97,7 @@ def table(found: Evaluation, text: str) -> str:
         f"  pack      {found.widths}; on {found.device}, {found.backend}",
         f"  text      {Path(text).name}: {read}",
         f"  source    perplexity {digits(first.source_perplexity)}",
+        *((_LENIENT,) if found.lenient else ()),
         "",
         _HEAD,
         *map(_row, found.presets),

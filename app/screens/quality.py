@@ -15,7 +15,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from ...engine.events import LATE, Rule
+from ...engine.planning.measured_figures import figures
 from ...models.errors import FloeError
+from ...models.quantities import divergence
 from ..chat.model import ChatModel
 from ..client.chat_client import Cost
 from ..text.plain_text import printable
@@ -44,7 +46,8 @@ _DIALS = (
     (
         "late",
         "weak rows not in VRAM",
-        "Wait for every row, or leave out the weakest quarter of those not in GPU memory: faster, less exact.",
+        "Wait for every row, or leave out the weakest quarter of those not in GPU memory: faster, less exact. It cost "
+        f"Balanced at most {divergence(figures().lenient_kl)} nats (KL) on the demo model.",
     ),
 )
 

@@ -128,8 +128,6 @@ class OffloadedStep:
             beside = self._start_beside(placed.beside)
         elif placed.keys.size and parts.cpu:
             device.rates.unused("cpu")
-        if placed.skipped.at.size:
-            self._bring(placed)
         if placed.whole:
             self._move_whole(placed)
         return Started(placed, first, beside)
@@ -173,12 +171,6 @@ class OffloadedStep:
         active = Active(torch.from_numpy(part.offsets), neurons, taken(self.active.values, part.at))
         rows, x_bits = self.ram().layer.rows, self.choice.ruled.preset.x_bits
         return device.rows_beside(hidden, rows, work.calls, active, work.products, x_bits)
-
-    def _bring(self, placed: Placed) -> None:
-        """Fetch absent rows that this step skips, with the lowest priority, for later tokens."""
-        keys = np.setdiff1d(placed.skipped.places, placed.keys)
-        if keys.size:
-            self.shared.scheduler.prefetch(self.index, keys.astype(np.int64), 0.0)
 
     def _move_whole(self, placed: Placed) -> None:
         """If an expert is mostly active and partly absent, fetch the rest of it as well (CORM)."""

@@ -47,7 +47,7 @@ class RuledLayer:
         self.preset, self.rule = preset, preset.rule.at(index)
         self.layer = packed.halved() if self.rule.parts == 2 else packed
         self.limits = Limits(
-            threshold_at(self.layer.thresholds, self.rule.sparsity),
+            threshold_at(self.layer.thresholds, self.rule.lateness if preset.without_weak else self.rule.sparsity),
             threshold_at(self.layer.products, self.rule.product) if self.rule.product else None,
             threshold_at(self.layer.thresholds, self.rule.lateness) if self.rule.late else None,
         )

@@ -90,10 +90,6 @@ class Scheduler:
         slots = self._pool.reserve(layer, keys, urgent=urgent)
         return self.submit(layer, keys[: slots.size], slots, urgent=urgent, score=score)
 
-    def prefetch(self, layer: int, keys: Keys, score: float) -> None:
-        """Request the rows of these absent neurons behind everything urgent, as many as get a slot."""
-        self._submit_pieces(layer, keys, self._pool.reserve(layer, keys, urgent=False), score)
-
     def submit(
         self, layer: int, keys: Keys, slots: Slots, *, urgent: bool, score: float = 0.0, number: int = 0
     ) -> Transfer:

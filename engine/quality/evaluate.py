@@ -57,7 +57,11 @@ class PresetLoss:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation's inputs and figures. `tokens` were read in `windows` windows, `scored` of them predicted."""
+    """An evaluation's inputs and figures. `tokens` were read in `windows` windows, `scored` of them predicted.
+
+    Attributes:
+        lenient: whether the presets left out weak rows, as if none of them were ever on the device.
+    """
 
     model: str
     source: str
@@ -70,6 +74,7 @@ class Evaluation:
     scored: int
     continued: int
     presets: tuple[PresetLoss, ...]
+    lenient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,15 @@ def choose_presets(names: Sequence[str], manifest: Manifest) -> list[Preset]:
 
 
 def run(
-    pack: Path, source: Path, ids: Sequence[int], names: Sequence[str], tokens: int, device: str, told: Told
+    pack: Path,
+    source: Path,
+    ids: Sequence[int],
+    names: Sequence[str],
+    tokens: int,
+    device: str,
+    told: Told,
+    *,
+    lenient: bool = False,
 ) -> Evaluation:
     """Measure a pack against its source.
 
@@ -104,12 +117,14 @@ def run(
         ids: the text by the pack's tokenizer, without a start token; as much of it is used as `tokens` says.
         names: presets to measure, see `choose_presets`. tokens: to read, in whole windows, start tokens among them.
         device: for the pack, as `load` takes it; the source is computed on the CPU in float32.
+        lenient: whether presets leave out weak rows, see `quality_presets.lenient`.
 
     Raises:
         UsageError: a preset that does not exist, too few or too many tokens, a text too short, another source.
         CheckpointError, PackError: the source or the pack cannot be read, or computes values that are not finite.
     """
     presets = choose_presets(names, Manifest.read(pack))
+    presets = [quality_presets.lenient(preset) for preset in presets] if lenient else presets
     told.step("Starting transformers")
     import_model_code()
     checkpoint = Checkpoint(source)
@@ -142,6 +157,7 @@ def run(
             PresetLoss(p.name, p.rule.sparsity, divergence, positions, answer.active_neurons, answer.bytes_per_token)
             for p, divergence, positions, answer in zip(presets, found, parted, answers, strict=True)
         ),
+        lenient=lenient,
     )
 
 

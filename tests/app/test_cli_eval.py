@@ -21,7 +21,7 @@ from ..helpers import Ran, edit_json, explained, run_cli
 
 FIELDS = {
     *("version", "text", "model", "source", "widths", "device", "backend", "window", "windows", "tokens"),
-    *("scored", "continued", "presets"),
+    *("scored", "continued", "presets", "lenient"),
 }
 ROW_FIELDS = {
     *("preset", "sparsity", "first_divergence", "active_neurons", "bytes_per_token", "tokens", "perplexity"),
@@ -159,7 +159,7 @@ def test_a_tokenizer_that_cannot_be_read(tiny_pack: Path, tiny_checkpoint: Path,
 def test_an_interrupted_evaluation_says_so(
     tiny_pack: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_arguments: object) -> Evaluation:
+    def interrupt(*_arguments: object, **_named: object) -> Evaluation:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluate, "run", interrupt)

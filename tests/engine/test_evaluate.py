@@ -17,6 +17,7 @@ from floe_chat.engine import quality_presets
 from floe_chat.engine.quality import evaluate, text_windows
 from floe_chat.engine.quality.evaluate import Evaluation, Told, choose_presets, run
 from floe_chat.engine.quality.source_model import SourceModel, identify
+from floe_chat.kernels.rule import LATE
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, PackError, UsageError
 from floe_chat.models.pack.manifest import Manifest
@@ -99,6 +100,19 @@ def test_more_sparsity_diverges_more(tiny_pack: Path, tiny_checkpoint: Path) -> 
     active = [row.active_neurons or 0 for row in found]
     nbytes = [row.bytes_per_token or 0 for row in found]
     assert active == sorted(active, reverse=True) and nbytes == sorted(nbytes, reverse=True) and nbytes[-1] > 0
+
+
+def test_lenient_is_measured_as_if_no_weak_row_were_there(tiny_pack: Path, tiny_checkpoint: Path) -> None:
+    def of(*, lenient: bool) -> Evaluation:
+        told = Told(unread, unread)
+        return run(tiny_pack, tiny_checkpoint, TEXT, ("Balanced",), 128, "cpu", told, lenient=lenient)
+
+    strict, late = (of(lenient=lenient) for lenient in (False, True))
+    assert not strict.lenient and late.lenient
+    (waits,), (leaves,) = strict.presets, late.presets
+    assert leaves.divergence.kl_mean > waits.divergence.kl_mean
+    share = (leaves.active_neurons or 0) / (waits.active_neurons or 1)
+    assert share == pytest.approx(1 - LATE, abs=0.1)
 
 
 def test_the_greedy_gate_finds_where_generated_answers_part(tiny_pack: Path, tiny_checkpoint: Path) -> None:
