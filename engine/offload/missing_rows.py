@@ -39,8 +39,9 @@ def prefill(
 ) -> list[Lane]:
     """Place each expert of a layer for a prompt (Fiddler section 3.2: argmin of the later lane's end).
 
-    Copying an expert costs its absent bytes, whatever its tokens; the CPU's time grows with tokens once that is more
-    than reading the rows. Resident rows cost neither lane anything, as in Fiddler's model; the GPU computes them.
+    Copying an expert costs its absent bytes, whatever its tokens. The CPU computes all of it, and its time grows with
+    tokens once that is more than reading the rows. An expert that is all resident costs neither lane anything, as in
+    Fiddler's model.
 
     Args:
         tokens: (E,) how many tokens each expert gets. resident: (E,) share of its rows in device memory.
@@ -55,7 +56,7 @@ def prefill(
     else:
         counts = np.array([tokens[e] for e in undecided])
         each = np.maximum(1 / rates.cpu_bytes_s, counts / rates.cpu_batch_bytes_s) / cap
-        cpu = rates.cpu_latency_s + absent * each
+        cpu = rates.cpu_latency_s + np.array([nbytes[e] for e in undecided]) * each
         chosen = (_every if len(undecided) <= EXACT else _balanced)(copy, cpu, link_queued_s)
     for e, on_cpu in zip(undecided, chosen, strict=True):
         lanes[e] = Lane.CPU if on_cpu else Lane.COPY

@@ -117,7 +117,7 @@ class TestPrefill:
                 copy += rates.link_latency_s + absent / rates.link_bytes_s + absent / rates.gpu_bytes_s
             elif lane is Lane.CPU:
                 each = max(1 / rates.cpu_bytes_s, count / rates.cpu_batch_bytes_s)
-                cpu += rates.cpu_latency_s + absent * each / cap
+                cpu += rates.cpu_latency_s + rows * each / cap
         return max(cpu, copy)
 
     @staticmethod
