@@ -69,6 +69,7 @@ class OffloadedLayer(MoELayer):
         super().__init__(index, packed, control, telemetry)
         self.ram, self.shared, self.pooled = ram, shared, shared.pooled[index]
         self.neighbours = Neighbours()
+        shared.ring.register(index, ram, self.pooled)
         self._in_ram: RuledLayer | None = None
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class OffloadedLayer(MoELayer):
         super()._count(result)
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        StreamedPrompt(self.shared, self.pooled, ruled, self.in_ram(), hidden, out, self.control).run(shares)
+        StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
     def in_ram(self) -> RuledLayer:
         """The rows in RAM under the preset in force."""

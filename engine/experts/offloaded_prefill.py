@@ -1,29 +1,29 @@
-"""Prompts where rows are in RAM: whole experts stream through two buffers on the device while others are computed.
+"""Prompts where rows are in RAM: whole experts stream through a ring on the device while others are computed.
 
 A prompt needs nearly all neurons of nearly all experts, so single rows are not worth choosing. While the device
-computes one expert the next one is copied, across layers as well. The CPU computes experts with few tokens where that
+computes one expert the next ones are copied, across layers as well. The CPU computes experts with few tokens where that
 is faster (Fiddler).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ...kernels.weights import ExpertRows, UpWeights
 from ..offload import missing_rows
 from ..offload.device import Partial
-from ..offload.links.transfer import Transfer
+from ..offload.expert_ring import Piece
 from ..offload.missing_rows import Lane
 from ..offload.offload import Offload
-from ..offload.scheduler import Early
 from .moe_layer import Cancelled, Control
 from .ruled_layer import RuledLayer, Share
+
+NEARLY_ALL = 0.9  # share of a layer's experts: if a prompt uses so many, the next layer's are copied before its choice
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class StreamedPrompt:
     """Many tokens in one layer.
 
     Attributes:
-        index: the layer's number in the pool's tables; None if the pool does not serve it: then even its up projections
-            are in RAM. ruled, ram: the layer under the preset, on the device as far as it is there, and in RAM.
+        index: the layer's number in the model. ruled, ram: the layer under the preset, on the device as far as it is
+            there, and in RAM.
         hidden: (B, H). out: (B, H), to which the experts add.
     """
 
     shared: Offload
-    index: int | None
+    index: int
     ruled: RuledLayer
     ram: RuledLayer
     hidden: Tensor
@@ -50,118 +50,82 @@ class StreamedPrompt:
         Raises:
             Cancelled: the answer was stopped.
         """
-        coming = list[Transfer]()
         try:
-            self._run(shares, coming)
-        except Exception:  # whatever it was, `Cancelled` too: until the transfers end they write to the buffers
-            for transfer in coming:
-                self.shared.device.wait(transfer)
+            self._run({share.expert: share for share in shares})
+        except Exception:  # whatever it was, `Cancelled` too: until the transfers end they write to the ring
+            self.shared.ring.clear()
             raise
 
-    def _run(self, shares: Sequence[Share], coming: list[Transfer]) -> None:
-        """`run`; `coming` collects the transfers to the buffers."""
-        shared, device = self.shared, self.shared.device
+    def _run(self, shares: Mapping[int, Share]) -> None:
+        shared, device, ring = self.shared, self.shared.device, self.shared.ring
         shared.scheduler.settle()
-        early = self._early(shares)
-        lanes = self._lanes(shares, early)
-        chosen = zip(shares, lanes, strict=True)
-        on_cpu = [(share, self._beside(share)) for share, lane in chosen if lane is Lane.CPU]
-        staged = [share for share, lane in zip(shares, lanes, strict=True) if lane is not Lane.CPU]
-        first = 0
-        if early is not None:
-            staged.sort(key=lambda share: share.expert != early.expert)
-            first = early.place
-            coming.append(early.transfer)
-        for share in staged[len(coming) : 2]:
-            coming.append(self._send_own(share.expert, first + len(coming)))
-        if len(staged) == 1:
-            self._send_ahead(first + 1)
-        for place, share in enumerate(staged, first):
+        ring.begin(self.index, self._neurons, shares)
+        ahead = {one.piece.expert for one in ring.coming}
+        lanes, absent = self._lanes(shares, ahead)
+        on_cpu = [expert for expert, lane in lanes.items() if lane is Lane.CPU]
+        staged = [expert for expert, lane in lanes.items() if lane is not Lane.CPU and expert not in ahead]
+        # Those of which few rows are absent come first: the device computes them while the link copies others.
+        staged.sort(key=lambda expert: absent[expert])
+        wanted = chain((Piece(self.index, expert, self._neurons) for expert in staged), self._following(len(shares)))
+        ring.fill(wanted)
+        started = [(shares[expert], self._beside(shares[expert])) for expert in on_cpu]
+        for _ in range(len(ahead) + len(staged)):
             if self.control.cancelled.is_set():
                 raise Cancelled
-            device.wait(coming[place - first])
-            up = self.ruled.layer.up
-            one = UpWeights(up.layout, *(part[share.expert, None] for part in (up.q, up.scale, up.zero)))
-            one = device.brought(one) if self.index is None else one
-            rows = ExpertRows(self.ruled.layer.rows.layout, self._buffer(place)[None])
-            x, x_bits = self.hidden[share.tokens], self.ruled.preset.x_bits
-            self._add(share, device.expert(x, one, rows, *share.limits, x_bits))
-            if len(coming) < len(staged):
-                device.finish()  # this buffer may be overwritten
-                coming.append(self._send_own(staged[len(coming)].expert, place + 2))
-            elif place - first + 2 == len(staged):
-                device.finish()
-                self._send_ahead(place + 2)
-        for share, started in on_cpu:
-            self._add(share, device.joined(started)[0])
+            piece, up, data = ring.arrived()
+            share = shares[piece.expert]
+            self._add(share, self._computed(share, up or self._up(share.expert), data))
+            ring.used()
+            ring.fill(wanted)
+        for share, result in started:
+            self._add(share, device.joined(result)[0])
         shared.scheduler.collect()
 
-    def _early(self, shares: Sequence[Share]) -> Early | None:
-        """The expert that was copied in advance, if it is one of these."""
-        scheduler = self.shared.scheduler
-        early, scheduler.early = scheduler.early, None
-        if early is None:
-            return None
-        mine = early.layer == self.index and early.neurons == self._neurons
-        if mine and any(share.expert == early.expert for share in shares):
-            return early
-        self.shared.device.wait(early.transfer)  # until then its buffer is being written
-        return None
-
-    def _send_ahead(self, place: int) -> None:
-        """Copy the next layer's likeliest expert while this layer's last one computes, and its attention."""
-        if self.index is None:
+    def _following(self, used: int) -> Iterator[Piece]:
+        """The next layer's experts, the likeliest first; only that one where prompts like this use few of them."""
+        ring, pool = self.shared.ring, self.shared.pool
+        layer = ring.layers.get(self.index + 1)
+        if layer is None:
             return
-        pool, layer = self.shared.pool, self.index + 1
-        if layer < len(pool.layers):
-            expert = pool.likeliest(layer) * (pool.slots.shape[2] // self._neurons)
-            sent = self._send(layer, expert, place)
-            self.shared.scheduler.early = Early(layer, expert, self._neurons, place % 2, sent)
+        pieces = layer.pieces(self._neurons)
+        nearly_all, parts = used >= NEARLY_ALL * pieces, pool.slots.shape[2] // self._neurons
+        experts = range(pieces // parts) if layer.pooled is None else pool.favoured(layer.pooled)
+        for part in range(parts):
+            for expert in experts:
+                yield Piece(self.index + 1, expert * parts + part, self._neurons)
+                if not nearly_all:
+                    return
 
-    def _lanes(self, shares: Sequence[Share], early: Early | None) -> list[Lane]:
+    def _lanes(self, shares: Mapping[int, Share], ahead: Collection[int]) -> tuple[dict[int, Lane], dict[int, float]]:
+        """Where each expert is computed, and the share of its rows that the device lacks; `ahead`: they are coming."""
         shared, device, neurons = self.shared, self.shared.device, self._neurons
-        resident, each = [0.0] * len(shares), neurons * self.ram.layer.rows.layout.nbytes
-        if self.index is None:
+        absent, each = dict.fromkeys(shares, 1.0), neurons * self.ram.layer.rows.layout.nbytes
+        pooled = shared.ring.layers[self.index].pooled
+        if pooled is None:
             each += self.ram.layer.up.bytes_per_expert()
         else:
-            there = shared.pool.slots[self.index].reshape(-1, neurons) >= 0
-            resident = [float(there[share.expert].mean()) for share in shares]
-        nbytes = [each] * len(shares)
+            lacking = (shared.pool.slots[pooled].reshape(-1, neurons) < 0).mean(1).tolist()
+            absent = {expert: lacking[expert] for expert in shares}
+        tokens, resident = [len(share.tokens) for share in shares.values()], [1 - absent[one] for one in shares]
+        for at, expert in enumerate(shares):
+            resident[at] = 1.0 if expert in ahead else resident[at]
+        queued = device.link.queued_bytes() / device.rates.link_bytes_s
         cap = device.cpu_share if shared.parts.cpu else 0.0
-        lanes = missing_rows.prefill([len(share.tokens) for share in shares], resident, nbytes, device.rates, cap=cap)
-        ahead = None if early is None else early.expert
-        return [Lane.COPY if share.expert == ahead else lane for share, lane in zip(shares, lanes, strict=True)]
+        lanes = missing_rows.prefill(tokens, resident, len(tokens) * [float(each)], device.rates, queued, cap)
+        return dict(zip(shares, lanes, strict=True)), absent
 
     @property
     def _neurons(self) -> int:
         return self.ruled.layer.rows.data.shape[1]
 
-    def _buffer(self, place: int) -> Tensor:
-        return self.shared.memory.buffers[place % 2][: self._neurons]
+    def _up(self, expert: int) -> UpWeights:
+        """One up projection on the device."""
+        up = self.ruled.layer.up
+        return UpWeights(up.layout, *(part[expert, None] for part in (up.q, up.scale, up.zero)))
 
-    def _send_own(self, expert: int, place: int) -> Transfer:
-        """Copy one of this layer's experts into a buffer."""
-        if self.index is not None:
-            return self._send(self.index, expert, place)
-        rows, neurons = self.ram.layer.rows.data, np.arange(self._neurons)
-        slots = neurons.astype(np.int32)
-        no_layer = len(self.shared.pool.layers)
-        transfer = Transfer(rows[expert], neurons, self._buffer(place), slots, urgent=True, score=0.0, layer=no_layer)
-        self.shared.device.link.submit(transfer)
-        return transfer
-
-    def _send(self, layer: int, expert: int, place: int) -> Transfer:
-        """Copy an expert into a buffer: its absent rows over the link, the others from the pool."""
-        shared, target = self.shared, self._buffer(place)
-        first = expert * self._neurons
-        slots = shared.pool.slots[layer].reshape(-1)[first : first + self._neurons]
-        here, absent = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        transfer = shared.scheduler.transfer(layer, first + absent, target, absent.astype(np.int32), urgent=True)
-        shared.device.link.submit(transfer)
-        if here.size:
-            from_pool = torch.from_numpy(slots[here].astype(np.int64))
-            shared.device.gathered(shared.memory.rows, from_pool, target, torch.from_numpy(here))
-        return transfer
+    def _computed(self, share: Share, up: UpWeights, data: Tensor) -> Tensor:
+        rows, x_bits = ExpertRows(self.ruled.layer.rows.layout, data[None]), self.ruled.preset.x_bits
+        return self.shared.device.expert(self.hidden[share.tokens], up, rows, *share.limits, x_bits)
 
     def _beside(self, share: Share) -> Future[Partial]:
         x, layer = self.hidden[share.tokens].cpu(), self.ram.layer

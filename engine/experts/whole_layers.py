@@ -78,6 +78,7 @@ class RamLayer(MoELayer):
         super().__init__(index, packed, control, telemetry)
         self.ram, self.shared = ram, shared
         self._in_ram = RuledLayer(ram, control.preset, index)
+        shared.ring.register(index, ram)
 
     def in_ram(self) -> RuledLayer:
         """The layer in RAM under the preset in force."""
@@ -117,7 +118,7 @@ class RamLayer(MoELayer):
         return Result(choice, y, counts)
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
-        StreamedPrompt(self.shared, None, ruled, self.in_ram(), hidden, out, self.control).run(shares)
+        StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
 
     def add_totals(self, ruled: RuledLayer, calls: list[int], computed: int, active: int, kept: int) -> None:
         """See `MoELayer`: the CPU computed all rows."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ from .links.transfer import Link, Transfer
 
 Numbers = NDArray[np.integer[Any]]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
+Mark = Any  # a point in a device's work: an event, virtual seconds, or None if there is nothing to wait for
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Up projections on their way to the device, and the point in the work there from which they may be used."""
+
+    up: UpWeights
+    ready: Mark
 
 
 class Device:
@@ -59,6 +69,7 @@ class Device:
         self._kept = kept
         self.name, self.place, self.link, self.rates, self.cpu_share = name, place, link, rates, cpu_share
         self._cpu = ThreadPoolExecutor(1, thread_name_prefix="floe-cpu-lane")
+        self._side: Any = None  # the stream of `bring`
 
     def now(self) -> float:
         """Seconds, from no particular start."""
@@ -132,16 +143,44 @@ class Device:
         one = Calls(calls.tokens, torch.zeros_like(calls.experts), calls.weights)
         return self._sum(x, rows, one, active, limits, x_bits)
 
-    def brought(self, up: UpWeights) -> UpWeights:
-        """Up projections in RAM, copied to the device; what computes next waits for them."""
-        there = (part.to(self.place, non_blocking=True) for part in (up.q, up.scale, up.zero))
-        return UpWeights(up.layout, *there)
+    def bring(self, up: UpWeights) -> Brought:
+        """Start copying up projections in RAM to the device, beside what it computes."""
+        if self.place == "cpu":
+            return Brought(up, None)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.place)
+        with torch.cuda.stream(self._side):
+            there = (part.to(self.place, non_blocking=True) for part in (up.q, up.scale, up.zero))
+            return Brought(UpWeights(up.layout, *there), self.mark())
+
+    def use(self, brought: Brought) -> UpWeights:
+        """The up projections: what computes next waits for them."""
+        up = brought.up
+        if brought.ready is not None:
+            stream = torch.cuda.current_stream(self.place)
+            stream.wait_event(brought.ready)
+            for part in (up.q, up.scale, up.zero):
+                part.record_stream(stream)
+        return up
+
+    def mark(self) -> Mark:
+        """This point in the device's work, for `reached`."""
+        if self.place == "cpu":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def reached(self, mark: Mark) -> None:
+        """The host waits until the device has come this far."""
+        if mark is not None:
+            mark.synchronize()
 
     def expert(
         self, x: Tensor, up: UpWeights, rows: ExpertRows, thresholds: Tensor, products: Tensor | None, x_bits: int
     ) -> Tensor:
         """One whole expert, the only one of `up` and `rows` in device memory, over many tokens; not weighted."""
-        return kernels.expert_swiglu(x, up, rows, 0, thresholds, products, x_bits=x_bits)[0]
+        return self._one(x, up, rows, 0, (thresholds, products), x_bits)[0]
 
     def gathered(self, rows: Tensor, slots: Tensor, target: Tensor, places: Tensor) -> None:
         """Copy rows[slots] to target[places], both in device memory."""
@@ -160,7 +199,7 @@ class Device:
         """Start one expert over many tokens on the CPU; y is not weighted."""
 
         def work() -> Partial:
-            y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, x_bits=x_bits)
+            y, kept = self._one(x, up, rows, expert, limits, x_bits)
             return y, torch.tensor([kept])
 
         return self._beside(work, "cpu_batch", len(x), rows.data[0].nbytes)
@@ -211,6 +250,12 @@ class Device:
         if x.is_cpu:
             return kernels.up_gemv(x, up, calls, thresholds, x_bits=x_bits)
         return kernels.choose(x.device).up_gemv(x, up, calls, thresholds, x_bits)
+
+    def _one(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
+    ) -> tuple[Tensor, int]:
+        y, _, kept = kernels.expert_swiglu(x, up, rows, expert, *limits, x_bits=x_bits)
+        return y, kept
 
     def _sum(
         self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int

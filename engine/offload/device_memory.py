@@ -7,6 +7,8 @@ from torch import Tensor
 
 ALIGNED = 256
 """Bytes: the end of the memory is a multiple of it, if rows are not all that it holds."""
+RING = 3
+"""Experts of a prompt that are there at once: one is computed, and the link always has another to copy."""
 
 
 class DeviceMemory:
@@ -14,7 +16,7 @@ class DeviceMemory:
 
     Attributes:
         row_bytes: of one row. rows: (capacity, row_bytes) uint8, as many as fit beside the lent part.
-        buffers: for prompts, twice the rows of one expert, (F, row_bytes) each.
+        ring: for prompts, the rows of `RING` experts, (RING * F, row_bytes).
     """
 
     def __init__(self, place: str, row_bytes: int, capacity: int, neurons: int, most: int) -> None:
@@ -26,11 +28,11 @@ class DeviceMemory:
         self._place, self._most, self.row_bytes = place, most, row_bytes
         self._lent = 0
         self.take(capacity * row_bytes)
-        self.buffers = [self._new(neurons * row_bytes).view(-1, row_bytes) for _ in range(2)]
+        self.ring = self._new(RING * neurons * row_bytes).view(-1, row_bytes)
 
     @property
     def nbytes(self) -> int:
-        """All bytes but the buffers."""
+        """All bytes but the ring's."""
         return self._bytes.numel()
 
     def rows_beside(self, lent: int) -> int:
@@ -52,7 +54,7 @@ class DeviceMemory:
         self._divide()
 
     def give(self) -> None:
-        """Return all memory, including rows, to the device, except the buffers."""
+        """Return all memory, including rows, to the device, except the ring's."""
         self._bytes = self._new(0)
         self.rows = self._bytes.view(0, self.row_bytes)
         if self.rows.is_cuda:

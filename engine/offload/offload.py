@@ -24,6 +24,7 @@ from . import missing_rows
 from .device import Device
 from .device_memory import ALIGNED, DeviceMemory
 from .eviction import Policy
+from .expert_ring import ExpertRing
 from .links.transfer import TransferMode
 from .mix import Mix
 from .predictor import Predictor
@@ -80,6 +81,7 @@ class Offload:
         pool: which rows are on the device. memory: their bytes. scheduler: what is on its way.
         pooled: the model's layers that the pool serves -> their numbers in its tables.
         predictor: predicts what the next layer will need; None if nothing is prefetched.
+        ring: through which a prompt's experts stream.
         notices: for the user, until collected.
     """
 
@@ -117,6 +119,7 @@ class Offload:
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
         sources = [layers[layer].rows.data.view(-1, nbytes) for layer in which]
         self.scheduler = Scheduler(device, self.pool, self.memory, sources)
+        self.ring = ExpertRing(device, self.pool, self.memory)
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
         self._fixed["whole"] = (uses or {}).get("rows", 0)

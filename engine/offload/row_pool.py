@@ -120,9 +120,9 @@ class RowPool:
         """The kernels that read this step's rows have ended: the rows may be evicted. Filling ones stay."""
         self.table.counters[STEP] += 1
 
-    def likeliest(self, layer: int) -> int:
-        """The expert that the router has favoured recently."""
-        return int(self._uses.means.recent[layer].argmax())
+    def favoured(self, layer: int) -> list[int]:
+        """All experts, those that the router has favoured recently first."""
+        return (-self._uses.means.recent[layer]).argsort(kind="stable").tolist()
 
     def resident(self, layer: int) -> NDArray[np.float32]:
         """(E,) share of each expert's neurons that are ready."""

@@ -42,21 +42,6 @@ class PendingPrefetch:
     asked: Asked
 
 
-@dataclass(frozen=True, slots=True)
-class Early:
-    """A prompt's expert that is on its way to a buffer before its layer's turn.
-
-    Attributes:
-        expert, neurons: as the preset divides experts. place: in which of the two buffers.
-    """
-
-    layer: int
-    expert: int
-    neurons: int
-    place: int
-    transfer: Transfer
-
-
 class Scheduler:
     """Transfers into the pool of rows. Only the engine thread uses it.
 
@@ -66,7 +51,6 @@ class Scheduler:
         ahead: what the next layer will probably need, until it is fetched or that layer's turn comes.
         guessed: by layer, what was predicted, to compare with what its step needs: neurons, each once or once per
             token, and experts (B, K).
-        early: of a prompt, the next layer's first expert in a buffer.
     """
 
     def __init__(self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> None:
@@ -74,7 +58,6 @@ class Scheduler:
         self.under_way: dict[Transfer, None] = {}
         self.ahead: PendingPrefetch | None = None
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
-        self.early: Early | None = None
         self._marks = np.zeros(pool.layers.shape[1], np.bool_)  # all False, but inside of `await_rows`
         self._ways: dict[int, Way] = {}
         self._seen = device.link.bytes_moved, device.link.busy_s
@@ -142,7 +125,7 @@ class Scheduler:
         moved, busy = link.bytes_moved, link.busy_s
         self._device.rates.observed("link", moved - self._seen[0], busy - self._seen[1])
         self._seen = moved, busy
-        # Others go to a prompt's buffers.
+        # Others go to a prompt's ring.
         if arrived := [transfer for transfer in finished if transfer in self.under_way]:
             self._pool.filled(np.concatenate([transfer.slots for transfer in arrived]))
             for transfer in arrived:

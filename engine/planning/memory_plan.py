@@ -15,6 +15,7 @@ from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
 from .. import context
 from ..decoder.kv_cache import GROUP
+from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
 from .footprint import Footprint, kv_element
 
@@ -159,7 +160,7 @@ class Needs:
             return DeviceShares(mix, self._row_count(), 0, longest, longest, uses)
         if not self.fits(mix, budget):
             ups = f"{size(up)} for up projections, " if up else ""
-            rows_of = "one token's rows" if mix.pool else "two experts of a prompt"
+            rows_of = "one token's rows" if mix.pool else f"{RING} experts of a prompt"
             raise UsageError(
                 f"{size(budget)} of device memory is too little for this model",
                 f"It needs at least {size(self.least(mix))}: {size(self.dense)} for the dense part, {ups}the rest for "
@@ -195,9 +196,9 @@ class Needs:
         return self.context * self.kv
 
     def _buffers(self, mix: Mix) -> int:
-        """Two experts' rows, see `DeviceMemory`; of layers in RAM also two up projections, see `Device.brought`."""
+        """Some experts' rows, see `DeviceMemory`; of layers in RAM also their up projections, see `Device.bring`."""
         one = self.up // (self.layers * self.experts) if mix.cpu else 0
-        return 2 * (self.neurons * self.row + one)
+        return RING * (self.neurons * self.row + one)
 
     def _row_count(self) -> int:
         return self.layers * self.experts * self.neurons

@@ -15,6 +15,7 @@ from floe_chat.engine.decoder.kv_cache import BLOCK
 from floe_chat.engine.loader import load
 from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
+from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.offload.virtual.virtual_device import VirtualDevice
@@ -99,7 +100,7 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
     assert needs.row == layer.rows.data.shape[2]
     assert needs.kv == 2 * 2 * 64 * 2  # two layers, keys and values of 4 heads of 16, float16
     working = needs.top_k * needs.neurons * needs.row
-    assert needs.least() - working == needs.dense + needs.up + 2 * needs.neurons * needs.row + 512 * needs.kv
+    assert needs.least() - working == needs.dense + needs.up + RING * needs.neurons * needs.row + 512 * needs.kv
 
 
 @pytest.mark.parametrize("extra", [0, 1, 7])

@@ -11,6 +11,7 @@ from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer, ResidentLayer
 from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.offload.device_memory import RING
 from floe_chat.engine.offload.mix import Mix
 from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning.memory_plan import Needs
@@ -129,7 +130,7 @@ def test_a_mix_takes_the_memory_that_it_says(pack: Path) -> None:
     pooled = needs.least(Mix(pool=3))
     assert needs.least(Mix(pool=2, gpu=1)) == pooled + rows
     both = needs.up // (3 * needs.experts)
-    assert needs.least(Mix(pool=2, cpu=1)) == pooled - up + 2 * both
+    assert needs.least(Mix(pool=2, cpu=1)) == pooled - up + RING * both
     assert needs.least(Mix(gpu=1, cpu=2)) == needs.least(Mix(cpu=3)) + up + rows
     shares = needs.share_out(Mix(1, 1, 1), needs.least(Mix(1, 1, 1)) + 3 * needs.row, 512)
     assert shares.rows == needs.top_k * needs.neurons + 3 and shares.place == "pool"

@@ -17,7 +17,7 @@ from ....kernels.weights import ExpertRows, UpWeights
 from ...host_copies import Copy
 from ..asked import Asked
 from ..cards import DENSE_LAUNCHES, PREFIX, Card
-from ..device import Device, Partial
+from ..device import Brought, Device, Mark, Partial
 from ..lane_rates import RateName
 from . import virtual_link
 from .virtual_clock import Clock
@@ -41,16 +41,18 @@ class VirtualDevice(Device):
         dense_bytes: int,
         cpu_share: float = 1.0,
         *,
+        dense_weights: int | None = None,
         host: bool = True,
         content: bool = True,
     ) -> None:
         """`row_bytes`: of one neuron. `dense_bytes`: of the weights of one layer that are no experts'.
 
-        `host`: whether the host's own time is counted; without it times depend on the profile alone. `content`: whether
-        rows have any.
+        `dense_weights`: how many those are; None: one a byte. `host`: whether the host's own time is counted; without
+        it times depend on the profile alone. `content`: whether rows have any.
         """
         self.clock, self.card, self._counts_host = Clock(), card, host
-        self._dense_bytes = dense_bytes
+        self._dense_bytes, self._content = dense_bytes, content
+        self._dense_weights, self._hidden = dense_weights or dense_bytes, hidden
         # A row is two vectors of `hidden` weights: a product and a sum for each.
         self._flops = 4.0 * hidden
         self._true = card.rates(self._flops / row_bytes)
@@ -67,8 +69,8 @@ class VirtualDevice(Device):
         return self.clock.host() if self._counts_host else super().host()
 
     def dense(self, tokens: int) -> None:
-        """One layer's attention, norms and router."""
-        card, flops = self.card, 2.0 * self._dense_bytes * tokens
+        """One layer's attention, norms and router; in a prompt each token attends to half of the others."""
+        card, flops = self.card, 2.0 * self._dense_weights * tokens + 2.0 * self._hidden * tokens**2
         # Of a prompt, each kernel is launched by itself.
         work = card.graph_s if tokens == 1 else card.gpu_s
         self.clock.run("gpu", work(self._dense_bytes, flops, DENSE_LAUNCHES))
@@ -103,11 +105,23 @@ class VirtualDevice(Device):
             self._gpu(_read(count, rows.layout.nbytes, found), self._flops * count, 2)
         return found
 
-    def brought(self, up: UpWeights) -> UpWeights:
-        """One copy over the link, for which the GPU waits."""
+    def bring(self, up: UpWeights) -> Brought:
+        """One copy over the link."""
         nbytes = up.q.shape[0] * up.bytes_per_expert()
-        self.clock.wait("gpu", self.clock.run("link", self.card.copy_s(nbytes)))
-        return up
+        return Brought(up, self.clock.run("link", self.card.copy_s(nbytes)))
+
+    def use(self, brought: Brought) -> UpWeights:
+        """The GPU waits."""
+        self.clock.wait("gpu", brought.ready)
+        return brought.up
+
+    def mark(self) -> Mark:
+        """When the GPU will have done what it has been given."""
+        return self.clock.end("gpu")
+
+    def reached(self, mark: Mark) -> None:
+        """The host waits."""
+        self.clock.wait("host", mark or 0.0)
 
     def whole(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         """Experts of a layer that is all on the card; nothing waits."""
@@ -152,7 +166,8 @@ class VirtualDevice(Device):
         """Read once and written once."""
         with self.clock.aside():
             self._gpu(2 * slots.numel() * rows.shape[1], 0.0, 1)
-            super().gathered(rows, slots, target, places)
+            if self._content:
+                super().gathered(rows, slots, target, places)
 
     def joined(self, started: Future[Partial]) -> Partial:
         """The host waits for the CPU, and so does the GPU."""
