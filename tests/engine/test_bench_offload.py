@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.bench.cards import baselines
-from floe_chat.engine.bench.cards.offload import COUNTED, CPU_REACHED, FREE, OTHERS, PLACED, run, static, steps
-from floe_chat.engine.bench.cards.replay import Played, ReplayDevice, Width, layers_held, play, room
+from floe_chat.engine.bench.cards import baselines, prompts
+from floe_chat.engine.bench.cards.mixes import CPU_REACHED, static
+from floe_chat.engine.bench.cards.offload import COUNTED, FREE, OTHERS, PLACED, run, steps
+from floe_chat.engine.bench.cards.replay import CONTEXT, KV_BYTES, Played, ReplayDevice, Width, layers_held, play, room
 from floe_chat.engine.bench.cards.trace import Trace, record
 from floe_chat.engine.offload.cards import Card
 from floe_chat.engine.offload.cards import named as card
@@ -231,6 +232,65 @@ def test_a_static_placement_between_two_numbers_of_layers_is_between_their_times
     assert times[1] == pytest.approx((times[0] + times[2]) / 2, rel=0.001)
 
 
+LENGTHS = (16, 64)
+
+
+def prompts_on(card: Card, trace: Trace, mix: Mix, *, host: bool = False) -> list[Played]:
+    """With room for half of a layer's rows besides both layers' up projections."""
+    one = WIDTH.layer(trace.thresholds[0])
+    fixed = 2 * (WIDTH.dense_bytes + CONTEXT * KV_BYTES) + 2 * WIDTH.head_bytes
+    vram = fixed + 8 * one.up.bytes_per_expert() + one.rows.data.nbytes // 2
+    card = dataclasses.replace(card, vram_bytes=vram)
+    return prompts.played(card, trace, mix, WARM, host=host, width=WIDTH, lengths=LENGTHS)
+
+
+def test_a_prompts_experts_cross_the_link_once_or_not_at_all(small: Card, trace: Trace) -> None:
+    one = WIDTH.layer(trace.thresholds[0])
+    rows, ups = one.rows.data.nbytes, 4 * one.up.bytes_per_expert()
+    slow = dataclasses.replace(small, cpu_flops=1e6)  # so that none is computed by the CPU
+    for played in prompts_on(slow, trace, Mix(gpu=2)):
+        assert played.moved == 0 and played.hidden is None and played.seconds > 0
+    long = prompts_on(slow, trace, Mix(cpu=2))[1]
+    assert 0 < long.moved <= 2 * rows and not long.moved % (rows // 8)  # in halves, but for those of few tokens
+    assert 0 < long.waited < long.busy
+    assert 0 < prompts_on(slow, trace, Mix(pool=1, cpu=1))[1].moved < long.moved
+    layerwise = prompts.layerwise(dataclasses.replace(slow, vram_bytes=1), trace, WIDTH, LENGTHS)[1]
+    assert layerwise.moved == 2 * (rows + ups) and layerwise.hidden == pytest.approx(0, abs=1e-9)
+
+
+def test_prompts_take_longer_the_longer_they_are_and_less_with_more_memory(small: Card, trace: Trace) -> None:
+    for mix in (Mix(gpu=2), Mix(pool=2), Mix(cpu=2), Mix(gpu=1, cpu=1)):
+        short, long = prompts_on(small, trace, mix)
+        assert short.seconds < long.seconds
+    prompt = dataclasses.replace(small, launch_s=0.0, cpu_flops=1e6)
+    ways = [prompts_on(prompt, trace, Mix(gpu=2 - layers, cpu=layers))[1].seconds for layers in range(3)]
+    assert ways == sorted(ways)
+    counted = prompts_on(small, trace, Mix(pool=2), host=True)[1]
+    assert 0 < counted.host <= counted.seconds
+
+
+@pytest.mark.parametrize("baseline", [prompts.layerwise, prompts.fiddler])
+def test_others_prompts_obey_the_card(small: Card, trace: Trace, baseline: Any) -> None:
+    def seconds(**changed: float) -> list[float]:
+        one = dataclasses.replace(small, **changed)
+        return [played.seconds for played in baseline(one, trace, WIDTH, LENGTHS)]
+
+    plain = seconds()
+    assert plain == seconds()
+    assert all(slow > fast for slow, fast in zip(seconds(link_bytes_s=1e8, cpu_flops=1e9), plain, strict=True))
+    assert all(there <= absent for there, absent in zip(seconds(vram_bytes=1 << 30), plain, strict=True))
+
+
+def test_first_tokens_are_compared_by_size_of_memory(trace: Trace) -> None:
+    told: list[str] = []
+    rtx = dataclasses.replace(card("sim:rtx3060-12gb"), vram_bytes=8 * 2**30)
+    found = prompts.sections(rtx, trace, WARM, lambda text, _done, _of: told.append(text))
+    assert [section.title.split(":")[0] for section in found] == ["rtx3060-12gb, 6 GB", "rtx3060-12gb, 8 GB"] and told
+    for section in found:
+        assert len(section.rows) == 4 * len(prompts.LENGTHS)
+        assert all((row.speedup is None) == (prompts.LAYERWISE in row.name) for row in section.rows)
+
+
 def test_a_card_without_room_is_refused(trace: Trace) -> None:
     with pytest.raises(ValueError, match="for rows"):
         room(dataclasses.replace(card("sim:rtx3060-12gb", study=True), vram_bytes=1 << 20), WIDTH, trace)
@@ -248,7 +308,7 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
         skew=None,
         report=lambda what, _done, _total: told.append(what),
     )
-    counted, free = table.sections
+    counted, free, *first = table.sections
     for section in (counted, free):
         names = [row.name for row in section.rows]
         assert names[:3] == ["whole experts, 16 bit, on demand", "mixtral-offloading", "Fiddler"]
@@ -262,5 +322,6 @@ def test_the_table_compares_all_with_floe(tiny_pack: Path) -> None:
             assert ours == row and "host" not in ours.note
         else:
             assert ours.ms != row.ms and "host" in ours.note and "host" not in row.note
+    assert all("first tokens" in section.title for section in first) and len(first) == 2
     with pytest.raises(UsageError, match="The text has"):
         run(tiny_pack, "tiny", "a", ["sim:rtx4060-8gb"], tokens=50, skew=None, report=lambda _w, _d, _t: None)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...offload.cards import DENSE_LAUNCHES, Card
 from ...offload.virtual.virtual_clock import Clock
@@ -48,11 +49,11 @@ class Baseline:
     def play(self, step: Callable[[int, int, list[int]], None], warm: int) -> Played:
         """Run a policy: step(token, layer, chosen experts) is called once the router has chosen."""
         tokens = len(self.trace.index)
-        before = (0.0, 0, 0.0, 0.0)
+        before = self.spent()
         share = self.layers / self.width.layers
         for token in range(tokens):
             if token == warm:
-                before = (self.clock.now, self.moved, self.waited, self.copying)
+                before = self.spent()
             for layer in range(self.layers):
                 self.clock.run("gpu", self.card.gpu_s(self.width.dense_bytes, 0.0, DENSE_LAUNCHES))
                 self.clock.sync("gpu")
@@ -60,8 +61,20 @@ class Baseline:
             self.clock.run("gpu", share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
             self.clock.sync("gpu")
         each = (tokens - warm) * share
-        now = (self.clock.now, self.moved, self.waited, self.copying)
-        return Played(*((later - earlier) / each for later, earlier in zip(now, before, strict=True)))
+        return Played(*((later - earlier) / each for later, earlier in zip(self.spent(), before, strict=True)))
+
+    def spent(self) -> tuple[float, int, float, float]:
+        """So far: seconds, bytes, seconds waited for experts, and of the link."""
+        return self.clock.now, self.moved, self.waited, self.copying
+
+    def popular(self) -> NDArray[np.bool_]:
+        """(layers, experts): which are on the card if those are that the trace uses most."""
+        used = np.stack(
+            [np.bincount(one.reshape(-1), minlength=self.experts) for one in self.trace.index.swapaxes(0, 1)]
+        )
+        resident = np.zeros(used.size, np.bool_)
+        resident[np.argsort(-used.reshape(-1))[: self.room]] = True
+        return resident.reshape(used.shape)
 
 
 def naive(card: Card, trace: Trace, warm: int) -> Played:
@@ -110,13 +123,7 @@ def fiddler(card: Card, trace: Trace, warm: int) -> Played:
     whichever ends the layer sooner (Fiddler section 3).
     """
     engine = Baseline(card, Width(up=16, rows=16, dense=16), trace)
-    counts = np.zeros((engine.layers, engine.experts))
-    for layer in range(engine.layers):
-        counts[layer] = np.bincount(trace.index[:, layer].reshape(-1), minlength=engine.experts)
-    resident = np.zeros(counts.size, np.bool_)
-    resident[np.argsort(-counts.reshape(-1))[: engine.room]] = True
-    resident = resident.reshape(counts.shape)
-    cpu_s = card.cpu_s(engine.nbytes, engine.flops)
+    resident, cpu_s = engine.popular(), card.cpu_s(engine.nbytes, engine.flops)
     copy_s = card.link_latency_s + engine.nbytes / card.link_bytes_s
 
     def step(_token: int, layer: int, chosen: list[int]) -> None:

@@ -4,7 +4,8 @@ A trace of a real small model drives all of them at Mixtral's width (trace.py); 
 engine (replay.py), the others' published policies for them (baselines.py). Each part of the engine is added in turn.
 
 Each card has two sections. In the first one our own code takes the host time that it takes here, and the others take
-none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth.
+none. In the second one no host time is counted for any engine: it shows what the schedule alone is worth. First tokens
+of prompts follow (prompts.py).
 """
 
 from __future__ import annotations
@@ -14,33 +15,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ....kernels.rule import LATE, Rule
-from ....models.catalog import described
 from ....models.errors import UsageError
 from ....models.packing.calibration import read_tokens
-from ....models.packing.pack import PackSpec
 from ...offload.cards import Card, named
-from ...offload.mix import Mix
 from ...offload.offload import Parts
-from ...planning import machine, mix_choice
-from ...planning.footprint import Footprint
-from ...planning.memory_plan import Needs
-from ...planning.speed_estimate import TokenWork
 from ...quality_presets import PRESETS, Preset
 from ..measure import MeasureReport, ResultTable, Section, Timed, summarise
-from . import baselines
-from .replay import CONTEXT, Played, Width, layers_held, play
+from . import baselines, mixes, prompts
+from .mixes import CPU_REACHED
+from .replay import Played, Width, play
 from .trace import Trace, record
 
 CARDS = ("sim:rtx3090-24gb@12gb", "sim:rtx3060-12gb", "sim:rtx4060-8gb")
-# Of a linear read's rate, what the CPU's kernels reach on 4-bit rows, half of them active: by AVX2 0.57 to 0.81 in four
-# undisturbed pairs of measurements on two cores (engine/planning/rates.py), the lowest of which is taken.
-CPU_REACHED = 0.57
 OTHERS = "FloE, 90 %"  # the baseline of all comparisons
 PLACED = "Balanced, layers placed one by one", "Balanced, static placement"
 COUNTED, FREE = "our host time counted as measured here", "no host time counted, for any engine"
 _FLOE = Parts(eviction="lru", cpu=False)
-_RAM = 1 << 40  # bytes: it is not what is compared
-_MIXTRAL = described("mixtral-8x7b-instruct").sizes
 _IN_PLACE = 1e15  # bytes per second of packing, if nothing is packed
 
 
@@ -64,7 +54,8 @@ def run(
     trace = record(pack, ids, name)
     if skew is not None:
         trace = trace.skewed(skew)
-    sections = [section for card in chosen for section in _sections(card, trace, tokens // 3, report)]
+    ways = (_sections, prompts.sections)
+    sections = [section for card in chosen for way in ways for section in way(card, trace, tokens // 3, report)]
     facts: dict[str, str | int] = {
         "model": f"Mixtral-8x7B's width, {trace.index.shape[1]} of 32 layers, memory scaled to them",
         "routing": trace.source,
@@ -86,6 +77,7 @@ _NOTES = (
     "placement: all experts of as many layers as fit on the card, those of the others by the CPU, as with "
     "llama.cpp's --n-cpu-moe, at this engine's widths and with its kernels.",
     "Packing and the CPU's computing share the memory, which is not modelled; rows read in place are not packed.",
+    prompts.NOTE,
 )
 
 
@@ -110,7 +102,7 @@ def _sections(card: Card, trace: Trace, warm: int, report: MeasureReport) -> lis
     add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, trace, warm))
     for step in steps():
         add(step[0], lambda host: _played(card, step, trace, warm, host=host), ours=step[1].rows < 16)  # noqa: B023
-    for name, play_it in zip(PLACED, (_placed, static), strict=True):
+    for name, play_it in zip(PLACED, (mixes.placed, mixes.static), strict=True):
         add(name, lambda host: play_it(card, trace, warm, host=host), ours=True)  # noqa: B023
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
     title += f"; does not fit: {', '.join(missing)}" if missing else ""
@@ -134,58 +126,6 @@ def _played(card: Card, step: Variant, trace: Trace, warm: int, *, host: bool) -
         return play(own, width, trace, preset, parts, ahead=ahead, cpu_share=share, warm=warm, host=host)
     except ValueError:
         return None  # it does not fit even without rows
-
-
-def _balanced() -> Preset:
-    return next(preset for preset in PRESETS if preset.name == "Balanced")
-
-
-def _placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None:
-    """The planner's mix for all of Mixtral, in the trace's proportion."""
-    speeds = machine.speeds_of(card, disk=1e9)
-    if not host:
-        speeds = dataclasses.replace(speeds, host_gpu=0.0, host_pool=0.0, host_behind=0.0, host_ram=0.0)
-    takes, layers = Footprint.of(_MIXTRAL, PackSpec()), trace.index.shape[1]
-    needs = Needs.of_footprint(takes, CONTEXT)
-    found = mix_choice.choose(takes, TokenWork.of(_balanced()), speeds, needs, card.vram_bytes, _RAM)
-    if found is None:
-        return None
-    mix, share = found[0].mix, layers / takes.sizes.layers
-
-    def placed(gpu: int) -> Played:
-        cpu = min(round(mix.cpu * share), layers - gpu - 1) if mix.pool else layers - gpu
-        parts = Parts(mix=Mix(gpu, layers - gpu - cpu, cpu))
-        return play(card, Width(), trace, _balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)
-
-    return _between(mix.gpu * share, placed)
-
-
-def static(card: Card, trace: Trace, warm: int, *, host: bool, width: Width = Width()) -> Played:  # noqa: B008
-    """The dense part and all experts of as many layers as fit on the card, the other layers' experts by the CPU, as
-    llama.cpp's --n-cpu-moe places them, with this engine's widths and kernels.
-    """
-    layers = trace.index.shape[1]
-
-    def placed(gpu: int) -> Played:
-        parts = Parts(predictor="none", mix=Mix(gpu, 0, layers - gpu))
-        return play(card, width, trace, _balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)
-
-    return _between(layers_held(card, width, trace), placed)
-
-
-def _between(held: float, placed: Callable[[int], Played]) -> Played:
-    """With so many layers all on the card: a trace has few layers, so a number between two is counted in proportion."""
-    low, part = placed(int(held)), held - int(held)
-    if not part:
-        return low
-    try:
-        high = placed(int(held) + 1)
-    except ValueError:
-        return low  # with one more there is no room for a pool
-    parts = {
-        name: (1 - part) * getattr(low, name) + part * getattr(high, name) for name in ("seconds", "moved", "host")
-    }
-    return dataclasses.replace(low, **parts)
 
 
 Variant = tuple[str, Width, Preset, Parts, bool, bool]

@@ -8,11 +8,11 @@ one as it takes. Time is the virtual device's.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ....kernels.codes import group_size
@@ -25,6 +25,7 @@ from ...experts.offloaded_layer import Neighbours, OffloadedLayer
 from ...experts.whole_layers import RamLayer, ResidentLayer
 from ...offload.cards import Card
 from ...offload.device import Partial
+from ...offload.links.transfer import Transfer
 from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
 from ...offload.virtual.virtual_device import VirtualDevice
@@ -87,7 +88,11 @@ class Width:
 
 
 class ReplayDevice(VirtualDevice):
-    """A virtual device whose activations are read from a trace. `token` and `layer` say where in it."""
+    """A virtual device whose activations are read from a trace; `show` says where in it.
+
+    Attributes:
+        waited: seconds in which its GPU did nothing but wait for rows.
+    """
 
     def __init__(
         self,
@@ -100,31 +105,41 @@ class ReplayDevice(VirtualDevice):
         *,
         host: bool,
     ) -> None:
-        super().__init__(card, row_bytes, width.hidden, width.dense_bytes, cpu_share, host=host, content=False)
+        given = (card, row_bytes, width.hidden, width.dense_bytes, cpu_share)
+        super().__init__(*given, dense_weights=width.dense_weights, host=host, content=False)
         self._trace, self._width = trace, width
         # Of active neurons, how many reach the second threshold: what the preset means on text like the calibration's.
         rule = preset.rule
         self._kept = min(1.0, (1 - rule.product) / (1 - rule.sparsity)) if rule.product else 1.0
         self._own = np.arange(width.neurons) * trace.values.shape[3] // width.neurons
-        self.token = self.layer = 0
-        self.asked = False
+        self.waited = 0.0
+        self.show([0], 0)
+
+    def show(self, tokens: Sequence[int], layer: int) -> None:
+        """What is asked for next: this layer's step for these tokens of the trace."""
+        self.tokens, self.layer, self.asked = tokens, layer, False
+
+    def wait(self, transfer: Transfer) -> float:
+        """See `Device`."""
+        waited = super().wait(transfer)
+        self.waited += waited
+        return waited
 
     def _find(self, x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: int) -> Active:
         """The first question of a layer is about itself, the second about the next one."""
-        values = (
-            self._trace.ahead[self.token, self.layer + 1] if self.asked else self._trace.values[self.token, self.layer]
-        )
+        source, layer = (self._trace.ahead, self.layer + 1) if self.asked else (self._trace.values, self.layer)
         self.asked = True
         neurons = up.q.shape[1]
         parts = self._width.neurons // neurons
-        found: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
-        strengths: list[NDArray[np.float16]] = []
-        for expert, threshold in zip(calls.experts.tolist(), thresholds.tolist(), strict=True):
+        found, strengths = [np.zeros(0, np.int64)], [np.zeros(0, np.float16)]
+        called = zip(calls.tokens.tolist(), calls.experts.tolist(), thresholds.tolist(), strict=True)
+        for token, expert, threshold in called:
             first = expert % parts * neurons
-            small = values[expert // parts][self._own[first : first + neurons]]
+            values = source[self.tokens[token], layer, expert // parts]
+            small = values[self._own[first : first + neurons]]
             found.append(np.flatnonzero(small >= threshold))
             strengths.append(small[found[-1]])
-        ends = np.cumsum([0, *(len(one) for one in found)])
+        ends = np.cumsum([len(one) for one in found])
         active = torch.from_numpy(np.concatenate(found))
         return Active(torch.from_numpy(ends), active, torch.from_numpy(np.concatenate(strengths)).float())
 
@@ -136,6 +151,11 @@ class ReplayDevice(VirtualDevice):
     def _experts(self, x: Tensor, up: UpWeights, rows: ExpertRows, work: Work, x_bits: int) -> Partial:
         active = self._find(x, up, work.calls, work.thresholds, x_bits).offsets.diff()
         return torch.zeros_like(x), torch.stack([active, (active * self._kept).long()], 1)
+
+    def _one(
+        self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int
+    ) -> tuple[Tensor, int]:
+        return torch.zeros_like(x), 0
 
 
 class _Guesses:
@@ -152,7 +172,7 @@ class _Guesses:
 
     def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
         """(1, E) scores of layer + 1."""
-        return torch.from_numpy(self._trace.scores[self._device.token, layer + 1][None])
+        return torch.from_numpy(self._trace.scores[self._device.tokens, layer + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +199,66 @@ class Played:
         return 1 - min(1.0, self.waited / self.busy) if self.busy else None
 
 
+class Stage:
+    """The engine on a card, ready to play.
+
+    Attributes:
+        share: of the whole model's layers that are played.
+    """
+
+    def __init__(
+        self,
+        card: Card,
+        width: Width,
+        trace: Trace,
+        preset: Preset,
+        parts: Parts,
+        *,
+        ahead: bool = True,
+        cpu_share: float = 1.0,
+        pool: int | None = None,
+        host: bool = False,
+    ) -> None:
+        """See `play`."""
+        self.card, self.width, self.trace = card, width, trace
+        layers, experts = trace.scores.shape[1:]
+        packed = [width.layer(table) for table in trace.thresholds]
+        self.share = layers / width.layers
+        self.device = ReplayDevice(card, width, trace, preset, packed[0].rows.layout.nbytes, cpu_share, host=host)
+        mix = parts.mix or Mix(pool=layers)
+        rows = room(card, width, trace, mix) if pool is None and mix.pool else pool or 0
+        shared = Offload(self.device, parts, packed, rows, mix=mix)
+        if ahead:
+            shared.predictor = _Guesses(self.device, trace)
+        self.control, self.telemetry = Control(preset), Telemetry(layers, experts)
+        self._layers: list[MoELayer] = []
+        for index, (layer, place) in enumerate(zip(packed, mix.places, strict=True)):
+            if place == "gpu":
+                self._layers.append(ResidentLayer(index, layer, shared, self.control, self.telemetry))
+            else:
+                kind = OffloadedLayer if place == "pool" else RamLayer
+                self._layers.append(kind(index, layer, layer, shared, self.control, self.telemetry))
+        for before, after in itertools.pairwise(self._layers):
+            if isinstance(before, OffloadedLayer) and isinstance(after, OffloadedLayer):
+                before.neighbours = Neighbours(following=after)
+
+    def step(self, tokens: Sequence[int]) -> None:
+        """These tokens of the trace in one pass, and the output head."""
+        at, x = list(tokens), torch.zeros(len(tokens), 1)
+        for index, layer in enumerate(self._layers):
+            self.device.show(at, index)
+            chosen, weights = self.trace.index[at, index], self.trace.weights[at, index]
+            layer(x, torch.from_numpy(chosen), torch.from_numpy(weights))
+        self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
+        self.device.finish()
+
+    def spent(self) -> tuple[float, float, float, float, float]:
+        """Of all layers so far: seconds, bytes, seconds waited for rows, of the link, and of our own code."""
+        device = self.device
+        moved, busy = float(device.link.bytes_moved), device.link.busy_s
+        return device.now(), moved, device.waited, busy, device.clock.busy("host")
+
+
 def play(
     card: Card,
     width: Width,
@@ -192,7 +272,7 @@ def play(
     pool: int | None = None,
     host: bool = False,
 ) -> Played:
-    """The engine on a card.
+    """The engine on a card, token by token.
 
     Args:
         ahead: whether the next layer's rows are fetched ahead. warm: tokens before the clock is read.
@@ -202,50 +282,22 @@ def play(
     Raises:
         ValueError: the card has no room for a pool.
     """
-    tokens, layers, _ = trace.index.shape
-    packed = [width.layer(table) for table in trace.thresholds]
-    row_bytes = packed[0].rows.layout.nbytes
-    share = layers / width.layers
-    device = ReplayDevice(card, width, trace, preset, row_bytes, cpu_share, host=host)
-    mix = parts.mix or Mix(pool=layers)
-    rows = room(card, width, trace, mix) if pool is None and mix.pool else pool or 0
-    shared = Offload(device, parts, packed, rows, mix=mix)
-    if ahead:
-        shared.predictor = _Guesses(device, trace)
-    control, telemetry = Control(preset), Telemetry(layers, trace.scores.shape[2])
-    made: list[MoELayer] = []
-    for index, (layer, place) in enumerate(zip(packed, mix.places, strict=True)):
-        if place == "gpu":
-            made.append(ResidentLayer(index, layer, shared, control, telemetry))
-        else:
-            kind = OffloadedLayer if place == "pool" else RamLayer
-            made.append(kind(index, layer, layer, shared, control, telemetry))
-    for before, after in itertools.pairwise(made):
-        if isinstance(before, OffloadedLayer) and isinstance(after, OffloadedLayer):
-            before.neighbours = Neighbours(following=after)
-    x = torch.zeros(1, 1)
-    started = moved = waited = busy = own = 0.0
-    for token in range(tokens):
-        if token == warm:
-            started, moved, busy = device.now(), float(device.link.bytes_moved), device.link.busy_s
-            own = device.clock.busy("host")
-            control.counting = True
-        for index, layer in enumerate(made):
-            device.token, device.layer, device.asked = token, index, False
-            chosen, weights = trace.index[token, index][None], trace.weights[token, index][None]
-            layer(x, torch.from_numpy(chosen), torch.from_numpy(weights))
-        device.clock.run("gpu", share * card.gpu_s(width.head_bytes, 0.0, 2))
-        device.finish()
-    waited = sum(counts.waited for counts in telemetry.layers)
-    each = (tokens - warm) * share
-    return Played(
-        (device.now() - started) / each,
-        (device.link.bytes_moved - moved) / each,
-        waited / each,
-        (device.link.busy_s - busy) / each,
-        tuple(telemetry.layers),
-        (device.clock.busy("host") - own) / each,
+    stage = Stage(card, width, trace, preset, parts, ahead=ahead, cpu_share=cpu_share, pool=pool, host=host)
+    for token in range(warm):
+        stage.step([token])
+    before, tokens = stage.spent(), len(trace.index) - warm
+    stage.control.counting = True
+    for token in range(warm, len(trace.index)):
+        stage.step([token])
+    return played_since(stage, before, tokens)
+
+
+def played_since(stage: Stage, before: Sequence[float], passes: int) -> Played:
+    """What each of so many passes cost since `Stage.spent` was `before`."""
+    seconds, moved, waited, busy, host = (
+        (after - earlier) / (passes * stage.share) for after, earlier in zip(stage.spent(), before, strict=True)
     )
+    return Played(seconds, moved, waited, busy, tuple(stage.telemetry.layers), host)
 
 
 CONTEXT = 4096  # tokens whose keys and values take memory

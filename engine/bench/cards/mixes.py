@@ -1,0 +1,111 @@
+"""The engine with its layers placed one by one, as the planner places them for a whole model, and the static placement
+that it is compared with. A trace has few layers, so the model's mix is played in proportion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from ....models.catalog import described
+from ....models.packing.pack import PackSpec
+from ...offload.cards import Card
+from ...offload.mix import Mix
+from ...offload.offload import Parts
+from ...planning import machine, mix_choice
+from ...planning.footprint import Footprint
+from ...planning.memory_plan import Needs
+from ...planning.mix_choice import Placed
+from ...planning.speed_estimate import Speeds, TokenWork
+from ...quality_presets import PRESETS, Preset
+from .replay import CONTEXT, Played, Width, layers_held, play
+from .trace import Trace
+
+# Of a linear read's rate, what the CPU's kernels reach on 4-bit rows, half of them active: by AVX2 0.57 to 0.81 in four
+# undisturbed pairs of measurements on two cores (engine/planning/rates.py), the lowest of which is taken.
+CPU_REACHED = 0.57
+MIXTRAL = Footprint.of(described("mixtral-8x7b-instruct").sizes, PackSpec())
+_RAM = 1 << 40  # bytes: it is not what is compared
+
+
+def balanced() -> Preset:
+    """The preset of all comparisons."""
+    return next(preset for preset in PRESETS if preset.name == "Balanced")
+
+
+def speeds(card: Card, *, host: bool) -> Speeds:
+    """A card's, as the planner has them; host: with the time that our own code takes."""
+    found = machine.speeds_of(card, disk=1e9)
+    free = {} if host else dict.fromkeys(("host_gpu", "host_pool", "host_behind", "host_ram"), 0.0)
+    return dataclasses.replace(found, **free)
+
+
+def planned(card: Card, *, host: bool) -> Placed | None:
+    """The planner's choice for all of Mixtral; None if nothing fits."""
+    needs = Needs.of_footprint(MIXTRAL, CONTEXT)
+    work = TokenWork.of(balanced())
+    found = mix_choice.choose(MIXTRAL, work, speeds(card, host=host), needs, card.vram_bytes, _RAM)
+    return None if found is None else found[0]
+
+
+def placed(card: Card, trace: Trace, warm: int, *, host: bool) -> Played | None:
+    """The planner's mix for all of Mixtral, in the trace's proportion."""
+    chosen = planned(card, host=host)
+    if chosen is None:
+        return None
+
+    def one(mix: Mix) -> list[Played]:
+        parts = Parts(mix=mix)
+        return [play(card, Width(), trace, balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)]
+
+    return between(in_proportion(chosen.mix, trace.index.shape[1]), one)[0]
+
+
+def static(card: Card, trace: Trace, warm: int, *, host: bool, width: Width = Width()) -> Played:  # noqa: B008
+    """The dense part and all experts of as many layers as fit on the card, the other layers' experts by the CPU, as
+    llama.cpp's --n-cpu-moe places them, with this engine's widths and kernels.
+    """
+
+    def one(mix: Mix) -> list[Played]:
+        parts = Parts(predictor="none", mix=mix)
+        return [play(card, width, trace, balanced(), parts, ahead=False, cpu_share=CPU_REACHED, warm=warm, host=host)]
+
+    held, layers = layers_held(card, width, trace), trace.index.shape[1]
+    return between([(Mix(gpu, 0, layers - gpu), part) for gpu, part in _around(held)], one)[0]
+
+
+def in_proportion(mix: Mix, layers: int) -> list[tuple[Mix, float]]:
+    """The mixes of fewer layers that together are like this one, and the share of each."""
+    share = layers / mix.layers
+    found: list[tuple[Mix, float]] = []
+    for gpu, part in _around(mix.gpu * share):
+        cpu = min(round(mix.cpu * share), layers - gpu - 1) if mix.pool else layers - gpu
+        found.append((Mix(gpu, layers - gpu - cpu, cpu), part))
+    return found
+
+
+def between(mixes: Sequence[tuple[Mix, float]], played: Callable[[Mix], Sequence[Played]]) -> list[Played]:
+    """What mixes cost together, each by its share."""
+    found: list[tuple[Sequence[Played], float]] = []
+    for mix, part in mixes:
+        try:
+            found.append((played(mix), part))
+        except ValueError:
+            if not found:
+                raise
+            return list(found[0][0])  # with one more layer there is no room for a pool
+    return [_sum(found, at) for at in range(len(found[0][0]))]
+
+
+def _sum(parts: Sequence[tuple[Sequence[Played], float]], at: int) -> Played:
+    names = ("seconds", "moved", "waited", "busy", "host")
+    total = {name: sum(share * getattr(played[at], name) for played, share in parts) for name in names}
+    return dataclasses.replace(parts[0][0][at], **total)
+
+
+def _around(held: float) -> Iterator[tuple[int, float]]:
+    """Both whole numbers next to one, with the share of each."""
+    part = held - int(held)
+    yield int(held), 1 - part
+    if part:
+        yield int(held) + 1, part
