@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checks import BYTES, FLOATS, INDICES, NEURONS, apart, described, index, indices, require
+from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Limits
@@ -99,6 +100,43 @@ def moe_step(
     _limits("down_thresholds", down_thresholds, calls.experts, x)
 
 
+def list_active(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, listing: Listing, x_bits: int) -> None:
+    """See `kernels.list_active`."""
+    up_gemv(x, up, calls, thresholds, x_bits)
+    count = calls.experts.numel()
+    room = (count * up.q.shape[1],)
+    require("values", listing.values, (x.dtype,), room, x.device)
+    require("offsets", listing.offsets, INDICES, (count + 1,), x.device)
+    require("neurons", listing.neurons, (torch.int32,), room, x.device)
+    require("copies", listing.copies, (x.dtype,), room, x.device)
+
+
+def add_listed(
+    x: Tensor,
+    rows: ExpertRows,
+    calls: Calls,
+    values: Tensor,
+    portion: Portion,
+    limits: Tensor | None,
+    total: Total,
+    x_bits: int,
+) -> None:
+    """See `kernels.add_listed`."""
+    _x(x, rows.layout.gate.n, x_bits)
+    rows.check(x.device)
+    if rows.experts != 1:
+        raise ValueError(f"rows must be of one expert, not of {rows.experts}")
+    _calls(x, calls)
+    count, room = calls.tokens.numel(), (portion.at.numel(),)
+    require("values", values, (x.dtype,), (values.numel(),), x.device)
+    require("offsets", portion.offsets, INDICES, (count + 1,), x.device)
+    require("at", portion.at, (torch.int32,), room, x.device)
+    require("places", portion.places, (torch.int32,), room, x.device)
+    _limits("limits", limits, calls.tokens, x)
+    require("y", total.y, (x.dtype,), tuple(x.shape), x.device)
+    require("reached", total.reached, INDICES, (1,), x.device)
+
+
 def expert_swiglu(
     x: Tensor,
     up: UpWeights,
@@ -168,6 +206,19 @@ def active_in_range(rows: ExpertRows, active: Active) -> None:
     owner = torch.repeat_interleave(active.offsets.diff().to(active.neurons.device))
     if (owner * neurons + active.neurons).unique().numel() != count:
         raise ValueError("a neuron is listed twice in one call")
+
+
+def portion_in_range(rows: int, values: int, portion: Portion) -> None:
+    """Offsets rise from 0 to no more than there is room for, and what they name exists.
+
+    Raises:
+        ValueError: which of these does not hold.
+    """
+    offsets, room = portion.offsets.tolist(), portion.at.numel()
+    if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > room:
+        raise ValueError(f"offsets must rise from 0 to at most {room}, the room of the lists")
+    for name, part, end in (("at", portion.at, values), ("places", portion.places, rows)):
+        indices(name, part[: offsets[-1]], end)
 
 
 def slots_in_range(slots: Tensor, capacity: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from . import reference, step
+from . import listed, reference, step
 from .cpu import native
 from .rule import Rule
 from .step import Heads, KeptTokens
@@ -29,7 +29,7 @@ class Backend:
         up_list: `up_gemv` without waiting: where each call's neurons end (P,), and buffers for all neurons and values,
             valid up to the last end. None if not available.
         checks: whether its operations check their arguments themselves; if not, the functions of `kernels` do. Those
-            of `attend_one` are always checked there.
+            of `attend_one` and of the operations of `listed.py` are always checked there.
     """
 
     name: str
@@ -45,6 +45,8 @@ class Backend:
     gather_rows: Callable[[ExpertRows, int, Tensor, Tensor], None]
     pool_scatter: Callable[[Tensor, Tensor, Tensor], None]
     attend_one: Callable[[Tensor, Tensor, KeptTokens, int, Heads, float], Tensor]
+    list_active: Callable[..., None]
+    add_listed: Callable[..., None]
     up_list: Callable[[Tensor, UpWeights, Calls, Tensor, int], tuple[Tensor, Tensor, Tensor]] | None = None
 
 
@@ -95,6 +97,8 @@ def _cuda(index: int) -> Backend:
         gather_rows=triton.gather_rows,
         pool_scatter=triton.pool_scatter,
         attend_one=triton.attend_one,
+        list_active=triton.list_active,
+        add_listed=triton.add_listed,
     )
 
 
@@ -119,6 +123,8 @@ def _cpu() -> Backend:
         gather_rows=native.gather_rows,
         pool_scatter=native.pool_scatter,
         attend_one=step.attend_one,
+        list_active=partial(listed.list_active, native.up_gemv),
+        add_listed=partial(listed.add_listed, native.sparse_swiglu),
     )
 
 
@@ -137,4 +143,6 @@ def _reference(device: str, reason: str) -> Backend:
         gather_rows=reference.gather_rows,
         pool_scatter=reference.pool_scatter,
         attend_one=step.attend_one,
+        list_active=partial(listed.list_active, reference.up_gemv),
+        add_listed=partial(listed.add_listed, reference.sparse_swiglu),
     )

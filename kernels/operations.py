@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import arguments, checks
 from .backend import Backend, choose
+from .listed import Listing, Portion, Total
 from .rule import Rule
 from .step import Heads, KeptTokens
 from .types import X_BITS, Active, Calls, Limits, Work
@@ -27,13 +28,18 @@ __all__ = [
     "Backend",
     "Calls",
     "Limits",
+    "Listing",
+    "Portion",
     "Rule",
+    "Total",
     "Work",
+    "add_listed",
     "attend_one",
     "choose",
     "expert_swiglu",
     "gather_rows",
     "linear",
+    "list_active",
     "moe_step",
     "pool_scatter",
     "select",
@@ -212,6 +218,56 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     """
     arguments.attend_one(qkv, rope, kept, layer, heads)
     return choose(qkv.device).attend_one(qkv, rope, kept, layer, heads, eps)
+
+
+def list_active(
+    x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, listing: Listing, *, x_bits: int = 22
+) -> None:
+    """`up_gemv` into memory of the caller's, of which the host's part holds once the device has done this.
+
+    On a GPU nobody waits, so that this can be captured; tokens, experts and thresholds are on the device then.
+
+    Args:
+        listing: with room for all neurons of all calls.
+
+    Raises:
+        ValueError: shapes that do not fit, or (on the CPU) an index out of range.
+    """
+    backend = choose(x.device)
+    arguments.list_active(x, up, calls, thresholds, listing, x_bits)
+    if not backend.checks and x.is_cpu:
+        arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
+    backend.list_active(x, up, calls, thresholds, listing, x_bits)
+
+
+def add_listed(
+    x: Tensor,
+    rows: ExpertRows,
+    calls: Calls,
+    values: Tensor,
+    portion: Portion,
+    limits: Tensor | None,
+    total: Total,
+    *,
+    first: bool,
+    x_bits: int = 22,
+) -> None:
+    """`sparse_swiglu` of some listed neurons, into memory of the caller's.
+
+    On a GPU nobody waits, so that this can be captured: the portion is read when the device comes to it.
+
+    Args:
+        rows: those that portion.places number, as one expert's. calls: their experts are ignored. values: those of the
+            listing. limits: (P,) the second thresholds. total: what is added to; `first` sets its y instead.
+
+    Raises:
+        ValueError: shapes that do not fit, or (on the CPU) an index out of range.
+    """
+    backend = choose(x.device)
+    arguments.add_listed(x, rows, calls, values, portion, limits, total, x_bits)
+    if x.is_cpu and backend.name != "triton":
+        arguments.portion_in_range(rows.neurons, values.numel(), portion)
+    backend.add_listed(x, rows, calls, values, portion, limits, total, x_bits, first=first)
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:

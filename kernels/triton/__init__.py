@@ -5,7 +5,7 @@ arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py`
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
 `vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py` and
-`moving.py` are the kernels, `operations.py`, `dense.py` and `attend.py` launch them. Without a GPU they run under
+`moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`, `dense.py` and `attend.py` launch them. Without a GPU they run under
 TRITON_INTERPRET=1, for tests.
 """
 
@@ -18,14 +18,17 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from .attend import attend_one
 from .dense import expert_swiglu, linear
+from .listed import add_listed, list_active
 from .operations import gather_rows, land, moe_step, pool_scatter, select, sparse_swiglu, up_gemv, up_list
 
 __all__ = [
+    "add_listed",
     "attend_one",
     "expert_swiglu",
     "gather_rows",
     "land",
     "linear",
+    "list_active",
     "moe_step",
     "pool_scatter",
     "select",

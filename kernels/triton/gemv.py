@@ -53,17 +53,17 @@ def reaches(v, threshold):
 
 @device_code("neurons", "blocks")
 def compact_kernel(
-    v, thresholds, kept, spans, found, values, neurons, blocks,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    v, thresholds, kept, begins, ends, found, values, copies, neurons, blocks,
+    PACKED: tl.constexpr, COPIES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """The active neurons of v (P, F) into found and values, and each call's interval of them into spans (2, P).
+    """The active neurons of v (P, F) into found and values, and each call's interval of them into begins and ends (P,).
 
     PACKED puts the calls one after another; else call p begins at p * F, so that nobody needs to know how many
-    there are.
+    there are. With COPIES values go there too: like `found`, that may be memory of the host, which only what is active
+    has to cross to.
     """
     call = tl.program_id(0)
     block = tl.program_id(1)
-    calls = tl.num_programs(0)
     begin = 0 if PACKED else call * blocks
     end = call * blocks + block * (BLOCK // ROWS)
     before = tl.zeros((STEP,), tl.int32)
@@ -80,7 +80,9 @@ def compact_kernel(
     place = at + tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(found + place, n.to(found.dtype.element_ty), mask=keep)
     tl.store(values + place, value.to(values.dtype.element_ty), mask=keep)
+    if COPIES:
+        tl.store(copies + place, value.to(copies.dtype.element_ty), mask=keep)
     if block == 0:
-        tl.store(spans + call, at)
+        tl.store(begins + call, at)
     if block == tl.num_programs(1) - 1:
-        tl.store(spans + calls + call, at + tl.sum(keep.to(tl.int32), 0))
+        tl.store(ends + call, at + tl.sum(keep.to(tl.int32), 0))

@@ -7,8 +7,6 @@ these kernels no more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 from torch import Tensor
@@ -17,24 +15,9 @@ from ..rule import Rule
 from ..types import Active, Calls, Limits, Work
 from ..weights import ExpertRows, UpWeights
 from . import launch
-from .gemv import compact_kernel, gemv_kernel
 from .moving import copy_kernel, land_kernel
 from .selection import select_kernel
-from .swiglu import combine_kernel, down_kernel, gate_kernel
-from .vectors import record_vectors, up_vector
-
-
-@dataclass(frozen=True, slots=True)
-class _List:
-    """Active neurons on the device: call p owns found[spans[0, p]:spans[1, p]], at most `most` of them.
-
-    `found` is int32 where it was made here, which is copied in half the time, and int64 in a caller's `Active`.
-    """
-
-    spans: Tensor
-    found: Tensor
-    values: Tensor
-    most: int
+from .sparse import List, find, moved, swiglu
 
 
 def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
@@ -77,10 +60,10 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    active = _find(x, up, _moved(calls, x.device), thresholds, packed=True)
-    offsets = torch.zeros(active.spans.shape[1] + 1, dtype=torch.int64)
+    active = find(x, up, moved(calls, x.device), thresholds, packed=True)
+    offsets = torch.zeros(active.ends.numel() + 1, dtype=torch.int64)
     if active.most:
-        offsets[1:] = active.spans[1].cpu()
+        offsets[1:] = active.ends.cpu()
     total = int(offsets[-1])
     return Active(offsets, active.found[:total].long(), active.values[:total])
 
@@ -93,8 +76,8 @@ def up_list(
 
     A call whose threshold is infinite has no neurons, and its weights are not read.
     """
-    active = _find(x, up, _moved(calls, x.device), thresholds, packed=True)
-    return active.spans[1], active.found, active.values
+    active = find(x, up, moved(calls, x.device), thresholds, packed=True)
+    return active.ends, active.found, active.values
 
 
 def sparse_swiglu(
@@ -116,10 +99,9 @@ def sparse_swiglu(
     Raises:
         ValueError: rows that the device of x cannot read.
     """
-    spans = torch.stack([active.offsets[:-1], active.offsets[1:]]).to(x.device)
-    found, values = active.neurons.to(x.device), active.values.to(x.device)
-    listed = _List(spans, found.contiguous(), values.contiguous(), active.neurons.numel())
-    return _swiglu(x, rows, _moved(calls, x.device), listed, down_thresholds)
+    offsets, found, values = (part.to(x.device) for part in (active.offsets, active.neurons, active.values))
+    listed = List(offsets[:-1], offsets[1:], found.contiguous(), values.contiguous(), active.neurons.numel())
+    return swiglu(x, rows, moved(calls, x.device), listed, down_thresholds)
 
 
 def moe_step(
@@ -142,10 +124,10 @@ def moe_step(
     Raises:
         ValueError: weights that the device of x cannot read.
     """
-    calls = _moved(calls, x.device)
-    active = _find(x, up, calls, thresholds, packed=False)
-    y, reached = _swiglu(x, rows, calls, active, down_thresholds)
-    return y, torch.stack([active.spans[1] - active.spans[0], reached], dim=1)
+    calls = moved(calls, x.device)
+    active = find(x, up, calls, thresholds, packed=False)
+    y, reached = swiglu(x, rows, calls, active, down_thresholds)
+    return y, torch.stack([active.ends - active.begins, reached], dim=1)
 
 
 def gather_rows(rows: ExpertRows, expert: int, neurons: Tensor, out: Tensor) -> None:
@@ -210,81 +192,3 @@ def _copy(device: torch.device, source: Tensor, target: Tensor, index: Tensor, f
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
-
-
-def _moved(calls: Calls, device: torch.device) -> Calls:
-    return Calls(calls.tokens.to(device), calls.experts.to(device), calls.weights.to(device))
-
-
-def _find(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, *, packed: bool) -> _List:
-    """The active neurons of every call, one call after another (packed) or F places apart."""
-    device, count, neurons = x.device, calls.experts.numel(), up.q.shape[1]
-    launch.check_device(device)
-    launch.check_weights(device, "up.q", up.q)
-    scale, zero = up.scale.contiguous(), up.zero.contiguous()
-    launch.check_reachable(device, "up.scale", scale)
-    launch.check_reachable(device, "up.zero", zero)
-    spans = torch.empty(2, count, dtype=torch.int64, device=device)
-    found = torch.empty(count * neurons, dtype=torch.int32, device=device)
-    values = torch.empty(count * neurons, dtype=x.dtype, device=device)
-    if not count * neurons:
-        return _List(spans.zero_(), found, values, 0)
-    thresholds = thresholds.to(device)
-    blocks = triton.cdiv(neurons, launch.GEMV_ROWS)
-    v = torch.empty(count, neurons, dtype=torch.float32, device=device)
-    kept = torch.empty(count, blocks, dtype=torch.int32, device=device)
-    vector = up_vector(up.layout, up.q, scale, zero)
-    with launch.on(device):
-        spread = launch.spread(x, vector)
-        gemv_kernel[(count, blocks)](
-            *(spread, calls.tokens, calls.experts, thresholds, up.q, scale.view(torch.uint8), zero.view(torch.uint8)),
-            *(v, kept, neurons, launch.magic(device), vector, True, launch.GEMV_ROWS, launch.block_of(vector.words)),
-        )
-        compact_kernel[(count, triton.cdiv(neurons, launch.COMPACT))](
-            *(v, thresholds, kept, spans, found, values, neurons, blocks),
-            *(packed, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT),
-        )
-    return _List(spans, found, values, neurons)
-
-
-def _swiglu(x: Tensor, rows: ExpertRows, calls: Calls, active: _List, limits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """y (B, H), and how many neurons of each call reach its limit (P,) int64: all, if there are no limits."""
-    device, count, hidden = x.device, calls.experts.numel(), x.shape[1]
-    launch.check_device(device)
-    launch.check_weights(device, "rows", rows.data)
-    everybody = active.spans[1] - active.spans[0]
-    if not count or not active.most:
-        return torch.zeros_like(x), everybody
-    gate, down = record_vectors(rows.layout, rows.data)
-    width = launch.block_of(down.words)
-    columns = triton.cdiv(down.words, width)
-    slices = launch.slices_of(device, columns * count)
-    h = torch.empty(active.found.numel(), dtype=torch.float32, device=device)
-    place = torch.empty(active.found.numel(), dtype=torch.int64, device=device)
-    partial = torch.empty(count, slices, hidden, dtype=torch.float32, device=device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=device)
-    tiles = min(launch.GATE_PROGRAMS, triton.cdiv(active.most, launch.GATE_ROWS))
-    reached = torch.empty(count, tiles, dtype=torch.int32, device=device)
-    with launch.on(device):
-        spread = launch.spread(x, gate)
-        gate_kernel[(count, tiles)](
-            *(spread, calls.tokens, calls.experts, calls.weights, active.spans, active.found, active.values),
-            *(
-                calls.weights if limits is None else limits.to(device),
-                rows.data,
-                h,
-                place,
-                reached,
-                rows.data.shape[1],
-                count,
-                launch.magic(device),
-            ),
-            *(gate, limits is not None, launch.GATE_ROWS, launch.block_of(gate.words)),
-        )
-        down_kernel[(columns, slices, count)](
-            h, place, active.spans, rows.data, partial, count, launch.magic(device), down, launch.DOWN_ROWS, width
-        )
-        combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](
-            calls.tokens, partial, y, count, hidden, slices, launch.COMBINE_COLUMNS
-        )
-    return y, everybody if limits is None else reached.sum(1)

@@ -21,42 +21,49 @@ from .codes import dot_rows, field, first_column, group_of, load_scale, load_val
 from .jit import device_code
 
 
-@device_code("neurons", "calls")
+@device_code("neurons")
 def gate_kernel(
-    x, tokens, experts, weights, spans, found, values, limits, data, h, place, reached, neurons, calls, magic,
-    V: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, tokens, experts, weights, begins, ends, found, at, values, limits, data, h, place, reached, neurons, magic,
+    V: tl.constexpr, LIMIT: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """h = weight · silu(gate_n · x) v_n of every active neuron, and the number of its record into place.
 
     h is zero for what is below its limit. With LIMIT also reached (P, programs): how many of each program's neurons are
-    not.
+    not. LISTED: `found` are records, whatever their expert; `at` says where among `values` each one's is; and reached
+    (1,) grows by all neurons that are not below their limit.
     """
     call = tl.program_id(0)
-    begin = tl.load(spans + call)
-    end = tl.load(spans + calls + call)
+    begin = tl.load(begins + call)
+    end = tl.load(ends + call)
     token = tl.load(tokens + call)
-    expert = tl.load(experts + call)
     weight = tl.load(weights + call).to(tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
     for start in range(begin + tl.program_id(1) * ROWS, end, tl.num_programs(1) * ROWS):
-        at = start + tl.arange(0, ROWS)
-        live = at < end
-        row = expert * neurons.to(tl.int64) + tl.load(found + at, mask=live, other=0).to(tl.int64)
+        i = start + tl.arange(0, ROWS)
+        live = i < end
+        row = tl.load(found + i, mask=live, other=0).to(tl.int64)
+        if LISTED:
+            value = tl.load(values + tl.load(at + i, mask=live, other=0), mask=live, other=0.0)
+        else:
+            row += tl.load(experts + call) * neurons.to(tl.int64)
+            value = tl.load(values + i, mask=live, other=0.0)
         g = dot_rows(data, data, data, row, live, x, token, tl.load(magic), V, BLOCK)
-        product = g / (1.0 + tl.exp(-g)) * tl.load(values + at, mask=live, other=0.0).to(tl.float32)
+        product = g / (1.0 + tl.exp(-g)) * value.to(tl.float32)
         there = live
         if LIMIT:
             there = live & ((tl.abs(product) < tl.load(limits + call).to(tl.float32)) == 0)
-            count += there.to(tl.int32)
-        tl.store(h + at, tl.where(there, product * weight, 0.0), mask=live)
-        tl.store(place + at, row, mask=live)
-    if LIMIT:
+        count += there.to(tl.int32)
+        tl.store(h + i, tl.where(there, product * weight, 0.0), mask=live)
+        tl.store(place + i, row, mask=live)
+    if LISTED:
+        tl.atomic_add(reached, tl.sum(count, 0).to(tl.int64))
+    elif LIMIT:
         tl.store(reached + call * tl.num_programs(1) + tl.program_id(1), tl.sum(count, 0))
 
 
-@device_code("calls")
+@device_code()
 def down_kernel(
-    h, place, spans, data, partial, calls, magic,
+    h, place, begins, ends, data, partial, magic,
     V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """partial (P, slices, H): what one slice of a call's neurons adds to y."""
@@ -64,8 +71,8 @@ def down_kernel(
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     call = tl.program_id(2)
-    begin = tl.load(spans + call)
-    end = tl.load(spans + calls + call)
+    begin = tl.load(begins + call)
+    end = tl.load(ends + call)
     size = tl.cdiv(tl.cdiv(end - begin, parts), ROWS) * ROWS
     begin += part * size
     end = tl.minimum(end, begin + size)
@@ -147,8 +154,12 @@ def _record(h, place, at, end):
 
 
 @device_code("calls", "hidden")
-def combine_kernel(tokens, partial, y, calls, hidden, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one."""
+def combine_kernel(
+    tokens, partial, y, calls, hidden, ADD: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one. ADD: to what is
+    there.
+    """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < hidden
@@ -158,4 +169,6 @@ def combine_kernel(tokens, partial, y, calls, hidden, PARTS: tl.constexpr, BLOCK
         if tl.load(tokens + call) == token:
             at = (call * PARTS + part).to(tl.int64)[:, None] * hidden + column[None, :]
             total += tl.sum(tl.load(partial + at, mask=within[None, :], other=0.0), 0)
+    if ADD:
+        total += tl.load(y + token.to(tl.int64) * hidden + column, mask=within, other=0.0).to(tl.float32)
     tl.store(y + token.to(tl.int64) * hidden + column, total.to(y.dtype.element_ty), mask=within)

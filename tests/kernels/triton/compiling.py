@@ -23,9 +23,10 @@ import torch
 import triton
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.listed import Listing, Portion, Total
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.step import Heads, KeptTokens
-from floe_chat.kernels.triton import attend, dense, launch, operations
+from floe_chat.kernels.triton import attend, dense, launch, operations, sparse
 from floe_chat.kernels.triton.vectors import record_vectors
 from floe_chat.kernels.types import Active, Calls, Limits
 from floe_chat.kernels.weights import ExpertRows, LinearWeights, UpWeights
@@ -83,7 +84,7 @@ def recorded(case: str) -> list[Launch]:
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(launch, "check_device"))
         patches.enter_context(mock.patch.object(attend, "splits_of", return_value=32))
-        for module in (launch, operations, dense, attend):
+        for module in (launch, operations, sparse, dense, attend):
             for name in [name for name in vars(module) if name.endswith("_kernel")]:
                 stand_in = Recorder(getattr(module, name), launches)
                 patches.enter_context(mock.patch.object(module, name, stand_in))
@@ -116,6 +117,12 @@ def call_operations(case: str) -> None:
     kernels.select(chosen, scores, tables, Rule(drop=0.4, major=0.8, weighed=True))
     active = Active(torch.tensor([0, 5, 10]), index, torch.zeros(10, dtype=dtype))
     kernels.sparse_swiglu(x, rows, calls, active, limits)
+    lists = [torch.zeros(2 * F, dtype=torch.int32) for _ in range(2)]
+    offsets, values = torch.zeros(3, dtype=torch.int64), torch.empty(2 * F, dtype=dtype)
+    kernels.list_active(x, stored_up, calls, limits, Listing(values, offsets, lists[0], values))
+    total = Total(torch.empty(1, hidden, dtype=dtype), torch.zeros(1, dtype=torch.int64))
+    for first in (True, False):
+        kernels.add_listed(x, rows, calls, values, Portion(offsets, *lists), limits, total, first=first)
     kernels.gather_rows(rows, 0, index, untouched(10, layout.nbytes))
     kernels.pool_scatter(rows.data[0], index, untouched(10, layout.nbytes))
     for in_place in (False, True):

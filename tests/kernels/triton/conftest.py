@@ -19,6 +19,7 @@ elif not torch.cuda.is_available():
     collect_ignore = [
         "test_attend.py",
         "test_dense.py",
+        "test_listed.py",
         "test_moving.py",
         "test_select.py",
         "test_sparse.py",

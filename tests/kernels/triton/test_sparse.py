@@ -193,17 +193,19 @@ def test_compaction_of_whole_experts(packed: bool, device: torch.device) -> None
     blocks = neurons // launch.GEMV_ROWS
     kept = keep.view(calls, blocks, -1).sum(-1).int()
     found, values = torch.empty(calls * neurons, dtype=torch.int64), torch.empty(calls * neurons)
-    mine = [part.to(device) for part in (v, limits, kept, torch.empty(2, calls, dtype=torch.int64), found, values)]
+    spans, copies = torch.empty(2, calls, dtype=torch.int64), torch.empty(calls * neurons)
+    mine = [part.to(device) for part in (v, limits, kept, *spans, found, values, copies)]
     compact_kernel[(calls, neurons // launch.COMPACT)](
-        *mine, neurons, blocks, packed, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
+        *mine, neurons, blocks, packed, True, launch.GEMV_ROWS, launch.COMPACT, 2 * launch.COMPACT
     )
-    counts, (begin, end) = keep.sum(1).tolist(), mine[3].tolist()
+    counts, begin, end = keep.sum(1).tolist(), mine[3].tolist(), mine[4].tolist()
     assert begin == ([0, counts[0], counts[0]] if packed else [0, neurons, 2 * neurons])
     for call in range(calls):
         assert end[call] - begin[call] == counts[call]
         expected = keep[call].nonzero().squeeze(1)
-        assert torch.equal(mine[4][begin[call] : end[call]].cpu(), expected)
-        assert torch.equal(mine[5][begin[call] : end[call]].cpu(), v[call][expected])
+        assert torch.equal(mine[5][begin[call] : end[call]].cpu(), expected)
+        for found in mine[6:]:
+            assert torch.equal(found[begin[call] : end[call]].cpu(), v[call][expected])
 
 
 def test_mixtral_width(device: torch.device) -> None:
