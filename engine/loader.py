@@ -121,6 +121,7 @@ def load(
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
+    decoder.prepare()
     loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, pack.choice.place, shared)
     nbytes = sum(parameter.nbytes for parameter in model.parameters()) + linear.nbytes + experts.nbytes
     changed = () if shared is None else advanced.changed()

@@ -6,6 +6,7 @@ between tokens is in a record in pinned memory that the first graph reads; each 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,12 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels import operations as kernels
+from ...kernels.listed import Total
 from ...kernels.step import KeptTokens, Stepped
+from ..events import Notice
+from ..experts.offloaded_layer import OffloadedLayer
+from ..quality_presets import Preset
 from .attention import norm
+from .card_experts import CardExperts
+from .compiled_token import hooks_of
 from .graphs import Captured, capture, pinned
 from .kv_cache import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
+_log = logging.getLogger("floe_chat.engine")
 _ID, _POSITION, _COUNTING, _ADDRESSES = range(4)
 
 
@@ -78,7 +86,10 @@ def need_kernels(device: torch.device) -> None:
 
 
 class CardLayers:
-    """A graph for each layer.
+    """A graph for each layer, which continues with the experts where those are in a pool (`card_experts.py`).
+
+    Attributes:
+        declined: why experts in a pool are launched one by one; "" if they are not.
 
     Raises:
         Unsupported: nothing could be captured.
@@ -88,33 +99,108 @@ class CardLayers:
         self._layers, self._embedding, self._rope, self._device = layers, embedding, rope, embedding.device
         need_kernels(self._device)
         self._record = TokenRecord(layers, self._device)
-        self._added = embedding.new_zeros(1, embedding.shape[1])
+        added = embedding.new_zeros(1, embedding.shape[1])
+        self._total = Total(added, torch.zeros(1, dtype=torch.int64, device=self._device))
         self._graphs: list[Captured] = []
-        try:
-            self._capture()
-        # Whatever a driver or a compiler of kernels raises: torch's operations compute the same without them.
-        except Exception as error:
-            raise Unsupported(f"a layer could not be captured: {type(error).__name__}: {error}") from error
+        self._pooled = [layer.block if isinstance(layer.block, OffloadedLayer) else None for layer in layers]
+        self._first = next((block for block in self._pooled if block is not None), None)
+        self._hooks = hooks_of([block for block in self._pooled if block is not None])
+        self._experts: CardExperts | None = None
+        self._preset: Preset | None = None
+        self.declined = ""
+        self._capture()
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        entry = self._record.rehearse(self._layers, self._device)
-        for index in range(len(self._layers)):
-            self._graphs.append(capture(partial(self._work, index), self._device))
-        del entry  # the graphs have run on it
+        self._graphs.clear()  # their memory goes first
+        try:
+            entry = self._record.rehearse(self._layers, self._device)
+            for index in range(len(self._layers)):
+                self._graphs.append(capture(partial(self._work, index), self._device))
+            del entry  # the graphs have run on it
+        # Whatever a driver or a compiler of kernels raises: torch's operations compute the same without them.
+        except Exception as error:
+            raise Unsupported(f"a layer could not be captured: {type(error).__name__}: {error}") from error
 
     def _work(self, index: int) -> tuple[Tensor, ...]:
         if index == 0:
             self._record.read()
             stream = F.embedding(self._record.token, self._embedding)
         else:
-            stream = self._graphs[index - 1].outputs[0] + self._added
+            stream = self._graphs[index - 1].outputs[0] + self._total.y
         stepped = before_experts(self._layers[index], index, stream, self._rope, self._record.kept)
+        if self._experts is not None and self._pooled[index] is not None:
+            self._experts.find(index, stepped.hidden, *stepped.routed)
         return stepped.stream, stepped.hidden, *stepped.routed
 
     def begin(self, token: int, position: int, store: GrowingStore) -> None:
-        """The next steps are of this token. The device has done the last one: its logits were read."""
+        """The next steps are of this token, after `prepare`. The device has done the last one: its logits were read."""
         self._record.write(token, position, store, counting=False)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture what the preset in force needs, and where rows are now.
+
+        Raises:
+            Unsupported: as for the class.
+        """
+        first = self._first
+        if first is None:
+            return
+        predictor, preset, before = first.shared.predictor, first.control.preset, self._preset
+        looks_in = predictor is not None and predictor.attends
+        try:
+            if preset is not before or (self._experts is not None and looks_in):
+                self._preset, self.declined = preset, ""
+                self._change("the predictor runs a layer before its turn" if looks_in else "")
+            if self._experts is not None:
+                self._experts.begin()
+        # Likewise: one by one the same is computed.
+        except Exception as error:  # noqa: BLE001
+            self.declined = f"they could not be captured: {type(error).__name__}: {error}"
+            if before is not None:  # else it is part of what is said of the model
+                text = f"Experts are launched one by one: {self.declined}."
+                first.control.notices.append(Notice("Answers are slower at this quality", text))
+            self._one_by_one()
+
+    def _change(self, declined: str) -> None:
+        """Take experts in by the preset in force, or leave them out for a reason."""
+        if declined:
+            self.declined = declined
+            self._one_by_one()
+        elif self._experts is not None and self._experts.serves():
+            self._experts.limit()
+        else:
+            among = next(layer.router.top_k for layer in self._layers if layer.router is not None)
+            self._experts = CardExperts(self._pooled, among, self._total)
+            self._capture()
+
+    def _one_by_one(self) -> None:
+        _log.warning("experts are launched one by one, because %s", self.declined)
+        if self._experts is not None:
+            self._experts = None
+            self._capture()
+
+    def pooled(self) -> bool:
+        """Whether experts in a pool go by graphs, so that `run` is for this token."""
+        return self._experts is not None and not any(self._hooks)
+
+    def run(self, count: int) -> Tensor:
+        """The first `count` layers of the token: (1, H) after them.
+
+        Raises:
+            Cancelled: the answer was stopped.
+        """
+        experts = self._experts
+        assert experts is not None, "not pooled"
+        for index, (graph, pooled) in enumerate(zip(self._graphs[:count], self._pooled, strict=False)):
+            if pooled is not None:
+                experts.run(index, graph)
+                continue
+            graph.replay()
+            _, hidden, *routed = graph.outputs
+            self._total.y.copy_(self._layers[index].block(hidden, *_apart(routed)))
+        return self._graphs[count - 1].outputs[0] + self._total.y
 
     def step(self, index: int, _stream: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (1, H) each, behind the step of the layer before, whose stream it reads.
@@ -122,10 +208,14 @@ class CardLayers:
         added: that layer's block's output. The results are overwritten by the next step of this layer.
         """
         if index and added is None:
-            self._added.zero_()
+            self._total.y.zero_()
         elif added is not None:
-            self._added.copy_(added)
+            self._total.y.copy_(added)
         self._graphs[index].replay()
         stream, hidden, *routed = self._graphs[index].outputs
-        # Experts are counted later, when another token may have been here.
-        return Stepped(stream, hidden, (routed[0].clone(), *routed[1:]) if routed else ())
+        return Stepped(stream, hidden, _apart(routed))
+
+
+def _apart(routed: list[Tensor]) -> tuple[Tensor, ...]:
+    """Experts are counted later, when another token may have been here."""
+    return (routed[0].clone(), *routed[1:]) if routed else ()

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import operations as kernels
-from ...kernels.types import Limits
 from ..events import Notice
 from ..experts.moe_layer import Cancelled, MoELayer
 from ..experts.ruled_layer import RuledLayer
@@ -147,21 +146,19 @@ class _Form:
         self.count = len(ruled)
         self._layers, self._ruled = layers[: self.count], ruled
         top_k = next(layer.router.top_k for layer in layers if layer.router is not None)
-        self._control, self._structure = experts[0].control, _structure(ruled)
-        self._limits = [_in_place(one) for one in ruled]
+        self._control, self._structure = experts[0].control, [one.structure for one in ruled]
+        # Rows are all there, so none is late.
+        self._limits = [replace(one.limits_in_place(), late=None) for one in ruled]
         self.counts = _Counts(experts, ruled, top_k)
 
     def serves(self, ruled: Sequence[RuledLayer]) -> bool:
         """Whether only values differ."""
-        return self._structure == _structure(ruled)
+        return self._structure == [one.structure for one in ruled]
 
     def limit(self, ruled: Sequence[RuledLayer]) -> None:
         """Work by these limits from now on."""
         for mine, one in zip(self._limits, ruled, strict=True):
-            new = _in_place(one)
-            for name in ("signal", "product", "least"):
-                if (values := getattr(new, name)) is not None:
-                    getattr(mine, name).copy_(values)
+            one.limits_into(mine)
 
     def token(self, record: TokenRecord, ends: Ends) -> Tensor:
         """Everything between the record on the device and the logits (1, V) float32."""
@@ -215,15 +212,3 @@ class _Counts:
             layer.add_totals(ruled, calls, computed, active, reached)
         self._totals.zero_()
         self._asked = False
-
-
-def _structure(ruled: Sequence[RuledLayer]) -> tuple[tuple[int, bool, bool, bool], ...]:
-    """What of the layers' rules decides which kernels run, and how they are counted."""
-    return tuple((one.rule.parts, one.rule.weighed, one.rule.drops, one.limits.product is not None) for one in ruled)
-
-
-def _in_place(ruled: RuledLayer) -> Limits:
-    """A layer's limits in memory of their own; rows are all there, so none is late."""
-    signal, product = ruled.limits.signal, ruled.limits.product
-    least = torch.tensor(ruled.rule.least(), dtype=torch.float64).to(signal.device)
-    return Limits(signal.clone(), None if product is None else product.clone(), None, least)

@@ -33,6 +33,10 @@ class Decoder(Protocol):
     reason: str
     device: torch.device
 
+    def prepare(self) -> None:
+        """Do now, once the experts are in place, what the first token would wait for."""
+        ...
+
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """Logits (1, V) after the last of `ids`, which follow what `kv` holds; their keys and values are added to it.
 
@@ -70,6 +74,9 @@ class LibraryDecoder:
     def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
         self.device: torch.device = model.get_input_embeddings().weight.device
+
+    def prepare(self) -> None:
+        """See `Decoder`: there is nothing."""
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:

@@ -135,9 +135,12 @@ class FusedDecoder:
 
     def _pass(self, ids: Sequence[int], store: GrowingStore, start: int) -> Tensor:
         end = start + len(ids)
-        if len(ids) == 1 and self._graphs is not None:
-            self._graphs.begin(ids[0], start, store)
-            return self._through(self._graphs.step, self._embedding[:1], store, end)
+        if len(ids) == 1 and (layers := self._by_layers(ids[0], start, store)) is not None:
+            if not layers.pooled():
+                return self._through(layers.step, self._embedding[:1], store, end)
+            last = layers.run(self._config.num_hidden_layers)
+            store.length = end
+            return self._logits(last)
         rope = self._rope.tables(start, end)
         x = F.embedding(torch.tensor(list(ids), dtype=torch.long, device=self.device), self._embedding)
         if len(ids) == 1 and self._whole is not None and not self._whole.watched:
@@ -149,6 +152,31 @@ class FusedDecoder:
         else:
             step = _TorchPass(self._layers, store, rope, start).step
         return self._through(step, x, store, end)
+
+    def _by_layers(self, token: int, position: int, store: GrowingStore) -> CardLayers | None:
+        """Graphs of the layers that are about to compute this token, if there are any."""
+        self._capture()
+        if self._graphs is not None:
+            self._graphs.begin(token, position, store)
+        return self._graphs
+
+    def _capture(self) -> str:
+        """Capture what layers need now; returns what became of it, in words."""
+        if self._graphs is None:
+            return ""
+        try:
+            self._graphs.prepare()
+        except Unsupported as declined:
+            self._graphs = None
+            _log.warning("by torch's operations, because %s", declined)
+            return f", but by torch's operations, because {declined}"
+        if self._graphs.declined:
+            return f", experts one by one, because {self._graphs.declined}"
+        return ", with the experts in the pool" if self._graphs.pooled() else ""
+
+    def prepare(self) -> None:
+        """See `Decoder`."""
+        self.reason += self._capture()
 
     def _through(self, step: DenseCall, x: Tensor, store: GrowingStore, end: int) -> Tensor:
         """Logits (1, V) after x (T, H) went through layer after layer."""

@@ -79,34 +79,51 @@ class OffloadedLayer(MoELayer):
 
     def choose(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Choice:
         """Resident experts may stand in for absent ones of about the same score (importance-driven scheduling)."""
-        ruled, gate = self.in_force(), self.neighbours.gate
-        if not ruled.rule.alpha or hidden.shape[0] > DECODE_TOKENS or gate is None:
+        ruled = self.in_force()
+        if not self.substitutes or hidden.shape[0] > DECODE_TOKENS:
             return Choice(ruled, index, weights, ruled.work(index, weights))
-        probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
-        (resident,) = self.shared.device.sent(torch.from_numpy(self.shared.pool.resident(self.pooled) >= RESIDENT))
-        given, normalized = (probabilities, index, weights, resident), substitution.normalizes(gate)
-        experts, scores = substitution.substitute_there(*given, ruled.rule.alpha, normalized=normalized)
+        (resident,) = self.shared.device.sent(self.residents())
+        experts, scores = self.stand_in(hidden, index, weights, resident)
         return Choice(ruled, experts, scores, ruled.work(experts, scores), routed=index)
+
+    @property
+    def substitutes(self) -> bool:
+        """Whether the preset in force lets resident experts stand in for absent ones."""
+        return self.in_force().rule.alpha > 0 and self.neighbours.gate is not None
+
+    def residents(self) -> Tensor:
+        """Which experts count as resident, (E,) bool."""
+        return torch.from_numpy(self.shared.pool.resident(self.pooled) >= RESIDENT)
+
+    def stand_in(self, hidden: Tensor, index: Tensor, weights: Tensor, resident: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and weights (B, K) after resident ones have replaced absent ones; all on the device."""
+        gate = self.neighbours.gate
+        probabilities = F.linear(hidden.float(), gate.weight.float()).softmax(-1)
+        given, normalized = (probabilities, index, weights, resident), substitution.normalizes(gate)
+        return substitution.substitute_there(*given, self.ruled.rule.alpha, normalized=normalized)
 
     def _step(self, hidden: Tensor, choice: Choice) -> Result:
         shared, device = self.shared, self.shared.device
         shared.scheduler.look()
         device.dense(hidden.shape[0])
-        step = self._found(hidden, choice)
-        found = step.found()
+        step, total = self._found(hidden, choice), Sum()
+        self.decide(step, total)
+        result = step.result(total)
+        shared.scheduler.look()
+        return result
+
+    def decide(self, step: OffloadedStep, total: Sum) -> None:
+        """Everything about a step whose active neurons are known, up to its sum."""
+        hidden, found = step.there.hidden, step.found()
         started = step.start(found)
-        total = Sum()
         step.add(started.placed.ready, total)
         if hidden.shape[0] <= DECODE_TOKENS:
             self._look_ahead(hidden, step.choice, total.y)
-        shared.pool.note(found)
+        self.shared.pool.note(found)
         self._compare(found)
         waited = step.finish(started, total)
         if self.control.counting:
             step.count(self.telemetry.layers[self.index], started.placed, waited)
-        result = step.result(total)
-        shared.scheduler.look()
-        return result
 
     def _found(self, hidden: Tensor, choice: Choice) -> OffloadedStep:
         """Find the active neurons, and wait for them and for everything else that the host's decisions need."""
@@ -134,10 +151,14 @@ class OffloadedLayer(MoELayer):
         return OffloadedStep(shared, self.pooled, choice, self.in_ram, here.hidden, there, active, values)
 
     def _count(self, result: Result) -> None:
-        choice, found = result.choice, self.telemetry.layers[self.index]
-        if choice.routed is not None:
-            found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
+        self.count_substituted(result.choice)
         super()._count(result)
+
+    def count_substituted(self, choice: Choice) -> None:
+        """Count the experts that stand in for others; the choice is on the host."""
+        if choice.routed is not None:
+            swapped = (choice.experts[:, :, None] != choice.routed[:, None]).all(-1)
+            self.telemetry.layers[self.index].substituted += int(swapped.sum())
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)

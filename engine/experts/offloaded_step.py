@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.located import Part
 from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls
-from ..offload.device import Partial, taken
+from ..offload.device import Device, Partial, taken
 from ..offload.links.transfer import Transfer
 from ..offload.offload import Offload
 from ..telemetry import LayerCounts
@@ -72,8 +72,18 @@ class Sum:
         self.y: Tensor | None = None
         self.reached: Tensor | None = None
 
-    def add(self, y: Tensor, reached: Tensor) -> None:
-        """Add a part."""
+    def rows(self, step: OffloadedStep, part: Part) -> None:
+        """Add rows that are on the device."""
+        device, there, x_bits = step.shared.device, step.there, step.choice.ruled.preset.x_bits
+        rows = step.shared.rows(step.choice.ruled.layer.rows.layout)
+        active = device.part(step.values, part.offsets, part.at, part.places)
+        self._add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
+
+    def beside(self, device: Device, started: Future[Partial]) -> None:
+        """Add what the CPU computes, once it has."""
+        self._add(*device.joined(started))
+
+    def _add(self, y: Tensor, reached: Tensor) -> None:
         self.y = y if self.y is None else self.y + y
         self.reached = reached if self.reached is None else self.reached + reached
 
@@ -143,7 +153,7 @@ class OffloadedStep:
         waited += self._add_copied(started, total)
         self.shared.scheduler.look()  # new requests queue behind what is on its way
         if started.beside is not None:
-            total.add(*self.shared.device.joined(started.beside))
+            total.beside(self.shared.device, started.beside)
         return waited
 
     def result(self, total: Sum) -> Result:
@@ -158,10 +168,7 @@ class OffloadedStep:
     def add(self, part: Part, total: Sum) -> None:
         """Compute rows that are on the device."""
         if part.at.size:
-            device, there, x_bits = self.shared.device, self.there, self.choice.ruled.preset.x_bits
-            rows = self.shared.rows(self.choice.ruled.layer.rows.layout)
-            active = device.part(self.values, part.offsets, part.at, part.places)
-            total.add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
+            total.rows(self, part)
 
     def _start_beside(self, part: Part) -> Future[Partial]:
         """Start the CPU's share. Its lists are its own: the part's are the next step's as well."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...kernels import operations as kernels
@@ -57,6 +58,30 @@ class RuledLayer:
     def as_one(self) -> ExpertLayer:
         """As one record, for an operation that selects by itself."""
         return ExpertLayer(self.layer.up, self.layer.rows, self.limits, self.rule)
+
+    @property
+    def structure(self) -> tuple[int, bool, bool, bool, bool, float]:
+        """What of a rule is part of captured work: which kernels run. Its limits may change in place."""
+        rule, limits = self.rule, self.limits
+        return (
+            *(rule.parts, rule.weighed, rule.drops),
+            *(limits.product is not None, limits.late is not None, rule.alpha),
+        )
+
+    def limits_in_place(self) -> Limits:
+        """The limits in memory of their own, for captured work."""
+        given = self.limits
+        product, late = (None if table is None else table.clone() for table in (given.product, given.late))
+        least = torch.tensor(self.rule.least(), dtype=torch.float64).to(given.signal.device)
+        return Limits(given.signal.clone(), product, late, least)
+
+    def limits_into(self, memory: Limits) -> None:
+        """Write the limits over those of another preset with the same structure."""
+        new = self.limits_in_place()
+        for name in ("signal", "product", "late", "least"):
+            values, there = getattr(new, name), getattr(memory, name)
+            if values is not None and there is not None:
+                there.copy_(values)
 
     def halves(self, calls: int) -> int:
         """How many expert halves this many calls compute."""

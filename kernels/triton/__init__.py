@@ -4,9 +4,9 @@ Decoding one token reads every weight it needs once and does two operations per 
 arithmetic has to stay out of its way (`codes.py` counts instructions, `gemv.py` and `swiglu.py` programs and loads).
 Sizes are fixed rather than tuned at run time: the first token would pay for tuning, and results would depend on it.
 
-`vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py` and
-`moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`, `dense.py` and `attend.py` launch them. Without a GPU they run under
-TRITON_INTERPRET=1, for tests.
+`vectors.py` says where bytes lie, `codes.py` reads them in a kernel, `gemv.py`, `swiglu.py`, `attention.py`,
+`selection.py` and `moving.py` are the kernels, `sparse.py`, `operations.py`, `listed.py`, `dense.py` and `attend.py`
+launch them. Without a GPU they run under TRITON_INTERPRET=1, for tests.
 """
 
 from __future__ import annotations

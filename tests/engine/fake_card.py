@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import card_layers, card_token, graphs
+from floe_chat.engine.decoder import card_layers, card_lists, card_token, graphs
 from floe_chat.engine.decoder.quantized_linear import PackedLinear
 from floe_chat.kernels import operations
 from torch import Tensor
@@ -29,7 +29,7 @@ REFUSED = (
     *("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "bincount", "repeat_interleave"),
     *("lift_fresh", "is_nonzero", "equal", "pin_memory"),
 )
-OPERATIONS = ("select", "moe_step", "attend_one")
+OPERATIONS = ("select", "moe_step", "attend_one", "list_active", "add_listed")
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -123,7 +123,7 @@ class FakeCard:
 
         self._kept: list[Tensor] = []
         monkeypatch.setattr(graphs, "possible", possible)
-        for module in (card_token, card_layers):
+        for module in (card_token, card_layers, card_lists):
             monkeypatch.setattr(module, "pinned", pinned)
             monkeypatch.setattr(module, "capture", capture)
         for name in OPERATIONS:

@@ -108,7 +108,9 @@ def test_where_rows_are_changes_no_token(
             if predict != "none":
                 shared.predictor = predictor.make(predict, loaded.model, loaded.packed, loaded.decoder.ahead)
             found, as_called = fed(loaded, ids)
-    assert card.replays >= len(ids) * len(card.captures) > 0
+    layers = len(loaded.model.model.layers)
+    assert card.replays >= len(ids) * layers > 0
+    assert card.waits == (0 if predict == "partial" else len(ids) * layers)
     assert relative_rms(found, expected) <= 1e-4 and as_called == calls
 
 

@@ -10,7 +10,7 @@ from floe_chat.kernels.types import Active, Calls
 from floe_chat.kernels.weights import ExpertRows
 from torch import Tensor
 
-from .listing import empty_listing, portions, pool_of
+from .listing import empty_listing, pool_of, portions
 from .oracle import Layer, make_calls, make_layer, make_x
 
 Size = tuple[int, int, int, int]

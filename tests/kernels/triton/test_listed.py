@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from floe_chat.kernels import triton as kernels
@@ -66,7 +68,7 @@ def test_parts_add_up_to_the_formula(
     assert error <= TOLERANCE[dtype] + 2 * ROUNDING[dtype]
     if second is None:
         bounds = active.offsets.tolist()
-        chosen = [active.neurons[begin:end].cpu() for begin, end in zip(bounds, bounds[1:], strict=False)]
+        chosen = [active.neurons[begin:end].cpu() for begin, end in pairwise(bounds)]
         truth = [v[n] for v, n in zip(up_values(layer, x.double(), calls), chosen, strict=True)]
         formula = swiglu(layer, x.double(), calls, chosen, truth)
         assert relative_rms(total.y, formula) <= TOLERANCE[dtype] + 4 * ROUNDING[dtype]

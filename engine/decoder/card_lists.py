@@ -1,0 +1,150 @@
+"""The memory between a card and the host in a step of a layer whose rows are in a pool, and the sums over it as graphs.
+
+What the card has found is in a record and a listing; the host answers with lists of rows. Everything is of one token,
+at addresses that stay, and serves all layers whose steps have the same structure (`RuledLayer.structure`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...kernels import operations as kernels
+from ...kernels.listed import Listing, Portion, Total
+from ...kernels.located import Part
+from ...kernels.types import Calls
+from ...kernels.weights import ExpertRows
+from ..experts.moe_layer import Control
+from ..experts.ruled_layer import RuledLayer
+from .graphs import Captured, capture, pinned
+
+LISTS = 3  # of one step: what is there, what was on its way, and what was fetched
+
+
+class Record:
+    """Tensors packed into one, on the device and in pinned memory. Captured work writes it.
+
+    Attributes:
+        there, here: views of the tensors by name, on the device and on the host.
+    """
+
+    def __init__(self, like: dict[str, Tensor], device: torch.device) -> None:
+        """`like`: tensors of the types and shapes."""
+        # The widest first, so that each is aligned.
+        self._names = sorted(like, key=lambda name: -like[name].element_size())
+        count = sum(like[name].nbytes for name in self._names)
+        self._there = torch.zeros(count, dtype=torch.uint8, device=device)
+        self._here = pinned(count, dtype=torch.uint8, device=device)
+        self.there, self.here = ({**self._views(packed, like)} for packed in (self._there, self._here))
+
+    def _views(self, packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = packed.split([like[name].nbytes for name in self._names])
+        named = zip(self._names, parts, strict=True)
+        return {name: part.view(like[name].dtype).view(like[name].shape) for name, part in named}
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        """The same tensors as at the beginning, with other values. The host has them after this."""
+        parts = [tensors[name].reshape(-1).view(torch.uint8) for name in self._names]
+        torch.cat(parts, out=self._there)
+        self._here.copy_(self._there, non_blocking=True)
+
+
+class Residents:
+    """Which experts count as resident, (E,) bool: the host writes it, captured work reads it."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self._here = pinned(experts, dtype=torch.bool, device=device)
+        self._there = torch.zeros_like(self._here, device=device)
+
+    def write(self, residents: Tensor) -> None:
+        self._here.copy_(residents)
+
+    def read(self) -> Tensor:
+        """Captured."""
+        return self._there.copy_(self._here, non_blocking=True)
+
+
+def fields(ruled: RuledLayer, top_k: int, total: Total) -> dict[str, Tensor]:
+    """What a step's record holds, as empty tensors. routed: before resident experts replaced others."""
+    calls, chosen = total.y.new_empty(top_k * ruled.rule.parts), total.y.new_empty(1, top_k)
+    fields = {"hidden": total.y, "reached": total.reached, "routed": chosen.long()}
+    fields |= {"chosen": chosen.long(), "scores": chosen.float(), "experts": calls.long()}
+    fields |= {"thresholds": calls.float(), "weights": calls.float()}
+    if ruled.limits.product is not None:
+        fields["products"] = calls.float()
+    if ruled.limits.late is not None:
+        fields["late"] = calls.float()
+    return fields
+
+
+class Form:
+    """Memory and sums of steps that differ in their layer only. Everything is of one token.
+
+    Attributes:
+        record: what the host needs. listing: the active neurons. serves: address of the rows that are added up.
+        residents: None where no expert is replaced.
+    """
+
+    residents: Residents | None = None
+
+    def __init__(self, like: dict[str, Tensor], room: int, total: Total, control: Control) -> None:
+        """`room`: neurons of all calls."""
+        hidden, experts = like["hidden"], like["experts"]
+        self._total, self._control, self._device = total, control, hidden.device
+        self.record = Record(like, hidden.device)
+        made = partial(pinned, device=hidden.device)
+        ends = (experts.numel() + 1,)
+        self.listing = Listing(
+            hidden.new_zeros(room),
+            made(*ends, dtype=torch.int64),
+            made(room, dtype=torch.int32),
+            made(room, dtype=hidden.dtype),
+        )
+        lists = [[made(room, dtype=torch.int32) for _ in range(2)] for _ in range(LISTS)]
+        self._portions = [Portion(made(*ends, dtype=torch.int64), *both) for both in lists]
+        self._written = [(p.offsets.numpy(), p.at.numpy(), p.places.numpy()) for p in self._portions]
+        self.beside = made(*hidden.shape, dtype=hidden.dtype)
+        self._beside_there = torch.zeros_like(hidden)
+        there = self.record.there
+        self.calls = Calls(torch.zeros_like(experts), there["experts"], there["weights"])
+        self.serves = 0
+        self._sums: list[Captured] = []
+
+    def sum(self, rows: ExpertRows) -> None:
+        """Capture sums of these rows, of lists that are empty meanwhile."""
+        self._sums.clear()
+        for offsets, _, _ in self._written:
+            offsets[:] = 0
+        works = [partial(self._add, rows, number) for number in range(LISTS)]
+        self._sums.extend(capture(work, self._device) for work in (*works, self._add_beside))
+        self.serves = rows.data.data_ptr()
+
+    def _add(self, rows: ExpertRows, number: int) -> tuple[Tensor, ...]:
+        there, portion = self.record.there, self._portions[number]
+        given = there["hidden"], rows, self.calls, self.listing.values, portion, there.get("products"), self._total
+        kernels.add_listed(*given, first=number == 0, x_bits=self._control.preset.x_bits)
+        return ()
+
+    def _add_beside(self) -> tuple[Tensor, ...]:
+        self._beside_there.copy_(self.beside, non_blocking=True)
+        self._total.y.add_(self._beside_there)
+        return ()
+
+    def add(self, number: int, part: Part) -> None:
+        """Add rows by list `number`, which the device has done with; the first one begins the sum."""
+        offsets, at, places = self._written[number]
+        count = part.at.size
+        offsets[:], at[:count], places[:count] = part.offsets, part.at, part.places
+        self._sums[number].replay()
+
+    def add_none(self) -> None:
+        """Begin the sum with nothing."""
+        self._written[0][0][:] = 0
+        self._sums[0].replay()
+
+    def add_beside(self, y: Tensor) -> None:
+        """Add what the CPU has computed, (1, H)."""
+        self.beside.copy_(y)
+        self._sums[LISTS].replay()

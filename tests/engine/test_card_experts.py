@@ -1,0 +1,296 @@
+"""Experts in a pool as graphs around the host's decisions: the same tokens and counts as launched one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from floe_chat.engine.decoder import card_layers, card_lists, graphs
+from floe_chat.engine.decoder.decoders import FusedDecoder, choose
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer
+from floe_chat.engine.experts.offloaded_layer import Neighbours
+from floe_chat.engine.loader import LoadedModel
+from floe_chat.engine.offload.offload import Parts
+from floe_chat.engine.quality_presets import PRESETS, Preset
+from floe_chat.kernels.rule import LATE
+from torch import Tensor
+
+from ..helpers import relative_rms
+from .driver import a_preset
+from .fake_card import FakeCard
+from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape, resize
+from .step_models import WINDOW, feed, ids_of, make_model
+
+Counts = list[tuple[Any, ...]]
+IDS = [1, 5, 9, 200, 17, 17, 3, 42]
+PRESETS_HERE = [
+    PLAIN,
+    SKIPPING,
+    EVERYTHING,
+    a_preset("Dropping", 0.3, drop=0.9, lossless=True),
+    a_preset("By layer", 0.3, 0.2, lossless=True, drop=0.4, major=0.4, layers=(0.5, 1.5, 1.0)),
+    a_preset("Halves in one layer", 0.3, 0.2, lossless=True, drop=0.3, major=0.9, layers=(0.0, 1.0, 1.0)),
+    *(replace(preset, x_bits=22) for preset in PRESETS),
+]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return open_shape(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def fed(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, Counts]:
+    """Logits after each of `ids`, and what each layer counted, wherever rows were."""
+    loaded.telemetry.begin(0, 0, 0.0)
+    loaded.control.counting = True
+    logits = feed(loaded.decoder, KVCache(), ids, [1] * len(ids))
+    loaded.control.counting = False
+    loaded.telemetry.settle()
+    counts = [(one.calls, one.neurons, one.dropped, one.active, one.bytes) for one in loaded.telemetry.layers]
+    return logits, counts
+
+
+def alike(counts: Counts, expected: Counts) -> bool:
+    """The same calls; and up to rounding, which may take a neuron over its threshold, what was computed."""
+    return all(
+        mine[:3] == its[:3] and mine[3:] == pytest.approx(its[3:], rel=0.005)
+        for mine, its in zip(counts, expected, strict=True)
+    )
+
+
+def whole(loaded: LoadedModel, preset: Preset) -> tuple[Tensor, Counts]:
+    """`fed` with all rows where they are computed."""
+    loaded.control.preset = preset
+    return fed(loaded)
+
+
+def located(loaded: LoadedModel) -> list[int]:
+    """By layer, the rows whose place was counted."""
+    return [one.ready + one.coming + one.copied + one.on_cpu for one in loaded.telemetry.layers]
+
+
+@pytest.mark.parametrize(("share", "cpu"), [(0.01, True), (0.01, False), (0.3, True), (0.3, False), (1.0, True)])
+@pytest.mark.parametrize("preset", PRESETS_HERE, ids=lambda preset: preset.name)
+def test_tokens_and_counts_are_those_of_experts_one_by_one(
+    loaded: LoadedModel, preset: Preset, share: float, cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preset = replace(preset, rule=replace(preset.rule, layers=preset.rule.layers[: len(loaded.telemetry.layers)]))
+    expected, counts = whole(loaded, preset)
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, preset, share, predict=False, parts=Parts(cpu=cpu), cpu=2e9):
+        found, as_counted = fed(loaded)
+        assert card.waits == len(IDS) * len(as_counted)
+    assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+    assert located(loaded) == [one.active for one in loaded.telemetry.layers]
+    if not cpu:
+        assert not any(one.on_cpu for one in loaded.telemetry.layers)
+
+
+def test_the_cpu_takes_its_share(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counts = whole(loaded, SKIPPING)
+    FakeCard(monkeypatch)
+    with offloaded(loaded, SKIPPING, 0.1, predict=False, cpu=1e12):
+        found, as_counted = fed(loaded)
+    assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+    assert all(one.on_cpu > 0 for one in loaded.telemetry.layers)
+
+
+def test_absent_experts_are_replaced_as_without_graphs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = a_preset("Replacing", 0.2, 0.1, alpha=0.9, lossless=True)
+    found: list[tuple[Tensor, int]] = []
+    for graphed in (False, True):
+        with monkeypatch.context() as patch:
+            if graphed:
+                FakeCard(patch)
+            with offloaded(loaded, preset, 0.4, predict=False, parts=Parts(cpu=False)):
+                for layer in loaded.model.model.layers:
+                    experts = layer.mlp.experts
+                    experts.neighbours = Neighbours(layer.mlp.gate, experts.neighbours.following)
+                logits, _ = fed(loaded)
+                found.append((logits, sum(one.substituted for one in loaded.telemetry.layers)))
+    assert relative_rms(found[1][0], found[0][0]) <= 1e-4 and found[0][1] == found[1][1] > 0
+
+
+def test_a_lenient_preset_leaves_weak_rows_out(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = a_preset("Lenient", 0.2, late=LATE, lossless=True)
+    FakeCard(monkeypatch)
+    with offloaded(loaded, preset, 0.1, predict=False, parts=Parts(cpu=False)):
+        found, _ = fed(loaded)
+        assert found.isfinite().all() and sum(one.left_out for one in loaded.telemetry.layers) > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_limits_change_without_another_capture(shape: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = open_shape(shape, tmp_path)
+    other = a_preset("Other limits", 0.2, 0.3, drop=0.5, major=0.9, lossless=True, weighed=True)
+    wanted = {preset.name: whole(loaded, preset) for preset in (SKIPPING, other, PLAIN)}
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        before = 0
+        for preset, again in ((SKIPPING, True), (other, False), (SKIPPING, False), (PLAIN, True)):
+            loaded.control.preset = preset
+            found, counts = fed(loaded)
+            assert relative_rms(found, wanted[preset.name][0]) <= 1e-4 and alike(counts, wanted[preset.name][1])
+            assert (len(card.captures) > before) == again
+            before = len(card.captures)
+
+
+def test_rows_that_moved_are_added_up_by_other_graphs(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN)
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
+        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        captures, before = len(card.captures), shared.memory.rows
+        resize(shared, shared.pool.capacity // 2)
+        before.fill_(255)
+        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        assert len(card.captures) == captures + 4  # three lists and the CPU's sum, but no layer
+
+
+def test_other_layers_go_between_those_in_the_pool(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, counts = whole(loaded, SKIPPING)
+    card, blocks = FakeCard(monkeypatch), loaded.model.model.layers
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        experts = blocks[1].mlp.experts
+        blocks[1].mlp.experts = MoELayer(1, experts.packed, loaded.control, loaded.telemetry)
+        loaded.decoder = choose(loaded.model, loaded.window)
+        found, as_counted = fed(loaded)
+        assert card.waits == len(IDS) * (len(blocks) - 1)
+    assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+
+
+def test_a_layer_that_somebody_watches_is_called(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN)
+    card, seen = FakeCard(monkeypatch), list[int]()
+    with offloaded(loaded, PLAIN, 0.3, predict=False):
+        fed(loaded)
+        waits, experts = card.waits, loaded.model.model.layers[1].mlp.experts
+
+        def see(_module: Any, _given: Any, _output: Any) -> None:
+            seen.append(1)
+
+        handle = experts.register_forward_hook(see)
+        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+        assert len(seen) == len(IDS) and card.waits == waits
+        handle.remove()
+        assert relative_rms(fed(loaded)[0], expected) <= 1e-4 and card.waits > waits
+
+
+def refusing(card: FakeCard, first: int, count: int, patch: pytest.MonkeyPatch) -> None:
+    """The card refuses so many captures, from number `first` on."""
+    numbers, capture = itertools.count(), card_layers.capture
+
+    def refuses(work: graphs.Work, device: torch.device) -> graphs.Captured:
+        if first <= next(numbers) < first + count:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(work, device)
+
+    for module in (card_layers, card_lists):
+        patch.setattr(module, "capture", refuses)
+
+
+@pytest.mark.parametrize("count", [1, 100], ids=["once", "from then on"])
+@pytest.mark.parametrize("after", ["a layer", "the layers", "a sum"])
+def test_what_cannot_be_captured_is_launched_one_by_one(
+    loaded: LoadedModel, after: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, counts = whole(loaded, SKIPPING)
+    card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
+    first = {"a layer": layers + 1, "the layers": 2 * layers, "a sum": 2 * layers + 2}[after]
+    refusing(card, first, count, monkeypatch)
+    loaded.control.notices.clear()
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        decoder = loaded.decoder
+        assert isinstance(decoder, FusedDecoder)
+        decoder.prepare()
+        how = "experts one by one" if count == 1 else "but by torch's operations"
+        assert f", {how}, because " in decoder.reason and "CUDA out of memory" in decoder.reason
+        assert not loaded.control.notices  # a reason is enough
+        found, as_counted = fed(loaded)
+        assert card.waits == 0 and (card.replays > 0) == (count == 1)
+        assert relative_rms(found, expected) <= 1e-4 and alike(as_counted, counts)
+        loaded.control.preset = PLAIN  # with another preset it is tried again
+        fed(loaded)
+        assert (card.waits > 0) == (count == 1)
+
+
+def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = whole(loaded, PLAIN)[0]
+    card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
+    refusing(card, 2 * layers + 4 + 1, 1, monkeypatch)
+    loaded.control.notices.clear()
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        fed(loaded)
+        assert card.waits == len(IDS) * layers and not loaded.control.notices
+        loaded.control.preset = PLAIN
+        assert relative_rms(fed(loaded)[0], wanted) <= 1e-4
+        assert card.waits == len(IDS) * layers and "CUDA out of memory" in loaded.control.notices[0].cause
+        assert len(loaded.control.notices) == 1
+
+
+def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = whole(loaded, PLAIN)
+    FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
+        fed(loaded)
+        kv, replay = KVCache(), shared.scheduler.begin
+
+        def stop(layer: int) -> None:
+            loaded.control.cancelled.set()
+            replay(layer)
+
+        monkeypatch.setattr(shared.scheduler, "begin", stop)
+        with pytest.raises(Cancelled):
+            loaded.decoder.forward([1], kv)
+        monkeypatch.setattr(shared.scheduler, "begin", replay)
+        loaded.control.cancelled.clear()
+        assert relative_rms(fed(loaded)[0], expected) <= 1e-4
+
+
+def test_what_the_last_step_left_on_the_device_is_counted_once(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's counts are read when the telemetry is: here all of them wait until then."""
+    expected, counts = whole(loaded, SKIPPING)
+    FakeCard(monkeypatch)
+    waiting: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
+
+    def later(count: Callable[..., None], *tensors: Tensor) -> None:
+        waiting.append((count, tensors))
+
+    def settle() -> None:
+        for count, tensors in waiting:
+            count(*tensors)
+        waiting.clear()
+
+    with offloaded(loaded, SKIPPING, 0.3, predict=False), monkeypatch.context() as patch:
+        patch.setattr(loaded.telemetry, "count", later)
+        patch.setattr(loaded.telemetry, "settle", settle)
+        for _ in range(2):
+            found, as_counted = fed(loaded)
+            assert alike(as_counted, counts) and not waiting
+            assert relative_rms(found, expected) <= 1e-4
+
+
+def test_a_prompt_between_two_tokens_changes_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded.control.preset = PLAIN
+    expected = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
+    FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False):
+        found = feed(loaded.decoder, KVCache(), IDS * 3, [1, 12, 1, 3, 1, 1, 5])
+    assert relative_rms(found, expected) <= 1e-4
+
+
+def test_experts_elsewhere_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    card, model = FakeCard(monkeypatch), make_model("mixtral")
+    decoder = choose(model, WINDOW)
+    assert isinstance(decoder, FusedDecoder)
+    reason = decoder.reason
+    decoder.prepare()
+    assert decoder.reason == reason
+    assert feed(decoder, KVCache(), ids_of(3), [1] * 3).isfinite().all() and card.waits == 0 < card.replays
