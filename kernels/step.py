@@ -82,16 +82,21 @@ class Router:
 
     Attributes:
         weight: (E, H). norm_topk_prob: whether the weights of the chosen are made to sum to 1. dtype: of those.
+        scores: (T, E) float32, where probabilities are left for what decides about rows, of T tokens at most; None if
+            nobody asks.
     """
 
     weight: Tensor
     top_k: int
     norm_topk_prob: bool
     dtype: torch.dtype = torch.float32
+    scores: Tensor | None = None
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden (B, H) -> experts (B, K) int64 and their weights (B, K); of equally likely ones, any may be chosen."""
         probabilities = torch.softmax(F.linear(hidden, self.weight), -1, dtype=torch.float32)
+        if self.scores is not None and len(hidden) <= len(self.scores):
+            self.scores[: len(hidden)].copy_(probabilities)
         weights, index = probabilities.topk(self.top_k, -1)
         if self.norm_topk_prob:
             weights /= weights.sum(-1, keepdim=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...kernels.step import DenseLayer, Heads, Projection, Router
 from ...models.families import FAMILIES, Family
 from ...models.modules.light_modules import STATIC_ROPE
+from ..experts.offloaded_layer import OffloadedLayer
 from ..experts.substitution import normalizes
 from .kv_cache import BLOCK
 from .quantized_linear import PackedLinear, join
@@ -109,7 +110,8 @@ def _block(mlp: Any, family: Family, *, has_experts: bool) -> tuple[Router | Non
     gate, shared = mlp.gate, family.shared
     # Mixtral keeps the weights in float32.
     dtype = gate.weight.dtype if hasattr(gate, "norm_topk_prob") else torch.float32
-    router = Router(gate.weight, gate.top_k, normalizes(gate), dtype)
+    scores = mlp.experts.hears(gate.weight) if isinstance(mlp.experts, OffloadedLayer) else None
+    router = Router(gate.weight, gate.top_k, normalizes(gate), dtype, scores)
     if shared is None:
         return router, mlp.experts, ""
     beside = getattr(mlp, shared.module)

@@ -71,6 +71,12 @@ class OffloadedLayer(MoELayer):
         self.neighbours = Neighbours()
         shared.ring.register(index, ram, self.pooled)
         self._in_ram: RuledLayer | None = None
+        self._scores: Tensor | None = None
+
+    def hears(self, weight: Tensor) -> Tensor:
+        """Where a router of `weight` (E, H) leaves the scores of all experts, (T, E), before a step of a few tokens."""
+        self._scores = weight.new_empty(DECODE_TOKENS, len(weight), dtype=torch.float32)
+        return self._scores
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`."""
@@ -133,7 +139,8 @@ class OffloadedLayer(MoELayer):
         # A prompt's hidden states are large, and few of them go to the CPU: copy them only if it takes a share.
         stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(stays) :]
-        optional = [tensor for tensor in (choice.routed, work.late) if tensor is not None]
+        heard = None if stays or self._scores is None else self._scores[: hidden.shape[0]]
+        optional = [tensor for tensor in (choice.routed, work.late, heard) if tensor is not None]
         uncounted = self.telemetry.uncounted()
         active, values, found = device.up(
             *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
@@ -145,10 +152,11 @@ class OffloadedLayer(MoELayer):
         experts, weights, limits = next(rest), next(rest), next(rest)
         routed = None if choice.routed is None else next(rest)
         work = Work(here.calls, limits, here.limits, None if work.late is None else next(rest))
+        heard = None if heard is None else next(rest)
         for late in uncounted:
             late.count(*(next(rest) for _ in late.tensors))
         choice = Choice(ruled, experts, weights, work, routed)
-        return OffloadedStep(shared, self.pooled, choice, self.in_ram, here.hidden, there, active, values)
+        return OffloadedStep(shared, self.pooled, choice, self.in_ram, here.hidden, there, active, values, heard)
 
     def _count(self, result: Result) -> None:
         self.count_substituted(result.choice)

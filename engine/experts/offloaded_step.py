@@ -95,6 +95,7 @@ class OffloadedStep:
     Attributes:
         choice: on the host. ram: the layer's rows in RAM under the preset in force. hidden: (B, H) on the host; a
             prompt's on the device. there: the inputs on the device. active: on the host. values: on the device.
+        heard: (B, E) the router's scores of all experts, on the host, if known.
     """
 
     shared: Offload
@@ -105,6 +106,7 @@ class OffloadedStep:
     there: StepInputs
     active: Active
     values: Tensor
+    heard: Tensor | None = None
 
     @property
     def _of_one(self) -> bool:
@@ -121,7 +123,7 @@ class OffloadedStep:
         calls = work.calls
         return Found(
             *(self.index, self._neurons, self.active, calls.experts, calls.weights),
-            *(choice.experts, choice.weights, work.late),
+            *(choice.experts, choice.weights, work.late, self.heard),
         )
 
     def start(self, found: Found) -> Started:

@@ -162,11 +162,11 @@ typedef struct {
 } floe_place;
 
 // What the experts of a layer are given. stream (H): the residual after attention. hidden (H). index, weights: the
-// top_k experts; unused without a router.
+// top_k experts; unused without a router. scores: (experts) probabilities of all of them.
 typedef struct {
     float *stream, *hidden;
     FLOE_OPTIONAL int64_t *index;
-    FLOE_OPTIONAL float *weights;
+    FLOE_OPTIONAL float *weights, *scores;
 } floe_routed;
 
 // Whether the sizes of a layer fit each other.

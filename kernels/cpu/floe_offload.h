@@ -12,13 +12,14 @@ extern "C" {
 
 // What a few tokens found active in a layer: `calls` calls of `total` neurons, as in floe_active and floe_calls; halves
 // are experts there. width: neurons of one of these. chosen, scores: (tokens, top_k) whole experts and the router's
-// scores. late: (calls) what |values| must reach for rows that are absent; NULL: all are waited for.
+// scores. late: (calls) what |values| must reach for rows that are absent; NULL: all are waited for. heard: (tokens,
+// experts) the router's scores of all experts; NULL: those of the chosen ones count.
 typedef struct {
     int64_t layer, width, tokens, top_k, calls, total;
     const int64_t *offsets, *experts, *chosen;
     const int32_t *neurons;
     const float *weights, *scores;
-    FLOE_OPTIONAL const float *values, *late;
+    FLOE_OPTIONAL const float *values, *late, *heard;
 } floe_found;
 
 // Seconds before a lane's first row, and for each: CPU and link. cpu_row is infinite where the CPU takes no share.

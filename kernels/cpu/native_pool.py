@@ -45,7 +45,7 @@ class NativeTable(StepTable):
     def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
         """See `StepTable`."""
         record = _found(found)
-        if record is None:
+        if record is None or not self.hears(found):
             return super().place(found, lanes, whole, way)
         self._have_room(record.total)
         offsets, lists = torch.empty((_PARTS, record.calls + 1), dtype=torch.int64), self._lists
@@ -184,6 +184,7 @@ def _found(found: Found) -> Any:
     if found.native is not None:
         return found.native
     active, experts, weights, chosen, late = found.active, found.experts, found.weights, found.chosen, found.late
+    heard = found.heard
     count, total = experts.numel(), active.neurons.numel()
     if active.offsets.shape != (count + 1,) or not experts.ndim == active.neurons.ndim == 1:
         return None
@@ -210,6 +211,7 @@ def _found(found: Found) -> Any:
         scores=_float32(found.scores),
         values=None if late is None else _float32(active.values),
         late=None if late is None else _float32(late),
+        heard=None if heard is None else _float32(heard),
     )
     object.__setattr__(found, "native", made)
     return made

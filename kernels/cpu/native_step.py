@@ -65,6 +65,9 @@ class NativeStep:
         self._hidden, self._top_k = hidden, self.layer.top_k
         self._rope, self._stored = (2, heads.head_dim), (2 * heads.num_kv_heads, heads.head_dim)  # of a token
         self.kept = heads.cache_dtype
+        self._scores = None if router is None else router.scores
+        if self._scores is not None:
+            require("scores", self._scores, FLOAT32, (len(self._scores), experts))
 
     @property
     def stored(self) -> tuple[Shape, torch.dtype]:
@@ -92,7 +95,7 @@ class NativeStep:
         require("rope", rope, FLOAT32, self._rope)
         require("kv", kv, (self.kept,), (capacity, *self._stored))
         place = records.place(rope=rope, capacity=capacity, position=position)
-        filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights)
+        filled = records.routed(stream=stream, hidden=hidden, index=chosen, weights=weights, scores=self._scores)
         check(self._step(self.layer, x, added, kv, place, digits(x_bits), torch.get_num_threads(), filled))
         return Stepped(stream, hidden, routed)
 

@@ -33,6 +33,7 @@ class Found:
         width: neurons of one of the calls' experts, F or less where they are parts of the layer's.
         active: of P calls. experts, weights: (P,) of each. chosen, scores: (B, K) whole experts, the router's scores.
         late: (P,) what |values| must reach for rows that are absent; None where every row is waited for.
+        heard: (B, E) the router's scores of all experts; None: those of the chosen ones count, as 0 for the others.
         native: what `cpu/native_pool.py` made of it.
     """
 
@@ -44,6 +45,7 @@ class Found:
     chosen: Tensor
     scores: Tensor
     late: Tensor | None = None
+    heard: Tensor | None = None
     native: Any = field(init=False, repr=False, compare=False, default=None)
 
 
@@ -154,6 +156,10 @@ class StepTable(RowTable):
             _part(offsets, slots < 0, keys),
         )
 
+    def hears(self, found: Found) -> bool:
+        """Whether the scores of all experts, if given, have the right shape."""
+        return found.heard is None or found.heard.shape == (len(found.chosen), self.experts)
+
     def hear(self, layer: int, scores: NDArray[np.float64]) -> None:
         """The router's scores (E,) of one step; ignored if one is not finite, since means would never recover."""
         if np.isfinite(scores.sum()):
@@ -197,12 +203,11 @@ class StepTable(RowTable):
             ValueError: an index out of range. Nothing has changed then. RuntimeError: the link's failure.
         """
         indices("expert", found.chosen.flatten(), self.experts)
+        if not self.hears(found):
+            raise ValueError("heard must be the scores of all experts for each token")
         experts, offsets, neurons = _numbers(found)
         located = self.locate(found.layer, experts, offsets, neurons, found.width)
-        heard = np.zeros(self.experts)
-        for expert, score in zip(found.chosen.flatten().tolist(), found.scores.flatten().tolist(), strict=True):
-            heard[expert] += score / len(found.chosen)
-        self.hear(found.layer, heard)
+        self.hear(found.layer, _heard(found, self.experts))
         (copied, skipped), (coming, late) = _needed(located.absent, found), _needed(located.coming, found)
         sizes = np.diff(copied.offsets)
         copied, beside = cut(copied, sizes - np.array(share(sizes.tolist(), found.weights.tolist(), lanes), np.int64))
@@ -326,6 +331,18 @@ def _needed(part: Part, found: Found) -> tuple[Part, Part]:
         limits = np.repeat(found.late.float().numpy(), np.diff(part.offsets))
         weak = np.abs(found.active.values.float().numpy()[part.at]) < limits
     return some(part, ~weak), some(part, weak)
+
+
+def _heard(found: Found, experts: int) -> NDArray[np.float64]:
+    """The router's scores (E,), the mean over the tokens."""
+    heard = np.zeros(experts)
+    if found.heard is not None:
+        for token in found.heard.double().numpy():
+            heard += token / len(found.heard)
+        return heard
+    for expert, score in zip(found.chosen.flatten().tolist(), found.scores.flatten().tolist(), strict=True):
+        heard[expert] += score / len(found.chosen)
+    return heard
 
 
 def _once(found: Found, experts: Keys, offsets: Keys, neurons: Keys) -> bool:

@@ -3,8 +3,11 @@
 The traces are a preset's active neurons and the router's scores, token by token, on three texts: the two halves of the
 demo's manual, read as if they were written, and greedy answers to held-out questions. The constants of "score" were
 tuned on the first; the other two were not looked at. Beside the policies stands the bound that knows the future
-(Belady: the row needed last goes first; rows that are missing are always brought). The first tokens fill the pool and
-are not counted. Last, what the bookkeeping of one layer costs at Mixtral's sizes.
+(Belady: the row needed last goes first; rows that are missing are always brought). "chosen" is "score" where only the
+experts that the router chose are heard, as in a prompt. The pool is the engine's, and so are its calls. The first
+tokens fill the pool and are not counted. Then the first tokens of the last text, by what had filled the pool before:
+the experts' popularity, as for a model that was never used, or chance (Fiddler, appendix C). Last, what the bookkeeping
+of one layer costs at Mixtral's sizes.
 
 Run: .venv/bin/python tests/bench/eviction.py [PACK] [--preset Balanced] [--tokens 500]. The last line is one JSON
 object.
@@ -18,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,17 +34,27 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.offload.eviction import Policy
 from floe_chat.engine.offload.row_pool import Keys, RowPool
 from floe_chat.kernels import operations as kernels
-from floe_chat.kernels.types import Calls
+from floe_chat.kernels.offload.placing import Found, Lanes
+from floe_chat.kernels.types import Active, Calls
 from floe_chat.models.catalog import asset
 from floe_chat.models.demo.facts import read_heldout
+from floe_chat.models.pack.packed_model import PackedModel
+from floe_chat.models.pack.usage_file import Heat, from_popularity
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-POLICIES: tuple[Policy, ...] = ("fifo", "lru", "score")
+POLICIES: dict[str, tuple[Policy, bool]] = {  # and whether the scores of all experts are heard
+    "fifo": ("fifo", True),
+    "lru": ("lru", True),
+    "chosen": ("score", False),
+    "score": ("score", True),
+}
+LINK = Lanes(cpu_start=0.0, cpu_row=np.inf, copy_start=0.0, copy_row=1.0)  # all absent rows are copied
+NO_EXPERT_WHOLE = 2.0
 SHARES = (0.05, 0.1, 0.25, 0.5)
-FILL_TOKENS, CONTEXT, ANSWER = 80, 400, 120
+FILL_TOKENS, CONTEXT, ANSWER, FIRST = 80, 400, 120, 20
 
 
 @dataclass
@@ -118,41 +131,74 @@ def answers(loaded: LoadedModel, chat: ChatFormat, tokens: int) -> Trace:
 
 @dataclass(frozen=True)
 class Shape:
-    """L layers of E experts of F neurons."""
+    """L layers of E experts of F neurons, of which a token gets K."""
 
     layers: int
     experts: int
     neurons: int
+    top_k: int
 
     @property
     def rows(self) -> int:
         return self.layers * self.experts * self.neurons
 
 
-def find(pool: RowPool, layer: int, keys: Keys) -> NDArray[np.bool_]:
-    """(N,) which of these neurons' rows are in the pool; notes their use."""
-    neurons = pool.slots.shape[2]
-    given = layer, keys // neurons, np.arange(keys.size + 1), keys % neurons, neurons
-    located = pool.table.locate(*given)
-    pool.table.count(*given)
-    ready = np.zeros(keys.size, np.bool_)
-    ready[located.ready.at] = True
-    return ready
+def step_of(shape: Shape, layer: int, keys: Keys, scores: NDArray[np.float32]) -> Found:
+    """A step with these active neurons, as the engine describes it. keys: ascending. scores: (E,) of the router."""
+    experts, offsets = np.unique(keys // shape.neurons, return_index=True)
+    ends = torch.from_numpy(np.append(offsets, keys.size))
+    active = Active(ends, torch.from_numpy((keys % shape.neurons).astype(np.int32)), torch.zeros(0))
+    calls = torch.from_numpy(experts), torch.ones(experts.size)
+    most, chosen = torch.from_numpy(scores).topk(shape.top_k)
+    heard = torch.from_numpy(scores)[None]
+    return Found(layer, shape.neurons, active, *calls, chosen[None], (most / most.sum())[None], None, heard)
 
 
-def hit_rate(trace: Trace, shape: Shape, capacity: int, policy: Policy) -> float:
-    """Share of the active neurons that were in the pool when they were asked for."""
-    pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
+def one(pool: RowPool, found: Found) -> int:
+    """A step of the engine in which all rows arrive at once; returns how many were there."""
+    placed = pool.place(found, LINK, NO_EXPERT_WHOLE)
+    pool.note(found)
+    pool.filled(placed.slots)
+    for start in range(
+        placed.slots.size, placed.keys.size, max(1, pool.capacity)
+    ):  # what found no room: in other loads
+        pool.release()
+        pool.filled(pool.reserve(found.layer, placed.keys[start:].astype(np.int64), urgent=True))
+    pool.spare(placed.slots.size)
+    pool.release()
+    return placed.ready.at.size
+
+
+def hit_rate(
+    trace: Trace, shape: Shape, pool: RowPool, first: int, last: int | None = None, *, all_scores: bool = True
+) -> float:
+    """Share of the active neurons of tokens first..last - 1 that were in the pool."""
     hits = total = 0
     for step, (scores, keys) in enumerate(zip(trace.scores, trace.keys, strict=True)):
-        layer = step % shape.layers
-        pool.table.hear(layer, scores.astype(np.float64))
-        ready = find(pool, layer, keys)
-        if step >= FILL_TOKENS * shape.layers:
-            hits, total = hits + int(ready.sum()), total + keys.size
-        pool.filled(pool.reserve(layer, keys[~ready], urgent=True))
-        pool.release()
+        token, layer = divmod(step, shape.layers)
+        if token == last:
+            break
+        found = step_of(shape, layer, np.sort(keys), scores)
+        ready = one(pool, found if all_scores else replace(found, heard=None))
+        if token >= first:
+            hits, total = hits + ready, total + keys.size
     return hits / total
+
+
+def filled(shape: Shape, capacity: int, heat: Heat) -> RowPool:
+    """A pool that was filled before its first step."""
+    pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity)
+    layers, keys = pool.warm(heat)
+    for layer in range(shape.layers):
+        pool.filled(pool.reserve(layer, keys[layers == layer], urgent=False))
+    return pool
+
+
+def starts(packed: PackedModel, shape: Shape) -> dict[str, Heat]:
+    """Ways to fill a pool before its first answer."""
+    popular = from_popularity(packed.profile()["popularity"].numpy(), shape.neurons)
+    chance = np.random.default_rng(0).random(popular.uses.shape, dtype=np.float32)
+    return {"popularity": popular, "chance": Heat(np.full_like(popular.scores, 1 / shape.experts), chance)}
 
 
 def bound(trace: Trace, shape: Shape, capacity: int) -> float:
@@ -179,25 +225,23 @@ def bound(trace: Trace, shape: Shape, capacity: int) -> float:
 
 
 def bookkeeping(policy: Policy, steps: int = 300) -> list[float]:
-    """Seconds of find, reserve, filled and release of single layers: 14,000 neurons, 60 % there, 3,000 brought."""
-    shape, rng = Shape(32, 8, 14336), np.random.default_rng(0)
+    """Seconds of single layers: 14,000 neurons at most, of which 5,600 are brought."""
+    shape, rng = Shape(32, 8, 14336, 2), np.random.default_rng(0)
     pool = RowPool(shape.layers, shape.experts, shape.neurons, 500_000, policy)
     for layer in range(shape.layers):
         keys = rng.permutation(shape.experts * shape.neurons)[: pool.capacity // shape.layers]
         pool.filled(pool.reserve(layer, keys, urgent=True))
+    pool.release()
     seconds: list[float] = []
     for step in range(steps):
         layer = step % shape.layers
-        there = pool.slots[layer].reshape(-1) >= 0
-        keys = np.concatenate(
-            [rng.choice(np.flatnonzero(there), 8400, False), rng.choice(np.flatnonzero(~there), 5600, False)]
+        there, absent = (
+            rng.permutation(np.flatnonzero((pool.slots[layer].reshape(-1) < 0) == gone)) for gone in (0, 1)
         )
-        keys.sort()
-        pool.release()
+        keys = np.concatenate([there[:8400], absent[:5600]])
+        found = step_of(shape, layer, np.sort(keys), np.full(8, 0.125, np.float32))
         begun = time.perf_counter()
-        ready = find(pool, layer, keys)
-        pool.filled(pool.reserve(layer, keys[~ready][:3000], urgent=True))
-        pool.release()
+        one(pool, found)
         seconds.append(time.perf_counter() - begun)
     return seconds
 
@@ -211,7 +255,7 @@ def main() -> None:
     options = parser.parse_args()
     loaded, _ = load(options.pack, options.preset, "cpu", lambda _step, _share: None, library=True)
     architecture = loaded.packed.manifest.architecture
-    shape = Shape(architecture.layers, architecture.experts, architecture.intermediate)
+    shape = Shape(architecture.layers, architecture.experts, architecture.intermediate, architecture.top_k)
     ids = (
         Tokenizer.from_file(str(options.pack / "tokenizer.json"))
         .encode(asset("demo", "manual.md").read_text(encoding="utf-8"), add_special_tokens=False)
@@ -224,6 +268,7 @@ def main() -> None:
         "answers": lambda: answers(loaded, ChatFormat(options.pack), options.tokens),
     }
     rates: dict[str, dict[str, list[float]]] = {}
+    trace = Trace()
     for text, record in texts.items():
         trace = record()
         active = statistics.mean(keys.size for keys in trace.keys)
@@ -232,18 +277,28 @@ def main() -> None:
         rates[text] = {name: [] for name in (*POLICIES, "bound")}
         for share in SHARES:
             capacity = int(shape.rows * share)
-            for policy in POLICIES:
-                rates[text][policy].append(round(hit_rate(trace, shape, capacity, policy), 4))
+            for name, (policy, all_scores) in POLICIES.items():
+                pool = RowPool(shape.layers, shape.experts, shape.neurons, capacity, policy)
+                rates[text][name].append(round(hit_rate(trace, shape, pool, FILL_TOKENS, all_scores=all_scores), 4))
             rates[text]["bound"].append(round(bound(trace, shape, capacity), 4))
             print(f"  {share:6.0%}" + "".join(f"{found[-1]:8.1%}" for found in rates[text].values()), flush=True)
+    begun = {
+        name: [
+            round(hit_rate(trace, shape, filled(shape, int(shape.rows * share), heat), 0, FIRST), 4) for share in SHARES
+        ]
+        for name, heat in starts(loaded.packed, shape).items()
+    }
+    for name, found in begun.items():
+        print(f"the first {FIRST} tokens, filled by {name}: {' / '.join(f'{rate:.1%}' for rate in found)}")
     cost: dict[str, float] = {}
-    for policy in POLICIES:
+    for policy in ("fifo", "lru", "score"):
         seconds = bookkeeping(policy)
         cost[policy] = round(statistics.median(seconds) * 1e3, 3)
         print(
             f"bookkeeping of a layer at Mixtral's sizes, {policy}: {cost[policy]} ms (least {min(seconds) * 1e3:.3f})"
         )
-    print(json.dumps({"bench": "eviction", "shares": SHARES, "hit_rates": rates, "bookkeeping_ms": cost}))
+    result = {"bench": "eviction", "shares": SHARES, "hit_rates": rates, "first_tokens": begun, "bookkeeping_ms": cost}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def small() -> Card:
 
 def twofold(trace: Trace) -> Trace:
     """The same tokens once more."""
-    names = ("index", "weights", "values", "ahead", "scores")
+    names = ("index", "weights", "values", "ahead", "scores", "heard")
     return dataclasses.replace(trace, **{name: np.concatenate([getattr(trace, name)] * 2) for name in names})
 
 

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.experts import substitution
 from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.kernels.offload.placing import Found
 from floe_chat.kernels.rule import LATE
 from floe_chat.models.pack.usage_file import Heat
 from torch import Tensor
@@ -54,6 +57,25 @@ def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
         loaded.control.counting = False
         assert shared.predictor is not None
         assert not any(layer.guessed or layer.experts_guessed for layer in loaded.telemetry.layers)
+
+
+def test_eviction_hears_the_scores_of_all_experts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = list[Found]()
+    with offloaded(loaded, SKIPPING, 0.3) as shared:
+        monkeypatch.setattr(shared.pool, "note", heard.append)
+        kv = KVCache()
+        with torch.inference_mode():
+            loaded.decoder.forward([5], kv)
+        architecture = loaded.packed.manifest.architecture
+        assert len(heard) == architecture.layers
+        for found in heard:
+            assert found.heard is not None and found.heard.shape == (1, architecture.experts)
+            assert float(found.heard.sum()) == pytest.approx(1)
+            most, chosen = found.heard.topk(architecture.top_k)
+            assert chosen.equal(found.chosen)
+            gate = loaded.model.model.layers[0].mlp.gate
+            scores = most / most.sum() if substitution.normalizes(gate) else most
+            assert torch.allclose(found.scores.float(), scores, rtol=1e-5)
 
 
 def test_lenient_leaves_out_weak_rows_alone_and_uses_all_that_have_arrived(loaded: LoadedModel) -> None:

@@ -163,6 +163,7 @@ def _step(rng: Random, layer: int, width: int, *lists: Any) -> Callable[[StepTab
         torch.full((tokens, 1), chosen),
         floats[1],
         late,
+        rng.choice((None, torch.rand(tokens, rng.randrange(4)))),
     )
     lanes = Lanes(rng.random(), rng.choice((rng.random(), float("inf"))), rng.random(), rng.random())
     guessed = np.array([rng.randrange(6) for _ in range(rng.randrange(4))], np.int32)

@@ -93,6 +93,7 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
     kept = torch.float16 if s.half else torch.float32
+    scores = torch.full((2, s.experts), NAN)
     heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, kept)
     return DenseLayer(
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
@@ -101,7 +102,7 @@ def make_layer(sizes: Sizes) -> DenseLayer:
         heads=heads,
         qkv=make_projection(width + 2 * s.keys * s.dim, s.hidden, s.bits, s.bias),
         out=make_projection(s.hidden, width, s.bits, s.bias),
-        router=Router(torch.randn(s.experts, s.hidden), s.top_k, s.shares) if s.experts else None,
+        router=Router(torch.randn(s.experts, s.hidden), s.top_k, s.shares, scores=scores) if s.experts else None,
     )
 
 
@@ -115,7 +116,8 @@ def widened(layer: DenseLayer) -> DenseLayer:
         return part.double() if isinstance(part, Tensor) else part
 
     heads = replace(layer.heads, q_norm=wide(layer.heads.q_norm), k_norm=wide(layer.heads.k_norm))
-    router = layer.router and replace(layer.router, weight=wide(layer.router.weight))
+    router = layer.router
+    router = router and replace(router, weight=wide(router.weight), scores=wide(router.scores))
     names = ("input_layernorm", "post_attention_layernorm", "qkv", "out")
     return replace(layer, heads=heads, router=router, **{name: wide(getattr(layer, name)) for name in names})
 
@@ -139,7 +141,8 @@ def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = Tru
     before, given = kv.clone(), more if added else None
     ours = NativeStep(layer)(x, given, rope, kv, position)
     wide, limit = (before.clone(), LIMIT_OF_HALVES) if sizes.half else (before.double(), LIMIT)
-    truth = dense_step(widened(layer), x.double(), more.double() if added else None, rope.double(), wide, position)
+    other = widened(layer)
+    truth = dense_step(other, x.double(), more.double() if added else None, rope.double(), wide, position)
     assert relative_rms(ours.stream, truth.stream) <= limit and relative_rms(ours.hidden, truth.hidden) <= limit
     assert relative_rms(kv[position], wide[position]) <= limit
     before[position] = kv[position]
@@ -148,6 +151,10 @@ def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = Tru
     if truth.routed:
         assert torch.equal(ours.routed[0], truth.routed[0]) and ours.routed[1].dtype == torch.float32
         assert relative_rms(ours.routed[1], truth.routed[1]) <= limit
+    if layer.router is not None and layer.router.scores is not None:
+        assert other.router is not None and other.router.scores is not None
+        assert relative_rms(layer.router.scores[:1], other.router.scores[:1]) <= limit
+        assert layer.router.scores[1:].isnan().all(), "more was written than this token's scores"
     return ours
 
 
@@ -259,6 +266,9 @@ def a_router(*shape: int, top_k: int) -> Router:
         pytest.param(replace(LAYER, router=a_router(5, 47, top_k=2)), id="narrow-router"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=6)), id="more-than-all-experts"),
         pytest.param(replace(LAYER, router=a_router(5, 48, top_k=0)), id="no-expert"),
+        pytest.param(
+            replace(LAYER, router=replace(a_router(5, 48, top_k=2), scores=torch.ones(2, 4))), id="few-scores"
+        ),
         pytest.param(changed_heads(cache_dtype=torch.bfloat16), id="store-of-bfloat16"),
     ],
 )

@@ -64,9 +64,12 @@ class Walk:
             scores[0, 0] = torch.inf
         weights = scores[..., None].expand(*chosen.shape, parts).reshape(-1)
         limits = torch.from_numpy(self.rng.random(experts.size)).float() if late else None
+        heard = torch.from_numpy(self.rng.random((tokens, EXPERTS))).to(kind) if self.dice.random() < 0.5 else None
+        if heard is not None and self.dice.random() < 0.1:
+            heard[0, 0] = torch.nan
         return Found(
             *(layer, width, Active(torch.from_numpy(offsets), torch.from_numpy(active), values.to(kind))),
-            *(torch.from_numpy(experts), weights, torch.from_numpy(chosen), scores, limits),
+            *(torch.from_numpy(experts), weights, torch.from_numpy(chosen), scores, limits, heard),
         )
 
     def lanes(self) -> Lanes:
@@ -199,8 +202,12 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(kind: type[Step
         table.place(found, walk.lanes(), 0.5)
 
     calls = place, table.note, table.ahead
-    chosen = replace(good, chosen=good.chosen + EXPERTS)
-    for call, found in [*((call, found) for call in calls for found in wrong), (place, chosen)]:
+    alone = [
+        replace(good, chosen=good.chosen + EXPERTS),
+        replace(good, heard=torch.zeros(len(good.chosen), EXPERTS + 1)),
+        replace(good, heard=torch.zeros(len(good.chosen) + 1, EXPERTS)),
+    ]
+    for call, found in [*((call, found) for call in calls for found in wrong), *((place, found) for found in alone)]:
         with pytest.raises((ValueError, IndexError)):
             call(found)
         after = (table.slots, table.words, table.counters, table.means.raw, table.means.recent)

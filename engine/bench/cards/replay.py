@@ -241,6 +241,9 @@ class Stage:
         for before, after in itertools.pairwise(self._layers):
             if isinstance(before, OffloadedLayer) and isinstance(after, OffloadedLayer):
                 before.neighbours = Neighbours(following=after)
+        pooled = {at: layer for at, layer in enumerate(self._layers) if isinstance(layer, OffloadedLayer)}
+        routers = torch.empty(experts, 1)
+        self._heard = {} if trace.heard is None else {at: layer.hears(routers) for at, layer in pooled.items()}
 
     def step(self, tokens: Sequence[int]) -> None:
         """These tokens of the trace in one pass, and the output head."""
@@ -248,6 +251,8 @@ class Stage:
         for index, layer in enumerate(self._layers):
             self.device.show(at, index)
             chosen, weights = self.trace.index[at, index], self.trace.weights[at, index]
+            if self.trace.heard is not None and index in self._heard and len(at) <= len(self._heard[index]):
+                self._heard[index][: len(at)] = torch.from_numpy(self.trace.heard[at, index])
             layer(x, torch.from_numpy(chosen), torch.from_numpy(weights))
         self.device.clock.run("gpu", self.share * self.card.gpu_s(self.width.head_bytes, 0.0, 2))
         self.device.finish()

@@ -32,6 +32,7 @@ class Trace:
         values: (T, L, E, F) float16 |up · x| of every expert, chosen or not. ahead: likewise as the layer before
             guessed it; nothing at layer 0. scores: (T, L, E) of experts, likewise guessed.
         thresholds: L tables (E, Q) of |up · x|, as in the pack. source: in words.
+        heard: (T, L, E) the router's scores of all experts; None where the routing is not the trace's own.
     """
 
     index: NDArray[np.int64]
@@ -41,6 +42,7 @@ class Trace:
     scores: Floats
     thresholds: Sequence[Tensor]
     source: str
+    heard: Floats | None = None
 
     def skewed(self, skew: float, seed: int = 0) -> Trace:
         """The same neurons, other routing: token by token the experts of a layer are drawn without replacement with
@@ -57,7 +59,7 @@ class Trace:
         scores = random.random((tokens, layers, experts), dtype=np.float32)
         known = random.random(index.shape) < right
         np.put_along_axis(scores, index, np.where(known, 2.0, 0.5).astype(np.float32), axis=2)
-        return replace(self, index=index, scores=scores, source=f"{self.source}, routing of skew {skew:g}")
+        return replace(self, index=index, scores=scores, heard=None, source=f"{self.source}, routing of skew {skew:g}")
 
 
 def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
@@ -79,13 +81,15 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
         thresholds=[layer.thresholds for layer in packed],
         source=f"{name} reading {count} tokens",
     )
-    token = 0
+    token, heard = 0, np.zeros((count, layers, experts), np.float32)
+    trace = replace(trace, heard=heard)
 
     def note(layer: MoELayer, given: tuple[Tensor, Tensor, Tensor]) -> None:
         hidden, index, weights = given
         at = layer.index
         trace.index[token, at], trace.weights[token, at] = index[0].numpy(), weights[0].float().numpy()
         trace.values[token, at] = F.linear(hidden, ups[at].flatten(0, 1)).abs().view(experts, neurons).half().numpy()
+        heard[token, at] = F.linear(hidden, blocks[at].mlp.gate.weight)[0].float().softmax(-1).numpy()
         if at + 1 < layers:
             guess = ahead.guess(at, hidden, None)
             trace.scores[token, at + 1] = ahead.experts(at, hidden, index, guess)[0].float().numpy()

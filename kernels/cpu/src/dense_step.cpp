@@ -137,10 +137,11 @@ void join_spans(const Attention &a, int64_t spans, float *out) {
 
 // The experts with the largest probabilities and their shares. NaN is larger than any number, as in torch; of equal
 // ones the first goes first.
-void route(const floe_dense_layer &l, float *logits, int64_t *index, float *weights) {
+void route(const floe_dense_layer &l, float *logits, int64_t *index, float *weights, float *scores) {
     float most = logits[0], sum = 0;
     for (int64_t e = 1; e < l.experts; e++) most = logits[e] > most ? logits[e] : most;
     const float total = dense_ops().exponentials(logits, l.experts, most);
+    for (int64_t e = 0; scores && e < l.experts; e++) scores[e] = logits[e] / total;
     for (int64_t k = 0; k < l.top_k; k++) {
         int64_t best = -1;
         for (int64_t e = 0; e < l.experts; e++)
@@ -206,7 +207,7 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     normalize(stream, l.after, l.hidden, l.eps, hidden);
     if (l.router == nullptr) return FLOE_OK;
     multiply_floats(l.router, hidden, l.experts, l.hidden, threads, probabilities);
-    route(l, probabilities, routed->index, routed->weights);
+    route(l, probabilities, routed->index, routed->weights, routed->scores);
     return FLOE_OK;
 }
 

@@ -179,7 +179,11 @@ void hold(const floe_pool &p, const Part &present, int64_t count) {
 // The router's scores, the mean over the tokens; not where one is not finite: means would never recover.
 void hear(const floe_pool &p, const floe_found &f, double *heard) {
     std::fill(heard, heard + p.experts, 0.0);
-    for (int64_t i = 0; i < f.tokens * f.top_k; i++) heard[f.chosen[i]] += (double)f.scores[i] / (double)f.tokens;
+    if (f.heard != nullptr)
+        for (int64_t i = 0; i < f.tokens * p.experts; i++)
+            heard[i % p.experts] += (double)f.heard[i] / (double)f.tokens;
+    else
+        for (int64_t i = 0; i < f.tokens * f.top_k; i++) heard[f.chosen[i]] += (double)f.scores[i] / (double)f.tokens;
     double sum = 0;
     for (int64_t e = 0; e < p.experts; e++) sum += heard[e];
     if (!isfinite(sum)) return;

@@ -38,7 +38,7 @@ int floe_token_step(const floe_layers *layers, float *x, void *const *kv, const 
     uint8_t *memory = buffer.take(2 * aligned(4 * hidden));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     float *inner = carve<float>(memory, hidden), *added = carve<float>(memory, hidden);
-    floe_routed routed = {x, inner, trace->index, trace->weights};
+    floe_routed routed = {x, inner, trace->index, trace->weights, nullptr};
     int64_t *counts = trace->counts;
     for (int64_t i = 0; i < layers->count; i++) {
         const floe_expert_layer &l = layers->experts[i];
