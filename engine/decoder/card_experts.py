@@ -9,7 +9,6 @@ add those that come later and what the CPU has computed. These are the same for 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +22,7 @@ from ..experts.moe_layer import Cancelled, Choice
 from ..experts.offloaded_layer import OffloadedLayer
 from ..experts.offloaded_step import OffloadedStep, StepInputs, Sum
 from ..experts.ruled_layer import RuledLayer
-from ..offload.device import Device, Partial
+from ..offload.device import Device, Joined
 from .card_lists import LISTS, Form, Residents, fields
 from .graphs import Captured
 
@@ -61,9 +60,9 @@ class _CardSum(Sum):
         self._parts += 1
         self.y = self._sum
 
-    def beside(self, device: Device, started: Future[Partial]) -> None:
+    def beside(self, device: Device, joined: Joined) -> None:
         """See `Sum`."""
-        y, reached = started.result()
+        y, reached = joined()
         self.end()
         self._form.add_beside(y)
         self.reached_here += int(reached.sum())
@@ -96,8 +95,9 @@ class _Layer:
         listing, choice, shared = self.form.listing, self.choice, self.layer.shared
         total = int(listing.offsets[-1])
         active = Active(listing.offsets, listing.neurons[:total], listing.copies[:total])
-        given = shared, self.layer.pooled, choice, self.layer.in_ram, self.form.record.here["hidden"]
-        return OffloadedStep(*given, self.there, active, listing.values)
+        here = self.form.record.here
+        given = shared, self.layer.pooled, choice, self.layer.in_ram, here["hidden"]
+        return OffloadedStep(*given, self.there, active, listing.values, here.get("heard"))
 
 
 class CardExperts:
@@ -132,8 +132,8 @@ class CardExperts:
         ruled = block.in_force()
         key = ruled.structure, block.substitutes
         if key not in self._forms:
-            room = top_k * block.packed.rows.data.shape[1]
-            form = self._forms[key] = Form(fields(ruled, top_k, self._total), room, self._total, self._control)
+            room, like = top_k * block.packed.rows.data.shape[1], fields(ruled, top_k, self._total, block.heard(1))
+            form = self._forms[key] = Form(like, room, self._total, self._control)
             if block.substitutes:
                 form.residents = Residents(block.packed.rows.data.shape[0], self._total.y.device)
         form = self._forms[key]
@@ -158,9 +158,9 @@ class CardExperts:
         kernels.list_active(*given, x_bits=self._control.preset.x_bits)
         found |= {"chosen": experts, "scores": weights.float(), "experts": calls.experts, "thresholds": work.thresholds}
         found["weights"] = calls.weights.float()
-        for name, limits in (("products", work.products), ("late", work.late)):
-            if limits is not None:
-                found[name] = limits
+        for name, tensor in (("products", work.products), ("late", work.late), ("heard", one.layer.heard(1))):
+            if tensor is not None:
+                found[name] = tensor
         form.record.write(found)
         self._total.reached.zero_()
 
@@ -185,8 +185,6 @@ class CardExperts:
         before.replay()
         shared.scheduler.look()
         before.wait()
-        shared.pool.release()  # the device has done all earlier work
-        shared.scheduler.begin(one.layer.pooled)
         self._count(one.form.record.here["reached"])
         step, total = one.step(), _CardSum(one.form, self._total.y)
         one.layer.decide(step, total)

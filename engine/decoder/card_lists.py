@@ -66,8 +66,10 @@ class Residents:
         return self._there.copy_(self._here, non_blocking=True)
 
 
-def fields(ruled: RuledLayer, top_k: int, total: Total) -> dict[str, Tensor]:
-    """What a step's record holds, as empty tensors. routed: before resident experts replaced others."""
+def fields(ruled: RuledLayer, top_k: int, total: Total, heard: Tensor | None) -> dict[str, Tensor]:
+    """What a step's record holds, as empty tensors. routed: before resident experts replaced others. heard: the
+    router's scores of all experts.
+    """
     calls, chosen = total.y.new_empty(top_k * ruled.rule.parts), total.y.new_empty(1, top_k)
     fields = {"hidden": total.y, "reached": total.reached, "routed": chosen.long()}
     fields |= {"chosen": chosen.long(), "scores": chosen.float(), "experts": calls.long()}
@@ -76,6 +78,8 @@ def fields(ruled: RuledLayer, top_k: int, total: Total) -> dict[str, Tensor]:
         fields["products"] = calls.float()
     if ruled.limits.late is not None:
         fields["late"] = calls.float()
+    if heard is not None:
+        fields["heard"] = heard
     return fields
 
 

@@ -78,6 +78,10 @@ class OffloadedLayer(MoELayer):
         self._scores = weight.new_empty(DECODE_TOKENS, len(weight), dtype=torch.float32)
         return self._scores
 
+    def heard(self, tokens: int) -> Tensor | None:
+        """Those scores of a step of so many tokens, on the device; None where nothing leaves them."""
+        return None if self._scores is None else self._scores[:tokens]
+
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `MoELayer`."""
         with self.shared.device.host():
@@ -121,15 +125,14 @@ class OffloadedLayer(MoELayer):
     def decide(self, step: OffloadedStep, total: Sum) -> None:
         """Everything about a step whose active neurons are known, up to its sum."""
         hidden, found = step.there.hidden, step.found()
-        started = step.start(found)
-        step.add(started.placed.ready, total)
+        placed, joined = step.start(found)
+        step.add(placed.ready, total)
         if hidden.shape[0] <= DECODE_TOKENS:
             self._look_ahead(hidden, step.choice, total.y)
-        self.shared.pool.note(found)
         self._compare(found)
-        waited = step.finish(started, total)
+        waited = step.finish(found, placed, joined, total)
         if self.control.counting:
-            step.count(self.telemetry.layers[self.index], started.placed, waited)
+            step.count(self.telemetry.layers[self.index], placed, waited)
 
     def _found(self, hidden: Tensor, choice: Choice) -> OffloadedStep:
         """Find the active neurons, and wait for them and for everything else that the host's decisions need."""
@@ -139,15 +142,13 @@ class OffloadedLayer(MoELayer):
         # A prompt's hidden states are large, and few of them go to the CPU: copy them only if it takes a share.
         stays = [] if hidden.shape[0] <= DECODE_TOKENS else [hidden]
         asked = there.tensors()[len(stays) :]
-        heard = None if stays or self._scores is None else self._scores[: hidden.shape[0]]
+        heard = None if stays else self.heard(hidden.shape[0])
         optional = [tensor for tensor in (choice.routed, work.late, heard) if tensor is not None]
         uncounted = self.telemetry.uncounted()
         active, values, found = device.up(
             *(hidden, ruled.layer.up, there.calls, limits, ruled.preset.x_bits),
             (*asked, choice.experts, choice.weights, limits, *optional, *chain(*(late.tensors for late in uncounted))),
         )
-        shared.pool.release()  # the device has done all earlier work
-        shared.scheduler.begin(self.pooled)
         here, rest = StepInputs.of([*stays, *found[: len(asked)]]), iter(found[len(asked) :])
         experts, weights, limits = next(rest), next(rest), next(rest)
         routed = None if choice.routed is None else next(rest)

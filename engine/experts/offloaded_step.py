@@ -6,18 +6,17 @@ Lists are on the host, in numpy, and go to the device as needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.native_steps import Beside
 from ...kernels.located import Part
 from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls
-from ..offload.device import Device, Partial, taken
-from ..offload.links.transfer import Transfer
+from ..offload.device import Device, Joined
 from ..offload.offload import Offload
 from ..telemetry import LayerCounts
 from .moe_layer import Choice, Result
@@ -48,19 +47,6 @@ class StepInputs:
         return cls(hidden, Calls(tokens, experts, weights), limits[0] if limits else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A step whose absent rows have been asked for.
-
-    Attributes:
-        first: the first transfer; None if nothing is copied. beside: the CPU's sum over its share, if it has one.
-    """
-
-    placed: Placed
-    first: Transfer | None
-    beside: Future[Partial] | None
-
-
 class Sum:
     """The running sum of a step.
 
@@ -79,9 +65,9 @@ class Sum:
         active = device.part(step.values, part.offsets, part.at, part.places)
         self._add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
 
-    def beside(self, device: Device, started: Future[Partial]) -> None:
+    def beside(self, device: Device, joined: Joined) -> None:
         """Add what the CPU computes, once it has."""
-        self._add(*device.joined(started))
+        self._add(*device.sent(*joined()))
 
     def _add(self, y: Tensor, reached: Tensor) -> None:
         self.y = y if self.y is None else self.y + y
@@ -109,11 +95,6 @@ class OffloadedStep:
     heard: Tensor | None = None
 
     @property
-    def _of_one(self) -> bool:
-        """One token names no neuron twice."""
-        return self.there.hidden.shape[0] == 1
-
-    @property
     def _neurons(self) -> int:
         return self.choice.ruled.layer.rows.data.shape[1]
 
@@ -126,36 +107,24 @@ class OffloadedStep:
             *(choice.experts, choice.weights, work.late, self.heard),
         )
 
-    def start(self, found: Found) -> Started:
+    def start(self, found: Found) -> tuple[Placed, Joined | None]:
         """Place the rows and start absent ones: copied over the link, or computed by the CPU from RAM (Fiddler)."""
-        shared, device, parts = self.shared, self.shared.device, self.shared.parts
-        queued = device.link.queued_bytes() / device.rates.link_bytes_s
-        lanes = device.rates.lanes(shared.memory.row_bytes, queued, device.cpu_share if parts.cpu else 0.0)
-        placed = shared.pool.place(found, lanes, parts.whole, shared.scheduler.way(self.index))
-        first = beside = None
-        if placed.keys.size:
-            keys = placed.keys[: placed.slots.size].astype(np.int64)
-            first = shared.scheduler.submit(self.index, keys, placed.slots, urgent=True, number=placed.transfer)
-        if placed.beside.at.size:
-            beside = self._start_beside(placed.beside)
-        elif placed.keys.size and parts.cpu:
-            device.rates.unused("cpu")
+        shared, work, x_bits = self.shared, self.choice.work, self.choice.ruled.preset.x_bits
+        beside = Beside(self.ram().layer.rows, self.hidden, work.calls, work.products, x_bits)
+        placed, joined = shared.scheduler.start(found, beside, shared.device.cpu_share if shared.parts.cpu else 0.0)
         if placed.whole:
             self._move_whole(placed)
-        return Started(placed, first, beside)
+        return placed, joined
 
-    def finish(self, started: Started, total: Sum) -> float:
+    def finish(self, found: Found, placed: Placed, joined: Joined | None, total: Sum) -> float:
         """Add what has arrived since; returns the seconds waited."""
-        waited, coming = 0.0, started.placed.coming
-        if started.first is not None:
-            self.shared.pool.spare(started.first.index.size)  # the next layer will need about as many slots
-        if coming.at.size:
-            waited += self.shared.scheduler.await_rows(self.index, self.shared.pool.keys(self.index, coming.places))
-            self.add(coming, total)
-        waited += self._add_copied(started, total)
+        waited = 0.0
+        for part, seconds in self.shared.scheduler.finish(found, placed):
+            self.add(part, total)
+            waited += seconds
         self.shared.scheduler.look()  # new requests queue behind what is on its way
-        if started.beside is not None:
-            total.beside(self.shared.device, started.beside)
+        if joined is not None:
+            total.beside(self.shared.device, joined)
         return waited
 
     def result(self, total: Sum) -> Result:
@@ -172,15 +141,6 @@ class OffloadedStep:
         if part.at.size:
             total.rows(self, part)
 
-    def _start_beside(self, part: Part) -> Future[Partial]:
-        """Start the CPU's share. Its lists are its own: the part's are the next step's as well."""
-        device, work = self.shared.device, self.choice.work
-        hidden = self.hidden if self.hidden.is_cpu else device.fetched(self.hidden)[0]
-        neurons = torch.from_numpy(np.take(self.active.neurons.numpy(), part.at))
-        active = Active(torch.from_numpy(part.offsets), neurons, taken(self.active.values, part.at))
-        rows, x_bits = self.ram().layer.rows, self.choice.ruled.preset.x_bits
-        return device.rows_beside(hidden, rows, work.calls, active, work.products, x_bits)
-
     def _move_whole(self, placed: Placed) -> None:
         """If an expert is mostly active and partly absent, fetch the rest of it as well (CORM)."""
         neurons, table = self._neurons, self.shared.pool.layers[self.index]
@@ -190,46 +150,19 @@ class OffloadedStep:
         for expert in self.choice.work.calls.experts.numpy()[mostly & (missing > 0)].tolist():
             rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
             if rest.size:
-                self.shared.scheduler.fetch(self.index, rest, urgent=False, score=np.inf)
-
-    def _add_copied(self, started: Started, total: Sum) -> float:
-        """Add rows that were fetched for this step, in several loads if the pool is too small; returns
-        seconds waited.
-        """
-        shared, placed, transfer, done, waited = self.shared, started.placed, started.first, 0, 0.0
-        while transfer is not None:
-            first, done = done, done + transfer.index.size
-            if done > first:
-                waited += shared.device.wait(transfer)
-                shared.scheduler.collect()
-                self.add(self._arrived(placed.copied, transfer, first, done), total)
-            if done == placed.keys.size:
-                break
-            shared.scheduler.settle()  # rows that this step has computed may be evicted now
-            transfer = shared.scheduler.fetch(self.index, placed.keys[done:].astype(np.int64), urgent=True)
-        return waited
-
-    def _arrived(self, copied: Part, transfer: Transfer, first: int, last: int) -> Part:
-        """The part that the copied rows first..last-1 belong to."""
-        if first == 0 and last == copied.at.size and self._of_one:
-            return Part(copied.offsets, copied.at, transfer.slots)
-        if self._of_one:  # both are in the same order
-            offsets = np.clip(copied.offsets, first, last) - first
-            return Part(offsets, copied.at[first:last], transfer.slots)
-        mine = np.isin(copied.places, transfer.index)
-        offsets = np.concatenate(([0], np.cumsum(mine)))[copied.offsets]
-        return Part(offsets, copied.at[mine], self.shared.pool.layers[self.index][copied.places[mine]])
+                self.shared.scheduler.fetch(self.index, rest, score=np.inf)
 
     def count(self, counts: LayerCounts, placed: Placed, waited: float) -> None:
         """Add to the telemetry where the rows were."""
-        counts.ready += placed.ready.at.size
-        counts.coming += placed.coming.at.size
-        counts.copied += placed.copied.at.size
-        counts.on_cpu += placed.beside.at.size
+        ready, coming, copied, beside, skipped, late = placed.sizes
+        counts.ready += ready
+        counts.coming += coming
+        counts.copied += copied
+        counts.on_cpu += beside
         counts.waited += waited
-        if skipped := placed.skipped.at.size + placed.late.at.size:
-            counts.left_out += skipped
+        if left_out := skipped + late:
+            counts.left_out += left_out
             # `MoELayer.add_counts` counts them as read; their down halves are not read.
-            counts.bytes -= skipped * self.choice.ruled.costs[1]
+            counts.bytes -= left_out * self.choice.ruled.costs[1]
         counts.looked += placed.looked
         counts.hit += placed.hit

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import operations as kernels
+from ...kernels.cpu.native_steps import Beside
 from ...kernels.types import Active, Calls, Work
 from ...kernels.weights import ExpertRows, UpWeights
 from ..host_copies import Copy, moved, to_host
@@ -30,6 +31,7 @@ from .links.transfer import Link, Transfer
 
 Numbers = NDArray[np.integer[Any]]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
+Joined = Callable[[], Partial]  # waits for work that was started; its tensors may be on the CPU
 Mark = Any  # a point in a device's work: an event, virtual seconds, or None if there is nothing to wait for
 
 
@@ -186,12 +188,15 @@ class Device:
         """Copy rows[slots] to target[places], both in device memory."""
         kernels.pool_scatter(target, places, rows.index_select(0, slots.to(rows.device)))
 
-    def rows_beside(
-        self, x: Tensor, rows: ExpertRows, calls: Calls, active: Active, limits: Tensor | None, x_bits: int
-    ) -> Future[Partial]:
-        """Start computing what rows in RAM add to y, on the CPU; all tensors are on the CPU."""
-        count, nbytes = active.neurons.numel(), rows.layout.nbytes
-        return self._beside(lambda: self._sum(x, rows, calls, active, limits, x_bits), "cpu", count, nbytes)
+    def rows_beside(self, given: Beside, active: Active) -> Joined:
+        """Start computing what rows in RAM add to y, on the CPU; `active` is there too. Returns what waits for it."""
+        x, rows = given.hidden if given.hidden.is_cpu else self.fetched(given.hidden)[0], given.rows
+
+        def work() -> Partial:
+            return self._sum(x, rows, given.calls, active, given.limits, given.x_bits)
+
+        started = self._beside(work, "cpu", active.neurons.numel(), rows.layout.nbytes)
+        return lambda: self.joined(started)
 
     def expert_beside(
         self, x: Tensor, up: UpWeights, rows: ExpertRows, expert: int, limits: tuple[Tensor, Tensor | None], x_bits: int

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from ...kernels.cpu.binding import records
 from ...kernels.offload.placing import Lanes
 from ..machine import saved_figures
 
 _STEP = 1 / 16  # weight of a new observation in the moving mean: half a layer stack of Mixtral
 _HOPE = 1 + 1 / 512  # per layer and token: a lane believed half as fast as it is gets tried after 11 tokens
 _FARTHEST = 2.0  # times the mean: outliers are clamped to this, so that one hiccup moves a rate by 6 %
+
+_LENT = "link_latency_s", "cpu_latency_s", "gpu_bytes_s", "launch_s"
 
 RateName = Literal["link", "cpu", "cpu_batch", "gpu"]
 
@@ -68,6 +71,24 @@ class Rates(saved_figures.Record):
             queued_s + self.link_latency_s + self.launch_s,
             row_bytes / self.link_bytes_s + row_bytes / self.gpu_bytes_s,
         )
+
+    def record(self) -> Any:
+        """`floe_rates`: the same, for compiled steps."""
+        made = records.rates(
+            **dict.fromkeys(_LENT, 0.0), link_bytes_s=0.0, cpu_bytes_s=0.0, step=_STEP, farthest=_FARTHEST, hope=_HOPE
+        )
+        self.lend(made)
+        return made
+
+    def lend(self, record: Any) -> None:
+        """Bring the record up to date, before a compiled step."""
+        record.link_bytes_s, record.cpu_bytes_s = self.link_bytes_s, self.cpu_bytes_s
+        record.link_latency_s, record.cpu_latency_s = self.link_latency_s, self.cpu_latency_s
+        record.gpu_bytes_s, record.launch_s = self.gpu_bytes_s, self.launch_s
+
+    def take(self, record: Any) -> None:
+        """What compiled steps have corrected."""
+        self.link_bytes_s, self.cpu_bytes_s = record.link_bytes_s, record.cpu_bytes_s
 
     def unused(self, what: RateName) -> None:
         """A lane got no work: assume it a little faster each time, until it is tried again.

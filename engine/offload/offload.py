@@ -12,6 +12,7 @@ from typing import cast
 
 from torch import Tensor
 
+from ...kernels.cpu.native_pool import NativeTable
 from ...kernels.layouts import RowLayout
 from ...kernels.weights import ExpertRows
 from ...models.errors import FloeError, UsageError
@@ -21,10 +22,12 @@ from ...models.quantities import memory as size
 from ..events import Advanced, Notice
 from ..ranges import PREDICTORS, TRANSFERS
 from . import missing_rows
+from .compiled_scheduler import CompiledScheduler
 from .device import Device
 from .device_memory import ALIGNED, DeviceMemory
 from .eviction import Policy
 from .expert_ring import ExpertRing
+from .links.compiled_link import CompiledLink
 from .links.transfer import TransferMode
 from .mix import Mix
 from .predictor import Predictor
@@ -118,7 +121,7 @@ class Offload:
         self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
         sources = [layers[layer].rows.data.view(-1, nbytes) for layer in which]
-        self.scheduler = Scheduler(device, self.pool, self.memory, sources)
+        self.scheduler = _scheduler(device, self.pool, self.memory, sources, parts.whole)
         self.ring = ExpertRing(device, self.pool, self.memory)
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
@@ -229,7 +232,7 @@ class Offload:
             return
         layers, keys = self.pool.warm(heat.of([*self.pooled]))
         for layer in range(len(self.pool.layers)):
-            self.scheduler.fetch(layer, keys[layers == layer], urgent=False)
+            self.scheduler.fetch(layer, keys[layers == layer])
         self.scheduler.await_all()
 
     def heat(self, before: Heat) -> Heat:
@@ -244,3 +247,13 @@ class Offload:
     def _fit(self) -> None:
         """Resize the pool to the rows that memory has room for."""
         self.pool.resize(len(self.memory.rows))
+
+
+def _scheduler(
+    device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], whole: float
+) -> Scheduler:
+    """Compiled, where the pool's tables and the link are."""
+    table, link = pool.table, device.link
+    if isinstance(table, NativeTable) and isinstance(link, CompiledLink):
+        return CompiledScheduler(device, pool, memory, sources, whole, table, link)
+    return Scheduler(device, pool, memory, sources, whole)

@@ -7,25 +7,29 @@ and pieces that have not begun are dropped when that layer's own choice is known
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...kernels.offload.placing import Found, Way
+from ...kernels.cpu.native_steps import Beside
+from ...kernels.located import Part
+from ...kernels.offload.placing import Ahead, Found, Placed
+from ...kernels.types import Active
 from .asked import Asked
-from .device import Device
+from .device import Device, Joined, taken
 from .device_memory import DeviceMemory
-from .links.compiled_link import CompiledLink
 from .links.transfer import Transfer
 from .row_pool import Keys, RowPool, Slots
 
 # Rows of a piece of a prefetch, at least: few enough that most of a wrong guess is never sent. Pieces, at most: each
 # costs the host some microseconds, and a link that moves more rows at a time a chunk.
 PIECE, PIECES = 200, 4
+BESIDE = 3  # of `Placed.parts`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +47,27 @@ class PendingPrefetch:
 
 
 class Scheduler:
-    """Transfers into the pool of rows. Only the engine thread uses it.
+    """Transfers into the pool of rows, and the two ends of a step. Only the engine thread uses it.
+
+    This is the definition, which runs where the library is missing; `CompiledScheduler` decides the same.
 
     Attributes:
         sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
-        under_way: transfers into the pool that are not known to have arrived, the oldest first.
         ahead: what the next layer will probably need, until it is fetched or that layer's turn comes.
         guessed: by layer, what was predicted, to compare with what its step needs: neurons, each once or once per
             token, and experts (B, K).
     """
 
-    def __init__(self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> None:
-        self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
-        self.under_way: dict[Transfer, None] = {}
+    def __init__(
+        self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], whole: float
+    ) -> None:
+        """`whole`: see `Placed`."""
+        self._device, self._pool, self._memory, self.sources, self._whole = device, pool, memory, sources, whole
         self.ahead: PendingPrefetch | None = None
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
-        self._marks = np.zeros(pool.layers.shape[1], np.bool_)  # all False, but inside of `await_rows`
-        self._ways: dict[int, Way] = {}
+        # Transfers into the pool that are not known to have arrived, the oldest first.
+        self._under_way: dict[Transfer, None] = {}
+        self._first: Transfer | None = None  # of the step that was placed last
         self._seen = device.link.bytes_moved, device.link.busy_s
 
     def transfer(
@@ -68,34 +76,15 @@ class Scheduler:
         """A transfer of these neurons' rows, not submitted yet."""
         return Transfer(self.sources[layer], keys, target, slots, urgent, score, layer)
 
-    def fetch(self, layer: int, keys: Keys, *, urgent: bool, score: float = 0.0) -> Transfer:
-        """Request the rows of these absent neurons, as many as get a slot; `transfer.index` names them."""
+    def fetch(self, layer: int, keys: Keys, *, urgent: bool = False, score: float = 0.0) -> None:
+        """Request the rows of these absent neurons, as many as get a slot: behind everything urgent and in pieces,
+        or urgently.
+        """
         slots = self._pool.reserve(layer, keys, urgent=urgent)
-        return self.submit(layer, keys[: slots.size], slots, urgent=urgent, score=score)
-
-    def submit(
-        self, layer: int, keys: Keys, slots: Slots, *, urgent: bool, score: float = 0.0, number: int = 0
-    ) -> Transfer:
-        """Request rows that have their slots. `number`: the compiled link's, if it has been asked already."""
-        transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
-        link = self._device.link
-        if slots.size:
-            self.under_way[transfer] = None
-        if number and isinstance(link, CompiledLink):
-            link.adopt(transfer, number)
-        elif slots.size:
-            link.submit(transfer)
-        return transfer
-
-    def way(self, layer: int) -> Way | None:
-        """How compiled calls request a layer's rows by themselves; None over a link that is not compiled."""
-        link = self._device.link
-        if not isinstance(link, CompiledLink):
-            return None
-        if layer not in self._ways:
-            source, rows = self.sources[layer], self._memory.rows
-            self._ways[layer] = Way(*link.ends(source, rows), len(source), len(rows), PIECE, PIECES)
-        return self._ways[layer]
+        piece = max(1, slots.size) if urgent else max(PIECE, -(-slots.size // PIECES))
+        for start in range(0, slots.size, piece):
+            part = slice(start, min(start + piece, slots.size))
+            self._submit(layer, keys[part], slots[part], urgent, score)
 
     def look(self) -> None:
         """Fetch what the next layer will probably need, if the device has found it by now. Never waits."""
@@ -103,18 +92,67 @@ class Scheduler:
             self._fetch_ahead(self.ahead)
             self.ahead = None
 
-    def begin(self, layer: int) -> None:
-        """A layer's turn: drop its prefetches that have not begun, since its real needs are known now."""
+    def start(self, found: Found, beside: Beside, cpu_share: float) -> tuple[Placed, Joined | None]:
+        """A layer's turn, when the device has done all earlier work: drop its prefetches that have not begun, place
+        the step by its real needs, send for absent rows and start the CPU's share of them.
+
+        Args:
+            cpu_share: of the CPU's threads, that may work on rows in RAM.
+
+        Returns:
+            how to get the share's result, if there is one.
+        """
+        device, rates, self.ahead = self._device, self._device.rates, None
+        self._pool.release()
         self.collect()
-        self.forget(layer)
-        self.ahead = None
+        self.forget(found.layer)
+        queued = device.link.queued_bytes() / rates.link_bytes_s
+        lanes = rates.lanes(self._memory.row_bytes, queued, cpu_share)
+        placed = self._pool.place(found, lanes, self._whole)
+        self._first = None
+        if placed.slots.size:
+            keys = placed.keys[: placed.slots.size].astype(np.int64)
+            self._first = self._submit(found.layer, keys, placed.slots, True, 0.0)
+        if not placed.sizes[BESIDE]:
+            if placed.keys.size and cpu_share > 0:
+                rates.unused("cpu")
+            return placed, None
+        return placed, self._rows_beside(found, placed.beside, beside)
+
+    def finish(self, found: Found, placed: Placed) -> Iterator[tuple[Part, float]]:
+        """The step's other end, once the device has been given the rows that were there: rows that have arrived since,
+        on the device for what computes next, and the seconds waited for them. In several loads if the pool is too
+        small, each to be computed before the next is asked for.
+        """
+        self._pool.note(found)
+        if placed.slots.size:
+            self._pool.spare(placed.slots.size)  # the next layer will need about as many slots
+        waited, done, transfer = self._await_coming(found.layer, placed.coming), 0, self._first
+        while True:
+            last = done
+            if transfer is not None:
+                waited += self._device.wait(transfer)
+                last += transfer.index.size
+            self.collect()
+            yield self._arrived(found, placed, done, last), waited
+            if last == placed.keys.size:
+                return
+            self._device.finish()
+            self.forget(None)
+            self.collect()
+            self._pool.release()  # rows that this step has computed may be evicted now
+            waited, done, keys = 0.0, last, placed.keys[last:].astype(np.int64)
+            slots = self._pool.reserve(found.layer, keys, urgent=True)
+            transfer = self._submit(found.layer, keys[: slots.size], slots, True, 0.0) if slots.size else None
+            if transfer is None:
+                self.await_all()
 
     def forget(self, layer: int | None) -> None:
         """Drop prefetches for a layer (None: for all) that have not begun."""
         if dropped := self._device.link.drop(layer):
             self._pool.abandon(np.concatenate([transfer.slots for transfer in dropped]))
             for transfer in dropped:
-                del self.under_way[transfer]
+                del self._under_way[transfer]
 
     def collect(self) -> None:
         """Record what has arrived, and how fast."""
@@ -126,41 +164,54 @@ class Scheduler:
         self._device.rates.observed("link", moved - self._seen[0], busy - self._seen[1])
         self._seen = moved, busy
         # Others go to a prompt's ring.
-        if arrived := [transfer for transfer in finished if transfer in self.under_way]:
+        if arrived := [transfer for transfer in finished if transfer in self._under_way]:
             self._pool.filled(np.concatenate([transfer.slots for transfer in arrived]))
             for transfer in arrived:
-                del self.under_way[transfer]
-
-    def await_rows(self, layer: int, keys: Keys) -> float:
-        """Wait until these rows of a layer, all on their way, have arrived; returns the seconds waited."""
-        waited, marks = 0.0, self._marks
-        marks[keys] = True
-        wanted = [t for t in self.under_way if t.layer == layer and marks[t.index].any()]
-        marks[keys] = False
-        for transfer in wanted:
-            waited += self._device.wait(transfer)
-        self.collect()
-        return waited
+                del self._under_way[transfer]
 
     def await_all(self) -> None:
         """Wait until everything on its way has arrived."""
-        for transfer in list(self.under_way):
+        for transfer in list(self._under_way):
             self._device.wait(transfer)
         self.collect()
 
     def settle(self) -> None:
         """Wait until nothing is on its way and no row is in use. The memory of rows may be given back then."""
-        self._ways.clear()
         self.forget(None)
         self.await_all()
         self._device.finish()
         self._pool.release()
 
-    def _submit_pieces(self, layer: int, keys: Keys, slots: Slots, score: float) -> None:
-        piece = max(PIECE, -(-slots.size // PIECES))
-        for start in range(0, slots.size, piece):
-            part = slice(start, min(start + piece, slots.size))
-            self.submit(layer, keys[part], slots[part], urgent=False, score=score)
+    def _submit(self, layer: int, keys: Keys, slots: Slots, urgent: bool, score: float) -> Transfer:
+        transfer = self.transfer(layer, keys, self._memory.rows, slots, urgent=urgent, score=score)
+        self._under_way[transfer] = None
+        self._device.link.submit(transfer)
+        return transfer
+
+    def _rows_beside(self, found: Found, part: Part, beside: Beside) -> Joined:
+        neurons = torch.from_numpy(np.take(found.active.neurons.numpy(), part.at))
+        active = Active(torch.from_numpy(part.offsets), neurons, taken(found.active.values, part.at))
+        return self._device.rows_beside(beside, active)
+
+    def _await_coming(self, layer: int, coming: Part) -> float:
+        """Wait until these rows of a layer have arrived; returns the seconds waited."""
+        waited = 0.0
+        if coming.at.size:
+            keys = self._pool.keys(layer, coming.places)
+            for transfer in [t for t in self._under_way if t.layer == layer and np.isin(t.index, keys).any()]:
+                waited += self._device.wait(transfer)
+        return waited
+
+    def _arrived(self, found: Found, placed: Placed, first: int, last: int) -> Part:
+        """The rows that were on their way, if `first` is 0, and those of the keys first..last-1."""
+        copied, coming = placed.copied, placed.coming
+        mine = np.isin(copied.places, placed.keys[first:last])
+        places = self._pool.layers[found.layer][copied.places[mine]]
+        came = coming.at.size if first == 0 else 0
+        at = np.concatenate((coming.at[:came], copied.at[mine]))
+        order = np.argsort(at, kind="stable")
+        offsets = np.concatenate(([0], np.cumsum(mine)))[copied.offsets] + np.minimum(coming.offsets, came)
+        return Part(offsets, at[order], np.concatenate((coming.places[:came], places))[order])
 
     def _fetch_ahead(self, ahead: PendingPrefetch) -> None:
         """Request the absent rows, those of the likeliest expert first."""
@@ -169,15 +220,17 @@ class Scheduler:
         if not isfinite(sum(worth)):
             return  # the model has failed, which the session is about to report
         guess = Found(ahead.layer, ahead.width, active, experts, weights, none, none.float())
-        found, first = self._pool.ahead(guess, self.way(ahead.layer)), 0
+        found = self._reserved(guess)
         self.guessed[ahead.layer] = found.guessed, named
-        keys = found.keys.astype(np.int64)
-        for number, end in found.sent:
-            part, first = slice(first, end), end
-            self.submit(ahead.layer, keys[part], found.slots[part], urgent=False, number=number)
-        if found.sent:
-            return
+
+    def _reserved(self, guess: Found) -> Ahead:
+        found, first = self._pool.ahead(guess), 0
+        keys, weights = found.keys.astype(np.int64), guess.weights.tolist()
         for call, count in found.runs:
-            part = slice(first, first + count)
-            self._submit_pieces(ahead.layer, keys[part], found.slots[part], worth[call])
-            first += count
+            last = min(first + count, found.slots.size)
+            piece = max(PIECE, -(-(last - first) // PIECES))
+            for start in range(first, last, piece):
+                part = slice(start, min(start + piece, last))
+                self._submit(guess.layer, keys[part], found.slots[part], False, weights[call])
+            first = last
+        return found

@@ -48,6 +48,9 @@ FLOE_API const char *floe_isa(void);
 FLOE_API const char *floe_isa_reason(void);
 FLOE_API int floe_select_isa(FLOE_OPTIONAL const char *name);
 
+// What numbers of a caller's kind are.
+enum { FLOE_FLOAT32, FLOE_FLOAT16, FLOE_BFLOAT16 };
+
 // ---- experts
 
 // One stored vector of `n` values: layouts.VectorLayout. `bfloat16` says what 16-bit values are.

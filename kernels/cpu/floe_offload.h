@@ -10,16 +10,25 @@ extern "C" {
 
 // ---- what a step decides about rows (kernels/offload/placing.py)
 
-// What a few tokens found active in a layer: `calls` calls of `total` neurons, as in floe_active and floe_calls; halves
-// are experts there. width: neurons of one of these. chosen, scores: (tokens, top_k) whole experts and the router's
-// scores. late: (calls) what |values| must reach for rows that are absent; NULL: all are waited for. heard: (tokens,
-// experts) the router's scores of all experts; NULL: those of the chosen ones count.
+// A step of a layer is two calls: floe_offload_start when the active neurons are known, floe_offload_finish when the
+// device has been given the rows that are there. All lists are at addresses that the caller gives, once and for all if
+// it likes: in memory that a device reads and writes as well, a graph of its own kernels fills floe_found's lists (ends
+// from offsets + 1 on, behind a 0) and reads those of floe_places (READY between the calls, ARRIVED after the second).
+// Nothing in them is allocated here, and nothing is read after the second call of a step.
+
+// What a few tokens found active in a layer: `calls` calls, as in floe_active and floe_calls; halves are experts there.
+// room: of neurons and values, of which offsets[calls] count. width: neurons of one of these experts. chosen, scores:
+// (tokens, top_k) whole experts and the router's scores. values: up . x, numbers of `kind`. late: (calls) what |values|
+// must reach for rows that are absent; NULL: all are waited for. heard: (tokens, experts) the router's scores of all
+// experts; NULL: those of the chosen ones count.
 typedef struct {
-    int64_t layer, width, tokens, top_k, calls, total;
+    int64_t layer, width, tokens, top_k, calls, room;
     const int64_t *offsets, *experts, *chosen;
     const int32_t *neurons;
     const float *weights, *scores;
-    FLOE_OPTIONAL const float *values, *late, *heard;
+    FLOE_OPTIONAL const void *values;
+    FLOE_OPTIONAL const float *late, *heard;
+    int64_t kind;
 } floe_found;
 
 // Seconds before a lane's first row, and for each: CPU and link. cpu_row is infinite where the CPU takes no share.
@@ -28,7 +37,7 @@ typedef struct {
 } floe_lanes;
 
 // Parts of the active neurons: there; on their way; copied; computed by the CPU from RAM; absent and done without; on
-// their way and done without.
+// their way and done without. ARRIVED, filled by floe_offload_finish: those that were on their way, or copied.
 enum {
     FLOE_PART_READY,
     FLOE_PART_COMING,
@@ -36,6 +45,7 @@ enum {
     FLOE_PART_BESIDE,
     FLOE_PART_SKIPPED,
     FLOE_PART_LATE,
+    FLOE_PART_ARRIVED,
     FLOE_PARTS
 };
 
@@ -49,15 +59,19 @@ typedef struct {
 
 // Keys to copy, and how many of them got a slot; calls that have active neurons, those of which half the rows are
 // present, and those of which more than `whole` of the neurons are active and some rows absent. transfer: the number of
-// the one that brings the rows, 0 if there is none.
+// the one that brings the rows, 0 if there is none. Of floe_offload_finish: done, how many of the keys have arrived
+// (before its first call -1); waited, seconds for rows on their way.
 typedef struct {
-    int64_t wanted, reserved, looked, hit, whole, transfer;
+    int64_t wanted, reserved, looked, hit, whole, transfer, done;
+    double waited;
 } floe_placed;
 
 // How a layer's rows get into the pool: over which link, from source (rows, row_bytes) to target (capacity, row_bytes),
 // both NULL if bytes have no content. Prefetches of a call go in `pieces` pieces at most, of `piece` rows at least.
+// pooled: whether floe_offload_collect and the other calls of that kind note what becomes of the rows, instead of
+// floe_link_finished and floe_link_drop.
 typedef struct {
-    int64_t link, rows, capacity, piece, pieces;
+    int64_t link, rows, capacity, piece, pieces, pooled;
     FLOE_OPTIONAL const uint8_t *source;
     FLOE_OPTIONAL uint8_t *target;
 } floe_way;
@@ -81,6 +95,71 @@ FLOE_API int64_t floe_offload_ahead(const floe_pool *pool, const floe_found *gue
 // How many of a step's neurons are among the guessed keys (count). marks: a layer's bytes, zero before and after.
 FLOE_API int64_t floe_offload_right(const floe_pool *pool, const floe_found *found, int64_t count,
                                     const int32_t *guessed, uint8_t *marks);
+
+// engine/offload/lane_rates.py: what rows take, corrected by what was seen: a new observation has the weight `step` in
+// the mean and counts as `farthest` times the mean at most; a lane without work is believed `hope` times as fast.
+typedef struct {
+    double link_bytes_s, link_latency_s, cpu_bytes_s, cpu_latency_s, gpu_bytes_s, launch_s, step, farthest, hope;
+} floe_rates;
+
+// Everything that a step works on. link: its handle. cpu_share: of the threads, which rows in RAM may use; 0 for
+// none of the rows. whole: as in floe_placed. spared: at most this small part of the pool is kept free for later rows.
+// moved, busy: the link's, as last seen.
+typedef struct {
+    const floe_pool *pool;
+    floe_rates *rates;
+    int64_t link, row_bytes, spared;
+    double cpu_share, whole;
+    int64_t moved;
+    double busy;
+} floe_offload;
+
+// The CPU's share of a step: `rows` in RAM as the preset divides them, hidden (tokens, H) in `found`'s kind, and of the
+// calls tokens and products. Filled by floe_share_join: y (tokens, H), and kept (calls) as by floe_sparse_swiglu.
+typedef struct {
+    int64_t share;
+    const floe_rows *rows;
+    const void *hidden;
+    const int64_t *tokens;
+    FLOE_OPTIONAL const float *products;
+    float *y;
+    int64_t *kept;
+    int32_t digits, threads;
+} floe_beside;
+
+// Begins a layer's turn, which the device has reached: notes what has arrived, drops what was fetched ahead for the
+// layer and has not begun, and places the step by the rates. Sends for what is copied, and starts the CPU's share where
+// `beside` is given.
+FLOE_API int floe_offload_start(floe_offload *offload, const floe_found *found, const floe_way *way,
+                                FLOE_OPTIONAL const floe_beside *beside, const floe_places *places,
+                                floe_placed *placed);
+
+// Ends it, once the device has been given the rows that were there: notes the use of its neurons, gives up rows for
+// the next layer, waits for those on their way, and fills ARRIVED. marks: as in floe_offload_right. FLOE_MORE where the
+// pool is too small for all at once: again, when the device has computed these. The share is not waited for.
+FLOE_API int floe_offload_finish(floe_offload *offload, const floe_found *found, const floe_way *way, uint8_t *marks,
+                                 FLOE_OPTIONAL const floe_stop *stop, const floe_places *places, floe_placed *placed);
+
+// Requests the rows of these absent keys of a layer, as many as get a slot: behind everything urgent and in pieces, or
+// urgently. Returns how many.
+FLOE_API int64_t floe_offload_fetch(floe_offload *offload, int64_t layer, const floe_way *way, int64_t count,
+                                    const int64_t *keys, int urgent, double score);
+
+// Notes what has arrived in the pool. others: whether transfers elsewhere have ended since the last time.
+FLOE_API int floe_offload_collect(floe_offload *offload, int others);
+
+// Gives up what was fetched ahead for a layer (-1: for all) and has not begun.
+FLOE_API int floe_offload_forget(floe_offload *offload, int64_t layer);
+
+// Waits until everything on its way to the pool has arrived.
+FLOE_API int floe_offload_await(floe_offload *offload);
+
+// Rows in RAM that the CPU computes beside a device, without the caller: on the threads of the other operations. One
+// step's at a time. seconds: from the start of a step's share to its end.
+FLOE_API int64_t floe_share_open(void);
+FLOE_API int floe_share_start(const floe_beside *beside, const floe_found *found, const floe_places *places);
+FLOE_API int floe_share_join(const floe_beside *beside, double *seconds);
+FLOE_API int floe_share_free(int64_t share);
 
 // ---- virtual time
 

@@ -69,7 +69,7 @@ def select(index: Tensor, weights: Tensor, limits: Limits, rule: Rule) -> Work:
     arguments.select(index, weights, limits, rule)
     if limits.least is not None:  # compiled code has them from the rule
         return reference.select(index, weights, limits, rule)
-    numbers, shares = _whole(index), _float32(weights)
+    numbers, shares = _whole(index), float32(weights)
     count = index.numel() * rule.parts
     tokens, experts = torch.empty((2, count), dtype=torch.int64)
     own, thresholds, *others = torch.empty((2 + (limits.product is not None) + (limits.late is not None), count))
@@ -92,11 +92,11 @@ def up_gemv(x: Tensor, up: UpWeights, calls: Calls, thresholds: Tensor, x_bits: 
         ValueError: tensors or indices that do not fit.
     """
     arguments.up_gemv(x, up, calls, thresholds, x_bits)
-    loaded, x32 = library(), _float32(x)
+    loaded, x32 = library(), float32(x)
     given = _calls(calls, thresholds, None)
     offsets = torch.empty(given.count + 1, dtype=torch.int64)
     threads = torch.get_num_threads()
-    total = loaded.up_gemv(x32, x32.shape[0], up_record(up), given, _digits(x, x_bits), threads, offsets)
+    total = loaded.up_gemv(x32, x32.shape[0], up_record(up), given, digits_of(x, x_bits), threads, offsets)
     if total < 0:
         arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
         check(total)
@@ -128,8 +128,8 @@ def sparse_swiglu(
         ValueError: tensors or indices that do not fit, or a neuron twice within one call.
     """
     arguments.sparse_swiglu(x, rows, calls, active, down_thresholds, x_bits)
-    x32, given = _float32(x), _calls(calls, None, down_thresholds)
-    offsets, neurons, values = _whole(active.offsets), _whole(active.neurons), _float32(active.values)
+    x32, given = float32(x), _calls(calls, None, down_thresholds)
+    offsets, neurons, values = _whole(active.offsets), _whole(active.neurons), float32(active.values)
     if neurons.dtype != torch.int32:
         indices("neuron", neurons, rows.neurons)  # before they are cut to 32 bits
         neurons = neurons.int()
@@ -137,7 +137,7 @@ def sparse_swiglu(
         arguments.active_in_range(rows, active)
     found = records.active(offsets=offsets, neurons=neurons, values=values)
     y, kept = torch.empty(x32.shape), torch.empty(given.count, dtype=torch.int64)
-    digits, threads = _digits(x, x_bits), torch.get_num_threads()
+    digits, threads = digits_of(x, x_bits), torch.get_num_threads()
     code = library().sparse_swiglu(x32, x32.shape[0], rows_record(rows), given, found, digits, threads, y, kept)
     if code < 0:
         arguments.calls_in_range(x.shape[0], calls, rows.experts)
@@ -163,9 +163,9 @@ def moe_step(
         ValueError: tensors or indices that do not fit.
     """
     arguments.moe_step(x, up, rows, calls, thresholds, down_thresholds, x_bits)
-    x32, given = _float32(x), _calls(calls, thresholds, down_thresholds)
+    x32, given = float32(x), _calls(calls, thresholds, down_thresholds)
     y, counts = torch.empty(x32.shape), torch.empty((given.count, 2), dtype=torch.int64)
-    digits, threads = _digits(x, x_bits), torch.get_num_threads()
+    digits, threads = digits_of(x, x_bits), torch.get_num_threads()
     code = library().moe_step(x32, x32.shape[0], up_record(up), rows_record(rows), given, digits, threads, y, counts)
     if code < 0:
         arguments.calls_in_range(x.shape[0], calls, up.q.shape[0])
@@ -190,10 +190,10 @@ def expert_swiglu(
         ValueError: tensors that do not fit, or no such expert.
     """
     arguments.expert_swiglu(x, up, rows, expert, thresholds, down_thresholds, x_bits)
-    x32, limits = _float32(x), _float32(thresholds)
-    down_limits = None if down_thresholds is None else _float32(down_thresholds)
+    x32, limits = float32(x), float32(thresholds)
+    down_limits = None if down_thresholds is None else float32(down_thresholds)
     y, counts = torch.empty(x32.shape), torch.empty(2, dtype=torch.int64)
-    weights, digits, threads = (up_record(up), rows_record(rows)), _digits(x, x_bits), torch.get_num_threads()
+    weights, digits, threads = (up_record(up), rows_record(rows)), digits_of(x, x_bits), torch.get_num_threads()
     check(library().expert_swiglu(x32, x32.shape[0], *weights, expert, limits, down_limits, digits, threads, y, counts))
     active, kept = counts.tolist()
     return _as(y, x.dtype), active, kept
@@ -206,9 +206,9 @@ def linear(x: Tensor, weights: LinearWeights, x_bits: int = 22) -> Tensor:
         ValueError: tensors that do not fit.
     """
     arguments.linear(x, weights, x_bits)
-    x32 = _float32(x)
+    x32 = float32(x)
     y = torch.empty(x32.shape[0], weights.q.shape[0])
-    digits, threads = _digits(x, x_bits), torch.get_num_threads()
+    digits, threads = digits_of(x, x_bits), torch.get_num_threads()
     check(library().linear(x32, x32.shape[0], linear_record(weights), digits, threads, y))
     return _as(y, x.dtype)
 
@@ -294,20 +294,20 @@ def _calls(calls: Calls, thresholds: Tensor | None, products: Tensor | None) -> 
         count=calls.experts.numel(),
         token=_whole(calls.tokens),
         expert=_whole(calls.experts),
-        weight=_float32(calls.weights),
-        threshold=None if thresholds is None else _float32(thresholds),
-        product=None if products is None else _float32(products),
+        weight=float32(calls.weights),
+        threshold=None if thresholds is None else float32(thresholds),
+        product=None if products is None else float32(products),
         late=None,
     )
 
 
-def _digits(x: Tensor, x_bits: int) -> int:
+def digits_of(x: Tensor, x_bits: int) -> int:
     """8-bit digits that x is cut into, two at most of 16-bit floats, which have fewer than 15 bits."""
     digits = _DIGITS[x_bits]
     return digits if x.dtype in (torch.float32, torch.float64) else min(digits, 2)
 
 
-def _float32(tensor: Tensor) -> Tensor:
+def float32(tensor: Tensor) -> Tensor:
     """Checked already, but for its device: where x lies, so do the others."""
     if not tensor.is_cpu:
         raise ValueError(f"the compiled kernels take tensors on {CPU}, not on {tensor.device}")

@@ -6,7 +6,9 @@ If the library refuses, the definition runs instead, which finds and reports the
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
+from ctypes import addressof
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -22,8 +24,72 @@ from .binding import NativeUnavailableError, check, codes, isa_is_forced, librar
 
 # located.require compares these faster than numpy's types.
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-_PARTS = codes.PARTS
+KINDS = {torch.float32: codes.FLOAT32, torch.float16: codes.FLOAT16, torch.bfloat16: codes.BFLOAT16}
 _log = logging.getLogger("floe_chat.kernels")
+
+
+class Lists:
+    """Memory for a step's lists: `floe_places` and `floe_placed`."""
+
+    def __init__(self) -> None:
+        self.placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, whole=0, transfer=0, done=-1, waited=0.0)
+        self.places: Any = None
+        self._room = -1
+
+    def of(self, record: Any) -> Lists:
+        """With room for what a step found, and offsets of its own."""
+        if record.room > self._room:
+            self._room = record.room
+            self._at, self._places = np.empty((2, codes.PARTS, self._room), np.int32)
+            self._keys, self._taken = np.empty((2, self._room), np.int32)
+            self.places = records.places(
+                room=self._room,
+                offsets=np.zeros(1, np.int64),  # of each step its own
+                at=self._at,
+                places=self._places,
+                keys=self._keys,
+                slots=self._taken,
+            )
+        offsets = torch.empty((codes.PARTS, record.calls + 1), dtype=torch.int64)
+        self.places.offsets, self._bounds = offsets.data_ptr(), offsets.numpy()
+        return self
+
+    def filled(self) -> Placed:
+        """What a call has placed."""
+        placed, sizes = self.placed, self._bounds[: codes.PART_ARRIVED, -1].tolist()
+        keys, slots = self._keys[: placed.wanted].copy(), self._taken[: placed.reserved].copy()
+        parts = _Parts(self._bounds, self._at, self._places)
+        return Placed(parts, sizes, keys, slots, placed.looked, placed.hit, placed.whole, placed.transfer)
+
+    def arrived(self) -> Part:
+        """What a call has waited for."""
+        return _part(codes.PART_ARRIVED, self._bounds, self._at, self._places)
+
+
+class _Parts(Sequence[Part]):
+    """Made when they are looked at."""
+
+    def __init__(self, *lists: NDArray[Any]) -> None:
+        self._lists = lists
+
+    def __len__(self) -> int:
+        return codes.PART_ARRIVED
+
+    @overload
+    def __getitem__(self, part: int) -> Part: ...
+    @overload
+    def __getitem__(self, part: slice) -> Sequence[Part]: ...
+    def __getitem__(self, part: int | slice) -> Part | Sequence[Part]:
+        if isinstance(part, slice):
+            return [self[i] for i in range(*part.indices(len(self)))]
+        if not 0 <= part < len(self):
+            raise IndexError(part)
+        return _part(part, *self._lists)
+
+
+def _part(part: int, bounds: NDArray[np.int64], at: NDArray[np.int32], places: NDArray[np.int32]) -> Part:
+    end = int(bounds[part, -1])
+    return Part(bounds[part], at[part, :end], places[part, :end])
 
 
 class NativeTable(StepTable):
@@ -37,47 +103,34 @@ class NativeTable(StepTable):
         self._functions = functions = library()
         self._reserve, self._settle, self._spare = functions.pool_reserve, functions.pool_settle, functions.pool_spare
         super().__init__(layers, experts, neurons, rule, means)
-        self._marks = np.zeros(self.width, np.uint8)
-        self._placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, whole=0, transfer=0)
-        self._room = -1
+        self.flags = np.zeros(self.width, np.uint8)
+        self._lists = Lists()
         self._handed_over()
 
     def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
         """See `StepTable`."""
-        record = _found(found)
+        record = found_record(found)
         if record is None or not self.hears(found):
             return super().place(found, lanes, whole, way)
-        self._have_room(record.total)
-        offsets, lists = torch.empty((_PARTS, record.calls + 1), dtype=torch.int64), self._lists
-        lists.offsets = offsets.data_ptr()
-        placed, both, over = self._placed, records.lanes(**lanes._asdict()), _way(way)
-        code = self._functions.offload_place(self._tables, record, both, whole, over, lists, placed)
-        if self._refused(code, way):
-            return super().place(found, lanes, whole, way)
-        bounds = offsets.numpy()
-        parts = [
-            Part(bounds[i], self._at[i, :end], self._places[i, :end]) for i, end in enumerate(bounds[:, -1].tolist())
-        ]
-        ready, coming, copied, beside, skipped, late = parts
-        keys, slots = self._keys[: placed.wanted].copy(), self._taken[: placed.reserved].copy()
-        counts = placed.looked, placed.hit, placed.whole, placed.transfer
-        return Placed(ready, coming, copied, beside, skipped, late, keys, slots, *counts)
+        lists, both, over = self._lists.of(record), records.lanes(**lanes._asdict()), way_record(way)
+        code = self._functions.offload_place(self.native, record, both, whole, over, lists.places, lists.placed)
+        return super().place(found, lanes, whole, way) if self._refused(code, way) else lists.filled()
 
     def note(self, found: Found) -> None:
         """See `StepTable`."""
-        record = _found(found)
-        if record is None or refused(self._functions.offload_note(self._tables, record)):
+        record = found_record(found)
+        if record is None or refused(self._functions.offload_note(self.native, record)):
             super().note(found)
 
     def ahead(self, guess: Found, way: Way | None = None) -> Ahead:
         """See `StepTable`."""
-        record = _found(guess)
+        record = found_record(guess)
         if record is None:
             return super().ahead(guess, way)
-        guessed, keys, slots = np.empty((3, record.total), np.int32)
+        guessed, keys, slots = np.empty((3, record.room), np.int32)
         runs = np.empty((record.calls, 2), np.int64)
         sent = None if way is None else np.empty((record.calls * way.pieces, 2), np.int64)
-        taken = self._functions.offload_ahead(self._tables, record, _way(way), guessed, keys, slots, runs, sent)
+        taken = self._functions.offload_ahead(self.native, record, way_record(way), guessed, keys, slots, runs, sent)
         if self._refused(taken, way):
             return super().ahead(guess, way)
         numbers = [] if sent is None else [(number, end) for number, end in sent.tolist() if number]
@@ -85,10 +138,10 @@ class NativeTable(StepTable):
 
     def right(self, found: Found, guessed: NDArray[np.int32]) -> int:
         """See `StepTable`."""
-        record = _found(found)
+        record = found_record(found)
         count = -1
         if record is not None:
-            count = self._functions.offload_right(self._tables, record, guessed.size, guessed, self._marks)
+            count = self._functions.offload_right(self.native, record, guessed.size, guessed, self.flags)
         return super().right(found, guessed) if record is None or refused(count) else count
 
     def reserve(self, layer: int, keys: Keys, *, urgent: bool) -> Slots:
@@ -96,17 +149,17 @@ class NativeTable(StepTable):
         index("layer", layer, self.layers)
         located.require("keys", keys, _INT64, (keys.size,))
         slots = np.empty(keys.size, np.int32)
-        taken = self._reserve(self._tables, layer, keys.size, keys, urgent, slots)
+        taken = self._reserve(self.native, layer, keys.size, keys, urgent, slots)
         return super().reserve(layer, keys, urgent=urgent) if refused(taken) else slots[:taken]
 
     def spare(self, wanted: int) -> None:
         """See `StepTable`."""
-        check(self._spare(self._tables, self._slots(wanted)))
+        check(self._spare(self.native, self._slots(wanted)))
 
     def settle(self, slots: Slots, *, arrived: bool) -> None:
         """See `StepTable`."""
         located.require("slots", slots, _INT32, (slots.size,))
-        if refused(self._settle(self._tables, slots.size, slots, arrived)):
+        if refused(self._settle(self.native, slots.size, slots, arrived)):
             super().settle(slots, arrived=arrived)
 
     def resize(self, capacity: int) -> None:
@@ -120,21 +173,10 @@ class NativeTable(StepTable):
             raise RuntimeError(self._functions.link_failure(way.link).decode())
         return refused(code)
 
-    def _have_room(self, total: int) -> None:
-        """Lists of so many neurons."""
-        if total <= self._room:
-            return
-        self._at, self._places = np.empty((2, _PARTS, total), np.int32)
-        self._keys, self._taken = np.empty((2, total), np.int32)
-        self._lists = records.places(
-            room=total, offsets=self.counters, at=self._at, places=self._places, keys=self._keys, slots=self._taken
-        )
-        self._room = total
-
     def _handed_over(self) -> None:
         """Tell the library where the tables are now."""
         rule, means = self.rule, self.means
-        self._tables = records.pool(
+        self.native = records.pool(
             layers=self.layers,
             experts=self.experts,
             neurons=self.neurons,
@@ -159,27 +201,32 @@ class NativeTable(StepTable):
             residents=self.residents,
             counters=self.counters,
         )
+        self.address = addressof(self.native)
 
 
-def _way(way: Way | None) -> Any:
-    if way is None:
-        return None
-    return records.way(
+def way_record(way: Way | None) -> Any:
+    """`floe_way`, made once."""
+    if way is None or way.native is not None:
+        return None if way is None else way.native
+    made = records.way(
         link=way.link,
         rows=way.rows,
         capacity=way.capacity,
         piece=way.piece,
         pieces=way.pieces,
+        pooled=way.pooled,
         source=way.source,
         target=way.target,
     )
+    object.__setattr__(way, "native", made)
+    return made
 
 
 def _float32(tensor: Tensor) -> Tensor:
     return tensor.float().contiguous()
 
 
-def _found(found: Found) -> Any:
+def found_record(found: Found) -> Any:
     """`floe_found`, made once; None for tensors that the library would misread."""
     if found.native is not None:
         return found.native
@@ -194,24 +241,28 @@ def _found(found: Found) -> Any:
         return None
     if not active.offsets.dtype is experts.dtype is chosen.dtype is torch.int64:
         return None
-    if late is not None and (late.numel() != count or active.values.numel() != total):
+    if active.values.numel() != total or (late is not None and late.numel() != count):
         return None
+    values = active.values.contiguous()
+    if values.dtype not in KINDS:
+        values = values.float()
     made = records.found(
         layer=found.layer,
         width=found.width,
         tokens=chosen.shape[0],
         top_k=chosen.shape[1],
         calls=count,
-        total=total,
+        room=total,
         offsets=active.offsets.contiguous(),
         experts=experts.contiguous(),
         chosen=chosen.contiguous(),
         neurons=active.neurons.contiguous(),
         weights=_float32(weights),
         scores=_float32(found.scores),
-        values=None if late is None else _float32(active.values),
+        values=values,
         late=None if late is None else _float32(late),
         heard=None if heard is None else _float32(heard),
+        kind=KINDS[values.dtype],
     )
     object.__setattr__(found, "native", made)
     return made

@@ -68,6 +68,8 @@ class Way:
         link: handle of a compiled link. rows, capacity: of source and target. source, target: (rows, nbytes) uint8 in
             RAM and (capacity, nbytes) on the device; None if bytes have no content.
         piece, pieces: rows that a piece of a prefetch has at least, and pieces of a call's at most.
+        pooled: whether the compiled steps (`cpu/native_steps.py`) note what becomes of the rows.
+        native: what `cpu/native_pool.py` made of it.
     """
 
     link: int
@@ -77,6 +79,8 @@ class Way:
     capacity: int
     piece: int
     pieces: int
+    pooled: bool = False
+    native: Any = field(init=False, repr=False, compare=False, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +88,29 @@ class Placed:
     """The parts of a step's active neurons. Valid until the next step is placed, but for keys and slots.
 
     Attributes:
-        ready, coming: there, and on their way. copied, beside: absent, for the link and for the CPU.
-        skipped, late: absent, or on their way, and done without.
+        parts: ready and coming are there, and on their way; copied and beside absent, for the link and for the CPU;
+            skipped and late absent, or on their way, and done without. sizes: neurons of each.
         keys: (M,) int32 of the copied rows, each once. slots: int32, of the first of them, as many as there are.
         looked, hit: calls with active neurons, and those of which half the rows are present. whole: those of which so
             many neurons are active that the whole expert is worth moving, and some rows are absent.
         transfer: number of the transfer that brings the rows, if one was sent.
     """
 
-    ready: Part
-    coming: Part
-    copied: Part
-    beside: Part
-    skipped: Part
-    late: Part
+    parts: Sequence[Part]
+    sizes: Sequence[int]
     keys: Narrow
     slots: Slots
     looked: int
     hit: int
     whole: int
     transfer: int = 0
+
+    ready = property(lambda self: self.parts[0])
+    coming = property(lambda self: self.parts[1])
+    copied = property(lambda self: self.parts[2])
+    beside = property(lambda self: self.parts[3])
+    skipped = property(lambda self: self.parts[4])
+    late = property(lambda self: self.parts[5])
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +209,7 @@ class StepTable(RowTable):
         Raises:
             ValueError: an index out of range. Nothing has changed then. RuntimeError: the link's failure.
         """
-        indices("expert", found.chosen.flatten(), self.experts)
-        if not self.hears(found):
-            raise ValueError("heard must be the scores of all experts for each token")
+        self.check(found)
         experts, offsets, neurons = _numbers(found)
         located = self.locate(found.layer, experts, offsets, neurons, found.width)
         self.hear(found.layer, _heard(found, self.experts))
@@ -214,19 +219,23 @@ class StepTable(RowTable):
         keys = copied.places if _once(found, experts, offsets, neurons) else np.unique(copied.places)
         slots = self.reserve(found.layer, keys.astype(np.int64), urgent=True) if keys.size else np.zeros(0, np.int32)
         active, missing = np.diff(offsets), np.diff(located.absent.offsets)
+        parts = [_narrow(part) for part in (located.ready, coming, copied, beside, skipped, late)]
         return Placed(
-            _narrow(located.ready),
-            _narrow(coming),
-            _narrow(copied),
-            _narrow(beside),
-            _narrow(skipped),
-            _narrow(late),
+            parts,
+            [part.at.size for part in parts],
             keys.astype(np.int32),
             slots,
             int((active > 0).sum()),
             int(((active > 0) & (2 * (active - missing) >= active)).sum()),
             int(((active > whole * found.width) & (missing > 0)).sum()),
         )
+
+    def check(self, found: Found) -> None:
+        """Refuse what cannot be placed: raises ValueError."""
+        indices("expert", found.chosen.flatten(), self.experts)
+        if not self.hears(found):
+            raise ValueError("heard must be the scores of all experts for each token")
+        self.keys_of(found.layer, *_numbers(found), found.width)
 
     def note(self, found: Found) -> None:
         """Count the use of a step's neurons.

@@ -23,7 +23,6 @@ import itertools
 import json
 import statistics
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -32,15 +31,17 @@ from floe_chat.engine.experts.moe_layer import Control, MoELayer
 from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer
 from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
-from floe_chat.engine.offload.device import Device, Partial
+from floe_chat.engine.offload.device import Device, Joined, Partial
 from floe_chat.engine.offload.lane_rates import Rates
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
-from floe_chat.engine.offload.links.transfer import Transfer
 from floe_chat.engine.offload.offload import Offload, Parts
+from floe_chat.engine.offload.scheduler import Scheduler
 from floe_chat.engine.quality_presets import PRESETS, Preset
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.kernels import operations as kernels
+from floe_chat.kernels.cpu.native_steps import Beside
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
+from floe_chat.kernels.offload.placing import Found, Placed
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.types import Active, Calls, Work
 from floe_chat.kernels.weights import ExpertRows, UpWeights
@@ -54,29 +55,15 @@ IN_PLACE = 4  # experts that are read in place, more than any cache holds
 WARM = 12  # tokens
 
 
-class _Link(CompiledLink):
-    """Everything is there at once."""
-
-    def __init__(self) -> None:
-        super().__init__("none", "no link", NBYTES, content=False)
-        self.found_at: float | None = None  # the thread's time; None once absent rows were asked for
-        self.asked: list[float] = []  # seconds from there on, of each step that asked
-
-    def adopt(self, transfer: Transfer, number: int) -> None:
-        super().adopt(transfer, number)
-        if transfer.urgent and self.found_at is not None:
-            self.asked.append(time.thread_time() - self.found_at)
-            self.found_at = None
-
-
 class _Nothing(Device):
     """Computes nothing."""
 
-    link: _Link
-
     def __init__(self, seed: int) -> None:
         rates = Rates(10e9, 1e-5, 8e9, 2e10, 5e-5, 2e11, 1e-5)
-        super().__init__("nothing", "cpu", _Link(), rates)
+        link = CompiledLink("none", "no link", NBYTES, content=False)  # everything is there at once
+        super().__init__("nothing", "cpu", link, rates)
+        self.found_at: float | None = None  # the thread's time; None once absent rows were asked for
+        self.asked: list[float] = []  # seconds from there on, of each step that asked
         self._draw = np.random.default_rng(seed)
         rank = np.arange(NEURONS) / NEURONS
         likely = np.clip(2 * ACTIVE * (1 - rank), 0.02, 1.0)
@@ -96,10 +83,19 @@ class _Nothing(Device):
     def whole_beside(self, x: torch.Tensor, up: Any, rows: Any, work: Work, x_bits: int) -> Partial:
         return torch.zeros_like(x), torch.zeros(len(work.thresholds), 2, dtype=torch.int64)
 
-    def _beside(self, work: Any, what: Any, count: int, nbytes: int) -> Future[Partial]:
-        done: Future[Partial] = Future()
-        done.set_result(work())
-        return done
+
+def timed_asking(device: _Nothing, scheduler: Scheduler) -> None:
+    """Note how long after the list of active neurons the call ends that asks for absent rows."""
+    start = scheduler.start
+
+    def timed(found: Found, beside: Beside, cpu_share: float) -> tuple[Placed, Joined | None]:
+        placed = start(found, beside, cpu_share)
+        if placed[0].keys.size and device.found_at is not None:
+            device.asked.append(time.thread_time() - device.found_at)
+        device.found_at = None
+        return placed
+
+    scheduler.start = timed
 
 
 class _Drawn:
@@ -162,10 +158,11 @@ def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
         found_at = time.thread_time()
         drawn_cpu += found_at - begun_cpu
         if own:  # the layer's; what follows in the same step is a guess for the next one
-            device.link.found_at, own = found_at, False
+            device.found_at, own = found_at, False
         return found
 
     device._find = timed  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    timed_asking(device, made[0].shared.scheduler)
     if share == 1.0:
         made[0].shared.warm(made[0].shared.pool.heat())
     with torch.inference_mode():
@@ -175,13 +172,13 @@ def measure(share: float, tokens: int, predictor: str) -> dict[str, float]:
             for layer, index in zip(made, chosen, strict=True):
                 own = True
                 layer(x, index, weights)
-                device.link.found_at = None
+                device.found_at = None
             if token + 1 == WARM:
-                device.link.asked.clear()
+                device.asked.clear()
             if token >= WARM:
                 took["clock"].append((time.perf_counter() - begun - drawn) / LAYERS * 1e3)
                 took["cpu"].append((time.thread_time() - begun_cpu - drawn_cpu) / LAYERS * 1e3)
-    asked = statistics.median(device.link.asked) * 1e3 if device.link.asked else 0.0
+    asked = statistics.median(device.asked) * 1e3 if device.asked else 0.0
     return {
         "median_ms": statistics.median(took["clock"]),
         "least_ms": min(took["clock"]),

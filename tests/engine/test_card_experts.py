@@ -238,16 +238,16 @@ def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pyte
     FakeCard(monkeypatch)
     with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
         fed(loaded)
-        kv, replay = KVCache(), shared.scheduler.begin
+        look = shared.scheduler.look
 
-        def stop(layer: int) -> None:
+        def stop() -> None:
             loaded.control.cancelled.set()
-            replay(layer)
+            look()
 
-        monkeypatch.setattr(shared.scheduler, "begin", stop)
+        monkeypatch.setattr(shared.scheduler, "look", stop)
         with pytest.raises(Cancelled):
-            loaded.decoder.forward([1], kv)
-        monkeypatch.setattr(shared.scheduler, "begin", replay)
+            loaded.decoder.forward([1], KVCache())
+        monkeypatch.setattr(shared.scheduler, "look", look)
         loaded.control.cancelled.clear()
         assert relative_rms(fed(loaded)[0], expected) <= 1e-4
 

@@ -62,7 +62,13 @@ def test_a_guess_that_a_prompt_left_is_not_counted_for_the_next_token(
 def test_eviction_hears_the_scores_of_all_experts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = list[Found]()
     with offloaded(loaded, SKIPPING, 0.3) as shared:
-        monkeypatch.setattr(shared.pool, "note", heard.append)
+        start = shared.scheduler.start
+
+        def noted(found: Found, *given: Any) -> Any:
+            heard.append(found)
+            return start(found, *given)
+
+        monkeypatch.setattr(shared.scheduler, "start", noted)
         kv = KVCache()
         with torch.inference_mode():
             loaded.decoder.forward([5], kv)
@@ -163,8 +169,7 @@ def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) ->
 def test_an_expert_that_is_mostly_active_is_moved_whole(loaded: LoadedModel) -> None:
     with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=0.2)) as shared:
         forward(loaded, PROMPT[:1], cache())
-        for transfer in list(shared.scheduler.under_way):  # to settle would give up those that have not begun
-            shared.device.wait(transfer)
+        shared.scheduler.await_all()  # to settle would give up those that have not begun
         shared.scheduler.settle()
         resident = shared.pool.resident(0)
         assert (resident == 1).sum() == loaded.packed.manifest.architecture.top_k

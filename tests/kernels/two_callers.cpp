@@ -69,7 +69,7 @@ void short_item(void *context, int64_t i, int worker) {
 } // namespace
 
 int main() {
-    // Many short jobs of three callers, of which one alone fills the pool.
+    // Many short jobs of three callers, of which one alone fills the pool, and of one that lets others begin.
     std::vector<std::thread> threads;
     for (int caller = 0; caller < 3; caller++)
         threads.emplace_back([caller] {
@@ -79,6 +79,19 @@ int main() {
                 work.check();
             }
         });
+    threads.emplace_back([] {
+        floe::Begun begun;
+        for (int round = 0; round < 100; round++) {
+            Caller work(1 + round % 40);
+            begun.start(kThreads - round % 4, work.items, short_item, &work);
+            if (round % 3) std::this_thread::yield();
+            begun.join();
+            work.check();
+        }
+        Caller left(5);
+        floe::Begun forgotten; // joins when it goes
+        forgotten.start(2, left.items, short_item, &left);
+    });
     for (std::thread &thread : threads) thread.join();
 
     Pair pair;

@@ -112,9 +112,11 @@ class CompiledLink:
         self.name, self.nbytes, self.chunk, self.device, self._content = name, nbytes, chunk, device, content
         self._numbers: dict[Transfer, int] = {}  # of those that are neither done nor dropped
         self._transfers: dict[int, Transfer] = {}
+        self._lent: list[tuple[Tensor, Tensor]] = []
         self._named, self._bytes, self._seconds = np.empty(_MOST, np.int64), np.empty(1, np.int64), np.empty(1)
         # Transfers keep alive the memory that the link's thread works on.
-        self._end = weakref.finalize(self, _free, self._functions, self.handle, (config, held, self._transfers))
+        kept = config, held, self._transfers, self._lent
+        self._end = weakref.finalize(self, _free, self._functions, self.handle, kept)
 
     @property
     def bytes_moved(self) -> int:
@@ -153,17 +155,19 @@ class CompiledLink:
         transfer.done = not index.size
 
     def ends(self, source: Tensor, target: Tensor) -> tuple[int, Tensor | None, Tensor | None]:
-        """What a compiled call needs to submit by itself: the handle, and both ends if bytes have content.
+        """What a compiled call needs to submit by itself: the handle, and both ends if bytes have content. Both live
+        until `forget_ends`.
 
         Raises:
             ValueError: tensors that do not fit.
         """
         check_tensors(source, target, self.nbytes, self.device)
+        self._lent.append((source, target))
         return self.handle, source if self._content else None, target if self._content else None
 
-    def adopt(self, transfer: Transfer, number: int) -> None:
-        """A transfer that a compiled call has submitted."""
-        self._numbers[transfer], self._transfers[number] = number, transfer
+    def forget_ends(self) -> None:
+        """Nothing that compiled calls have submitted is on its way any more."""
+        self._lent.clear()
 
     def wait(self, transfer: Transfer) -> float:
         """See `Link`."""

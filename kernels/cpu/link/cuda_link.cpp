@@ -123,7 +123,7 @@ class CudaLink : public ThreadedLink {
         driver_.record(lane.event, lane.stream);
     }
 
-    bool arrived(const Chunk &chunk) override { return driver_.passed(lanes_[lane_of(chunk)].event); }
+    bool has_landed(const Chunk &chunk) override { return driver_.passed(lanes_[lane_of(chunk)].event); }
     void land(const Chunk &chunk) override { driver_.synchronize(lanes_[lane_of(chunk)].event); }
     bool reached(const Transfer &transfer) const override { return transfer.sent == transfer.total(); }
 

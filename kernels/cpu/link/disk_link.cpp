@@ -87,7 +87,7 @@ class DiskLink : public ThreadedLink {
         wanted_.notify_all();
     }
 
-    bool arrived(const Chunk &chunk) override { return left_[lane_of(chunk)] == 0; }
+    bool has_landed(const Chunk &chunk) override { return left_[lane_of(chunk)] == 0; }
 
     void land(const Chunk &chunk) override {
         std::unique_lock<std::mutex> lock(requests_mutex_);

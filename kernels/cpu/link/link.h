@@ -23,6 +23,9 @@ class Link {
     virtual int wait(int64_t number, const floe_stop *stop, double *seconds) = 0;
     virtual int64_t finished(int64_t most, int64_t *numbers) = 0;
     virtual int64_t drop(int64_t layer, int64_t most, int64_t *numbers) = 0;
+    // Of transfers to a pool, see LinkQueue.
+    virtual void arrived(std::vector<int32_t> &slots) = 0;
+    virtual void give_up(int64_t layer, std::vector<int32_t> &slots) = 0;
     virtual int64_t queued_bytes() = 0;
     virtual int drain() = 0;
     virtual void close() = 0;
@@ -32,6 +35,13 @@ class Link {
         const std::lock_guard<std::mutex> lock(mutex_);
         *bytes = queue_.bytes_moved;
         *busy = queue_.busy_s;
+    }
+
+    std::vector<int64_t> under_way(int64_t layer, const uint8_t *marks) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        std::vector<int64_t> numbers;
+        queue_.under_way(layer, marks, numbers);
+        return numbers;
     }
 
     // Why it takes no transfers; of a link that has ended.

@@ -36,21 +36,37 @@ void LinkQueue::urge(Transfer &transfer) {
     urgent_.push_back(&transfer);
 }
 
-int64_t LinkQueue::drop(int64_t layer, int64_t most, int64_t *numbers) {
-    int64_t count = 0;
-    for (auto at = prefetch_.begin(); at != prefetch_.end() && count < most;) {
+// taken: whether to take this one out, which ends there.
+template <class Taken> void LinkQueue::drop_some(int64_t layer, bool pooled, Taken taken) {
+    for (auto at = prefetch_.begin(); at != prefetch_.end();) {
         const Transfer &transfer = **at;
-        if (transfer.begun || (layer >= 0 && transfer.layer != layer)) {
+        const bool stays = transfer.begun || transfer.pooled != pooled || (layer >= 0 && transfer.layer != layer);
+        if (stays || !taken(transfer)) {
             ++at;
             continue;
         }
         at = prefetch_.erase(at);
         under_way_--;
         queued_bytes -= transfer.total() * row_bytes;
-        numbers[count++] = transfer.number;
         transfers_.erase(transfer.number);
     }
+}
+
+int64_t LinkQueue::drop(int64_t layer, int64_t most, int64_t *numbers) {
+    int64_t count = 0;
+    drop_some(layer, false, [&](const Transfer &transfer) {
+        if (count == most) return false;
+        numbers[count++] = transfer.number;
+        return true;
+    });
     return count;
+}
+
+void LinkQueue::give_up(int64_t layer, std::vector<int32_t> &slots) {
+    drop_some(layer, true, [&](const Transfer &transfer) {
+        slots.insert(slots.end(), transfer.slots.begin(), transfer.slots.end());
+        return true;
+    });
 }
 
 Chunk LinkQueue::begin(double now) {
@@ -84,7 +100,7 @@ void LinkQueue::landed(double now) {
 void LinkQueue::done(Transfer &transfer) {
     if (transfer.done) return;
     transfer.done = true;
-    finished_.push_back(transfer.number);
+    (transfer.pooled ? arrived_ : finished_).push_back(transfer.number);
 }
 
 int64_t LinkQueue::finished(int64_t most, int64_t *numbers) {
@@ -96,6 +112,25 @@ int64_t LinkQueue::finished(int64_t most, int64_t *numbers) {
         forget(transfer);
     }
     return count;
+}
+
+void LinkQueue::arrived(std::vector<int32_t> &slots) {
+    for (; !arrived_.empty(); arrived_.pop_front()) {
+        Transfer &transfer = *transfers_.at(arrived_.front());
+        slots.insert(slots.end(), transfer.slots.begin(), transfer.slots.end());
+        transfer.told = true;
+        forget(transfer);
+    }
+}
+
+void LinkQueue::under_way(int64_t layer, const uint8_t *marks, std::vector<int64_t> &numbers) const {
+    for (const auto &[number, transfer] : transfers_) {
+        if (!transfer->pooled || transfer->told || (layer >= 0 && transfer->layer != layer)) continue;
+        const auto wanted = [&](int32_t row) { return marks[row] != 0; };
+        if (marks == nullptr || std::any_of(transfer->index.begin(), transfer->index.end(), wanted))
+            numbers.push_back(number);
+    }
+    std::sort(numbers.begin(), numbers.end());
 }
 
 void LinkQueue::forget(const Transfer &transfer) {

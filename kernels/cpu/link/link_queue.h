@@ -21,6 +21,7 @@ struct Transfer {
     bool urgent = false;
     double score = 0;
     int64_t layer = 0;
+    bool pooled = false; // to slots of a pool: `arrived` and `give_up` name it then, not `finished` and `drop`
 
     // The queue's own.
     int64_t number = 0;
@@ -64,6 +65,7 @@ class LinkQueue {
     void urge(Transfer &transfer);
     // Prefetches of a layer (-1: of all) that have not begun, `most` of them at most.
     int64_t drop(int64_t layer, int64_t most, int64_t *numbers);
+    void give_up(int64_t layer, std::vector<int32_t> &slots);
 
     // The next chunk, which begins now; it is on its way once it is `sent`.
     Chunk begin(double now);
@@ -73,13 +75,19 @@ class LinkQueue {
     void done(Transfer &transfer);
     // The transfers done since the last call, `most` of them at most.
     int64_t finished(int64_t most, int64_t *numbers);
+    // Adds the slots of rows that have arrived since the last call.
+    void arrived(std::vector<int32_t> &slots);
+    // Adds the numbers of transfers to a layer's slots (-1: to all layers') that are not known to have arrived, the
+    // oldest first; with marks, only of those that bring one of the marked rows.
+    void under_way(int64_t layer, const uint8_t *marks, std::vector<int64_t> &numbers) const;
 
   private:
+    template <class Taken> void drop_some(int64_t layer, bool pooled, Taken taken);
     void forget(const Transfer &transfer);
 
     std::unordered_map<int64_t, std::unique_ptr<Transfer>> transfers_;
     std::deque<Transfer *> urgent_, prefetch_; // with chunks that have not begun
-    std::deque<int64_t> finished_;
+    std::deque<int64_t> finished_, arrived_;
     int64_t last_ = 0, begun_ = 0, under_way_ = 0; // under_way_: put, not landed
     double landed_at_ = -std::numeric_limits<double>::infinity();
 };

@@ -56,6 +56,16 @@ int64_t ThreadedLink::drop(int64_t layer, int64_t most, int64_t *numbers) {
     return queue_.drop(layer, most, numbers);
 }
 
+void ThreadedLink::arrived(std::vector<int32_t> &slots) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.arrived(slots);
+}
+
+void ThreadedLink::give_up(int64_t layer, std::vector<int32_t> &slots) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.give_up(layer, slots);
+}
+
 int ThreadedLink::drain() {
     std::unique_lock<std::mutex> lock(mutex_);
     return until(lock, nullptr, [&] { return queue_.landed_all(); });
@@ -109,7 +119,7 @@ void ThreadedLink::run() {
 
 // Lands what has arrived, then sends one chunk, else waits for one that is on its way; false at the end.
 bool ThreadedLink::step() {
-    while (!queue_.flying.empty() && arrived(queue_.flying.front())) take_in();
+    while (!queue_.flying.empty() && has_landed(queue_.flying.front())) take_in();
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return !queue_.flying.empty() || queue_.has_next() || closing_; });
     if (may_begin()) {

@@ -31,6 +31,8 @@ class ThreadedLink : public Link {
     int wait(int64_t number, const floe_stop *stop, double *seconds) override;
     int64_t finished(int64_t most, int64_t *numbers) override;
     int64_t drop(int64_t layer, int64_t most, int64_t *numbers) override;
+    void arrived(std::vector<int32_t> &slots) override;
+    void give_up(int64_t layer, std::vector<int32_t> &slots) override;
     int64_t queued_bytes() override { return queue_.queued_bytes; }
     int drain() override;
     void close() override; // in the destructor of every kind, while its lanes are there
@@ -41,7 +43,7 @@ class ThreadedLink : public Link {
     // Packs a chunk into its lane and starts to send it; knows `due` if that can be known.
     virtual void send(Chunk &chunk) = 0;
     // Whether `land` would not have to wait.
-    virtual bool arrived(const Chunk &chunk) = 0;
+    virtual bool has_landed(const Chunk &chunk) = 0;
     // Waits until the rows are in their slots; the lane is free then.
     virtual void land(const Chunk &chunk) = 0;
 

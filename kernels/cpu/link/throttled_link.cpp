@@ -28,7 +28,7 @@ class ThrottledLink : public ThreadedLink {
         free_at_ = chunk.due = std::max(free_at_, seconds_now()) + seconds;
     }
 
-    bool arrived(const Chunk &chunk) override { return seconds_now() >= chunk.due; }
+    bool has_landed(const Chunk &chunk) override { return seconds_now() >= chunk.due; }
 
     void land(const Chunk &chunk) override {
         const Transfer &t = *chunk.transfer;

@@ -64,6 +64,18 @@ class VirtualLink : public Link {
         return queue_.drop(layer, most, numbers);
     }
 
+    void arrived(std::vector<int32_t> &slots) override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        catch_up();
+        queue_.arrived(slots);
+    }
+
+    void give_up(int64_t layer, std::vector<int32_t> &slots) override {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        catch_up();
+        queue_.give_up(layer, slots);
+    }
+
     int64_t queued_bytes() override {
         const std::lock_guard<std::mutex> lock(mutex_);
         catch_up();

@@ -114,7 +114,7 @@ int floe_offload_note(const floe_pool *pool, const floe_found *found) {
     const floe_pool &p = *pool;
     const floe_found &f = *found;
     bool once = true;
-    const int64_t added = f.total < 0 ? 0 : aligned(4 * f.total);
+    const int64_t added = f.room < 0 ? 0 : aligned(4 * f.room);
     uint8_t *memory = buffer.take(added + seen_bytes(p, f));
     if (memory == nullptr) return FLOE_NO_MEMORY;
     if (const int error = check_found(p, f, memory + added, once)) return error;

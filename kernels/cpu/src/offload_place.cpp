@@ -52,7 +52,7 @@ void classify(const floe_pool &p, const floe_found &f, const Part &present, cons
 }
 
 bool weak(const floe_found &f, int64_t call, int64_t at) { // not where the value is not a number: it is to be noticed
-    return fabsf(f.values[at]) < f.late[call];
+    return fabsf(number_at(f.values, f.kind, at)) < f.late[call];
 }
 
 // Moves what the step does without from one part to the other.
@@ -228,7 +228,8 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
     if (memory == nullptr) return FLOE_NO_MEMORY;
     double *heard = carve<double>(memory, p.experts);
     if (const int error = check_found(p, f, memory, once)) return error;
-    if (f.total > d.room || (f.late != nullptr && f.values == nullptr)) return FLOE_BAD_SHAPE;
+    const bool blind = f.late != nullptr && f.values == nullptr && total_of(f) > 0;
+    if (total_of(f) > d.room || blind) return FLOE_BAD_SHAPE;
     if (way != nullptr && !leads(p, *way)) return FLOE_BAD_SHAPE;
 
     const Part ready(d, f.calls, FLOE_PART_READY), coming(d, f.calls, FLOE_PART_COMING);
@@ -236,6 +237,7 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
     const Part skipped(d, f.calls, FLOE_PART_SKIPPED), late(d, f.calls, FLOE_PART_LATE);
     classify(p, f, ready, copied);
     *placed = {};
+    placed->done = -1;
     count_calls(f, copied, whole, *placed);
     leave_out(f, copied, skipped);
     share(f, *lanes, copied, beside, memory);

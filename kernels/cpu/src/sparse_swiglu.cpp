@@ -5,8 +5,7 @@
 //
 // Rows lie scattered, and the time to reach a row's first line exceeds the time to compute it. So while some rows are
 // computed, others are prefetched line by line (RowOps' `ahead`).
-#include "buffers.h"
-#include "expert_ops.h"
+#include "sparse_sum.h"
 #include "thread_pool.h"
 
 #include <string.h>
@@ -19,27 +18,6 @@ namespace {
 constexpr int64_t kSlices = 24;   // enough that a thread that falls behind is caught up with
 constexpr int64_t kMinRows = 16;  // in a slice: below that, zeroing and adding its sum would be felt
 constexpr int64_t kColumns = 512; // of y, summed over the slices as one item
-
-struct Slice {
-    int64_t call, start, end; // of the active list
-    int64_t kept;             // neurons that reached the second threshold
-};
-
-struct Context {
-    const floe_rows *rows;
-    const floe_calls *calls;
-    const floe_active *active;
-    int64_t gate_bytes;
-    const Token *tokens;
-    Slice *slices;
-    int64_t slice_count, token_count;
-    int digits;
-    uint8_t *scratch;
-    int64_t scratch_bytes;
-    float *sums, *bias; // (slices, H) and (slices, groups)
-    int64_t bias_stride;
-    float *y;
-};
 
 inline void prefetch_lines(const uint8_t *p, int64_t lines) {
     for (; lines > 0; lines--, p += 64) FLOE_PREFETCH(p);
@@ -78,23 +56,25 @@ struct Kept {
     }
 };
 
-void compute_slice(void *opaque, int64_t item, int worker) {
-    const Context &c = *(const Context *)opaque;
+} // namespace
+
+void SparseSum::compute(int64_t item, int worker) {
+    const SparseSum &c = *this;
     const RowOps &ops = row_ops();
     const Slice &slice = c.slices[item];
-    const floe_rows &stored_rows = *c.rows;
+    const floe_rows &stored_rows = c.rows;
     const floe_vector &down = stored_rows.down;
-    const Token *token = c.tokens + c.calls->token[slice.call];
-    const int64_t first_row = c.calls->expert[slice.call] * stored_rows.neurons, row_bytes = stored_rows.row_bytes;
-    const float weight = c.calls->weight[slice.call];
-    const float threshold = c.calls->product == nullptr ? 0.0f : c.calls->product[slice.call];
+    const Token *token = c.prepared + c.calls.token[slice.call];
+    const int64_t first_row = c.calls.expert[slice.call] * stored_rows.neurons, row_bytes = stored_rows.row_bytes;
+    const float weight = c.calls.weight[slice.call];
+    const float threshold = c.calls.product == nullptr ? 0.0f : c.calls.product[slice.call];
     uint8_t *scratch = c.scratch + worker * c.scratch_bytes;
     float *sum = c.sums + item * down.n, *bias = c.bias + item * c.bias_stride;
     memset(sum, 0, (size_t)down.n * sizeof(float));
     memset(bias, 0, (size_t)c.bias_stride * sizeof(float));
 
     const int64_t gate_lines = (c.gate_bytes + 63) / 64, down_lines = (row_bytes - c.gate_bytes + 63) / 64;
-    const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active->neurons[i]) * row_bytes; };
+    const auto row = [&](int64_t i) { return stored_rows.data + (first_row + c.active.neurons[i]) * row_bytes; };
     const auto batch_end = [&](int64_t start) { return start + kBatch < slice.end ? start + kBatch : slice.end; };
 
     // While gates of a batch are computed, those of the next one arrive; while down columns are added, those of the
@@ -113,7 +93,7 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         }
         ops.dot(stored_rows.gate, gate, rows, &token, 1, nullptr, g, scratch, ahead);
         for (int r = 0; r < rows; r++) {
-            const float product = silu(g[r][0]) * c.active->values[start + r];
+            const float product = silu(g[r][0]) * c.active.values[start + r];
             if (std::fabs(product) < threshold) continue; // NaN goes on to the result
             kept.push(stored(down, row(start + r) + c.gate_bytes), weight * product);
             kept_count++;
@@ -126,22 +106,23 @@ void compute_slice(void *opaque, int64_t item, int worker) {
         }
     }
     ops.finish(down, sum, bias);
-    c.slices[item].kept = kept_count; // once: neighbouring slices share a cache line
+    slices[item].kept = kept_count; // once: neighbouring slices share a cache line
 }
 
+namespace {
+
 // One token's columns item * kColumns ..., summed over the slices of its calls.
-void add_slices(void *opaque, int64_t item, int) {
-    const Context &c = *(const Context *)opaque;
-    const int64_t width = c.rows->down.n, per_token = (width + kColumns - 1) / kColumns;
+void add_slices(const SparseSum &c, int64_t item, float *y) {
+    const int64_t width = c.rows.down.n, per_token = (width + kColumns - 1) / kColumns;
     const int64_t token = item / per_token, start = item % per_token * kColumns;
     const int64_t count = start + kColumns < width ? kColumns : width - start;
     float total[kColumns] = {};
     for (int64_t s = 0; s < c.slice_count; s++) {
-        if (c.calls->token[c.slices[s].call] != token) continue;
+        if (c.calls.token[c.slices[s].call] != token) continue;
         const float *part = c.sums + s * width + start;
         for (int64_t i = 0; i < count; i++) total[i] += part[i];
     }
-    memcpy(c.y + token * width + start, total, (size_t)count * sizeof(float));
+    memcpy(y + token * width + start, total, (size_t)count * sizeof(float));
 }
 
 // Whether a neuron stands twice in one call. Ascending lists, the usual ones, answer by themselves.
@@ -166,59 +147,72 @@ int check_active(int64_t calls, const int64_t *offsets, const int32_t *active, i
 }
 
 } // namespace
+
+int SparseSum::prepare(const float *x, int64_t tokens, const floe_rows &of_rows, const floe_calls &of_calls,
+                       const floe_active &of_active, int with_digits, int threads) {
+    const floe_vector &gate = of_rows.gate, &down = of_rows.down;
+    const int64_t *const offsets = of_active.offsets, count = of_calls.count, neurons = of_rows.neurons;
+    const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down);
+    if (gate_codes < 0 || down_codes < 0 || gate.n != down.n || tokens < 0 || of_rows.experts < 0 || neurons < 0 ||
+        count < 0 || with_digits < 1 || with_digits > 3)
+        return FLOE_BAD_SHAPE;
+    gate_bytes = 4 * groups_of(gate) + gate_codes;
+    if (of_rows.row_bytes < gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
+    if (!in_range(of_calls.token, count, tokens) || !in_range(of_calls.expert, count, of_rows.experts))
+        return FLOE_BAD_INDEX;
+    if (const int error = check_active(count, offsets, of_active.neurons, neurons, buffer_)) return error;
+
+    const int64_t total = offsets[count], width = down.n;
+    int64_t rows_each = (total + kSlices - 1) / kSlices;
+    if (rows_each < kMinRows) rows_each = kMinRows;
+    slice_count = 0;
+    for (int64_t p = 0; p < count; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
+    bias_stride = aligned(4 * (groups_of(down) + width / kChunk + 16)) / 4;
+    scratch_bytes = aligned(width + kChunk);
+    uint8_t *memory = buffer_.take(tokens_bytes(gate, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
+                                   aligned(4 * slice_count * width) + aligned(4 * slice_count * bias_stride) +
+                                   threads * scratch_bytes);
+    if (memory == nullptr) return FLOE_NO_MEMORY;
+    prepared = prepare_tokens(gate, x, tokens, with_digits, threads, memory);
+    slices = carve<Slice>(memory, slice_count);
+    int64_t filled = 0;
+    for (int64_t p = 0; p < count; p++)
+        for (int64_t start = offsets[p]; start < offsets[p + 1]; start += rows_each)
+            slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1], 0};
+    sums = carve<float>(memory, slice_count * width);
+    bias = carve<float>(memory, slice_count * bias_stride);
+    scratch = memory;
+    rows = of_rows;
+    calls = of_calls;
+    active = of_active;
+    token_count = tokens;
+    digits = with_digits;
+    return FLOE_OK;
+}
+
+void SparseSum::add(int threads, float *y, int64_t *kept) const {
+    struct Target {
+        const SparseSum &sum;
+        float *y;
+    } target{*this, y};
+    const auto work = [](void *to, int64_t item, int) { add_slices(((Target *)to)->sum, item, ((Target *)to)->y); };
+    parallel_for(threads, token_count * ((rows.down.n + kColumns - 1) / kColumns), work, &target);
+    for (int64_t p = 0; p < calls.count; p++) kept[p] = 0;
+    for (int64_t s = 0; s < slice_count; s++) kept[slices[s].call] += slices[s].kept;
+}
+
 } // namespace floe
 
 using namespace floe;
 
 int floe_sparse_swiglu(const float *x, int64_t tokens, const floe_rows *rows, const floe_calls *calls,
                        const floe_active *active, int digits, int threads, float *y, int64_t *kept) {
-    thread_local Buffer buffer;
-    const floe_vector &gate = rows->gate, &down = rows->down;
-    const int64_t *const offsets = active->offsets, count = calls->count, neurons = rows->neurons;
-    const int64_t gate_codes = code_bytes(gate), down_codes = code_bytes(down);
-    if (gate_codes < 0 || down_codes < 0 || gate.n != down.n || tokens < 0 || rows->experts < 0 || neurons < 0 ||
-        count < 0 || digits < 1 || digits > 3)
-        return FLOE_BAD_SHAPE;
-    Context c = {};
-    c.gate_bytes = 4 * groups_of(gate) + gate_codes;
-    if (rows->row_bytes < c.gate_bytes + 4 * groups_of(down) + down_codes) return FLOE_BAD_SHAPE;
-    if (!in_range(calls->token, count, tokens) || !in_range(calls->expert, count, rows->experts)) return FLOE_BAD_INDEX;
-    if (const int error = check_active(count, offsets, active->neurons, neurons, buffer)) return error;
+    thread_local SparseSum sum;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
-
-    const int64_t total = offsets[count];
-    int64_t rows_each = (total + kSlices - 1) / kSlices;
-    if (rows_each < kMinRows) rows_each = kMinRows;
-    int64_t slice_count = 0;
-    for (int64_t p = 0; p < count; p++) slice_count += (offsets[p + 1] - offsets[p] + rows_each - 1) / rows_each;
-
-    const int64_t width = down.n;
-    c.bias_stride = aligned(4 * (groups_of(down) + width / kChunk + 16)) / 4;
-    c.scratch_bytes = aligned(width + kChunk);
-    uint8_t *memory = buffer.take(tokens_bytes(gate, tokens) + aligned((int64_t)sizeof(Slice) * slice_count) +
-                                  aligned(4 * slice_count * width) + aligned(4 * slice_count * c.bias_stride) +
-                                  threads * c.scratch_bytes);
-    if (memory == nullptr) return FLOE_NO_MEMORY;
-    c.tokens = prepare_tokens(gate, x, tokens, digits, threads, memory);
-    Slice *slices = carve<Slice>(memory, slice_count);
-    int64_t filled = 0;
-    for (int64_t p = 0; p < count; p++)
-        for (int64_t start = offsets[p]; start < offsets[p + 1]; start += rows_each)
-            slices[filled++] = {p, start, start + rows_each < offsets[p + 1] ? start + rows_each : offsets[p + 1], 0};
-    c.rows = rows;
-    c.calls = calls;
-    c.active = active;
-    c.slices = slices;
-    c.slice_count = slice_count;
-    c.token_count = tokens;
-    c.digits = digits;
-    c.sums = carve<float>(memory, slice_count * width);
-    c.bias = carve<float>(memory, slice_count * c.bias_stride);
-    c.scratch = memory;
-    c.y = y;
-    parallel_for(threads, slice_count, compute_slice, &c);
-    parallel_for(threads, tokens * ((width + kColumns - 1) / kColumns), add_slices, &c);
-    for (int64_t p = 0; p < count; p++) kept[p] = 0;
-    for (int64_t s = 0; s < slice_count; s++) kept[slices[s].call] += slices[s].kept;
+    if (const int error = sum.prepare(x, tokens, *rows, *calls, *active, digits, threads)) return error;
+    parallel_for(
+        threads, sum.slice_count, [](void *it, int64_t item, int worker) { ((SparseSum *)it)->compute(item, worker); },
+        &sum);
+    sum.add(threads, y, kept);
     return FLOE_OK;
 }

@@ -19,11 +19,6 @@
 #endif
 
 namespace floe {
-namespace {
-
-// Longer than what lies between two operations of a decode step, since to wake a thread that sleeps takes about as
-// long.
-constexpr std::chrono::microseconds kSpin{300};
 
 struct Job {
     Work work;
@@ -35,8 +30,17 @@ struct Job {
     uint64_t lanes = 1;          // worker numbers in use, as bits; the caller is 0
     Job *other = nullptr;        // the next of the pool's jobs
 
+    Job(int threads, int64_t items, Work work, void *context)
+        : work(work), context(context), items(items), limit(threads) {}
+
     bool takes_more() const { return helpers + 1 < limit && next.load(std::memory_order_relaxed) < items; }
 };
+
+namespace {
+
+// Longer than what lies between two operations of a decode step, since to wake a thread that sleeps takes about as
+// long.
+constexpr std::chrono::microseconds kSpin{300};
 
 static_assert(kMaxThreads <= 64, "a lane is a bit of Job::lanes");
 
@@ -69,6 +73,11 @@ class Pool {
   public:
     void run(Job &job) {
         announce(job);
+        finish(job);
+    }
+
+    // What was announced.
+    void finish(Job &job) {
         take_all(job);
         {
             std::lock_guard<std::mutex> lock(mutex_);
@@ -83,7 +92,6 @@ class Pool {
         done_.wait(lock, [&] { return job.helpers == 0; });
     }
 
-  private:
     void announce(Job &job) {
         bool asleep;
         {
@@ -96,6 +104,7 @@ class Pool {
         if (asleep) wake_.notify_all();
     }
 
+  private:
     void remove(const Job &job) {
         Job **at = &jobs_;
         while (*at != &job) at = &(*at)->other;
@@ -182,14 +191,27 @@ Pool &pool() {
 } // namespace
 
 void parallel_for(int threads, int64_t items, Work work, void *context) {
-    Job job;
-    job.work = work;
-    job.context = context;
-    job.items = items;
-    job.limit = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
-    if (job.limit > items) job.limit = items < 1 ? 1 : (int)items;
+    const int limit = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
+    Job job(limit > items ? items < 1 ? 1 : (int)items : limit, items, work, context);
     if (job.limit == 1) return take_all(job);
     pool().run(job);
+}
+
+Begun::Begun() = default;
+
+Begun::~Begun() {
+    if (started_) join();
+}
+
+void Begun::start(int threads, int64_t items, Work work, void *context) {
+    job_ = std::make_unique<Job>(threads < 2 ? 2 : threads < kMaxThreads ? threads : kMaxThreads, items, work, context);
+    pool().announce(*job_);
+    started_ = true;
+}
+
+void Begun::join() {
+    pool().finish(*job_);
+    started_ = false;
 }
 
 } // namespace floe

@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+#include <memory>
+
 namespace floe {
 
 // item: 0..items-1. worker: 0..threads-1, no two at the same time with one number.
@@ -18,5 +20,26 @@ constexpr int kMaxThreads = 64;
 // when all are done. Several callers at once share the threads evenly: after each item a thread goes where fewer are,
 // and no more threads run than the caller with the most asked for (or than there are callers).
 void parallel_for(int threads, int64_t items, Work work, void *context);
+
+struct Job;
+
+// Work that other threads begin while its caller does something else. `join` lends a hand, and returns when all is
+// done; the caller counts as one of the threads meanwhile, but there is always another one. One thread's.
+class Begun {
+  public:
+    Begun();
+    ~Begun();
+    Begun(const Begun &) = delete;
+    Begun &operator=(const Begun &) = delete;
+
+    // After a `join`, or for the first time. Workers are numbered up to max(threads, 2) - 1.
+    void start(int threads, int64_t items, Work work, void *context);
+    void join();
+    bool started() const { return started_; }
+
+  private:
+    std::unique_ptr<Job> job_;
+    bool started_ = false;
+};
 
 } // namespace floe

@@ -30,6 +30,7 @@ inline int64_t send(const floe_way &way, int64_t layer, const int32_t *keys, con
         transfer->urgent = urgent;
         transfer->score = score;
         transfer->layer = layer;
+        transfer->pooled = way.pooled != 0;
         return link->submit(std::move(transfer));
     } catch (const std::bad_alloc &) {
         return FLOE_NO_MEMORY;

@@ -1,0 +1,182 @@
+"""Steps of layers over a compiled link: what `engine/offload/scheduler.py` defines, in a call at each end of a step.
+
+What is on its way to the pool is known to the link alone; Python names no transfer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checks import index
+from ..located import Keys, Part
+from ..offload.placing import Found, Placed, Way
+from ..types import Calls
+from ..weights import ExpertRows
+from .binding import check, codes, library, records, refused
+from .native import digits_of, float32
+from .native_pool import KINDS, Lists, NativeTable, found_record, way_record
+from .weights import rows_record
+
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What the CPU computes a step's share from.
+
+    Attributes:
+        rows: in RAM. hidden: (B, H) on the CPU. limits: (P,) the second thresholds. All as for `kernels.sparse_swiglu`.
+    """
+
+    rows: ExpertRows
+    hidden: Tensor
+    calls: Calls
+    limits: Tensor | None
+    x_bits: int
+
+
+class Share:
+    """A step's share. y, kept: (B, H) float32 and (P,), filled once it is joined."""
+
+    def __init__(self, beside: Beside) -> None:
+        self.beside, self.record = beside, None
+        self.y, self.kept = torch.empty(beside.hidden.shape), torch.empty(beside.calls.experts.shape, dtype=torch.int64)
+
+
+class NativeSteps:
+    """A pool's steps.
+
+    Raises:
+        NativeUnavailableError: there is no compiled library.
+    """
+
+    def __init__(self, table: NativeTable, link: int, *, row_bytes: int, spared: int, whole: float, rates: Any) -> None:
+        """`rates`: `floe_rates`, corrected in place. The others: see `floe_offload`."""
+        self._functions, self._table, self._lists = library(), table, Lists()
+        self._offload: Any = records.offload(
+            pool=table.native,
+            rates=rates,
+            link=link,
+            row_bytes=row_bytes,
+            spared=spared,
+            cpu_share=0.0,
+            whole=whole,
+            moved=0,
+            busy=0.0,
+        )
+        self._share: int = self._functions.share_open()
+        check(self._share)
+        self._seconds = np.zeros(1)
+        self._end = weakref.finalize(self, self._functions.share_free, self._share)
+        self._found: Any = None  # of the step that was placed last
+
+    def start(self, found: Found, way: Way, cpu_share: float, share: Share | None) -> Placed:
+        """Begin a layer's turn: note what has arrived, place the step and send for what is copied.
+
+        Args:
+            cpu_share: of the threads, that the CPU's rows may use. share: to start at once where the CPU gets rows;
+                None: it is not started.
+
+        Raises:
+            ValueError: an index out of range. RuntimeError: the link's failure.
+        """
+        record, over = found_record(found), way_record(way)
+        if record is None or not self._table.hears(found):
+            self._explained(found)
+        self._offload.cpu_share, self._found = cpu_share, record
+        lists, beside = self._lists.of(record), None if share is None else self._beside(share)
+        code = self._functions.offload_start(self._of_now(), record, over, beside, lists.places, lists.placed)
+        if self._refused(code, way):
+            self._explained(found)
+        return lists.filled()
+
+    def finish(self, way: Way, computed: Callable[[], None]) -> Iterator[tuple[Part, float]]:
+        """End the step: what has arrived, and the seconds waited for it; several times in a pool that is too small for
+        all at once, with `computed`, which waits for the device, in between.
+
+        Raises:
+            RuntimeError: the link's failure.
+        """
+        record, over, lists, code = self._found, way_record(way), self._lists, codes.MORE
+        while code == codes.MORE:
+            lists.placed.waited = 0.0
+            given = self._of_now(), record, over, self._table.flags, None, lists.places, lists.placed
+            code = self._functions.offload_finish(*given)
+            if self._refused(code, way):
+                check(code)
+            yield lists.arrived(), lists.placed.waited
+            if code == codes.MORE:
+                computed()
+
+    def begin_share(self, share: Share) -> None:
+        """Start the CPU's share of the step that was placed last."""
+        check(self._functions.share_start(self._beside(share), self._found, self._lists.places))
+
+    def join_share(self, share: Share) -> float:
+        """Fill the share that was started, once it is computed; returns the seconds since its start."""
+        check(self._functions.share_join(share.record, self._seconds))
+        return float(self._seconds[0])
+
+    def fetch(self, layer: int, way: Way, keys: Keys, *, urgent: bool, score: float) -> None:
+        """Request the rows of these absent keys, as many as get a slot.
+
+        Raises:
+            ValueError: a key out of range, present or named twice. RuntimeError: the link's failure.
+        """
+        index("layer", layer, self._table.layers)
+        given = self._of_now(), layer, way_record(way), keys.size, keys, urgent, score
+        taken = self._functions.offload_fetch(*given)
+        if self._refused(taken, way):
+            check(taken)
+
+    def collect(self, others: bool) -> None:
+        """Note what has arrived. others: whether transfers elsewhere have ended."""
+        check(self._functions.offload_collect(self._of_now(), others))
+
+    def forget(self, layer: int | None) -> None:
+        """Give up what was fetched ahead for a layer (None: for all) and has not begun."""
+        check(self._functions.offload_forget(self._of_now(), -1 if layer is None else layer))
+
+    def await_all(self) -> None:
+        """Wait until everything on its way to the pool has arrived."""
+        check(self._functions.offload_await(self._of_now()))
+
+    def _of_now(self) -> Any:
+        if self._offload.pool != (now := self._table.address):
+            self._offload.pool = now
+        return self._offload
+
+    def _beside(self, share: Share) -> Any:
+        given = share.beside
+        hidden, kind = given.hidden.contiguous(), self._found.kind
+        if KINDS.get(hidden.dtype) != kind:
+            hidden = hidden.to(_DTYPES[kind])
+        share.record = records.beside(
+            share=self._share,
+            rows=rows_record(given.rows),
+            hidden=hidden,
+            tokens=given.calls.tokens.contiguous(),
+            products=None if given.limits is None else float32(given.limits),
+            y=share.y,
+            kept=share.kept,
+            digits=digits_of(given.hidden, given.x_bits),
+            threads=torch.get_num_threads(),
+        )
+        return share.record
+
+    def _explained(self, found: Found) -> None:
+        """Raise what is wrong with a step that the library refused."""
+        self._table.check(found)
+        raise ValueError("the compiled kernels cannot take this step")
+
+    def _refused(self, code: int, way: Way) -> bool:
+        if code == codes.LINK_FAILED:
+            raise RuntimeError(self._functions.link_failure(way.link).decode())
+        return refused(code)
