@@ -75,6 +75,7 @@ STAGES = (
     Stage("gpu-tests", "the tests that need a GPU: links, waits, graphs", "suite_parts", "engine"),
     Stage("sizes", "every operation against its definition, at full sizes", "full_sizes", "run"),
     Stage("tokens", "the same tokens as the CPU, and at every size of the pool", "same_tokens", "run"),
+    Stage("graphs", "layers in a pool by graphs, compared with one by one: captured, alike, faster", "captured", "run"),
     Stage("experts", "FloE table 1: a sparse expert compared with a dense one", "figures", "experts"),
     Stage("link", "FloE figure 7: share of the link's peak by chunk", "figures", "link"),
     Stage("bandwidth", "share of the memory's bandwidth, operation by operation", "figures", "bandwidth"),

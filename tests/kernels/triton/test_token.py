@@ -16,10 +16,11 @@ from floe_chat.kernels.rule import Rule
 from floe_chat.models.catalog import asset
 from torch import Tensor
 
+from ...engine.offloading import offloaded
 from ...helpers import relative_rms
 from .conftest import INTERPRETED
 
-OPERATIONS = ("select", "moe_step", "attend_one", "linear")
+OPERATIONS = ("select", "moe_step", "attend_one", "linear", "list_active", "add_listed")
 RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)
 
 
@@ -48,22 +49,27 @@ def pack(request: pytest.FixtureRequest) -> tuple[Path, bool]:
     return small, skips
 
 
+def interpreted(device: torch.device, patch: pytest.MonkeyPatch) -> None:
+    """Let the kernels compute on a CPU as on a card, where there is no other device."""
+    if device.type != "cpu":
+        return
+    kernels = replace(operations.choose(device), name="triton", **{name: getattr(triton, name) for name in OPERATIONS})
+
+    def choose(_device: torch.device | str) -> Backend:
+        return kernels
+
+    def possible(_device: torch.device) -> bool:
+        return True
+
+    patch.setattr(operations, "choose", choose)
+    patch.setattr(graphs, "possible", possible)
+
+
 def test_a_token_is_the_cpus(pack: tuple[Path, bool], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     small, skips = pack
     here = load(small, None, "cpu", silent)[0]
     with monkeypatch.context() as patch:
-        if device.type == "cpu":
-            plain = operations.choose(device)
-            kernels = replace(plain, name="triton", **{name: getattr(triton, name) for name in OPERATIONS})
-
-            def choose(_device: torch.device | str) -> Backend:
-                return kernels
-
-            def possible(_device: torch.device) -> bool:
-                return True
-
-            patch.setattr(operations, "choose", choose)
-            patch.setattr(graphs, "possible", possible)
+        interpreted(device, patch)
         there = load(small, None, str(device), silent)[0]
         assert "one graph per token" in there.decoder.reason
         preset = here.control.preset
@@ -74,3 +80,25 @@ def test_a_token_is_the_cpus(pack: tuple[Path, bool], device: torch.device, monk
     assert found.isfinite().all()
     assert relative_rms(found, expected) <= (1e-3 if device.type == "cpu" else 0.1)
     assert active == pytest.approx(as_active, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_token_with_rows_in_a_pool_is_the_cpus(
+    pack: tuple[Path, bool], share: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("make card compares every size of a real pool")
+    small, skips = pack
+    loaded = load(small, None, "cpu", silent)[0]
+    preset = replace(loaded.control.preset, rule=RULE if skips else Rule(), x_bits=22)
+    loaded.control.preset = preset
+    expected, active = feed(loaded)
+    with monkeypatch.context() as patch:
+        interpreted(device, patch)
+        with offloaded(loaded, preset, share, predict=False, cpu=1e12):
+            loaded.decoder.prepare()
+            assert loaded.decoder.reason.endswith("with the experts in the pool")
+            found, as_active = feed(loaded)
+    assert relative_rms(found, expected) <= 1e-3
+    assert as_active == pytest.approx(active, rel=0.1)
+    assert loaded.telemetry.layers[0].on_cpu > 0 or share == 1.0
