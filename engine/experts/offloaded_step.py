@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,8 +111,6 @@ class OffloadedStep:
         shared, work, x_bits = self.shared, self.choice.work, self.choice.ruled.preset.x_bits
         beside = Beside(self.ram().layer.rows, self.hidden, work.calls, work.products, x_bits)
         placed, joined = shared.scheduler.start(found, beside, shared.device.cpu_share if shared.parts.cpu else 0.0)
-        if placed.whole:
-            self._move_whole(placed)
         return placed, joined
 
     def finish(self, found: Found, placed: Placed, joined: Joined | None, total: Sum) -> float:
@@ -140,17 +137,6 @@ class OffloadedStep:
         """Compute rows that are on the device."""
         if part.at.size:
             total.rows(self, part)
-
-    def _move_whole(self, placed: Placed) -> None:
-        """If an expert is mostly active and partly absent, fetch the rest of it as well (CORM)."""
-        neurons, table = self._neurons, self.shared.pool.layers[self.index]
-        active = np.diff(self.active.offsets.numpy())
-        missing = active - sum(np.diff(part.offsets) for part in (placed.ready, placed.coming, placed.late))
-        mostly = active > self.shared.parts.whole * neurons
-        for expert in self.choice.work.calls.experts.numpy()[mostly & (missing > 0)].tolist():
-            rest = expert * neurons + np.flatnonzero(table[expert * neurons : (expert + 1) * neurons] < 0)
-            if rest.size:
-                self.shared.scheduler.fetch(self.index, rest, score=np.inf)
 
     def count(self, counts: LayerCounts, placed: Placed, waited: float) -> None:
         """Add to the telemetry where the rows were."""

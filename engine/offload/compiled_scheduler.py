@@ -29,16 +29,13 @@ class CompiledScheduler(Scheduler):
         pool: RowPool,
         memory: DeviceMemory,
         sources: Sequence[Tensor],
-        whole: float,
         table: NativeTable,
         link: CompiledLink,
     ) -> None:
         """`table`: the pool's. `link`: the device's."""
-        super().__init__(device, pool, memory, sources, whole)
+        super().__init__(device, pool, memory, sources)
         self._link, self._rates, self._ways = link, device.rates.record(), dict[int, Way]()
-        self._steps = NativeSteps(
-            table, link.handle, row_bytes=memory.row_bytes, spared=SPARED, whole=whole, rates=self._rates
-        )
+        self._steps = NativeSteps(table, link.handle, row_bytes=memory.row_bytes, spared=SPARED, rates=self._rates)
 
     def fetch(self, layer: int, keys: Keys, *, urgent: bool = False, score: float = 0.0) -> None:
         """See `Scheduler`."""

@@ -15,7 +15,6 @@ import numpy.typing as npt
 from .lane_rates import Rates
 
 EXACT = 16  # experts up to which every placement is tried: 65,536 placements take 1 to 3 milliseconds
-WHOLE = 0.75  # share of an expert's neurons above which CORM moves them all (appendix, figure 9)
 
 _Seconds = npt.NDArray[np.float64]
 _Chosen = npt.NDArray[np.bool_]

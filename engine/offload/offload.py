@@ -21,7 +21,6 @@ from ...models.pack.usage_file import Heat
 from ...models.quantities import memory as size
 from ..events import Advanced, Notice
 from ..ranges import PREDICTORS, TRANSFERS
-from . import missing_rows
 from .compiled_scheduler import CompiledScheduler
 from .device import Device
 from .device_memory import ALIGNED, DeviceMemory
@@ -43,7 +42,6 @@ class Parts:
 
     Attributes:
         eviction: what the pool evicts first, see eviction.py. cpu: whether the CPU computes a share of absent rows.
-        whole: share of active neurons above which an absent expert is moved in one piece (CORM).
         predictor: predicts the next layer's rows, see predictor.py; "none" prefetches nothing.
         transfer: how absent rows cross the link, see tuned_link.py.
         mix: where each layer's experts are; None: as planned, see `planning/mix_choice.py`.
@@ -51,7 +49,6 @@ class Parts:
 
     eviction: Policy = "score"
     cpu: bool = True
-    whole: float = missing_rows.WHOLE
     predictor: str = "auto"
     transfer: TransferMode = "auto"
     mix: Mix | None = None
@@ -121,7 +118,7 @@ class Offload:
         self.pool = RowPool(len(which) or 1, experts, neurons, capacity, parts.eviction)
         self.memory = DeviceMemory(device.place, nbytes, capacity, neurons, total)
         sources = [layers[layer].rows.data.view(-1, nbytes) for layer in which]
-        self.scheduler = _scheduler(device, self.pool, self.memory, sources, parts.whole)
+        self.scheduler = _scheduler(device, self.pool, self.memory, sources)
         self.ring = ExpertRing(device, self.pool, self.memory)
         self.notices: list[Notice] = []
         self._fixed, self._keys = {name: (uses or {}).get(name, 0) for name in ("up", "dense")}, keys
@@ -249,11 +246,9 @@ class Offload:
         self.pool.resize(len(self.memory.rows))
 
 
-def _scheduler(
-    device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], whole: float
-) -> Scheduler:
+def _scheduler(device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> Scheduler:
     """Compiled, where the pool's tables and the link are."""
     table, link = pool.table, device.link
     if isinstance(table, NativeTable) and isinstance(link, CompiledLink):
-        return CompiledScheduler(device, pool, memory, sources, whole, table, link)
-    return Scheduler(device, pool, memory, sources, whole)
+        return CompiledScheduler(device, pool, memory, sources, table, link)
+    return Scheduler(device, pool, memory, sources)

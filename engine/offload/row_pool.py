@@ -43,16 +43,16 @@ class RowPool:
         self.layers = self.table.slots.reshape(layers, experts * neurons)
         self.table.resize(capacity)
 
-    def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
+    def place(self, found: Found, lanes: Lanes, way: Way | None = None) -> Placed:
         """Where a step's active neurons are, and which absent ones get slots. All of these stay until `release`.
 
         Args:
-            found: several calls may name the same neuron. whole: see `Placed`. way: to send for copied rows at once.
+            found: several calls may name the same neuron. way: to send for copied rows at once.
 
         Raises:
             ValueError: an index out of range. Nothing has changed then.
         """
-        return self.table.place(found, lanes, whole, way)
+        return self.table.place(found, lanes, way)
 
     def note(self, found: Found) -> None:
         """Record the use of a step's neurons. What the step waits for is asked for before.

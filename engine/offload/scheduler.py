@@ -58,11 +58,8 @@ class Scheduler:
             token, and experts (B, K).
     """
 
-    def __init__(
-        self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor], whole: float
-    ) -> None:
-        """`whole`: see `Placed`."""
-        self._device, self._pool, self._memory, self.sources, self._whole = device, pool, memory, sources, whole
+    def __init__(self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> None:
+        self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self.ahead: PendingPrefetch | None = None
         self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
         # Transfers into the pool that are not known to have arrived, the oldest first.
@@ -108,7 +105,7 @@ class Scheduler:
         self.forget(found.layer)
         queued = device.link.queued_bytes() / rates.link_bytes_s
         lanes = rates.lanes(self._memory.row_bytes, queued, cpu_share)
-        placed = self._pool.place(found, lanes, self._whole)
+        placed = self._pool.place(found, lanes)
         self._first = None
         if placed.slots.size:
             keys = placed.keys[: placed.slots.size].astype(np.int64)

@@ -57,12 +57,12 @@ typedef struct {
     int32_t *at, *places, *keys, *slots;
 } floe_places;
 
-// Keys to copy, and how many of them got a slot; calls that have active neurons, those of which half the rows are
-// present, and those of which more than `whole` of the neurons are active and some rows absent. transfer: the number of
+// Keys to copy, and how many of them got a slot; calls that have active neurons, and those of which half the rows
+// are present. transfer: the number of
 // the one that brings the rows, 0 if there is none. Of floe_offload_finish: done, how many of the keys have arrived
 // (before its first call -1); waited, seconds for rows on their way.
 typedef struct {
-    int64_t wanted, reserved, looked, hit, whole, transfer, done;
+    int64_t wanted, reserved, looked, hit, transfer, done;
     double waited;
 } floe_placed;
 
@@ -78,7 +78,7 @@ typedef struct {
 
 // Places a step's rows, and sends for those that are copied if a way is given. Rows that are present stay, and so do
 // those that got a slot, until the next step.
-FLOE_API int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes, double whole,
+FLOE_API int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes,
                                 FLOE_OPTIONAL const floe_way *way, const floe_places *places, floe_placed *placed);
 
 // Notes the use of a step's neurons.
@@ -103,13 +103,13 @@ typedef struct {
 } floe_rates;
 
 // Everything that a step works on. link: its handle. cpu_share: of the threads, which rows in RAM may use; 0 for
-// none of the rows. whole: as in floe_placed. spared: at most this small part of the pool is kept free for later rows.
+// none of the rows. spared: at most this small part of the pool is kept free for later rows.
 // moved, busy: the link's, as last seen.
 typedef struct {
     const floe_pool *pool;
     floe_rates *rates;
     int64_t link, row_bytes, spared;
-    double cpu_share, whole;
+    double cpu_share;
     int64_t moved;
     double busy;
 } floe_offload;

@@ -32,7 +32,7 @@ class Lists:
     """Memory for a step's lists: `floe_places` and `floe_placed`."""
 
     def __init__(self) -> None:
-        self.placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, whole=0, transfer=0, done=-1, waited=0.0)
+        self.placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, transfer=0, done=-1, waited=0.0)
         self.places: Any = None
         self._room = -1
 
@@ -59,7 +59,7 @@ class Lists:
         placed, sizes = self.placed, self._bounds[: codes.PART_ARRIVED, -1].tolist()
         keys, slots = self._keys[: placed.wanted].copy(), self._taken[: placed.reserved].copy()
         parts = _Parts(self._bounds, self._at, self._places)
-        return Placed(parts, sizes, keys, slots, placed.looked, placed.hit, placed.whole, placed.transfer)
+        return Placed(parts, sizes, keys, slots, placed.looked, placed.hit, placed.transfer)
 
     def arrived(self) -> Part:
         """What a call has waited for."""
@@ -107,14 +107,14 @@ class NativeTable(StepTable):
         self._lists = Lists()
         self._handed_over()
 
-    def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
+    def place(self, found: Found, lanes: Lanes, way: Way | None = None) -> Placed:
         """See `StepTable`."""
         record = found_record(found)
         if record is None or not self.hears(found):
-            return super().place(found, lanes, whole, way)
+            return super().place(found, lanes, way)
         lists, both, over = self._lists.of(record), records.lanes(**lanes._asdict()), way_record(way)
-        code = self._functions.offload_place(self.native, record, both, whole, over, lists.places, lists.placed)
-        return super().place(found, lanes, whole, way) if self._refused(code, way) else lists.filled()
+        code = self._functions.offload_place(self.native, record, both, over, lists.places, lists.placed)
+        return super().place(found, lanes, way) if self._refused(code, way) else lists.filled()
 
     def note(self, found: Found) -> None:
         """See `StepTable`."""

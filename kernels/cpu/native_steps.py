@@ -57,7 +57,7 @@ class NativeSteps:
         NativeUnavailableError: there is no compiled library.
     """
 
-    def __init__(self, table: NativeTable, link: int, *, row_bytes: int, spared: int, whole: float, rates: Any) -> None:
+    def __init__(self, table: NativeTable, link: int, *, row_bytes: int, spared: int, rates: Any) -> None:
         """`rates`: `floe_rates`, corrected in place. The others: see `floe_offload`."""
         self._functions, self._table, self._lists = library(), table, Lists()
         self._offload: Any = records.offload(
@@ -67,7 +67,6 @@ class NativeSteps:
             row_bytes=row_bytes,
             spared=spared,
             cpu_share=0.0,
-            whole=whole,
             moved=0,
             busy=0.0,
         )

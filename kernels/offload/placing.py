@@ -91,8 +91,7 @@ class Placed:
         parts: ready and coming are there, and on their way; copied and beside absent, for the link and for the CPU;
             skipped and late absent, or on their way, and done without. sizes: neurons of each.
         keys: (M,) int32 of the copied rows, each once. slots: int32, of the first of them, as many as there are.
-        looked, hit: calls with active neurons, and those of which half the rows are present. whole: those of which so
-            many neurons are active that the whole expert is worth moving, and some rows are absent.
+        looked, hit: calls with active neurons, and those of which half the rows are present.
         transfer: number of the transfer that brings the rows, if one was sent.
     """
 
@@ -102,7 +101,6 @@ class Placed:
     slots: Slots
     looked: int
     hit: int
-    whole: int
     transfer: int = 0
 
     ready = property(lambda self: self.parts[0])
@@ -199,12 +197,11 @@ class StepTable(RowTable):
         _check(self, layer, experts, offsets, neurons, width)
         return np.repeat(experts * width, np.diff(offsets)) + neurons
 
-    def place(self, found: Found, lanes: Lanes, whole: float, way: Way | None = None) -> Placed:
+    def place(self, found: Found, lanes: Lanes, way: Way | None = None) -> Placed:
         """Place a step's rows. Those that are present stay until the next step, and so do those that got a slot.
 
         Args:
-            whole: share of an expert's neurons above which it counts as `Placed.whole`. way: to send for the copied
-                rows at once; not here: compiled.
+            way: to send for the copied rows at once; not here: compiled.
 
         Raises:
             ValueError: an index out of range. Nothing has changed then. RuntimeError: the link's failure.
@@ -227,7 +224,6 @@ class StepTable(RowTable):
             slots,
             int((active > 0).sum()),
             int(((active > 0) & (2 * (active - missing) >= active)).sum()),
-            int(((active > whole * found.width) & (missing > 0)).sum()),
         )
 
     def check(self, found: Found) -> None:

@@ -52,7 +52,6 @@ POLICIES: dict[str, tuple[Policy, bool]] = {  # and whether the scores of all ex
     "score": ("score", True),
 }
 LINK = Lanes(cpu_start=0.0, cpu_row=np.inf, copy_start=0.0, copy_row=1.0)  # all absent rows are copied
-NO_EXPERT_WHOLE = 2.0
 SHARES = (0.05, 0.1, 0.25, 0.5)
 FILL_TOKENS, CONTEXT, ANSWER, FIRST = 80, 400, 120, 20
 
@@ -156,7 +155,7 @@ def step_of(shape: Shape, layer: int, keys: Keys, scores: NDArray[np.float32]) -
 
 def one(pool: RowPool, found: Found) -> int:
     """A step of the engine in which all rows arrive at once; returns how many were there."""
-    placed = pool.place(found, LINK, NO_EXPERT_WHOLE)
+    placed = pool.place(found, LINK)
     pool.note(found)
     pool.filled(placed.slots)
     for start in range(

@@ -166,19 +166,6 @@ def test_rows_that_were_left_out_are_not_counted_as_read(loaded: LoadedModel) ->
     assert left_out > 0 == none and found == bound
 
 
-def test_an_expert_that_is_mostly_active_is_moved_whole(loaded: LoadedModel) -> None:
-    with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=0.2)) as shared:
-        forward(loaded, PROMPT[:1], cache())
-        shared.scheduler.await_all()  # to settle would give up those that have not begun
-        shared.scheduler.settle()
-        resident = shared.pool.resident(0)
-        assert (resident == 1).sum() == loaded.packed.manifest.architecture.top_k
-    with offloaded(loaded, PLAIN, 1.0, predict=False, parts=Parts(cpu=False, whole=1.0)) as shared:
-        forward(loaded, PROMPT[:1], cache())
-        shared.scheduler.settle()
-        assert (shared.pool.resident(0) == 1).sum() == 0 < (shared.pool.resident(0) > 0).sum()
-
-
 def test_a_warm_pool_holds_what_was_hottest(loaded: LoadedModel) -> None:
     with offloaded(loaded, PLAIN, 0.2) as shared:
         layers, experts, neurons = shared.pool.slots.shape

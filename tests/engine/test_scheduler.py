@@ -53,7 +53,7 @@ class Side(VirtualDevice):
         self.pool = RowPool(LAYERS, EXPERTS, NEURONS, capacity)
         rows = torch.zeros(EXPERTS * NEURONS, NBYTES, dtype=torch.uint8)
         target = SimpleNamespace(rows=torch.zeros(capacity, NBYTES, dtype=torch.uint8), row_bytes=NBYTES)
-        given = self, self.pool, cast(DeviceMemory, target), [rows] * LAYERS, 0.6
+        given = self, self.pool, cast(DeviceMemory, target), [rows] * LAYERS
         if compiled:
             assert isinstance(self.pool.table, NativeTable) and isinstance(self.link, CompiledLink)
             self.scheduler: Scheduler = CompiledScheduler(*given, self.pool.table, self.link)
@@ -93,7 +93,7 @@ class Steps:
         starts = [side.scheduler.start(found, _beside(found), share) for side in self.sides]
         (one, first), (two, second) = starts
         assert (first is None) == (second is None) == (not one.sizes[3])
-        assert list(one.sizes) == list(two.sizes) and one.whole == two.whole
+        assert list(one.sizes) == list(two.sizes)
         for part, other in zip(one.parts, two.parts, strict=True):
             _same_part(part, other)
         self.same()

@@ -169,7 +169,7 @@ def _step(rng: Random, layer: int, width: int, *lists: Any) -> Callable[[StepTab
     guessed = np.array([rng.randrange(6) for _ in range(rng.randrange(4))], np.int32)
     return rng.choice(
         (
-            lambda one: one.place(found, lanes, 0.5),
+            lambda one: one.place(found, lanes),
             lambda one: one.note(found),
             lambda one: one.ahead(found),
             lambda one: one.right(found, guessed),

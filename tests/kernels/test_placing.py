@@ -79,9 +79,9 @@ class Walk:
     def place(self, layer: int) -> None:
         found, lanes = self.found(layer, late=self.dice.random() < 0.3), self.lanes()
         way = self.way()
-        one, two = (table.place(found, lanes, 0.55, way) for table in self.tables)
+        one, two = (table.place(found, lanes, way) for table in self.tables)
         same_lists(one, two, ("ready", "coming", "copied", "beside", "skipped", "late"))
-        assert (one.looked, one.hit, one.whole) == (two.looked, two.hit, two.whole)
+        assert (one.looked, one.hit) == (two.looked, two.hit)
         self.reserved(layer, one, two)
         assert_equal(*self.tables)
         for table in self.tables:
@@ -180,7 +180,7 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(kind: type[Step
     while good.active.neurons.numel() < 3 or good.width != NEURONS:
         good = walk.found(1)
     ends, neurons = good.active.offsets, good.active.neurons
-    table.place(good, walk.lanes(), 0.5)
+    table.place(good, walk.lanes())
     before = [array.copy() for array in (table.slots, table.words, table.counters, table.means.raw, table.means.recent)]
     wrong = [
         replace(good, layer=LAYERS),
@@ -199,7 +199,7 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(kind: type[Step
     ]
 
     def place(found: Found) -> None:
-        table.place(found, walk.lanes(), 0.5)
+        table.place(found, walk.lanes())
 
     calls = place, table.note, table.ahead
     alone = [
@@ -235,7 +235,7 @@ def test_nothing_gives_way_where_all_rows_have_slots() -> None:
         walk = Walk(RULE, 1, 0)
         for layer in range(LAYERS):
             found = walk.found(layer)
-            placed = table.place(found, walk.lanes(), 0.5)
+            placed = table.place(found, walk.lanes())
             assert placed.ready.at.size == found.active.neurons.numel() and not placed.keys.size
             np.testing.assert_array_equal(placed.ready.at, np.arange(placed.ready.at.size))
             table.note(found)
@@ -255,7 +255,7 @@ def test_a_compiled_call_sends_for_the_rows_that_it_places() -> None:
     moved = 0
     for _ in range(60):
         found = walk.found(walk.dice.randrange(LAYERS))
-        placed, ahead = table.place(found, walk.lanes(), 0.5, way), table.ahead(found, way)
+        placed, ahead = table.place(found, walk.lanes(), way), table.ahead(found, way)
         ends = [end for _, end in ahead.sent]
         assert ends == sorted({*ends}) and (ends or [0])[-1] == ahead.slots.size and len(ends) <= 2 * len(ahead.runs)
         assert (placed.transfer > 0) == (placed.slots.size > 0)
@@ -266,7 +266,7 @@ def test_a_compiled_call_sends_for_the_rows_that_it_places() -> None:
             moved += part.slots.size
         table.counters[STEP] += 1
     assert link.bytes_moved == moved * 64 > 0
-    placed = table.place(walk.found(0), walk.lanes(), 0.5, replace(way, rows=5))
+    placed = table.place(walk.found(0), walk.lanes(), replace(way, rows=5))
     assert placed.transfer == 0, "it leads to other rows"
     table.settle(placed.slots, arrived=True)
     link.close()
@@ -274,5 +274,5 @@ def test_a_compiled_call_sends_for_the_rows_that_it_places() -> None:
     table.counters[STEP] += 1
     with pytest.raises(RuntimeError, match="closed"):
         for layer in range(LAYERS):
-            table.place(walk.found(layer), Lanes(0.0, np.inf, 0.0, 1.0), 0.5, way)
+            table.place(walk.found(layer), Lanes(0.0, np.inf, 0.0, 1.0), way)
     assert table.counters[FREE_COUNT] >= free and not (table.words[:-1] & 3 == FILLING).any()

@@ -31,7 +31,7 @@ def rows(rng: np.random.Generator, dtype: torch.dtype) -> ExpertRows:
 
 def steps(table: NativeTable, link: CompiledLink, nbytes: int) -> NativeSteps:
     rates = Rates(1e9, 1e-6, 1e12, 1e9, 1e-9, 1e10, 1e-6).record()
-    return NativeSteps(table, link.handle, row_bytes=nbytes, spared=32, whole=0.75, rates=rates)
+    return NativeSteps(table, link.handle, row_bytes=nbytes, spared=32, rates=rates)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

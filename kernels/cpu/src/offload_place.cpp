@@ -203,12 +203,11 @@ int64_t to_copy(const Part &copied, int64_t calls, bool once, int32_t *keys) {
     return std::unique(keys, keys + count) - keys;
 }
 
-void count_calls(const floe_found &f, const Part &absent, double whole, floe_placed &placed) {
+void count_calls(const floe_found &f, const Part &absent, floe_placed &placed) {
     for (int64_t c = 0; c < f.calls; c++) {
         const int64_t wanted = f.offsets[c + 1] - f.offsets[c], missing = absent.offsets[c + 1] - absent.offsets[c];
         placed.looked += wanted > 0;
         placed.hit += wanted > 0 && 2 * (wanted - missing) >= wanted;
-        placed.whole += missing > 0 && (double)wanted > whole * (double)f.width;
     }
 }
 
@@ -217,8 +216,8 @@ void count_calls(const floe_found &f, const Part &absent, double whole, floe_pla
 
 using namespace floe;
 
-int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes, double whole,
-                       const floe_way *way, const floe_places *places, floe_placed *placed) {
+int floe_offload_place(const floe_pool *pool, const floe_found *found, const floe_lanes *lanes, const floe_way *way,
+                       const floe_places *places, floe_placed *placed) {
     thread_local Buffer buffer;
     const floe_pool &p = *pool;
     const floe_found &f = *found;
@@ -238,7 +237,7 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
     classify(p, f, ready, copied);
     *placed = {};
     placed->done = -1;
-    count_calls(f, copied, whole, *placed);
+    count_calls(f, copied, *placed);
     leave_out(f, copied, skipped);
     share(f, *lanes, copied, beside, memory);
     const int64_t wanted = placed->wanted = to_copy(copied, f.calls, once, d.keys);

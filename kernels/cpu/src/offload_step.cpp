@@ -175,7 +175,7 @@ int floe_offload_start(floe_offload *offload, const floe_found *found, const flo
     if (const int error = collect(o, *link, false)) return error;
     if (const int error = forget(o, *link, found->layer)) return error;
     const floe_lanes lanes = lanes_of(o, (double)link->queued_bytes());
-    if (const int error = floe_offload_place(o.pool, found, &lanes, o.whole, way, places, placed)) return error;
+    if (const int error = floe_offload_place(o.pool, found, &lanes, way, places, placed)) return error;
     if (places->offsets[FLOE_PART_BESIDE * (found->calls + 1) + found->calls] > 0)
         return beside == nullptr ? FLOE_OK : floe_share_start(beside, found, places);
     if (placed->wanted > 0 && o.cpu_share > 0) o.rates->cpu_bytes_s *= o.rates->hope;
