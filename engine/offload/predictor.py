@@ -69,17 +69,24 @@ class GatePredictor:
 
 
 class LearnedPredictor(GatePredictor):
-    """A predictor that packing trained on the calibration text (FloE section 3.3.1); reads this layer's experts too."""
+    """A predictor that packing trained on the calibration text (FloE section 3.3.1); reads this layer's experts too.
+
+    Args:
+        layers: of every layer but the last; None where the next router does it.
+    """
 
     name = "learned"
 
-    def __init__(self, routers: Sequence[Tensor], carries: Sequence[Tensor], layers: Sequence[Lookahead]) -> None:
+    def __init__(
+        self, routers: Sequence[Tensor], carries: Sequence[Tensor], layers: Sequence[Lookahead | None]
+    ) -> None:
         super().__init__(routers, carries)
         self._layers = layers
 
     def experts(self, layer: int, hidden: Tensor, chosen: Tensor, guess: Tensor) -> Tensor:
         """(B, E) from this layer's own input."""
-        return self._layers[layer].scores(hidden, chosen)
+        learned = self._layers[layer]
+        return super().experts(layer, hidden, chosen, guess) if learned is None else learned.scores(hidden, chosen)
 
 
 class PartialPredictor(GatePredictor):
@@ -105,7 +112,10 @@ class PartialPredictor(GatePredictor):
 
 
 def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None = None) -> Predictor:
-    """The predictor `name` for a loaded model, not "none"; "auto" is the learned one where the pack has it.
+    """The predictor `name` for a loaded model, not "none".
+
+    "auto" is the learned one in those layers in which it named more of the experts than the next router did, on
+    calibration text that it had not learned from; the next router in the others, or if the pack has none.
 
     Args:
         ahead: of the decoder, for "partial"; None if it has none.
@@ -126,7 +136,10 @@ def make(name: str, model: Any, packed: PackedModel, ahead: PartialPass | None =
         )
     if name == "learned" or (name == "auto" and packed.has_lookahead()):
         device, dtype = routers[0].device, routers[0].dtype
-        return LearnedPredictor(routers, carries(model), [layer.to(device, dtype) for layer in packed.lookahead()])
+        learned = packed.lookahead()
+        useful = packed.lookahead_gains() if name == "auto" else [True] * len(learned)
+        layers = [layer.to(device, dtype) if used else None for layer, used in zip(learned, useful, strict=True)]
+        return LearnedPredictor(routers, carries(model), layers)
     return GatePredictor(routers, carries(model))
 
 

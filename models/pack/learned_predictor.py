@@ -307,6 +307,18 @@ def load(profile: Mapping[str, Tensor], layers: int, hidden: int, experts: int) 
     return found
 
 
+def gains(profile: Mapping[str, Tensor], layers: int) -> list[bool]:
+    """Whether each predictor that `load` returns named more experts than the router did, on tokens held out.
+
+    Raises:
+        ValueError: what was measured does not fit the model.
+    """
+    recall = profile[RECALL]
+    if recall.shape != (layers - 1, 2):
+        raise ValueError(f"{tuple(recall.shape)} as {RECALL} instead of {(layers - 1, 2)}")
+    return [learned > router for learned, router in recall.tolist()]
+
+
 def _part(tokens: int, blocks: Sequence[int]) -> Tensor:
     """(B,) bool: the tokens of some of the blocks that the text is cut in. Neighbours are alike, so no single ones."""
     block = torch.arange(tokens) * _BLOCKS // tokens

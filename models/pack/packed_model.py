@@ -146,6 +146,17 @@ class PackedModel:
             )
         return found
 
+    def lookahead_gains(self) -> list[bool]:
+        """Which of them named more experts than the next router, on calibration text that they had not learned from.
+
+        Raises:
+            PackError: what was measured does not fit the model.
+        """
+        try:
+            return learned_predictor.gains(self.profile(), self.manifest.architecture.layers)
+        except ValueError as error:
+            raise damaged(self.folder, f"profile.safetensors holds {error}.") from error
+
     def _tensors(self, name: str) -> dict[str, Tensor]:
         try:
             with safe_open(self.folder / name, "pt") as file:

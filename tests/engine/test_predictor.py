@@ -14,7 +14,7 @@ from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.predictor import GatePredictor, LearnedPredictor, PartialPredictor, Predictor
 from floe_chat.kernels.layouts import UpLayout, VectorLayout
 from floe_chat.kernels.weights import UpWeights
-from floe_chat.models.errors import UsageError
+from floe_chat.models.errors import PackError, UsageError
 from floe_chat.models.pack import learned_predictor
 from floe_chat.models.pack.learned_predictor import Lookahead
 from floe_chat.models.pack.packed_model import PackedModel
@@ -62,6 +62,27 @@ def test_the_learned_predictor_adds_the_parts_of_its_layer() -> None:
             if layer.inner is not None and layer.outer is not None:
                 expected = expected + layer.outer @ F.silu(layer.inner @ x)
             torch.testing.assert_close(scores[token], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recall", [(0.5, 0.6), (0.6, 0.5), (0.5, 0.5)], ids=str)
+def test_a_layer_where_the_router_did_better_has_the_router(
+    tiny_pack: Path, tmp_path: Path, recall: tuple[float, float]
+) -> None:
+    copy = Path(shutil.copytree(tiny_pack, tmp_path / "copy"))
+    edit_tensors(copy, lambda name, tensor: torch.tensor([recall]) if name == learned_predictor.RECALL else tensor)
+    reseal(copy)
+    loaded, packed = open_model(tiny_pack), PackedModel.open(copy)
+    hidden, chosen = torch.randn(2, 64), torch.tensor([[0, 1], [3, 2]])
+    auto, learned, gate = (predictor.make(name, loaded.model, packed) for name in ("auto", "learned", "gate"))
+    scores = {made: made.experts(0, hidden, chosen, made.guess(0, hidden, None)) for made in (auto, learned, gate)}
+    assert not torch.equal(scores[learned], scores[gate])
+    assert torch.equal(scores[auto], scores[learned if recall[0] > recall[1] else gate])
+
+    edit_tensors(copy, lambda name, tensor: tensor[:, :1] if name == learned_predictor.RECALL else tensor)
+    reseal(copy)
+    with pytest.raises(PackError, match="recall"):
+        predictor.make("auto", loaded.model, PackedModel.open(copy))
+    assert predictor.make("learned", loaded.model, PackedModel.open(copy)).name == "learned"
 
 
 def test_a_pack_gets_the_learned_predictor_if_it_has_it(tiny_pack: Path, tmp_path: Path) -> None:

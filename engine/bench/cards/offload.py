@@ -11,7 +11,7 @@ of prompts follow (prompts.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ....kernels.rule import LATE, Rule
@@ -51,11 +51,14 @@ def run(
     ids = read_tokens(pack, text).flatten().tolist()[:tokens]
     if len(ids) < tokens:
         raise UsageError(f"The text has {len(ids)} tokens", f"{tokens} are needed.", "Give fewer with --tokens.")
-    trace = record(pack, ids, name)
+    traces = {guesses: record(pack, ids, name, guesses) for guesses in ("auto", "partial")}
     if skew is not None:
-        trace = trace.skewed(skew)
-    ways = (_sections, prompts.sections)
-    sections = [section for card in chosen for way in ways for section in way(card, trace, tokens // 3, report)]
+        traces = {guesses: trace.skewed(skew) for guesses, trace in traces.items()}
+    trace = traces["auto"]
+    traces["known"] = trace.known()
+    sections = list[Section]()
+    for card in chosen:
+        sections += _sections(card, traces, tokens // 3, report) + prompts.sections(card, trace, tokens // 3, report)
     facts: dict[str, str | int] = {
         "model": f"Mixtral-8x7B's width, {trace.index.shape[1]} of 32 layers, memory scaled to them",
         "routing": trace.source,
@@ -81,8 +84,9 @@ _NOTES = (
 )
 
 
-def _sections(card: Card, trace: Trace, warm: int, report: MeasureReport) -> list[Section]:
-    """With our host time, and without."""
+def _sections(card: Card, traces: Mapping[str, Trace], warm: int, report: MeasureReport) -> list[Section]:
+    """With our host time, and without. traces: by what guesses."""
+    trace = traces["auto"]
     found: dict[bool, list[Timed]] = {True: [], False: []}
     missing: list[str] = []
 
@@ -101,7 +105,7 @@ def _sections(card: Card, trace: Trace, warm: int, report: MeasureReport) -> lis
     add("Fiddler", lambda _host: baselines.fiddler(card, trace, warm))
     add("all of it on the GPU, 2 bit", lambda _host: baselines.gpu_int2(card, trace, warm))
     for step in steps():
-        add(step[0], lambda host: _played(card, step, trace, warm, host=host), ours=step[1].rows < 16)  # noqa: B023
+        add(step[0], lambda host: _played(card, step, traces, warm, host=host), ours=step[1].rows < 16)  # noqa: B023
     for name, play_it in zip(PLACED, (mixes.placed, mixes.static), strict=True):
         add(name, lambda host: play_it(card, trace, warm, host=host), ours=True)  # noqa: B023
     title = f"{card.name}: {card.vram_bytes / 2**30:.3g} GB"
@@ -118,22 +122,23 @@ def _timed(name: str, played: Played) -> Timed:
     return Timed(name, [played.seconds], [0.0], peer=None if name == OTHERS else OTHERS, tokens=1, note=note)
 
 
-def _played(card: Card, step: Variant, trace: Trace, warm: int, *, host: bool) -> Played | None:
-    _, width, preset, parts, ahead, in_place = step
+def _played(card: Card, step: Variant, traces: Mapping[str, Trace], warm: int, *, host: bool) -> Played | None:
+    _, width, preset, parts, guesses, in_place = step
     own = dataclasses.replace(card, pack_bytes_s=_IN_PLACE) if in_place else card
     share = CPU_REACHED if parts.cpu else 1.0
     try:
-        return play(own, width, trace, preset, parts, ahead=ahead, cpu_share=share, warm=warm, host=host)
+        given = (own, width, traces[guesses or "auto"], preset, parts)
+        return play(*given, ahead=bool(guesses), cpu_share=share, warm=warm, host=host)
     except ValueError:
         return None  # it does not fit even without rows
 
 
-Variant = tuple[str, Width, Preset, Parts, bool, bool]
+Variant = tuple[str, Width, Preset, Parts, str, bool]
 
 
 def steps() -> list[Variant]:
     """FloE as in the paper, then this engine with one more part each time: name, widths, what is skipped, parts,
-    whether it prefetches, whether rows are read in place.
+    by what it guesses what to prefetch, if it does, whether rows are read in place.
     """
     floe, own = Width(up=2, rows=16, dense=16), Width()
     sparse = Preset("60 %", Rule(0.6))
@@ -141,24 +146,26 @@ def steps() -> list[Variant]:
     presets = {preset.name: preset for preset in PRESETS}
     balanced, fast = presets["Balanced"], presets["Fast"]
     return [
-        ("FloE, 80 %", floe, Preset("80 %", Rule(0.8)), _FLOE, True, False),
-        (OTHERS, floe, Preset("90 %", Rule(0.9)), _FLOE, True, False),
-        ("3-bit up, 4-bit rows, 60 %", own, sparse, _FLOE, False, False),
-        ("likewise, prefetching", own, sparse, _FLOE, True, False),
-        ("+ eviction by score", own, sparse, Parts(cpu=False), False, False),
-        ("+ the CPU's share", own, sparse, Parts(), False, False),
-        ("+ Balanced instead of 60 %", own, balanced, Parts(), False, False),
-        ("+ rows read in place", own, balanced, Parts(), False, True),
-        ("Balanced likewise, looking ahead", own, balanced, Parts(), True, True),
-        ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), False, True),
-        ("Fast likewise", own, fast, Parts(), False, True),
-        ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), False, True),
+        ("FloE, 80 %", floe, Preset("80 %", Rule(0.8)), _FLOE, "auto", False),
+        (OTHERS, floe, Preset("90 %", Rule(0.9)), _FLOE, "auto", False),
+        ("3-bit up, 4-bit rows, 60 %", own, sparse, _FLOE, "", False),
+        ("likewise, prefetching", own, sparse, _FLOE, "auto", False),
+        ("+ eviction by score", own, sparse, Parts(cpu=False), "", False),
+        ("+ the CPU's share", own, sparse, Parts(), "", False),
+        ("+ Balanced instead of 60 %", own, balanced, Parts(), "", False),
+        ("+ rows read in place", own, balanced, Parts(), "", True),
+        ("Balanced likewise, looking ahead", own, balanced, Parts(), "auto", True),
+        ("Balanced likewise, ahead through attention", own, balanced, Parts(), "partial", True),
+        ("Balanced likewise, if guesses were right", own, balanced, Parts(), "known", True),
+        ("Balanced likewise, 3-bit rows", Width(rows=3), balanced, Parts(), "", True),
+        ("Fast likewise", own, fast, Parts(), "", True),
+        ("60 % and 80 %, weighed, likewise", own, weighed, Parts(), "", True),
         (
             "Balanced likewise, weak rows left out",
             own,
             Preset(balanced.name, dataclasses.replace(balanced.rule, late=LATE), balanced.x_bits),
             Parts(),
-            False,
+            "",
             True,
         ),
     ]

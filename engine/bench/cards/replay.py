@@ -161,10 +161,10 @@ class ReplayDevice(VirtualDevice):
 class _Guesses:
     """The trace's predictor."""
 
-    name, attends = "recorded", False
+    name = "recorded"
 
     def __init__(self, device: ReplayDevice, trace: Trace) -> None:
-        self._device, self._trace = device, trace
+        self._device, self._trace, self.attends = device, trace, trace.attends
 
     def guess(self, layer: int, hidden: Tensor, output: Tensor | None) -> Tensor:
         """Nothing: the device has what would follow from it."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....models.pack.packed_model import PackedLayer
+from ...decoder.fused_pass import FusedDecoder
 from ...decoder.kv_cache import KVCache
 from ...experts.moe_layer import MoELayer
 from ...loader import load
@@ -33,6 +34,7 @@ class Trace:
             guessed it; nothing at layer 0. scores: (T, L, E) of experts, likewise guessed.
         thresholds: L tables (E, Q) of |up · x|, as in the pack. source: in words.
         heard: (T, L, E) the router's scores of all experts; None where the routing is not the trace's own.
+        attends: whether guesses take a pass through the next layer's attention.
     """
 
     index: NDArray[np.int64]
@@ -43,6 +45,13 @@ class Trace:
     thresholds: Sequence[Tensor]
     source: str
     heard: Floats | None = None
+    attends: bool = False
+
+    def known(self) -> Trace:
+        """With guesses that are right: the most that any predictor could gain one layer ahead."""
+        scores = np.zeros_like(self.scores)
+        np.put_along_axis(scores, self.index, 1 + self.weights, axis=2)
+        return replace(self, ahead=self.values, scores=scores, attends=False)
 
     def skewed(self, skew: float, seed: int = 0) -> Trace:
         """The same neurons, other routing: token by token the experts of a layer are drawn without replacement with
@@ -62,11 +71,16 @@ class Trace:
         return replace(self, index=index, scores=scores, heard=None, source=f"{self.source}, routing of skew {skew:g}")
 
 
-def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
-    """Let a pack read `ids` one by one, as decode does, and note what each token wants."""
+def record(pack: Path, ids: Sequence[int], name: str, guesses: str = "auto") -> Trace:
+    """Let a pack read `ids` one by one, as decode does, and note what each token wants.
+
+    Args:
+        guesses: by which predictor; "partial" knows nothing of a layer's output here.
+    """
     loaded, _ = load(pack, None, "cpu", lambda _step, _share: None)
     blocks = loaded.model.model.layers
-    ahead = predictor.make("auto", loaded.model, loaded.packed)
+    own = loaded.decoder.ahead if isinstance(loaded.decoder, FusedDecoder) else None
+    ahead = predictor.make(guesses, loaded.model, loaded.packed, own)
     packed: list[PackedLayer] = [block.mlp.experts.packed for block in blocks]
     sizes, count, layers = loaded.packed.manifest.architecture, len(ids), len(blocks)
     experts, top_k = sizes.experts, sizes.top_k
@@ -82,7 +96,7 @@ def record(pack: Path, ids: Sequence[int], name: str) -> Trace:
         source=f"{name} reading {count} tokens",
     )
     token, heard = 0, np.zeros((count, layers, experts), np.float32)
-    trace = replace(trace, heard=heard)
+    trace = replace(trace, heard=heard, attends=ahead.attends)
 
     def note(layer: MoELayer, given: tuple[Tensor, Tensor, Tensor]) -> None:
         hidden, index, weights = given
