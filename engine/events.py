@@ -187,7 +187,8 @@ class Rows:
         substituted: share of experts replaced by resident ones. dropped: of expert halves, by score.
         moved_per_token: bytes over the link. waited_per_token: seconds for rows on their way.
         link_bytes_s: the link's speed while it was busy. link_peak: its maximum, in bytes per second.
-        link_busy: share of the time since the prompt in which it was.
+        link_busy: share of the time since the prompt in which it was. link_hidden: share of that in which it moved what
+            was needed and the device did not wait.
         pool, pool_used, up, dense: bytes of device memory for rows, those in use, up projections, all else. whole: for
             rows of layers that are all there.
         virtual: whether times are those of a simulated device.
@@ -220,6 +221,7 @@ class Rows:
     expert_precisions: tuple[float | None, ...] = ()
     left_out: float | None = None
     whole: int = 0
+    link_hidden: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,16 @@ from torch import Tensor
 from .events import Rows, Stats
 from .host_copies import to_host
 
+
+def hidden(moved: float, busy: float, waited: float, unused: float) -> float | None:
+    """The share of the link's busy seconds in which it moved what was needed and the device did not wait.
+
+    Args:
+        moved, unused: bytes. waited: seconds.
+    """
+    return max(0.0, 1 - waited / busy - unused / moved) if moved and busy else None
+
+
 _UNCOUNTED = 8192  # steps of layers on a device: with so many, they are counted before `stats` asks
 
 
@@ -30,7 +40,8 @@ class LayerCounts:
         ready, coming, copied, on_cpu: of an offloaded layer's active neurons, those whose rows were in the pool, on
             their way there, fetched now, and computed by the CPU. left_out: those that a lenient preset skipped.
             These five add up to `active`. waited: seconds for rows on their way.
-        guessed, needed, right: neurons that were predicted, that were active, and both.
+        guessed, needed, right: neurons that were predicted, that were active, and both. unused: bytes of rows that were
+            fetched ahead and that their step did not need.
         experts_guessed, experts_needed, experts_right: likewise experts, and those that were computed.
         looked, hit: expert calls, and those of which at least half the rows were there or on their way.
         substituted, dropped: chosen experts that resident ones replaced, and halves left out by score.
@@ -49,6 +60,7 @@ class LayerCounts:
     guessed: int = 0
     needed: int = 0
     right: int = 0
+    unused: int = 0
     experts_guessed: int = 0
     experts_needed: int = 0
     experts_right: int = 0
@@ -229,6 +241,7 @@ class Telemetry:
             link_bytes_s=_share(moved, busy) if decoded else None,
             link_peak=memory.link_peak(),
             link_busy=_share(busy, max(busy, now - self._prefilled_at)) if decoded else None,
+            link_hidden=hidden(moved, busy, total("waited"), total("unused")) if decoded else None,
             virtual=self.clock is not time.perf_counter,
             **memory.sizes(),
         )

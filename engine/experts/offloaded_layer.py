@@ -180,7 +180,8 @@ class OffloadedLayer(MoELayer):
 
     def _look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
         """Predict what the next layer will need (FloE section 3.3): its experts by the predictor, their neurons by its
-        own up projection, without what the preset leaves out at those scores. Nothing waits for the answer, see
+        own up projection. Left out are what the preset leaves out at those scores, and experts of less than the mean
+        score: they are right too seldom for what their rows displace. Nothing waits for the answer, see
         `Scheduler.look`. output: (B, H) of this layer, as far as it is known; None for nothing.
         """
         shared, following = self.shared, self.neighbours.following
@@ -193,8 +194,9 @@ class OffloadedLayer(MoELayer):
         (chosen,) = device.sent(choice.experts)
         best = shared.predictor.experts(self.index, hidden, chosen, guess).topk(choice.experts.shape[1])
         work = ruled.work(best.indices, best.values.float().softmax(-1))
+        limits = work.thresholds.masked_fill(work.calls.weights * best.indices.shape[1] < 1, torch.inf)
         also = work.calls.experts, work.calls.weights, best.indices
-        asked = device.ask(guess, ruled.layer.up, work.calls, work.thresholds, 8, also)
+        asked = device.ask(guess, ruled.layer.up, work.calls, limits, 8, also)
         shared.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
 
     def _compare(self, found: Found) -> None:
@@ -202,11 +204,13 @@ class OffloadedLayer(MoELayer):
         guess = self.shared.scheduler.guessed.pop(self.pooled, None)
         if guess is None or not self.control.counting:
             return
-        keys, experts = guess
-        counts = self.telemetry.layers[self.index]
+        keys, experts, fetched = guess
+        counts, pool, slots = self.telemetry.layers[self.index], self.shared.pool, self.shared.pool.layers[found.layer]
+        came = fetched[slots[fetched] >= 0]  # the others were dropped
+        counts.unused += (came.size - pool.right(found, came)) * self.shared.memory.row_bytes
         counts.guessed += keys.size
         counts.needed += found.active.neurons.numel()
-        counts.right += self.shared.pool.right(found, keys)
+        counts.right += pool.right(found, keys)
         counts.experts_guessed += experts.numel()
         counts.experts_needed += found.chosen.numel()
         for named, chosen in zip(experts.tolist(), found.chosen.tolist(), strict=True):

@@ -55,13 +55,13 @@ class Scheduler:
         sources: layer by layer all rows, (E * F, nbytes) uint8 in RAM.
         ahead: what the next layer will probably need, until it is fetched or that layer's turn comes.
         guessed: by layer, what was predicted, to compare with what its step needs: neurons, each once or once per
-            token, and experts (B, K).
+            token, experts (B, K), and the neurons whose rows were fetched.
     """
 
     def __init__(self, device: Device, pool: RowPool, memory: DeviceMemory, sources: Sequence[Tensor]) -> None:
         self._device, self._pool, self._memory, self.sources = device, pool, memory, sources
         self.ahead: PendingPrefetch | None = None
-        self.guessed: dict[int, tuple[NDArray[np.int32], Tensor]] = {}
+        self.guessed: dict[int, tuple[NDArray[np.int32], Tensor, NDArray[np.int32]]] = {}
         # Transfers into the pool that are not known to have arrived, the oldest first.
         self._under_way: dict[Transfer, None] = {}
         self._first: Transfer | None = None  # of the step that was placed last
@@ -218,7 +218,7 @@ class Scheduler:
             return  # the model has failed, which the session is about to report
         guess = Found(ahead.layer, ahead.width, active, experts, weights, none, none.float())
         found = self._reserved(guess)
-        self.guessed[ahead.layer] = found.guessed, named
+        self.guessed[ahead.layer] = found.guessed, named, found.keys
 
     def _reserved(self, guess: Found) -> Ahead:
         found, first = self._pool.ahead(guess), 0

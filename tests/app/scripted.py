@@ -54,6 +54,7 @@ ROWS = Rows(
     link_bytes_s=2.79e9,
     link_peak=12.1e9,
     link_busy=0.31,
+    link_hidden=0.42,
     pool=4_000_000_000,
     pool_used=3_200_000_000,
     up=2_300_000_000,
@@ -78,7 +79,15 @@ _COUNTED = (
         "substituted",
         "dropped",
     ),
-    *("moved_per_token", "waited_per_token", "link_bytes_s", "link_busy", "expert_recall", "expert_precision"),
+    *(
+        "moved_per_token",
+        "waited_per_token",
+        "link_bytes_s",
+        "link_busy",
+        "link_hidden",
+        "expert_recall",
+        "expert_precision",
+    ),
 )
 _BY_LAYER = ("recalls", "precisions", "expert_recalls", "expert_precisions")
 UNCOUNTED = dataclasses.replace(ROWS, **dict.fromkeys(_COUNTED), **dict.fromkeys(_BY_LAYER, ()))

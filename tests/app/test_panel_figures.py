@@ -155,6 +155,7 @@ def test_what_was_not_counted_is_no_zero() -> None:
         "rate              — of 12.1 GB/s",
         "of its peak            — not yet",
         "time in use            — not yet",
+        "hidden                 — not yet",
     ]
     assert "hits —" in lines(draw.strip, shown, 76)[0]
 
@@ -200,6 +201,7 @@ def test_the_link_and_its_peak() -> None:
         "rate           2.79 of 12.1 GB/s",
         "of its peak ━━━───────────  23 %",
         "time in use ━━━━──────────  31 %",
+        "hidden      ━━━━━━────────  42 %",
     ]
     fast = figures(LONG)
     assert value(memory.link, fast, "rate") == "999 MB of 999 GB/s"

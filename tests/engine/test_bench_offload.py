@@ -117,6 +117,11 @@ def test_a_lane_that_was_misjudged_is_found_out(
     def ignore(*_given: object) -> None:
         pass
 
+    def uncorrected(rates: Rates) -> Any:
+        record = measured(rates)
+        record.step, record.hope = 0.0, 1.0
+        return record
+
     def played() -> float:
         return play(slow, WIDTH, long, HALF, Parts(), ahead=False, warm=120, pool=300).seconds
 
@@ -125,6 +130,8 @@ def test_a_lane_that_was_misjudged_is_found_out(
     assert played() < 1.1 * right
     believed, true = (getattr(rates, lane) for rates in (devices[0].rates, slow.rates(4 * WIDTH.hidden / 512)))
     assert lane == "cpu_bytes_s" or 0.9 < believed / true < 1.1
+    measured = Rates.record
+    monkeypatch.setattr(Rates, "record", uncorrected)
     monkeypatch.setattr(Rates, "observed", ignore)
     monkeypatch.setattr(Rates, "unused", ignore)
     assert played() > 1.15 * right  # so it is the correction that does it

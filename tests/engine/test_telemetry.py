@@ -11,7 +11,7 @@ import torch
 from floe_chat.engine.decoder.kv_cache import BLOCK
 from floe_chat.engine.events import Finished, Load, Loaded, Stats
 from floe_chat.engine.loader import LoadedModel
-from floe_chat.engine.telemetry import Telemetry
+from floe_chat.engine.telemetry import Telemetry, hidden
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -238,3 +238,22 @@ def test_the_link_is_in_use_for_a_share_of_all_the_time(until: float, share: flo
     now = until
     rows = telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
     assert rows is not None and rows.link_busy == share
+
+
+def test_the_link_hides_what_was_needed_while_nobody_waited() -> None:
+    telemetry = Telemetry(2, EXPERTS)
+    telemetry.clock = lambda: 4.0
+    telemetry.begin(1, 3, 0.0)
+    telemetry.prefill_done(0.0)
+    telemetry.memory = Pool()
+    telemetry.decoded(1.5)
+    moved, busy = Pool().moved()
+
+    def share(waited: float, unused: float) -> float | None:
+        for layer in telemetry.layers:
+            layer.waited, layer.unused = waited * busy / 2, int(unused * moved / 2)
+        rows = telemetry.stats(kv_bytes=0, vram_bytes=None, context_used=0, context_window=1).rows
+        return None if rows is None else rows.link_hidden
+
+    assert share(0.0, 0.0) == 1 and share(0.25, 0.5) == pytest.approx(0.25, abs=0.02) and share(0.8, 0.8) == 0
+    assert hidden(0.0, 0.0, 0.0, 0.0) is None

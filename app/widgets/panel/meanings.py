@@ -20,7 +20,8 @@ MEANINGS = {
     "last). Precision: how many of the named ones were needed. Substituted: experts replaced by others "
     "in GPU memory. Halved: experts with a low score, of which only the more important half ran.",
     "link": "The link between RAM and GPU: bytes moved per token, how long the GPU waited for them, the speed while it "
-    "was busy and that speed as a share of its peak, and the share of time it was busy.",
+    "was busy and that speed as a share of its peak, and the share of time it was busy. Hidden: the share "
+    "of that time in which it moved rows that were needed while the GPU worked on.",
     "neurons": "Neurons are the units of an expert. Inactive ones are skipped, which is what makes this fast. Active "
     "share: of the neurons in the picked experts. Bytes read: weights read to write one token. The bars show each "
     "layer, first to last.",

@@ -81,6 +81,7 @@ def link(figures: PanelFigures, width: int) -> Content:
         lines += [
             gauge(figures, "of its peak", None if rate is None or peak <= 0 else rate / peak, width),
             gauge(figures, "time in use", rows.link_busy, width),
+            gauge(figures, "hidden     ", rows.link_hidden, width),
         ]
     return Content("\n").join(lines)
 

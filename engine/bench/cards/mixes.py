@@ -98,7 +98,7 @@ def between(mixes: Sequence[tuple[Mix, float]], played: Callable[[Mix], Sequence
 
 
 def _sum(parts: Sequence[tuple[Sequence[Played], float]], at: int) -> Played:
-    names = ("seconds", "moved", "waited", "busy", "host")
+    names = ("seconds", "moved", "waited", "busy", "host", "unused")
     total = {name: sum(share * getattr(played[at], name) for played, share in parts) for name in names}
     return dataclasses.replace(parts[0][0][at], **total)
 

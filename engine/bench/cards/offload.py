@@ -70,8 +70,9 @@ def run(
 
 _NOTES = (
     "tok/s counts all 32 layers and the head. MB is what crosses the link for one token; hidden is the share of the "
-    "link's time for which the GPU does not wait. host is the time of one layer of experts that our own code takes on "
-    "this machine's processor, measured as the trace is played; the time of Python around the layers is not in it.",
+    "link's time for which the GPU does not wait and in which it moves what is needed. host is the time of one layer "
+    "of experts that our own code takes on this machine's processor, measured as the trace is played; the time of "
+    "Python around the layers is not in it.",
     "Rows of other engines are the same in both sections: their host time cannot be measured here, so none is counted.",
     "Others are played by their published policies: whole experts in 16 bit, or in 3 bit for mixtral-offloading; FloE "
     "with 2-bit up and 16-bit rows. The CPU computes quantized rows at "

@@ -30,7 +30,7 @@ from ...offload.mix import Mix
 from ...offload.offload import Offload, Parts
 from ...offload.virtual.virtual_device import VirtualDevice
 from ...quality_presets import Preset
-from ...telemetry import LayerCounts, Telemetry
+from ...telemetry import LayerCounts, Telemetry, hidden
 from .trace import Trace
 
 
@@ -183,7 +183,7 @@ class Played:
         seconds: of one token, all layers of the whole model. moved: bytes over the link, likewise.
         waited: seconds in which the GPU did nothing but wait for the link. busy: seconds in which the link was busy.
         counts: of the engine's own layers; empty for baselines. host: seconds of our own code on the host, as measured;
-            0 where they were not counted.
+            0 where they were not counted. unused: bytes that were fetched ahead and not needed.
     """
 
     seconds: float
@@ -192,11 +192,12 @@ class Played:
     busy: float
     counts: tuple[LayerCounts, ...] = ()
     host: float = 0.0
+    unused: float = 0.0
 
     @property
     def hidden(self) -> float | None:
-        """Share of the link's time during which nobody waited; None if nothing was moved."""
-        return 1 - min(1.0, self.waited / self.busy) if self.busy else None
+        """See `telemetry.hidden`."""
+        return hidden(self.moved, self.busy, self.waited, self.unused)
 
 
 class Stage:
@@ -302,7 +303,11 @@ def played_since(stage: Stage, before: Sequence[float], passes: int) -> Played:
     seconds, moved, waited, busy, host = (
         (after - earlier) / (passes * stage.share) for after, earlier in zip(stage.spent(), before, strict=True)
     )
-    return Played(seconds, moved, waited, busy, tuple(stage.telemetry.layers), host)
+    counts, unused = tuple(stage.telemetry.layers), 0.0
+    if stage.control.counting:  # a prompt's waits are known to the device alone, a token's to its layers
+        waited = sum(layer.waited for layer in counts) / (passes * stage.share)
+        unused = sum(layer.unused for layer in counts) / (passes * stage.share)
+    return Played(seconds, moved, waited, busy, counts, host, unused)
 
 
 CONTEXT = 4096  # tokens whose keys and values take memory
