@@ -164,6 +164,10 @@ class Telemetry:
         if len(self._uncounted) >= _UNCOUNTED:
             self.settle()
 
+    def later(self, count: Callable[[], None]) -> None:
+        """Call `count` before anything is read, in this answer."""
+        self._uncounted.append(Uncounted((), count))
+
     def uncounted(self) -> list[Uncounted]:
         """The steps that are not counted yet, for a caller that waits for the device anyway and counts them."""
         taken, self._uncounted = self._uncounted, []

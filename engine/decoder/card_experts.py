@@ -1,85 +1,46 @@
 """The experts of layers whose rows are in a pool, on a card: graphs around what the host decides.
 
 A layer's graph (`card_layers.py`) ends with the neurons that it found active, listed in pinned memory together with
-all else that the host's decisions need (`card_lists.py`). The host waits for that, places the rows
-(experts/offloaded_step.py), and leaves lists of those that are there in pinned memory too. A graph adds them up, others
-add those that come later and what the CPU has computed. These are the same for all layers.
+all else that the host's decisions need (`card_lists.py`). The host waits for that, and one compiled call places the
+rows and lists in pinned memory those that are there, which a graph adds up. Another call waits for those on their way
+and for the CPU's share, which a second graph adds. These two graphs serve all layers. So a layer takes six calls from
+Python, three of them graphs; what was computed is counted for all layers at once (`card_counts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import operations as kernels
+from ...kernels.cpu.binding import codes, library
+from ...kernels.cpu.native_steps import Beside
 from ...kernels.listed import Total
-from ...kernels.located import Part
+from ...kernels.offload.placing import Found
 from ...kernels.types import Active, Calls, Limits, Work
 from ..experts.moe_layer import Cancelled, Choice
 from ..experts.offloaded_layer import OffloadedLayer
-from ..experts.offloaded_step import OffloadedStep, StepInputs, Sum
+from ..experts.offloaded_step import OffloadedStep, StepInputs
 from ..experts.ruled_layer import RuledLayer
-from ..offload.device import Device, Joined
-from .card_lists import LISTS, Form, Residents, fields
+from ..offload.compiled_scheduler import CompiledScheduler
+from .card_counts import CardCounts
+from .card_lists import Form, Residents, fields
 from .graphs import Captured
-
-
-@dataclass(frozen=True, slots=True)
-class _Uncounted:
-    """What a step computed, but for how many neurons reached the second threshold on the device."""
-
-    layer: OffloadedLayer
-    ruled: RuledLayer
-    calls: list[int]
-    computed: int
-    active: int
-    reached: int  # on the CPU
-
-    def count(self, reached: int) -> None:
-        self.layer.add_totals(self.ruled, self.calls, self.computed, self.active, self.reached + reached)
-
-
-class _CardSum(Sum):
-    """The running sum of a step, on the card by graphs. y: (1, H), which the next step overwrites.
-
-    Attributes:
-        reached_here: neurons that reached the second threshold on the CPU.
-    """
-
-    def __init__(self, form: Form, y: Tensor) -> None:
-        super().__init__()
-        self._form, self._sum, self._parts = form, y, 0
-        self.reached_here = 0
-
-    def rows(self, step: OffloadedStep, part: Part) -> None:
-        """See `Sum`. A list is used again only after a wait for the device: then rows come in several loads."""
-        self._form.add(min(self._parts, LISTS - 1), part)
-        self._parts += 1
-        self.y = self._sum
-
-    def beside(self, device: Device, joined: Joined) -> None:
-        """See `Sum`."""
-        y, reached = joined()
-        self.end()
-        self._form.add_beside(y)
-        self.reached_here += int(reached.sum())
-
-    def end(self) -> None:
-        """There is a sum, even of nothing."""
-        if self.y is None:
-            self._form.add_none()
-            self.y = self._sum
+from .layers import Unsupported
 
 
 @dataclass(slots=True)
 class _Layer:
-    """A layer and what its steps are made of: with views of the record's memory, so once for all tokens.
+    """A layer, and what its steps are made of: views of memory that stays, so once for all tokens.
 
     Attributes:
         captured: under the preset of the capture. ruled: under the one in force. limits: of that, in place.
+        step, placed: `floe_step` and its `floe_placed`. noted: see `CardCounts`.
     """
 
     layer: OffloadedLayer
@@ -87,17 +48,36 @@ class _Layer:
     ruled: RuledLayer
     limits: Limits
     form: Form
-    choice: Choice
-    there: StepInputs
+    step: Any = None
+    placed: Any = None
+    noted: tuple[NDArray[Any], ...] = ()
 
-    def step(self) -> OffloadedStep:
-        """The step whose neurons were found last."""
-        listing, choice, shared = self.form.listing, self.choice, self.layer.shared
-        total = int(listing.offsets[-1])
-        active = Active(listing.offsets, listing.neurons[:total], listing.copies[:total])
+    def choice(self) -> Choice:
+        """What the host knows of a step, once it is found."""
         here = self.form.record.here
-        given = shared, self.layer.pooled, choice, self.layer.in_ram, here["hidden"]
-        return OffloadedStep(*given, self.there, active, listing.values, here.get("heard"))
+        calls = Calls(torch.zeros_like(here["experts"]), here["experts"], here["weights"])
+        work = Work(calls, here["thresholds"], here.get("products"), here.get("late"))
+        routed = here["routed"] if self.form.residents is not None else None
+        return Choice(self.ruled, here["chosen"], here["scores"], work, routed)
+
+    def stepped(self, total: int) -> OffloadedStep:
+        """The step with so many active neurons."""
+        listing, here, there = self.form.listing, self.form.record.here, self.form.record.there
+        active = Active(listing.offsets, listing.neurons[:total], listing.copies[:total])
+        inputs = StepInputs(there["hidden"], self.form.calls, there.get("products"))
+        given = self.layer.shared, self.layer.pooled, self.choice(), self.layer.in_ram, here["hidden"], inputs
+        return OffloadedStep(*given, active, listing.values, here.get("heard"))
+
+    def found(self) -> Found:
+        """The step, with room for all neurons."""
+        return self.stepped(self.form.listing.neurons.numel()).found()
+
+    def prepare(self, scheduler: CompiledScheduler) -> None:
+        """Make what the compiled calls take."""
+        step = self.stepped(0)
+        work, rows = step.choice.work, self.layer.in_ram().layer.rows
+        beside = Beside(rows, step.hidden, work.calls, work.products, self.ruled.preset.x_bits)
+        self.step, self.placed = scheduler.lasting(self.found(), beside, self.form.lists)
 
 
 class CardExperts:
@@ -105,28 +85,35 @@ class CardExperts:
 
     Args:
         blocks: of all layers; None for one that is called as a module. total: where each layer's output goes.
+
+    Raises:
+        Unsupported: the host's decisions are not compiled.
     """
 
     def __init__(self, blocks: Sequence[OffloadedLayer | None], top_k: int, total: Total) -> None:
-        self._total = total
         first = next(block for block in blocks if block is not None)
-        self._control, self._shared, self._telemetry = first.control, first.shared, first.telemetry
+        self._total, self._control, self._shared = total, first.control, first.shared
+        if not isinstance(first.shared.scheduler, CompiledScheduler):
+            raise Unsupported(f"the pool's tables are {first.shared.pool.reason}")
+        self._scheduler, self._settled = first.shared.scheduler, -1
         self._forms: dict[object, Form] = {}
         self._layers = [None if block is None else self._made(block, top_k) for block in blocks]
-        self._uncounted: _Uncounted | None = None
-        self._asked = False
+        self._pooled = [one for one in self._layers if one is not None]
+        self.counts = CardCounts(self._pooled, total.reached)
+        for one, noted in zip(self._pooled, self.counts.noted, strict=True):
+            one.noted = noted
 
     def serves(self) -> bool:
         """Whether the preset in force asks for the same work, with other limits at most."""
-        return all(one is None or one.layer.in_force().structure == one.ruled.structure for one in self._layers)
+        return all(one.layer.in_force().structure == one.ruled.structure for one in self._pooled)
 
     def limit(self) -> None:
         """Work by the limits in force, which are those of the same structure."""
-        for one in self._layers:
-            if one is not None:
-                one.ruled = one.layer.in_force()
-                one.choice = replace(one.choice, ruled=one.ruled)
-                one.ruled.limits_into(one.limits)
+        self.counts.drain()
+        for one in self._pooled:
+            one.ruled = one.layer.in_force()
+            one.ruled.limits_into(one.limits)
+        self._settled = -1
 
     def _made(self, block: OffloadedLayer, top_k: int) -> _Layer:
         ruled = block.in_force()
@@ -136,13 +123,7 @@ class CardExperts:
             form = self._forms[key] = Form(like, room, self._total, self._control)
             if block.substitutes:
                 form.residents = Residents(block.packed.rows.data.shape[0], self._total.y.device)
-        form = self._forms[key]
-        here, there = form.record.here, form.record.there
-        calls = Calls(torch.zeros_like(here["experts"]), here["experts"], here["weights"])
-        work = Work(calls, here["thresholds"], here.get("products"), here.get("late"))
-        choice = Choice(ruled, here["chosen"], here["scores"], work, here["routed"] if block.substitutes else None)
-        stepped = StepInputs(there["hidden"], form.calls, there.get("products"))
-        return _Layer(block, ruled, ruled, ruled.limits_in_place(), form, choice, stepped)
+        return _Layer(block, ruled, ruled, ruled.limits_in_place(), self._forms[key])
 
     def find(self, index: int, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
         """Captured: the end of layer `index` before the host decides. hidden (1, H), experts and weights (1, K)."""
@@ -165,50 +146,74 @@ class CardExperts:
         self._total.reached.zero_()
 
     def begin(self) -> None:
-        """Capture sums where the rows are elsewhere than they were. The device has done all its work."""
-        for one in self._layers:
-            if one is not None and one.form.serves != self._shared.memory.rows.data_ptr():
+        """Before a token: capture sums where the rows are elsewhere than before. The device has done all its work."""
+        if self._settled == self._scheduler.settled:
+            return
+        for one in self._pooled:
+            if one.form.serves != self._shared.memory.rows.data_ptr():
                 one.form.sum(self._shared.rows(one.ruled.layer.rows.layout))
+            one.prepare(self._scheduler)
+        self._settled = self._scheduler.settled
 
-    def run(self, index: int, before: Captured) -> None:
-        """Layer `index`, whose graph is `before`, from there to its output.
+    def run(self, layers: range, graphs: Sequence[Captured]) -> None:
+        """Layers in a row, whose graphs these are, from there to the last one's output.
 
         Raises:
-            Cancelled: the answer was stopped.
+            Cancelled: the answer was stopped. RuntimeError: the link's failure.
         """
-        one, shared = self._layers[index], self._shared
-        assert one is not None
-        if self._control.cancelled.is_set():
-            raise Cancelled
-        if one.form.residents is not None:
-            one.form.residents.write(one.layer.residents())
-        before.replay()
-        shared.scheduler.look()
-        before.wait()
-        self._count(one.form.record.here["reached"])
-        step, total = one.step(), _CardSum(one.form, self._total.y)
-        one.layer.decide(step, total)
-        total.end()
+        functions, scheduler, predicts = library(), self._scheduler, self._shared.predictor is not None
+        stop, start, end = self._control.cancelled.stop.record, functions.step_start, functions.step_end
+        offload = scheduler.begin_token(self._shared.device.cpu_share if self._shared.parts.cpu else 0.0)
+        ended = False
+        try:
+            for one, before in zip(self._layers[layers.start : layers.stop], graphs, strict=True):
+                assert one is not None
+                if stop.raised:
+                    raise Cancelled
+                step, (ready, late), residents = one.step, one.form.sums, one.form.residents
+                if residents is not None:
+                    residents.write(one.layer.residents())
+                before.replay()
+                if predicts:
+                    scheduler.look()
+                before.wait()
+                if code := start(offload, step):
+                    scheduler.failed(one.layer.pooled, code)
+                ready.replay()
+                if predicts:
+                    self._look_ahead(one)
+                if code := end(offload, step):
+                    self._loads(one, offload, code)
+                if step.late:
+                    late.replay()
+                if predicts:
+                    scheduler.look()
+                seen, record, sizes, ends, kept, reached = one.noted
+                seen[:], sizes[:], kept[:] = record, ends, reached
+            ended = True
+        finally:
+            scheduler.end_token()
+            if not ended:
+                self.counts.leave_out()
+
+    def _look_ahead(self, one: _Layer) -> None:
+        """While the device adds up the rows that are there."""
+        step = one.stepped(int(one.form.listing.offsets[-1]))
+        one.layer.compare(step.found())
+        one.layer.look_ahead(step.there.hidden, step.choice, self._total.y)
+
+    def _loads(self, one: _Layer, offload: Any, code: int) -> None:
+        """The rows of a step that come in several loads, since the pool is too small, up to the last one."""
+        while code == codes.MORE:
+            one.form.sums[1].replay()
+            self._shared.device.finish()
+            code = library().step_end(offload, one.step)
+        if code:
+            self._scheduler.failed(one.layer.pooled, code)
+
+    def end(self, layers: int) -> None:
+        """Count a token that went through so many layers, if tokens are counted."""
         if self._control.counting:
-            self._keep(one, step, total)
-        shared.scheduler.look()
-
-    def _keep(self, one: _Layer, step: OffloadedStep, total: _CardSum) -> None:
-        """Count the step once the device has counted its neurons: with the next one, or when the telemetry is read."""
-        choice = step.choice
-        calls = choice.experts.flatten().bincount(minlength=len(self._telemetry.layers[0].calls)).tolist()
-        computed, active = int(choice.work.thresholds.isfinite().sum()), step.active.neurons.numel()
-        self._uncounted = _Uncounted(one.layer, one.ruled, calls, computed, active, total.reached_here)
-        one.layer.count_substituted(choice)
-        if not self._asked:
-            self._asked = True
-            self._telemetry.count(self._read, self._total.reached)
-
-    def _read(self, reached: Tensor) -> None:
-        self._asked = False
-        self._count(reached)
-
-    def _count(self, reached: Tensor) -> None:
-        if self._uncounted is not None:
-            step, self._uncounted = self._uncounted, None
-            step.count(int(reached))
+            self.counts.add(sum(one is not None for one in self._layers[:layers]))
+        else:
+            self.counts.leave_out()

@@ -6,6 +6,7 @@ between tokens is in a record in pinned memory that the first graph reads; each 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -103,6 +104,7 @@ class CardLayers:
         self._total = Total(added, torch.zeros(1, dtype=torch.int64, device=self._device))
         self._graphs: list[Captured] = []
         self._pooled = [layer.block if isinstance(layer.block, OffloadedLayer) else None for layer in layers]
+        self._runs = _runs([block is not None for block in self._pooled])
         self._first = next((block for block in self._pooled if block is not None), None)
         self._hooks = hooks_of([block for block in self._pooled if block is not None])
         self._experts: CardExperts | None = None
@@ -171,6 +173,7 @@ class CardLayers:
         elif self._experts is not None and self._experts.serves():
             self._experts.limit()
         else:
+            self._leave()
             among = next(layer.router.top_k for layer in self._layers if layer.router is not None)
             self._experts = CardExperts(self._pooled, among, self._total)
             self._capture()
@@ -178,8 +181,14 @@ class CardLayers:
     def _one_by_one(self) -> None:
         _log.warning("experts are launched one by one, because %s", self.declined)
         if self._experts is not None:
-            self._experts = None
+            self._leave()
             self._capture()
+
+    def _leave(self) -> None:
+        """Give up the captured experts; what they counted is not lost."""
+        if self._experts is not None:
+            self._experts.counts.drain()
+            self._experts = None
 
     def pooled(self) -> bool:
         """Whether experts in a pool go by graphs, so that `run` is for this token."""
@@ -193,14 +202,23 @@ class CardLayers:
         """
         experts = self._experts
         assert experts is not None, "not pooled"
-        for index, (graph, pooled) in enumerate(zip(self._graphs[:count], self._pooled, strict=False)):
-            if pooled is not None:
-                experts.run(index, graph)
-                continue
-            graph.replay()
-            _, hidden, *routed = graph.outputs
-            self._total.y.copy_(self._layers[index].block(hidden, *_apart(routed)))
+        for among, layers in self._runs:
+            if layers.start >= count:
+                break
+            some = range(layers.start, min(layers.stop, count))
+            if among:
+                experts.run(some, self._graphs[some.start : some.stop])
+            else:
+                self._one_after_another(some)
+        experts.end(count)
         return self._graphs[count - 1].outputs[0] + self._total.y
+
+    def _one_after_another(self, layers: range) -> None:
+        """Layers whose experts are elsewhere."""
+        for index in layers:
+            self._graphs[index].replay()
+            _, hidden, *routed = self._graphs[index].outputs
+            self._total.y.copy_(self._layers[index].block(hidden, *_apart(routed)))
 
     def step(self, index: int, _stream: Tensor, added: Tensor | None) -> Stepped:
         """Layer `index` before its block, (1, H) each, behind the step of the layer before, whose stream it reads.
@@ -214,6 +232,12 @@ class CardLayers:
         self._graphs[index].replay()
         stream, hidden, *routed = self._graphs[index].outputs
         return Stepped(stream, hidden, _apart(routed))
+
+
+def _runs(pooled: Sequence[bool]) -> list[tuple[bool, range]]:
+    """Neighbouring layers that are alike."""
+    ends = [i for i in range(1, len(pooled) + 1) if i == len(pooled) or pooled[i] != pooled[i - 1]]
+    return [(pooled[start], range(start, end)) for start, end in itertools.pairwise([0, *ends])]
 
 
 def _apart(routed: list[Tensor]) -> tuple[Tensor, ...]:

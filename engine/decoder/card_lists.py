@@ -6,38 +6,42 @@ at addresses that stay, and serves all layers whose steps have the same structur
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...kernels import operations as kernels
+from ...kernels.cpu.binding import codes
+from ...kernels.cpu.native_steps import StepLists
 from ...kernels.listed import Listing, Portion, Total
-from ...kernels.located import Part
 from ...kernels.types import Calls
 from ...kernels.weights import ExpertRows
 from ..experts.moe_layer import Control
 from ..experts.ruled_layer import RuledLayer
 from .graphs import Captured, capture, pinned
 
-LISTS = 3  # of one step: what is there, what was on its way, and what was fetched
-
 
 class Record:
     """Tensors packed into one, on the device and in pinned memory. Captured work writes it.
 
     Attributes:
-        there, here: views of the tensors by name, on the device and on the host.
+        there, here: views of the tensors by name, on the device and on the host. places: where each one's bytes are.
+        packed: all bytes on the host.
     """
 
     def __init__(self, like: dict[str, Tensor], device: torch.device) -> None:
         """`like`: tensors of the types and shapes."""
-        # The widest first, so that each is aligned.
-        self._names = sorted(like, key=lambda name: -like[name].element_size())
+        # The widest first, so that each is aligned; the largest last.
+        self._names = sorted(like, key=lambda name: (-like[name].element_size(), like[name].numel()))
         count = sum(like[name].nbytes for name in self._names)
         self._there = torch.zeros(count, dtype=torch.uint8, device=device)
         self._here = pinned(count, dtype=torch.uint8, device=device)
-        self.there, self.here = ({**self._views(packed, like)} for packed in (self._there, self._here))
+        self.there, self.here = (self._views(packed, like) for packed in (self._there, self._here))
+        ends = [*itertools.accumulate(like[name].nbytes for name in self._names)]
+        self.places = {name: slice(end - like[name].nbytes, end) for name, end in zip(self._names, ends, strict=True)}
+        self.packed = self._here.numpy()
 
     def _views(self, packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = packed.split([like[name].nbytes for name in self._names])
@@ -87,8 +91,8 @@ class Form:
     """Memory and sums of steps that differ in their layer only. Everything is of one token.
 
     Attributes:
-        record: what the host needs. listing: the active neurons. serves: address of the rows that are added up.
-        residents: None where no expert is replaced.
+        record: what the host needs. listing: the active neurons. lists: the host's answer. calls: as the sums take
+            them. serves: address of the rows that are added up. residents: None where no expert is replaced.
     """
 
     residents: Residents | None = None
@@ -98,57 +102,50 @@ class Form:
         hidden, experts = like["hidden"], like["experts"]
         self._total, self._control, self._device = total, control, hidden.device
         self.record = Record(like, hidden.device)
-        made = partial(pinned, device=hidden.device)
-        ends = (experts.numel() + 1,)
+        made, calls = partial(pinned, device=hidden.device), experts.numel()
         self.listing = Listing(
             hidden.new_zeros(room),
-            made(*ends, dtype=torch.int64),
+            made(calls + 1, dtype=torch.int64),
             made(room, dtype=torch.int32),
             made(room, dtype=hidden.dtype),
         )
-        lists = [[made(room, dtype=torch.int32) for _ in range(2)] for _ in range(LISTS)]
-        self._portions = [Portion(made(*ends, dtype=torch.int64), *both) for both in lists]
-        self._written = [(p.offsets.numpy(), p.at.numpy(), p.places.numpy()) for p in self._portions]
-        self.beside = made(*hidden.shape, dtype=hidden.dtype)
-        self._beside_there = torch.zeros_like(hidden)
+        self.lists = StepLists(
+            offsets=made(codes.PARTS, calls + 1, dtype=torch.int64),
+            at=made(codes.PARTS, room, dtype=torch.int32),
+            places=made(codes.PARTS, room, dtype=torch.int32),
+            keys=torch.zeros(room, dtype=torch.int32),
+            slots=torch.zeros(room, dtype=torch.int32),
+            y=made(*hidden.shape, dtype=torch.float32),
+            kept=torch.zeros(calls, dtype=torch.int64),
+        )
+        self._ready, self._arrived = (self.lists.portion(part) for part in (codes.PART_READY, codes.PART_ARRIVED))
+        self._beside = torch.zeros_like(hidden, dtype=torch.float32)
         there = self.record.there
         self.calls = Calls(torch.zeros_like(experts), there["experts"], there["weights"])
         self.serves = 0
-        self._sums: list[Captured] = []
+        self.sums: list[Captured] = []
 
     def sum(self, rows: ExpertRows) -> None:
-        """Capture sums of these rows, of lists that are empty meanwhile."""
-        self._sums.clear()
-        for offsets, _, _ in self._written:
-            offsets[:] = 0
-        works = [partial(self._add, rows, number) for number in range(LISTS)]
-        self._sums.extend(capture(work, self._device) for work in (*works, self._add_beside))
+        """Capture the sums of these rows, of lists that are empty meanwhile: those that are there, and those that come
+        later with what the CPU computed.
+        """
+        self.sums.clear()
+        self.lists.offsets.zero_()
+        self.lists.y.zero_()
+        for work in (self._add_ready, self._add_late):
+            self.sums.append(capture(partial(work, rows), self._device))
         self.serves = rows.data.data_ptr()
 
-    def _add(self, rows: ExpertRows, number: int) -> tuple[Tensor, ...]:
-        there, portion = self.record.there, self._portions[number]
+    def _add_ready(self, rows: ExpertRows) -> tuple[Tensor, ...]:
+        return self._add(rows, self._ready, first=True)
+
+    def _add_late(self, rows: ExpertRows) -> tuple[Tensor, ...]:
+        self._beside.copy_(self.lists.y, non_blocking=True)
+        self._total.y.add_(self._beside)
+        return self._add(rows, self._arrived, first=False)
+
+    def _add(self, rows: ExpertRows, portion: Portion, *, first: bool) -> tuple[Tensor, ...]:
+        there = self.record.there
         given = there["hidden"], rows, self.calls, self.listing.values, portion, there.get("products"), self._total
-        kernels.add_listed(*given, first=number == 0, x_bits=self._control.preset.x_bits)
+        kernels.add_listed(*given, first=first, x_bits=self._control.preset.x_bits)
         return ()
-
-    def _add_beside(self) -> tuple[Tensor, ...]:
-        self._beside_there.copy_(self.beside, non_blocking=True)
-        self._total.y.add_(self._beside_there)
-        return ()
-
-    def add(self, number: int, part: Part) -> None:
-        """Add rows by list `number`, which the device has done with; the first one begins the sum."""
-        offsets, at, places = self._written[number]
-        count = part.at.size
-        offsets[:], at[:count], places[:count] = part.offsets, part.at, part.places
-        self._sums[number].replay()
-
-    def add_none(self) -> None:
-        """Begin the sum with nothing."""
-        self._written[0][0][:] = 0
-        self._sums[0].replay()
-
-    def add_beside(self, y: Tensor) -> None:
-        """Add what the CPU has computed, (1, H)."""
-        self.beside.copy_(y)
-        self._sums[LISTS].replay()

@@ -30,7 +30,7 @@ class Captured(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait for the end of the last replay."""
+        """Wait for all work that the device was asked for."""
         ...
 
 
@@ -61,7 +61,11 @@ def _shared_pool() -> Any:
 
 
 class _Graph:
-    """A CUDA graph. The event is recorded behind each replay."""
+    """A CUDA graph.
+
+    Attributes:
+        replay, wait: see `Captured`; torch's own functions, without Python around them.
+    """
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._device = device
@@ -72,7 +76,11 @@ class _Graph:
             # Other threads may copy and allocate meanwhile.
             with torch.cuda.graph(self._graph, _shared_pool(), capture_error_mode="thread_local"):
                 self.outputs = work()
-            self._done: Any = torch.cuda.Event()
+            stream: Any = torch.cuda.current_stream(device)
+        graph_base: Any = super(torch.cuda.CUDAGraph, self._graph)
+        stream_base: Any = super(torch.cuda.Stream, stream)
+        self.replay: Callable[[], None] = graph_base.replay
+        self.wait: Callable[[], None] = stream_base.synchronize
 
     def _warm_up(self, work: Work) -> None:
         """Run it before: kernels are compiled and libraries take their memory when they are first used."""
@@ -81,16 +89,6 @@ class _Graph:
         with torch.cuda.stream(side):
             work()
         stream.wait_stream(side)
-
-    def replay(self) -> None:
-        """See `Captured`."""
-        with torch.cuda.device(self._device):
-            self._graph.replay()
-            self._done.record()
-
-    def wait(self) -> None:
-        """See `Captured`."""
-        self._done.synchronize()
 
 
 class _Again:

@@ -116,23 +116,20 @@ class OffloadedLayer(MoELayer):
         shared, device = self.shared, self.shared.device
         shared.scheduler.look()
         device.dense(hidden.shape[0])
-        step, total = self._found(hidden, choice), Sum()
-        self.decide(step, total)
-        result = step.result(total)
-        shared.scheduler.look()
-        return result
-
-    def decide(self, step: OffloadedStep, total: Sum) -> None:
-        """Everything about a step whose active neurons are known, up to its sum."""
-        hidden, found = step.there.hidden, step.found()
+        step = self._found(hidden, choice)
+        found = step.found()
         placed, joined = step.start(found)
+        total = Sum()
         step.add(placed.ready, total)
         if hidden.shape[0] <= DECODE_TOKENS:
-            self._look_ahead(hidden, step.choice, total.y)
-        self._compare(found)
+            self.look_ahead(hidden, step.choice, total.y)
+        self.compare(found)
         waited = step.finish(found, placed, joined, total)
         if self.control.counting:
             step.count(self.telemetry.layers[self.index], placed, waited)
+        result = step.result(total)
+        shared.scheduler.look()
+        return result
 
     def _found(self, hidden: Tensor, choice: Choice) -> OffloadedStep:
         """Find the active neurons, and wait for them and for everything else that the host's decisions need."""
@@ -160,14 +157,10 @@ class OffloadedLayer(MoELayer):
         return OffloadedStep(shared, self.pooled, choice, self.in_ram, here.hidden, there, active, values, heard)
 
     def _count(self, result: Result) -> None:
-        self.count_substituted(result.choice)
-        super()._count(result)
-
-    def count_substituted(self, choice: Choice) -> None:
-        """Count the experts that stand in for others; the choice is on the host."""
+        choice, found = result.choice, self.telemetry.layers[self.index]
         if choice.routed is not None:
-            swapped = (choice.experts[:, :, None] != choice.routed[:, None]).all(-1)
-            self.telemetry.layers[self.index].substituted += int(swapped.sum())
+            found.substituted += int((choice.experts[:, :, None] != choice.routed[:, None]).all(-1).sum())
+        super()._count(result)
 
     def _many(self, ruled: RuledLayer, hidden: Tensor, shares: Sequence[Share], out: Tensor) -> None:
         StreamedPrompt(self.shared, self.index, ruled, self.in_ram(), hidden, out, self.control).run(shares)
@@ -178,7 +171,7 @@ class OffloadedLayer(MoELayer):
             self._in_ram = RuledLayer(self.ram, self.ruled.preset, self.index)
         return self._in_ram
 
-    def _look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
+    def look_ahead(self, hidden: Tensor, choice: Choice, output: Tensor | None) -> None:
         """Predict what the next layer will need (FloE section 3.3): its experts by the predictor, their neurons by its
         own up projection. Left out are what the preset leaves out at those scores, and experts of less than the mean
         score: they are right too seldom for what their rows displace. Nothing waits for the answer, see
@@ -199,7 +192,7 @@ class OffloadedLayer(MoELayer):
         asked = device.ask(guess, ruled.layer.up, work.calls, limits, 8, also)
         shared.scheduler.ahead = PendingPrefetch(following.pooled, ruled.layer.rows.data.shape[1], asked)
 
-    def _compare(self, found: Found) -> None:
+    def compare(self, found: Found) -> None:
         """Count how much of what was predicted for this step is needed."""
         guess = self.shared.scheduler.guessed.pop(self.pooled, None)
         if guess is None or not self.control.counting:

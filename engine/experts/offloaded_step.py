@@ -15,7 +15,7 @@ from ...kernels.cpu.native_steps import Beside
 from ...kernels.located import Part
 from ...kernels.offload.placing import Found, Placed
 from ...kernels.types import Active, Calls
-from ..offload.device import Device, Joined
+from ..offload.device import Joined
 from ..offload.offload import Offload
 from ..telemetry import LayerCounts
 from .moe_layer import Choice, Result
@@ -57,18 +57,8 @@ class Sum:
         self.y: Tensor | None = None
         self.reached: Tensor | None = None
 
-    def rows(self, step: OffloadedStep, part: Part) -> None:
-        """Add rows that are on the device."""
-        device, there, x_bits = step.shared.device, step.there, step.choice.ruled.preset.x_bits
-        rows = step.shared.rows(step.choice.ruled.layer.rows.layout)
-        active = device.part(step.values, part.offsets, part.at, part.places)
-        self._add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
-
-    def beside(self, device: Device, joined: Joined) -> None:
-        """Add what the CPU computes, once it has."""
-        self._add(*device.sent(*joined()))
-
-    def _add(self, y: Tensor, reached: Tensor) -> None:
+    def add(self, y: Tensor, reached: Tensor) -> None:
+        """Add a part."""
         self.y = y if self.y is None else self.y + y
         self.reached = reached if self.reached is None else self.reached + reached
 
@@ -121,7 +111,7 @@ class OffloadedStep:
             waited += seconds
         self.shared.scheduler.look()  # new requests queue behind what is on its way
         if joined is not None:
-            total.beside(self.shared.device, joined)
+            total.add(*joined())
         return waited
 
     def result(self, total: Sum) -> Result:
@@ -136,7 +126,10 @@ class OffloadedStep:
     def add(self, part: Part, total: Sum) -> None:
         """Compute rows that are on the device."""
         if part.at.size:
-            total.rows(self, part)
+            device, there, x_bits = self.shared.device, self.there, self.choice.ruled.preset.x_bits
+            rows = self.shared.rows(self.choice.ruled.layer.rows.layout)
+            active = device.part(self.values, part.offsets, part.at, part.places)
+            total.add(*device.rows(there.hidden, rows, there.calls, active, there.limits, x_bits))
 
     def count(self, counts: LayerCounts, placed: Placed, waited: float) -> None:
         """Add to the telemetry where the rows were."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.cpu.native_pool import NativeTable
-from ...kernels.cpu.native_steps import Beside, NativeSteps, Share
+from ...kernels.cpu.native_steps import Beside, NativeSteps, Share, StepLists
 from ...kernels.located import Part
 from ...kernels.offload.placing import Ahead, Found, Placed, Way
 from .device import Device, Joined, Partial
@@ -21,7 +22,11 @@ from .scheduler import BESIDE, PIECE, PIECES, Scheduler
 
 
 class CompiledScheduler(Scheduler):
-    """See `Scheduler`."""
+    """See `Scheduler`.
+
+    Attributes:
+        settled: how often; what `lasting` has made is of no use afterwards.
+    """
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class CompiledScheduler(Scheduler):
         """`table`: the pool's. `link`: the device's."""
         super().__init__(device, pool, memory, sources)
         self._link, self._rates, self._ways = link, device.rates.record(), dict[int, Way]()
+        self.settled = 0
         self._steps = NativeSteps(table, link.handle, row_bytes=memory.row_bytes, spared=SPARED, rates=self._rates)
 
     def fetch(self, layer: int, keys: Keys, *, urgent: bool = False, score: float = 0.0) -> None:
@@ -66,6 +72,23 @@ class CompiledScheduler(Scheduler):
             rates.take(self._rates)
             yield arrived
 
+    def lasting(self, found: Found, beside: Beside, lists: StepLists) -> tuple[Any, Any]:
+        """See `NativeSteps.lasting`."""
+        return self._steps.lasting(found, self._way(found.layer), beside, lists)
+
+    def begin_token(self, cpu_share: float) -> Any:
+        """What its lasting steps work on."""
+        self._device.rates.lend(self._rates)
+        return self._steps.of_now(cpu_share)
+
+    def end_token(self) -> None:
+        """Its steps have ended, or one has failed."""
+        self._device.rates.take(self._rates)
+
+    def failed(self, layer: int, code: int) -> None:
+        """Raise what an error of a lasting step means."""
+        self._steps.failed(code, self._way(layer))
+
     def forget(self, layer: int | None) -> None:
         """See `Scheduler`."""
         self._steps.forget(layer)
@@ -85,6 +108,7 @@ class CompiledScheduler(Scheduler):
     def settle(self) -> None:
         """See `Scheduler`."""
         super().settle()
+        self.settled += 1
         self._ways.clear()
         self._link.forget_ends()
 
@@ -92,7 +116,8 @@ class CompiledScheduler(Scheduler):
         device, kind = self._device, share.beside.hidden.dtype
         seconds = self._steps.join_share(share)
         device.rates.observed("cpu", count * self._memory.row_bytes, seconds, device.cpu_share)
-        return share.y if kind is torch.float32 else share.y.to(kind), share.kept
+        y, kept = device.sent(share.y if kind is torch.float32 else share.y.to(kind), share.kept)
+        return y, kept
 
     def _way(self, layer: int) -> Way:
         if layer not in self._ways:

@@ -31,7 +31,7 @@ from .links.transfer import Link, Transfer
 
 Numbers = NDArray[np.integer[Any]]
 Partial = tuple[Tensor, Tensor]  # y (B, H), and how many neurons of each call reached the second threshold
-Joined = Callable[[], Partial]  # waits for work that was started; its tensors may be on the CPU
+Joined = Callable[[], Partial]  # waits for work that was started
 Mark = Any  # a point in a device's work: an event, virtual seconds, or None if there is nothing to wait for
 
 

@@ -161,6 +161,22 @@ FLOE_API int floe_share_start(const floe_beside *beside, const floe_found *found
 FLOE_API int floe_share_join(const floe_beside *beside, double *seconds);
 FLOE_API int floe_share_free(int64_t share);
 
+// One token's step over memory that stays, whose ends take two records each. hidden: numbers of beside->y. late: filled
+// by floe_step_end, whether there are rows in ARRIVED or a sum in beside->y, which is zero where there is no share.
+typedef struct {
+    const floe_found *found;
+    const floe_way *way;
+    const floe_beside *beside;
+    const floe_places *places;
+    floe_placed *placed;
+    uint8_t *marks;
+    int64_t hidden, late;
+} floe_step;
+
+// floe_offload_start, and floe_offload_finish with floe_share_join behind its last load.
+FLOE_API int floe_step_start(floe_offload *offload, const floe_step *step);
+FLOE_API int floe_step_end(floe_offload *offload, floe_step *step);
+
 // ---- virtual time
 
 // engine/offload/virtual/virtual_clock.py: when four lanes will have ended their work, and the seconds of work each was

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..checks import index
+from ..listed import Portion
 from ..located import Keys, Part
 from ..offload.placing import Found, Placed, Way
 from ..types import Calls
@@ -48,6 +49,28 @@ class Share:
     def __init__(self, beside: Beside) -> None:
         self.beside, self.record = beside, None
         self.y, self.kept = torch.empty(beside.hidden.shape), torch.empty(beside.calls.experts.shape, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLists:
+    """Memory for one token's steps, of P calls and `room` neurons, at addresses that a device may read as well.
+
+    Attributes:
+        offsets: (parts, P + 1) int64. at, places: (parts, room) int32. keys, slots: (room,) int32. All as in
+            `floe_places`. y: (1, H) float32 and kept: (P,) int64, the CPU's share.
+    """
+
+    offsets: Tensor
+    at: Tensor
+    places: Tensor
+    keys: Tensor
+    slots: Tensor
+    y: Tensor
+    kept: Tensor
+
+    def portion(self, part: int) -> Portion:
+        """One of the lists, as a device adds it up."""
+        return Portion(self.offsets[part], self.at[part], self.places[part])
 
 
 class NativeSteps:
@@ -113,6 +136,58 @@ class NativeSteps:
             yield lists.arrived(), lists.placed.waited
             if code == codes.MORE:
                 computed()
+
+    def lasting(self, found: Found, way: Way, beside: Beside, lists: StepLists) -> tuple[Any, Any]:
+        """`floe_step` and `floe_placed` of one token's steps: over these lists, and what `found` has at any time.
+
+        Args:
+            found: with room for all neurons, of which those before the last offset count.
+
+        Raises:
+            ValueError: tensors of other types or shapes.
+        """
+        record = found_record(found)
+        if record is None or not self._table.hears(found) or KINDS.get(beside.hidden.dtype) != record.kind:
+            raise ValueError("the compiled kernels cannot take this step")
+        room, parts = found.active.neurons.numel(), codes.PARTS
+        for name, given, shape in (
+            ("offsets", lists.offsets, (parts, found.experts.numel() + 1)),
+            ("at", lists.at, (parts, room)),
+            ("places", lists.places, (parts, room)),
+            ("keys", lists.keys, (room,)),
+            ("slots", lists.slots, (room,)),
+            ("y", lists.y, tuple(beside.hidden.shape)),
+            ("kept", lists.kept, tuple(found.experts.shape)),
+        ):
+            if given.shape != shape or not given.is_contiguous():
+                raise ValueError(f"{name} must be contiguous and of shape {shape}, not {tuple(given.shape)}")
+        share, self._found = Share(beside), record
+        share.y, share.kept = lists.y, lists.kept
+        placed = records.placed(wanted=0, reserved=0, looked=0, hit=0, transfer=0, done=-1, waited=0.0)
+        places = records.places(
+            room=room, offsets=lists.offsets, at=lists.at, places=lists.places, keys=lists.keys, slots=lists.slots
+        )
+        step = records.step(
+            found=record,
+            way=way_record(way),
+            beside=self._beside(share),
+            places=places,
+            placed=placed,
+            marks=self._table.flags,
+            hidden=lists.y.numel(),
+            late=0,
+        )
+        return step, placed
+
+    def of_now(self, cpu_share: float) -> Any:
+        """`floe_offload` for a token's steps."""
+        self._offload.cpu_share = cpu_share
+        return self._of_now()
+
+    def failed(self, code: int, way: Way) -> None:
+        """Raise what an error of a step means."""
+        if self._refused(code, way):
+            check(code)
 
     def begin_share(self, share: Share) -> None:
         """Start the CPU's share of the step that was placed last."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..helpers import relative_rms
 from .driver import a_preset
-from .fake_card import FakeCard
+from .fake_card import Calls, FakeCard, FakeGraph
 from .offloading import EVERYTHING, PLAIN, SHAPES, SKIPPING, offloaded, open_shape, resize
 from .step_models import WINDOW, feed, ids_of, make_model
 
@@ -51,8 +50,12 @@ def fed(loaded: LoadedModel, ids: list[int] = IDS) -> tuple[Tensor, Counts]:
     logits = feed(loaded.decoder, KVCache(), ids, [1] * len(ids))
     loaded.control.counting = False
     loaded.telemetry.settle()
-    counts = [(one.calls, one.neurons, one.dropped, one.active, one.bytes) for one in loaded.telemetry.layers]
-    return logits, counts
+    return logits, counted(loaded)
+
+
+def counted(loaded: LoadedModel) -> Counts:
+    """What each layer counted, wherever rows were."""
+    return [(one.calls, one.neurons, one.dropped, one.active, one.bytes) for one in loaded.telemetry.layers]
 
 
 def alike(counts: Counts, expected: Counts) -> bool:
@@ -149,7 +152,7 @@ def test_rows_that_moved_are_added_up_by_other_graphs(loaded: LoadedModel, monke
         resize(shared, shared.pool.capacity // 2)
         before.fill_(255)
         assert relative_rms(fed(loaded)[0], expected) <= 1e-4
-        assert len(card.captures) == captures + 4  # three lists and the CPU's sum, but no layer
+        assert len(card.captures) == captures + 2  # the sums of what is there and of what comes later, but no layer
 
 
 def test_other_layers_go_between_those_in_the_pool(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +204,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(
 ) -> None:
     expected, counts = whole(loaded, SKIPPING)
     card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
-    first = {"a layer": layers + 1, "the layers": 2 * layers, "a sum": 2 * layers + 2}[after]
+    first = {"a layer": layers + 1, "the layers": 2 * layers, "a sum": 2 * layers + 1}[after]
     refusing(card, first, count, monkeypatch)
     loaded.control.notices.clear()
     with offloaded(loaded, SKIPPING, 0.3, predict=False):
@@ -222,7 +225,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(
 def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = whole(loaded, PLAIN)[0]
     card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
-    refusing(card, 2 * layers + 4 + 1, 1, monkeypatch)
+    refusing(card, 2 * layers + 2 + 1, 1, monkeypatch)
     loaded.control.notices.clear()
     with offloaded(loaded, SKIPPING, 0.3, predict=False):
         fed(loaded)
@@ -235,46 +238,63 @@ def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: p
 
 def test_a_stop_is_seen_at_the_next_layer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = whole(loaded, PLAIN)
-    FakeCard(monkeypatch)
-    with offloaded(loaded, PLAIN, 0.3, predict=False) as shared:
+    card = FakeCard(monkeypatch)
+    with offloaded(loaded, PLAIN, 0.3, predict=False):
         fed(loaded)
-        look = shared.scheduler.look
+        waits, wait = card.waits, FakeGraph.wait
 
-        def stop() -> None:
+        def stop(graph: FakeGraph) -> None:
             loaded.control.cancelled.set()
-            look()
+            wait(graph)
 
-        monkeypatch.setattr(shared.scheduler, "look", stop)
-        with pytest.raises(Cancelled):
-            loaded.decoder.forward([1], KVCache())
-        monkeypatch.setattr(shared.scheduler, "look", look)
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeGraph, "wait", stop)
+            with pytest.raises(Cancelled):
+                loaded.decoder.forward([1], KVCache())
+        assert card.waits == waits + 1
         loaded.control.cancelled.clear()
         assert relative_rms(fed(loaded)[0], expected) <= 1e-4
 
 
-def test_what_the_last_step_left_on_the_device_is_counted_once(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU's counts are read when the telemetry is: here all of them wait until then."""
-    expected, counts = whole(loaded, SKIPPING)
+def test_what_is_counted_is_drained_into_its_own_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, counts = whole(loaded, SKIPPING)
     FakeCard(monkeypatch)
-    waiting: list[tuple[Callable[..., None], tuple[Tensor, ...]]] = []
+    with offloaded(loaded, SKIPPING, 0.3, predict=False):
+        loaded.control.counting = True
+        feed(loaded.decoder, KVCache(), IDS[:3], [1] * 3)
+        loaded.control.counting = False
+        assert not any(one.neurons for one in loaded.telemetry.layers)  # nobody has read it
+        feed(loaded.decoder, KVCache(), IDS[:2], [1] * 2)  # which are not counted
+        assert alike(fed(loaded)[1], counts)
+        loaded.telemetry.settle()
+        assert alike(
+            [(one.calls, one.neurons, one.dropped, one.active, one.bytes) for one in loaded.telemetry.layers], counts
+        )
 
-    def later(count: Callable[..., None], *tensors: Tensor) -> None:
-        waiting.append((count, tensors))
 
-    def settle() -> None:
-        for count, tensors in waiting:
-            count(*tensors)
-        waiting.clear()
-
-    with offloaded(loaded, SKIPPING, 0.3, predict=False), monkeypatch.context() as patch:
-        patch.setattr(loaded.telemetry, "count", later)
-        patch.setattr(loaded.telemetry, "settle", settle)
-        for _ in range(2):
-            found, as_counted = fed(loaded)
-            assert alike(as_counted, counts) and not waiting
-            assert relative_rms(found, expected) <= 1e-4
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("preset", [PLAIN, SKIPPING], ids=lambda preset: preset.name)
+def test_a_layer_takes_six_calls_and_one_wait(
+    loaded: LoadedModel, preset: Preset, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Python's own functions, torch's, the library's and the card's: the difference that layers make."""
+    card, kv = FakeCard(monkeypatch), KVCache()
+    with offloaded(loaded, preset, share, predict=False):
+        feed(loaded.decoder, kv, IDS, [1] * len(IDS))
+        loaded.control.counting, waits, layers = True, card.waits, len(loaded.telemetry.layers)
+        decoder = loaded.decoder
+        assert isinstance(decoder, FusedDecoder)
+        by_layers = decoder._graphs  # pyright: ignore[reportPrivateUsage]
+        assert by_layers is not None
+        calls = list[int]()
+        for count in (1, layers):
+            with Calls() as seen, torch.inference_mode():
+                by_layers.run(count)
+            own = [name for name in seen.names if name not in ("getprofile", "setprofile")]  # of the fake card
+            calls.append(len(own))
+        loaded.control.counting = False
+    assert card.waits - waits == 1 + layers
+    assert 0 < (calls[1] - calls[0]) / (layers - 1) <= 6, calls
 
 
 def test_a_prompt_between_two_tokens_changes_nothing(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,3 +235,27 @@ int floe_offload_await(floe_offload *offload) {
     const std::shared_ptr<Link> link = link_of(offload->link);
     return link == nullptr ? FLOE_BAD_INDEX : await_all(*offload, *link);
 }
+
+int floe_step_start(floe_offload *offload, const floe_step *step) {
+    step->placed->done = -1;
+    step->placed->waited = 0;
+    return floe_offload_start(offload, step->found, step->way, step->beside, step->places, step->placed);
+}
+
+int floe_step_end(floe_offload *offload, floe_step *step) {
+    const floe_found &f = *step->found;
+    const floe_beside &beside = *step->beside;
+    const int64_t *ends = step->places->offsets + f.calls;
+    const int64_t shared = ends[FLOE_PART_BESIDE * (f.calls + 1)];
+    const int code = floe_offload_finish(offload, &f, step->way, step->marks, nullptr, step->places, step->placed);
+    if (code == FLOE_MORE || shared == 0) {
+        std::fill_n(beside.y, step->hidden, 0.0f);
+    } else {
+        double seconds = 0; // also after an error: the share's memory is the next step's
+        if (const int error = floe_share_join(&beside, &seconds)) return error;
+        floe_rates &r = *offload->rates;
+        observed(r, r.cpu_bytes_s, r.cpu_latency_s, (double)(shared * offload->row_bytes), seconds, offload->cpu_share);
+    }
+    step->late = ends[FLOE_PART_ARRIVED * (f.calls + 1)] > 0 || shared > 0;
+    return code;
+}
