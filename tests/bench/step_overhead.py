@@ -32,7 +32,7 @@ from floe_chat.engine.experts.offloaded_layer import Neighbours, OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer
 from floe_chat.engine.machine.random_weights import MIXTRAL, make_rows, make_up, pair
 from floe_chat.engine.offload.device import Device, Joined, Partial
-from floe_chat.engine.offload.lane_rates import Rates
+from floe_chat.engine.offload.lane_rates import RateName, Rates
 from floe_chat.engine.offload.links.compiled_link import CompiledLink
 from floe_chat.engine.offload.offload import Offload, Parts
 from floe_chat.engine.offload.scheduler import Scheduler
@@ -55,11 +55,18 @@ IN_PLACE = 4  # experts that are read in place, more than any cache holds
 WARM = 12  # tokens
 
 
+class _Given(Rates):
+    """Stay as they are: rows as small as these would teach the CPU's to be slow, and fewer would be its share."""
+
+    def observed(self, what: RateName, nbytes: float, seconds: float, cap: float = 1.0) -> None:
+        """Nothing is learned."""
+
+
 class _Nothing(Device):
     """Computes nothing."""
 
     def __init__(self, seed: int) -> None:
-        rates = Rates(10e9, 1e-5, 8e9, 2e10, 5e-5, 2e11, 1e-5)
+        rates = _Given(10e9, 1e-5, 8e9, 2e10, 5e-5, 2e11, 1e-5)
         link = CompiledLink("none", "no link", NBYTES, content=False)  # everything is there at once
         super().__init__("nothing", "cpu", link, rates)
         self.found_at: float | None = None  # the thread's time; None once absent rows were asked for

@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-#include "floe.h"
+#include "floe_offload.h"
 
 // Into the second cache: the first one has too few places for lines on their way to hide the memory's latency (on
 // Zen 4 rows then arrive a fifth more slowly).
@@ -93,6 +93,33 @@ struct RowOps {
     // Reads likewise; returns what depends on every byte.
     uint64_t (*read)(const uint8_t *const *from, const uint8_t *const *ahead, int count, int64_t bytes);
 };
+
+// Where the lists of present and absent neurons go: positions and slots, positions and keys.
+struct Presence {
+    int32_t *here_at, *slots, *gone_at, *keys;
+};
+
+// What the rows of slots are worth (src/eviction.h), and what is looked for.
+struct Worths {
+    const float *factors;   // by expert
+    uint64_t expert_factor; // which is key * expert_factor >> expert_shift
+    int32_t expert_shift, in_use, finds, ready;
+    float prefetch_worth;
+    uint32_t limit; // of worths to list, as numbers in the same order
+};
+
+// The pool's long loops, as far as there are whole registers; both return where they have got to. Lists have room for
+// all that is looked at, and are written to up to there.
+struct PoolOps {
+    int64_t (*classify)(const int32_t *table, const int32_t *neurons, int64_t start, int64_t end, int32_t first,
+                        const Presence &out, int64_t *here, int64_t *gone);
+    int64_t (*look)(const floe_cell *cells, const Worths &by, int64_t slot, int64_t end, uint64_t *rows, int64_t *count,
+                    int64_t *ready);
+};
+
+const PoolOps *avx512_pool();
+// Of the instruction set in use; nullptr where it has none.
+const PoolOps *pool_ops();
 
 const RowOps *portable_ops();
 const RowOps *avx2_ops();

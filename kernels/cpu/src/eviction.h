@@ -190,8 +190,16 @@ inline int64_t look_by_fours(const floe_pool &p, const Scores &score, int64_t &s
 inline int64_t look_by_score(const floe_pool &p, const Scores &score, int64_t slot, int64_t end, uint32_t limit,
                              Candidates &found) {
     int64_t ready = 0;
+    if (const PoolOps *ops = pool_ops()) {
+        static_assert(sizeof(Candidates::Worth) == 8, "a worth in front of its slot");
+        const Worths by = {score.factors,         score.expert_of.factor,
+                           score.expert_of.shift, score.in_use,
+                           score.finds,           READY,
+                           score.prefetch_worth,  limit};
+        slot = ops->look(p.cells, by, slot, end, (uint64_t *)found.rows, &found.count, &ready);
+    }
 #if defined(__SSE2__)
-    ready = look_by_fours(p, score, slot, end, limit, found);
+    ready += look_by_fours(p, score, slot, end, limit, found);
 #endif
     for (; slot < end; slot++) {
         const floe_cell cell = p.cells[slot];

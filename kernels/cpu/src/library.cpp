@@ -62,6 +62,8 @@ struct Listed {
 
 const RowOps &row_ops() { return *chosen().ops; }
 
+const PoolOps *pool_ops() { return chosen().ops == avx512_ops() ? avx512_pool() : nullptr; }
+
 int64_t code_bytes(const floe_vector &v) {
     if (v.n < 1) return FLOE_BAD_SHAPE;
     if (v.bits == 16) return 2 * v.n;

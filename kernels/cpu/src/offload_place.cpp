@@ -37,7 +37,11 @@ void classify(const floe_pool &p, const floe_found &f, const Part &present, cons
         const int32_t *__restrict neurons = f.neurons;
         int32_t *__restrict here_at = present.at, *__restrict slots = present.places;
         int32_t *__restrict gone_at = absent.at, *__restrict keys = absent.places;
-        for (int64_t i = f.offsets[c]; i < f.offsets[c + 1]; i++) {
+        int64_t i = f.offsets[c];
+        if (const PoolOps *ops = pool_ops())
+            i = ops->classify(table, neurons, i, f.offsets[c + 1], first, {here_at, slots, gone_at, keys}, &here,
+                              &gone);
+        for (; i < f.offsets[c + 1]; i++) {
             const int32_t neuron = neurons[i], slot = table[neuron];
             here_at[here] = gone_at[gone] = (int32_t)i;
             slots[here] = slot;

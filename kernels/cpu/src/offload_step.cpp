@@ -38,7 +38,8 @@ int collect(floe_offload &o, Link &link, bool others) {
     observed(r, r.link_bytes_s, r.link_latency_s, (double)(moved - o.moved), busy - o.busy, 1.0);
     o.moved = moved;
     o.busy = busy;
-    return floe_pool_settle(o.pool, (int64_t)slots.size(), slots.data(), true);
+    arrive(*o.pool, (int64_t)slots.size(), slots.data());
+    return FLOE_OK;
 }
 
 int forget(const floe_offload &o, Link &link, int64_t layer) {
@@ -92,6 +93,13 @@ void list_arrived(const floe_pool &p, const floe_found &f, const floe_places &d,
     const List arrived(d, f.calls, FLOE_PART_ARRIVED);
     const int32_t *table = p.slots + f.layer * expert_width(p);
     const bool all = first == 0 && last == wanted;
+    const int64_t rows = copied.offsets[f.calls];
+    if (all && rows == wanted && coming.offsets[f.calls] == 0 && std::equal(d.keys, d.keys + rows, copied.places)) {
+        std::copy(copied.offsets, copied.offsets + f.calls + 1, arrived.offsets);
+        std::copy(copied.at, copied.at + rows, arrived.at);
+        std::copy(d.slots, d.slots + rows, arrived.places);
+        return;
+    }
     int64_t count = 0;
     arrived.offsets[0] = 0;
     for (int64_t i = first; i < last && !all; i++) marks[d.keys[i]] = 1;

@@ -58,5 +58,16 @@ void book(const floe_pool &p, int64_t layer, const Key *keys, int64_t count, boo
     }
 }
 
+// Rows that are on their way into these slots, each named once, have arrived.
+inline void arrive(const floe_pool &p, int64_t count, const int32_t *slots) {
+    const ExpertOf expert_of(p);
+    for (int64_t i = 0; i < count; i++) {
+        if (i + 24 < count) FLOE_PREFETCH(p.cells + slots[i + 24]);
+        floe_cell &cell = p.cells[slots[i]];
+        cell.word += READY - FILLING;
+        p.residents[expert_of(cell.key)]++;
+    }
+}
+
 } // namespace
 } // namespace floe
