@@ -133,13 +133,13 @@ class OffloadedStep:
 
     def count(self, counts: LayerCounts, placed: Placed, waited: float) -> None:
         """Add to the telemetry where the rows were."""
-        ready, coming, copied, beside, skipped, late = placed.sizes
+        ready, coming, copied, beside = placed.sizes
         counts.ready += ready
         counts.coming += coming
         counts.copied += copied
         counts.on_cpu += beside
         counts.waited += waited
-        if left_out := skipped + late:
+        if left_out := int(self.active.offsets[-1]) - sum(placed.sizes):
             counts.left_out += left_out
             # `MoELayer.add_counts` counts them as read; their down halves are not read.
             counts.bytes -= left_out * self.choice.ruled.costs[1]

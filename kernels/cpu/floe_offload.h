@@ -36,18 +36,9 @@ typedef struct {
     double cpu_start, cpu_row, copy_start, copy_row;
 } floe_lanes;
 
-// Parts of the active neurons: there; on their way; copied; computed by the CPU from RAM; absent and done without; on
-// their way and done without. ARRIVED, filled by floe_offload_finish: those that were on their way, or copied.
-enum {
-    FLOE_PART_READY,
-    FLOE_PART_COMING,
-    FLOE_PART_COPIED,
-    FLOE_PART_BESIDE,
-    FLOE_PART_SKIPPED,
-    FLOE_PART_LATE,
-    FLOE_PART_ARRIVED,
-    FLOE_PARTS
-};
+// Parts of the active neurons that are not done without: there; on their way; copied; computed by the CPU from RAM.
+// ARRIVED, filled by floe_offload_finish: those that were on their way, or copied.
+enum { FLOE_PART_READY, FLOE_PART_COMING, FLOE_PART_COPIED, FLOE_PART_BESIDE, FLOE_PART_ARRIVED, FLOE_PARTS };
 
 // Filled: of each part offsets (calls + 1), positions among the active neurons and places (room): slots, or keys of
 // absent rows. keys, slots (room): what is copied, each key once, and the slots of the first of them.
@@ -58,9 +49,8 @@ typedef struct {
 } floe_places;
 
 // Keys to copy, and how many of them got a slot; calls that have active neurons, and those of which half the rows
-// are present. transfer: the number of
-// the one that brings the rows, 0 if there is none. Of floe_offload_finish: done, how many of the keys have arrived
-// (before its first call -1); waited, seconds for rows on their way.
+// are present. transfer: the number of the one that brings the rows, 0 if there is none. Of floe_offload_finish: done,
+// how many of the keys have arrived (before its first call -1); waited, seconds for rows on their way.
 typedef struct {
     int64_t wanted, reserved, looked, hit, transfer, done;
     double waited;

@@ -89,7 +89,7 @@ class Placed:
 
     Attributes:
         parts: ready and coming are there, and on their way; copied and beside absent, for the link and for the CPU;
-            skipped and late absent, or on their way, and done without. sizes: neurons of each.
+            what is absent, or on its way, and done without is in none. sizes: neurons of each.
         keys: (M,) int32 of the copied rows, each once. slots: int32, of the first of them, as many as there are.
         looked, hit: calls with active neurons, and those of which half the rows are present.
         transfer: number of the transfer that brings the rows, if one was sent.
@@ -107,8 +107,6 @@ class Placed:
     coming = property(lambda self: self.parts[1])
     copied = property(lambda self: self.parts[2])
     beside = property(lambda self: self.parts[3])
-    skipped = property(lambda self: self.parts[4])
-    late = property(lambda self: self.parts[5])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +208,13 @@ class StepTable(RowTable):
         experts, offsets, neurons = _numbers(found)
         located = self.locate(found.layer, experts, offsets, neurons, found.width)
         self.hear(found.layer, _heard(found, self.experts))
-        (copied, skipped), (coming, late) = _needed(located.absent, found), _needed(located.coming, found)
+        copied, coming = _needed(located.absent, found), _needed(located.coming, found)
         sizes = np.diff(copied.offsets)
         copied, beside = cut(copied, sizes - np.array(share(sizes.tolist(), found.weights.tolist(), lanes), np.int64))
         keys = copied.places if _once(found, experts, offsets, neurons) else np.unique(copied.places)
         slots = self.reserve(found.layer, keys.astype(np.int64), urgent=True) if keys.size else np.zeros(0, np.int32)
         active, missing = np.diff(offsets), np.diff(located.absent.offsets)
-        parts = [_narrow(part) for part in (located.ready, coming, copied, beside, skipped, late)]
+        parts = [_narrow(part) for part in (located.ready, coming, copied, beside)]
         return Placed(
             parts,
             [part.at.size for part in parts],
@@ -327,15 +325,12 @@ def some(part: Part, which: NDArray[np.bool_]) -> Part:
     return Part(np.concatenate(([0], np.cumsum(which)))[part.offsets], part.at[which], part.places[which])
 
 
-def _needed(part: Part, found: Found) -> tuple[Part, Part]:
-    """What is waited for, and what is done without. The row of a NaN value is awaited, so that the NaN reaches the
-    result and is noticed.
-    """
-    weak = np.zeros(part.at.size, np.bool_)
-    if found.late is not None:
-        limits = np.repeat(found.late.float().numpy(), np.diff(part.offsets))
-        weak = np.abs(found.active.values.float().numpy()[part.at]) < limits
-    return some(part, ~weak), some(part, weak)
+def _needed(part: Part, found: Found) -> Part:
+    """All but what is done without. The row of a NaN value is awaited, so that the NaN reaches the result."""
+    if found.late is None:
+        return part
+    limits = np.repeat(found.late.float().numpy(), np.diff(part.offsets))
+    return some(part, ~(np.abs(found.active.values.float().numpy()[part.at]) < limits))
 
 
 def _heard(found: Found, experts: int) -> NDArray[np.float64]:

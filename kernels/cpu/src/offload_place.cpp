@@ -59,26 +59,20 @@ bool weak(const floe_found &f, int64_t call, int64_t at) { // not where the valu
     return fabsf(number_at(f.values, f.kind, at)) < f.late[call];
 }
 
-// Moves what the step does without from one part to the other.
-void leave_out(const floe_found &f, const Part &from, const Part &to) {
-    int64_t stays = 0, goes = 0, start = 0;
-    std::fill(to.offsets, to.offsets + f.calls + 1, (int64_t)0);
+// Takes what the step does without out of a part.
+void leave_out(const floe_found &f, const Part &part) {
     if (f.late == nullptr) return;
+    int64_t stays = 0, start = 0;
     for (int64_t c = 0; c < f.calls; c++) {
-        const int64_t end = from.offsets[c + 1];
+        const int64_t end = part.offsets[c + 1];
         for (int64_t i = start; i < end; i++) {
-            const int32_t at = from.at[i], place = from.places[i];
-            const int64_t without = weak(f, c, at);
-            from.at[stays] = at;
-            from.places[stays] = place;
-            stays += 1 - without;
-            if (!without) continue;
-            to.at[goes] = at;
-            to.places[goes++] = place;
+            const int32_t at = part.at[i], place = part.places[i];
+            part.at[stays] = at;
+            part.places[stays] = place;
+            stays += !weak(f, c, at);
         }
         start = end;
-        from.offsets[c + 1] = stays;
-        to.offsets[c + 1] = goes;
+        part.offsets[c + 1] = stays;
     }
 }
 
@@ -237,12 +231,11 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
 
     const Part ready(d, f.calls, FLOE_PART_READY), coming(d, f.calls, FLOE_PART_COMING);
     const Part copied(d, f.calls, FLOE_PART_COPIED), beside(d, f.calls, FLOE_PART_BESIDE);
-    const Part skipped(d, f.calls, FLOE_PART_SKIPPED), late(d, f.calls, FLOE_PART_LATE);
     classify(p, f, ready, copied);
     *placed = {};
     placed->done = -1;
     count_calls(f, copied, *placed);
-    leave_out(f, copied, skipped);
+    leave_out(f, copied);
     share(f, *lanes, copied, beside, memory);
     const int64_t wanted = placed->wanted = to_copy(copied, f.calls, once, d.keys);
     Candidates candidates;
@@ -268,7 +261,7 @@ int floe_offload_place(const floe_pool *pool, const floe_found *found, const flo
     }
     if (rests(p, f)) std::fill(coming.offsets, coming.offsets + f.calls + 1, (int64_t)0);
     else split(p, f, ready, coming);
-    leave_out(f, coming, late);
+    leave_out(f, coming);
     if (wanted > 0) book(p, f.layer, d.keys, taken, true, d.slots);
     return FLOE_OK;
 }
