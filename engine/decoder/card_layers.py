@@ -110,7 +110,8 @@ class CardLayers:
         self._experts: CardExperts | None = None
         self._preset: Preset | None = None
         self.declined = ""
-        self._capture()
+        if self._first is None:  # else `prepare` knows what has to be captured
+            self._capture()
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -180,7 +181,7 @@ class CardLayers:
 
     def _one_by_one(self) -> None:
         _log.warning("experts are launched one by one, because %s", self.declined)
-        if self._experts is not None:
+        if self._experts is not None or not self._graphs:
             self._leave()
             self._capture()
 

@@ -97,7 +97,7 @@ def _compare(context: Context, loaded: LoadedModel, *, pack: str, preset: str, p
     context.row(
         pack=pack, preset=preset, pool=pool, captured=captured, error=error,
         ms_a_layer=1e3 * by_graphs / layers, one_by_one_ms=1e3 * one_by_one / layers,
-        calls_a_layer=len(calls.names) / layers, reserved_MiB=reserved / 2**20,
+        calls_a_token=len(calls.names), reserved_MiB=reserved / 2**20,
         ok=captured and error <= FAR,
     )  # fmt: skip
     if not captured:

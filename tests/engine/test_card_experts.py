@@ -204,7 +204,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(
 ) -> None:
     expected, counts = whole(loaded, SKIPPING)
     card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
-    first = {"a layer": layers + 1, "the layers": 2 * layers, "a sum": 2 * layers + 1}[after]
+    first = {"a layer": 1, "the layers": layers, "a sum": layers + 1}[after]
     refusing(card, first, count, monkeypatch)
     loaded.control.notices.clear()
     with offloaded(loaded, SKIPPING, 0.3, predict=False):
@@ -225,7 +225,7 @@ def test_what_cannot_be_captured_is_launched_one_by_one(
 def test_the_chat_says_that_it_became_slower(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = whole(loaded, PLAIN)[0]
     card, layers = FakeCard(monkeypatch), len(loaded.telemetry.layers)
-    refusing(card, 2 * layers + 2 + 1, 1, monkeypatch)
+    refusing(card, layers + 2 + 1, 1, monkeypatch)
     loaded.control.notices.clear()
     with offloaded(loaded, SKIPPING, 0.3, predict=False):
         fed(loaded)
