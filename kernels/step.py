@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .entries import entry_of, stored, values
 from .rule import Rule
 from .types import Limits
 from .weights import ExpertRows, LinearWeights, UpWeights
@@ -44,7 +45,8 @@ class Heads:
     Attributes:
         num_heads: of queries. num_kv_heads: of keys, and of values; each serves num_heads / num_kv_heads of queries.
         head_dim: D, even. scale: of the products of queries and keys. clip: limit of all three.
-        window: how many tokens a query sees, itself included. cache_dtype: in which form keys and values are stored.
+        window: how many tokens a query sees, itself included. cache_dtype: in which form keys and values are stored,
+            see entries.py.
         q_norm, k_norm: weights of RMS norms before rope, (D,) of each head, or (heads * D,) of all heads together.
     """
 
@@ -59,9 +61,13 @@ class Heads:
     cache_dtype: torch.dtype = torch.float32
 
     @property
-    def entry(self) -> tuple[int, int]:
-        """(rows, D) of what a layer caches of a token: its keys, then its values."""
-        return 2 * self.num_kv_heads, self.head_dim
+    def entry(self) -> tuple[int, ...]:
+        """The shape of what a layer caches of a token: rows of its keys, then of its values."""
+        return entry_of(2 * self.num_kv_heads, self.head_dim, self.cache_dtype)
+
+    def values(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
+        """Entries (N, *entry) -> their keys and values (N, rows, D)."""
+        return values(entries, 2 * self.num_kv_heads, self.head_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ class KeptTokens:
     """Where keys and values of the tokens so far are, in the device's memory: no launch depends on their number.
 
     Attributes:
-        addresses: (L,) int64, of each layer's entries (C, 2 * key heads, D). position: (1,) int64, of the new token.
+        addresses: (L,) int64, of each layer's entries (C, *entry). position: (1,) int64, of the new token.
     """
 
     addresses: Tensor
@@ -172,8 +178,7 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
     Args:
         x: (1, H) the residual stream after the attention before. added: (1, H) the block's output since then, or None.
         rope: (2, D) cosines and sines of the position, the first half of the sines negated.
-        kv: (C, 2 * key heads, D) keys, then values, of the tokens before; the token's own are written to its place. In
-            the form that `heads.cache_dtype` says.
+        kv: (C, *heads.entry) keys, then values, of the tokens before; the token's own are written to its place.
         position: of the token.
     """
     width = x.shape[-1]
@@ -188,19 +193,18 @@ def dense_step(layer: DenseLayer, x: Tensor, added: Tensor | None, rope: Tensor,
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:
     """Attention of one token: qkv (1, all heads * D), as projected -> (1, heads * D). The rest as in `dense_step`."""
     qkv = qkv.view(-1, heads.head_dim)
-    queries, keys, values = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads])
+    queries, keys, own = qkv.split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads])
     if heads.q_norm is not None and heads.k_norm is not None:
         queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
     if heads.clip is not None:
-        queries, keys, values = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, values))
+        queries, keys, own = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, own))
     queries, keys = (part * rope[0] + part.roll(heads.head_dim // 2, -1) * rope[1] for part in (queries, keys))
-    kv[position] = torch.cat([keys, values]).to(kv.dtype)
+    kv[position] = stored(torch.cat([keys, own]), kv.dtype)
     first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-    keys, values = (
-        kv[first : position + 1].to(qkv.dtype).repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
-    )
+    seen = heads.values(kv[first : position + 1], qkv.dtype)
+    keys, others = seen.repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
-    return torch.einsum("ht,thd->hd", scores.softmax(-1), values).reshape(1, -1)
+    return torch.einsum("ht,thd->hd", scores.softmax(-1), others).reshape(1, -1)
 
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:

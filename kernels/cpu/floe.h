@@ -146,11 +146,13 @@ FLOE_API int floe_linear(const float *x, int64_t tokens, const floe_matrix *weig
 // The dense part of one layer; D is the width of a head. window: how many tokens a query sees, itself included, 0 all.
 // qkv: queries of all heads, keys and values of all key heads. before, after: (H) weights of the norms. q_norm, k_norm:
 // (D) if each_head, else (heads · D) and (kv_heads · D) for all heads together. clip: INFINITY for none. router:
-// (experts, H). shares: whether the weights of the chosen experts are made to sum to 1. half: whether keys and values
-// are kept in float16, not float32.
+// (experts, H). shares: whether the weights of the chosen experts are made to sum to 1. stored: the form of keys and
+// values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py).
+enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
+
 typedef struct {
     int64_t hidden, heads, kv_heads, dim, window, experts, top_k;
-    int32_t each_head, shares, half;
+    int32_t each_head, shares, stored;
     float eps, scale, clip;
     const float *before, *after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *router;
@@ -176,7 +178,7 @@ typedef struct {
 FLOE_API int floe_dense_check(const floe_dense_layer *layer);
 
 // One token before a layer's experts. x (H) is the residual stream, added (H) what the block before gave. kv:
-// (capacity, 2, kv_heads, D) keys and values of the tokens before; the token's own are written at its position. Fills
+// (capacity) entries of the tokens before, their keys and values; the token's own are written at its position. Fills
 // routed.
 FLOE_API int floe_dense_step(const floe_dense_layer *layer, const float *x, FLOE_OPTIONAL const float *added, void *kv,
                              const floe_place *place, int digits, int threads, const floe_routed *routed);

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from ..checks import Shape, index, require
+from ..entries import CODES
 from ..step import DenseLayer, Heads, Stepped
-from .binding import check, library, records
+from .binding import check, codes, library, records
 from .weights import FLOAT32, digits, optional, projection_record, required
+
+_STORED = {torch.float32: codes.KEPT_FLOAT, torch.float16: codes.KEPT_HALF, CODES: codes.KEPT_CODES}
 
 
 class NativeStep:
     """`step.dense_step` for one layer, in float32.
 
     Attributes:
-        kept: the form of keys and values, float32 or float16. layer: its record, for an operation on several.
+        kept: the form of keys and values, one of `_STORED`. layer: its record, for an operation on several.
 
     Raises:
         NativeUnavailableError: the compiled kernels cannot be used here.
@@ -49,7 +52,7 @@ class NativeStep:
             top_k=0 if router is None else router.top_k,
             each_head=each_head,
             shares=router is not None and router.norm_topk_prob,
-            half=heads.cache_dtype == torch.float16,
+            stored=_STORED[heads.cache_dtype],
             eps=layer.eps,
             scale=heads.scale,
             clip=inf if heads.clip is None else heads.clip,
@@ -63,7 +66,7 @@ class NativeStep:
         )
         check(library().dense_check(self.layer))
         self._hidden, self._top_k = hidden, self.layer.top_k
-        self._rope, self._stored = (2, heads.head_dim), (2 * heads.num_kv_heads, heads.head_dim)  # of a token
+        self._rope, self._stored = (2, heads.head_dim), heads.entry  # of a token
         self.kept = heads.cache_dtype
         self._scores = None if router is None else router.scores
         if self._scores is not None:
@@ -102,8 +105,8 @@ class NativeStep:
 
 def _check_heads(heads: Heads) -> None:
     """Refuse impossible heads; in Python, where no product overflows."""
-    if heads.cache_dtype not in (torch.float32, torch.float16):
-        raise ValueError(f"keys and values must be float32 or float16, not {heads.cache_dtype}")
+    if heads.cache_dtype not in _STORED:
+        raise ValueError(f"keys and values must be {' or '.join(map(str, _STORED))}, not {heads.cache_dtype}")
     if heads.num_kv_heads < 1 or heads.num_heads < 1 or heads.num_heads % heads.num_kv_heads:
         raise ValueError(f"{heads.num_heads} heads of queries cannot share {heads.num_kv_heads} heads of keys evenly")
     if heads.head_dim < 2 or heads.head_dim % 2:

@@ -86,7 +86,7 @@ class NativeToken:
         self._paced: tuple[Any, Any] = None, None  # the inputs of the last pace, and the pace
         one = dense[0].layer
         self._hidden, self._top_k = one.hidden, one.top_k
-        self._rope, self._stored, self._form = (2, one.dim), (2 * one.kv_heads, one.dim), dense[0].kept  # of a token
+        self._rope, self._stored, self._form = (2, one.dim), *dense[0].stored  # of a token
         if any(step.stored != dense[0].stored for step in dense):
             raise ValueError("layers store keys and values in different shapes or types")
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..entries import CODES
 from ..step import Heads, KeptTokens
 from . import launch
 from .attention import Shape, attend_kernel, join_kernel
@@ -16,7 +17,7 @@ from .attention import Shape, attend_kernel, join_kernel
 # Numbers of a tile of products of queries and keys, per program of 128 threads: more would not fit their registers.
 TILE, MOST_TOKENS = 4096, 64
 PROGRAMS_PER_PROCESSOR, MOST_SPLITS = 4, 64
-_STORED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_STORED = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, CODES: tl.int8}
 
 
 def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: Heads, eps: float) -> Tensor:
@@ -31,7 +32,8 @@ def attend_one(qkv: Tensor, rope: Tensor, kept: KeptTokens, layer: int, heads: H
     shape = Shape(
         *(heads.num_heads, heads.num_kv_heads, dim, heads.scale, eps),
         *(heads.clip or 0.0, heads.window or 0, normed),
-        16 if math.prod(heads.entry) * heads.cache_dtype.itemsize % 16 == 0 else heads.cache_dtype.itemsize,
+        16 if math.prod(heads.entry) * heads.cache_dtype.itemsize % 16 == 0 else max(2, heads.cache_dtype.itemsize),
+        heads.cache_dtype == CODES,
     )
     splits, columns, group = splits_of(device, heads), triton.next_power_of_2(dim), triton.next_power_of_2(groups)
     partial = torch.empty(heads.num_heads, splits, dim, dtype=torch.float32, device=device)

@@ -8,7 +8,7 @@ memory that has moved needs another launch. Positions are cut into splits, one p
 since one token has too few heads to fill a GPU; `combine_kernel` adds up their parts in a fixed order (as in
 Flash-Decoding). The new token's own keys and values are not read back: the first split has them in registers.
 
-`load_entries` and `store_entry` alone know in which form entries are stored.
+`load_entries` and `store_entry` alone know in which form entries are stored (`kernels/entries.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import NamedTuple
 
 import triton.language as tl
 
+from ..entries import LARGEST as _LARGEST
 from .jit import device_code
+
+LARGEST = tl.constexpr(float(_LARGEST))
+ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken off again, it leaves the nearest integer
 
 
 class Shape(NamedTuple):
@@ -26,7 +30,7 @@ class Shape(NamedTuple):
     Attributes:
         heads, kv_heads, dim, scale, eps, clip, window: as in `step.Heads`, without a clip or window 0. normed: whether
             queries and keys are normalized, 1 over each head, 2 over all of them. aligned: bytes that divide each
-            layer's address.
+            layer's address. coded: whether entries are codes, see `kernels/entries.py`.
     """
 
     heads: int
@@ -38,18 +42,43 @@ class Shape(NamedTuple):
     window: int
     normed: int
     aligned: int
+    coded: bool
+
+
+@device_code()
+def scales_of(entries, n, row, A: tl.constexpr):
+    """Where the scale of one row of the codes of tokens n is."""
+    rows: tl.constexpr = 2 * A.kv_heads
+    at = n.to(tl.int64) * (rows * (A.dim + 2) // 2) + rows * A.dim // 2 + row
+    return entries.to(tl.pointer_type(tl.float16)) + at
 
 
 @device_code()
 def load_entries(entries, n, row, d, live, A: tl.constexpr):
     """Columns d (D,) of one row of the entries of tokens n (N,): (N, D) float32."""
-    at = (n.to(tl.int64)[:, None] * (2 * A.kv_heads) + row) * A.dim + d[None, :]
-    return tl.load(entries + at, mask=live, other=0.0).to(tl.float32)
+    length: tl.constexpr = 2 * A.kv_heads * (A.dim + 2) if A.coded else 2 * A.kv_heads * A.dim
+    at = n.to(tl.int64)[:, None] * length + row * A.dim + d[None, :]
+    values = tl.load(entries + at, mask=live, other=0).to(tl.float32)
+    if A.coded:
+        there = tl.max(live.to(tl.int32), 1) > 0
+        values *= tl.load(scales_of(entries, n, row, A), mask=there, other=0.0).to(tl.float32)[:, None]
+    return values
 
 
 @device_code()
 def store_entry(entries, n, row, d, value, live, A: tl.constexpr, STORED: tl.constexpr):
     """Write value (1, D) to one row of the entry of token n; returns it as it can be read back."""
+    if A.coded:
+        # What is not finite makes the sum, and so the scale, no number.
+        scale = (tl.max(tl.abs(value), 1) / LARGEST + tl.sum(value * 0.0, 1)).to(tl.float16)
+        factor = scale.to(tl.float32)[:, None]
+        nearest = tl.where(factor > 0.0, value / factor, 0.0) + ROUNDING - ROUNDING
+        codes = tl.minimum(tl.maximum(nearest, -LARGEST), LARGEST)
+        at = n.to(tl.int64) * (2 * A.kv_heads * (A.dim + 2)) + row * A.dim + d[None, :]
+        tl.store(entries + at, codes.to(STORED), mask=live)
+        place = scales_of(entries, n, row, A) + tl.zeros((1,), tl.int32)
+        tl.store(place, scale, mask=tl.max(live.to(tl.int32), 1) > 0)
+        return codes * factor
     stored = value.to(STORED)
     at = (n.to(tl.int64) * (2 * A.kv_heads) + row) * A.dim + d[None, :]
     tl.store(entries + at, stored, mask=live)

@@ -13,6 +13,7 @@ from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, NativeToken
+from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
 from floe_chat.kernels.step import DenseLayer, ExpertLayer, Heads, ModelEnds, Projection, Router, dense_step
@@ -82,13 +83,13 @@ def _state(rng: Random, hidden: int, keys: int, dim: int, kept: torch.dtype) -> 
     return {
         "x": made.uniform(rng, 1, hidden),
         "rope": made.uniform(rng, 2, dim),
-        "kv": made.uniform(rng, CAPACITY, 2 * keys, dim).to(kept),
+        "kv": stored(made.uniform(rng, CAPACITY, 2 * keys, dim), kept),
         "position": rng.randrange(CAPACITY),
     }
 
 
 def step(rng: Random) -> Case:
-    sizes, kept = _sizes(rng), rng.choice((torch.float32, torch.float16))
+    sizes, kept = _sizes(rng), rng.choice((torch.float32, torch.float16, CODES))
     given = {**_dense(rng, *sizes), **_state(rng, *sizes, kept)}
     if rng.random() < 0.5:
         given["added"] = made.uniform(rng, 1, sizes[0])
@@ -102,7 +103,7 @@ def step(rng: Random) -> Case:
         found = dense_step(_layer(g, kept), g["x"], g.get("added"), g["rope"], g["kv"], g["position"])
         return found.stream, found.hidden, found.routed[1], g["kv"][g["position"]].clone()
 
-    tolerance = 1e-2 if kept == torch.float16 else 1e-3
+    tolerance = 1e-3 if kept == torch.float32 else 1e-2
     return Case(given, run, ("kv",), tolerance, plain, checked=False)
 
 

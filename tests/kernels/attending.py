@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.step import Heads, KeptTokens, attend
 from torch import Tensor
 
@@ -46,9 +47,14 @@ CASES = {
     "mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=torch.bfloat16),
     "olmoe": Case(3, 3, 128, normed="all", dtype=torch.bfloat16, stored=torch.bfloat16),
     "qwen": Case(8, 1, 64, normed="head", dtype=torch.float16, stored=torch.float16),
+    "codes": Case(6, 3, 14, stored=CODES),
+    "codes-least": Case(1, 1, 2, stored=CODES),
+    "codes-five-of-one": Case(5, 1, 66, normed="head", stored=CODES),
+    "codes-window": Case(8, 2, 16, window=100, clip=0.9, stored=CODES),
+    "codes-mixtral": Case(8, 2, 128, dtype=torch.bfloat16, stored=CODES),
 }
 # Of a key or value that another path rounds to the neighbour, and of results in 16 bits.
-LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, CODES: 5e-3}
 POSITIONS = [0, 1, 8, 9, 67, 150]
 
 
@@ -94,12 +100,19 @@ def a_token(case: Case, position: int) -> Token:
     first = 0 if case.window is None else max(0, position + 1 - case.window)
     entries[1, first:position] = random(position - first, 2 * case.keys, case.dim)
     qkv = random(1, (case.queries + 2 * case.keys) * case.dim)
-    return Token(qkv.to(case.dtype), rope.to(case.dtype), list(entries.to(case.stored)), position)
+    return Token(qkv.to(case.dtype), rope.to(case.dtype), list(stored(entries, case.stored)), position)
 
 
 def truth(case: Case, token: Token) -> tuple[Tensor, Tensor]:
     """The output and the token's entry in layer 1, in float64."""
-    heads, entries = case.heads(), token.entries[1].double()
+    heads, entries = case.heads(), token.entries[1]
+    # In float64 too a new token's key and value are stored as the nearest codes.
+    entries = entries.clone() if case.stored == CODES else entries.double()
     norms = {name: None if (w := getattr(heads, name)) is None else w.double() for name in ("q_norm", "k_norm")}
     given = token.qkv.double(), token.rope[token.position].double(), entries, token.position
-    return attend(*given, replace(heads, **norms), EPS), entries[token.position]
+    return attend(*given, replace(heads, **norms), EPS), read(case, entries[token.position])
+
+
+def read(case: Case, entry: Tensor) -> Tensor:
+    """The keys and values (R, D) of an entry."""
+    return case.heads().values(entry, torch.float64)

@@ -10,6 +10,7 @@ import torch
 from floe_chat.kernels.codes import group_size, pack_codes
 from floe_chat.kernels.cpu import native
 from floe_chat.kernels.cpu.native_step import NativeStep
+from floe_chat.kernels.entries import CODES, stored
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.step import DenseLayer, Heads, Projection, Router, Stepped, dense_step
 from floe_chat.kernels.weights import LinearWeights
@@ -17,15 +18,16 @@ from torch import Tensor
 
 from ..helpers import relative_rms
 
-LIMIT, LIMIT_OF_HALVES = 1e-5, 1e-4  # a number near the middle of two float16 values may become the other one
+# A number near the middle of two float16 values, or codes, may become the other one.
+LIMITS = {torch.float32: 1e-5, torch.float16: 1e-4, CODES: 2e-3}
 CAPACITY = 300
 NAN, INF = float("nan"), float("inf")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. half: whether
-    keys and values are kept in float16."""
+    """bits: of the projections, 32 for plain ones. normed: what queries and keys are normalized over. kept: the form of
+    keys and values."""
 
     hidden: int = 48
     queries: int = 4
@@ -39,7 +41,7 @@ class Sizes:
     clip: float | None = None
     window: int | None = None
     shares: bool = True
-    half: bool = False
+    kept: torch.dtype = torch.float32
 
 
 SIZES = {
@@ -57,12 +59,19 @@ SIZES = {
     "8-bit": Sizes(192, 6, 2, 32, bits=8, bias=True, normed="head"),
     "3-bit-odd": Sizes(50, 5, 1, 14, bits=3),
     "2-bit-wide": Sizes(640, 4, 2, 64, bits=2),
-    "half": Sizes(half=True),
-    "half-odd": Sizes(35, 6, 3, 14, 7, 7, half=True),
-    "half-five-of-one": Sizes(50, 5, 1, 66, 3, 1, half=True),
-    "half-wide": Sizes(260, 16, 2, 64, 128, 8, normed="head", half=True),
-    "half-window": Sizes(64, 8, 2, 16, window=150, half=True),
-    "half-4-bit": Sizes(128, 4, 2, 48, bits=4, half=True),
+    "half": Sizes(kept=torch.float16),
+    "half-odd": Sizes(35, 6, 3, 14, 7, 7, kept=torch.float16),
+    "half-five-of-one": Sizes(50, 5, 1, 66, 3, 1, kept=torch.float16),
+    "half-wide": Sizes(260, 16, 2, 64, 128, 8, normed="head", kept=torch.float16),
+    "half-window": Sizes(64, 8, 2, 16, window=150, kept=torch.float16),
+    "half-4-bit": Sizes(128, 4, 2, 48, bits=4, kept=torch.float16),
+    "codes": Sizes(kept=CODES),
+    "codes-least": Sizes(1, 1, 1, 2, 1, 1, kept=CODES),
+    "codes-odd": Sizes(35, 6, 3, 14, 7, 7, kept=CODES),
+    "codes-five-of-one": Sizes(50, 5, 1, 66, 3, 1, kept=CODES),
+    "codes-wide": Sizes(260, 16, 2, 64, 128, 8, normed="head", kept=CODES),
+    "codes-window": Sizes(64, 8, 2, 16, window=150, kept=CODES),
+    "codes-4-bit": Sizes(128, 4, 2, 48, bits=4, kept=CODES),
 }
 every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 
@@ -92,9 +101,8 @@ def make_layer(sizes: Sizes) -> DenseLayer:
     s, width = sizes, sizes.queries * sizes.dim
     over = {"": None, "head": (s.dim, s.dim), "all": (width, s.keys * s.dim)}[s.normed]
     q_norm, k_norm = (1 + 0.3 * torch.randn(count) for count in over) if over else (None, None)
-    kept = torch.float16 if s.half else torch.float32
     scores = torch.full((2, s.experts), NAN)
-    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, kept)
+    heads = Heads(s.queries, s.keys, s.dim, s.dim**-0.5, s.window, s.clip, q_norm, k_norm, s.kept)
     return DenseLayer(
         input_layernorm=1 + 0.3 * torch.randn(s.hidden),
         post_attention_layernorm=1 + 0.3 * torch.randn(s.hidden),
@@ -132,7 +140,7 @@ def make_input(sizes: Sizes, position: int) -> tuple[Tensor, Tensor, Tensor, Ten
     kv = torch.full((CAPACITY, 2 * sizes.keys, sizes.dim), NAN)
     first = 0 if sizes.window is None else max(0, position + 1 - sizes.window)
     kv[first:position] = torch.randn(position - first, *kv.shape[1:])
-    return x, added, rope, kv.half() if sizes.half else kv
+    return x, added, rope, stored(kv, sizes.kept)
 
 
 def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = True) -> Stepped:
@@ -140,11 +148,13 @@ def compare(layer: DenseLayer, sizes: Sizes, position: int, *, added: bool = Tru
     x, more, rope, kv = make_input(sizes, position)
     before, given = kv.clone(), more if added else None
     ours = NativeStep(layer)(x, given, rope, kv, position)
-    wide, limit = (before.clone(), LIMIT_OF_HALVES) if sizes.half else (before.double(), LIMIT)
+    wide, limit = before.clone(), LIMITS[sizes.kept]
+    wide = wide.double() if sizes.kept == torch.float32 else wide
     other = widened(layer)
     truth = dense_step(other, x.double(), more.double() if added else None, rope.double(), wide, position)
     assert relative_rms(ours.stream, truth.stream) <= limit and relative_rms(ours.hidden, truth.hidden) <= limit
-    assert relative_rms(kv[position], wide[position]) <= limit
+    heads = layer.heads
+    assert relative_rms(heads.values(kv[position], torch.float64), heads.values(wide[position], torch.float64)) <= limit
     before[position] = kv[position]
     assert torch.equal(kv.nan_to_num(99), before.nan_to_num(99)), "more was written than this token's place"
     assert len(ours.routed) == len(truth.routed)
@@ -168,19 +178,23 @@ def test_it_is_the_definition(sizes: Sizes) -> None:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("stored_as", [torch.float16, CODES])
 @pytest.mark.parametrize("dim", [2, 6, 16, 24, 46])
-def test_halves_are_the_nearest(dim: int) -> None:
+def test_what_is_stored_is_the_nearest(dim: int, stored_as: torch.dtype) -> None:
     spread = torch.cat([torch.logspace(-9, 5.5, 400), torch.tensor([65519.0, 65520.0, 2**-25, 2**-25 * 1.0001])])
     spread = torch.cat([spread, -spread, 2048 + torch.arange(0, 4, 0.25), torch.tensor([0.0, NAN, INF, -INF])])
     spread = spread[: len(spread) // dim * dim].view(-1, dim)
     weight = Projection(torch.zeros(3 * dim, 4), torch.zeros(3 * dim))
-    heads = Heads(1, 1, dim, 1.0, cache_dtype=torch.float16)
+    heads = Heads(1, 1, dim, 1.0, cache_dtype=stored_as)
     layer = DenseLayer(torch.ones(4), torch.ones(4), 1e-5, heads, weight, Projection(torch.zeros(4, dim)), None)
     for values in spread:
         weight.bias[2 * dim :] = values  # pyright: ignore[reportOptionalSubscript]
-        kv = torch.full((1, 2, dim), 7.0).half()
+        kv = stored(torch.full((1, 2, dim), 7.0), stored_as)
         NativeStep(layer)(torch.ones(1, 4), None, torch.stack([torch.ones(dim), torch.zeros(dim)]), kv, 0)
-        assert torch.equal(kv[0, 1].view(torch.int16), values.half().view(torch.int16)), values
+        entry = stored(torch.stack([torch.zeros(dim), values])[None], stored_as)
+        finite = values.isfinite().all() or stored_as == torch.float16  # otherwise all of the row is no number
+        found, wanted = (each if finite else heads.values(each, torch.float32).nan_to_num(9) for each in (kv, entry))
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), values
 
 
 def test_threads_change_no_bit(two_threads: None) -> None:
@@ -231,7 +245,7 @@ def test_x_is_read_as_finely_as_asked(x_bits: int, limit: float) -> None:
 
 
 LAYER = make_layer(SIZES["small"])
-CODES = make_layer(SIZES["4-bit"])
+FOUR_BITS = make_layer(SIZES["4-bit"])
 
 
 def changed_heads(**changes: Any) -> DenseLayer:
@@ -312,5 +326,5 @@ def test_digits_that_do_not_exist_are_refused_and_nothing_is_written() -> None:
     x, added, rope, kv = make_input(SIZES["4-bit"], 20)
     for x_bits in (0, 32):
         with pytest.raises(ValueError):
-            NativeStep(CODES)(x, added, rope, kv, 20, x_bits)
+            NativeStep(FOUR_BITS)(x, added, rope, kv, 20, x_bits)
     assert bool(kv[20].isnan().all())

@@ -16,6 +16,7 @@ from floe_chat.kernels.cpu.binding import Stop
 from floe_chat.kernels.cpu.native_ends import NativeEnds, draw
 from floe_chat.kernels.cpu.native_step import NativeStep
 from floe_chat.kernels.cpu.native_token import Draw, Drawn, NativeToken
+from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.kernels.rule import Rule
 from floe_chat.kernels.sampling import Filters
@@ -33,7 +34,8 @@ SHAPES = {
     "small": (Sizes(), (5, 7, 48, 16), (2, 4, 4)),
     "one of one": (Sizes(hidden=40, experts=1, top_k=1), (1, 3, 40, 20), (8, 4, 2)),
     "all of many": (Sizes(hidden=64, experts=9, top_k=9, bits=4), (9, 6, 64, 64), (3, 4, 4)),
-    "halves": (Sizes(hidden=64, experts=9, bits=4, half=True), (9, 6, 64, 64), (3, 4, 4)),
+    "halves": (Sizes(hidden=64, experts=9, bits=4, kept=torch.float16), (9, 6, 64, 64), (3, 4, 4)),
+    "codes": (Sizes(hidden=64, experts=9, bits=4, kept=CODES), (9, 6, 64, 64), (3, 4, 4)),
     "16 bit": (Sizes(hidden=96, experts=4, top_k=3, normed="head"), (4, 5, 96, 32), (16, 16, 16)),
 }
 RULES = [

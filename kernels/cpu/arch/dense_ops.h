@@ -4,18 +4,22 @@
 
 #include <stdint.h>
 
+#include "floe.h"
+
 namespace floe {
 
 constexpr int64_t kSpan = 64; // stored tokens that one call of `attend` takes at most: their values stay in a cache
 
-// One token's heads. Of each stored token the keys of all key heads lie before their values, all in float16 or float32.
+// One token's heads. Of each stored token the keys of all key heads lie before their values, in float32, float16 or
+// codes of 8 bits; those are followed by a scale in float16 for each key and each value (kernels/entries.py).
 struct Heads {
     int64_t heads, kv_heads, dim;
-    bool half;
+    int stored; // FLOE_KEPT_*
 
     int64_t group() const { return heads / kv_heads; } // query heads that share a key head
-    int64_t stride() const { return 2 * kv_heads * dim; }
-    int64_t bytes() const { return stride() * (half ? 2 : 4); }
+    int64_t numbers() const { return 2 * kv_heads * dim; }
+    int64_t stride() const { return numbers() + (stored == FLOE_KEPT_CODES ? 4 * kv_heads : 0); } // in stored numbers
+    int64_t bytes() const { return stride() * (stored == FLOE_KEPT_CODES ? 1 : stored == FLOE_KEPT_HALF ? 2 : 4); }
 };
 
 // A head's attention to some of the tokens: sum of exp(score - most) · value lies beside it.

@@ -70,6 +70,19 @@ inline Lanes load(const uint16_t *p) {
     return load(wide);
 }
 
+// kLanes codes as float32.
+inline Lanes load(const int8_t *p) {
+    float wide[kLanes];
+#if defined(__AVX512F__)
+    _mm512_storeu_ps(wide, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))));
+#elif defined(__AVX2__)
+    _mm256_storeu_ps(wide, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))));
+#else
+    for (int64_t l = 0; l < kLanes; l++) wide[l] = p[l];
+#endif
+    return load(wide);
+}
+
 inline void narrow(const float *p, uint16_t *out) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)out, _mm512_cvtps_ph(_mm512_loadu_ps(p), _MM_FROUND_TO_NEAREST_INT));
@@ -82,6 +95,7 @@ inline void narrow(const float *p, uint16_t *out) {
 
 inline float one(const float *p) { return *p; }
 inline float one(const uint16_t *p) { return half_to_float(*p); }
+inline float one(const int8_t *p) { return *p; }
 
 inline void store(float *p, const Lanes &lanes) { memcpy(p, &lanes, sizeof lanes); }
 
@@ -236,6 +250,19 @@ void add_all_values(const Heads &h, const float *scores, const Stored *v, int64_
         }
 }
 
+// Where `tokens` stored tokens' codes have scales, the numbers of each query (kSpan apart) times those of its row; first:
+// 0 for keys, kv_heads for values.
+void scale_numbers(const Heads &h, const void *kv, int64_t tokens, int64_t first, float *numbers) {
+    if (h.stored != FLOE_KEPT_CODES) return;
+    for (int64_t g = 0; g < h.kv_heads; g++) {
+        const uint8_t *at = (const uint8_t *)kv + h.numbers() + 2 * (first + g);
+        float scales[kSpan];
+        for (int64_t t = 0; t < tokens; t++) scales[t] = half_to_float(load16(at + t * h.bytes()));
+        for (int64_t q = g * h.group(); q < (g + 1) * h.group(); q++)
+            for (int64_t t = 0; t < tokens; t++) numbers[q * kSpan + t] *= scales[t];
+    }
+}
+
 template <typename Stored>
 void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t tokens, float *scores, Share *shares,
                float *sums) {
@@ -257,10 +284,12 @@ void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t t
         }
         t += taken;
     }
+    scale_numbers(h, kv, tokens, 0, scores);
     for (int64_t q = 0; q < h.heads; q++) {
         const float most = largest(scores + q * kSpan, tokens);
         shares[q] = {most, exponentials(scores + q * kSpan, tokens, most)};
     }
+    scale_numbers(h, kv, tokens, h.kv_heads, scores);
     const Stored *values = kv + h.kv_heads * dim;
     for (int64_t g = 0; g < h.kv_heads; g++, values += dim) {
         int64_t q = g * group;
@@ -272,13 +301,43 @@ void attend_to(const Heads &h, const float *queries, const Stored *kv, int64_t t
 
 void attend(const Heads &h, const float *queries, const void *kv, int64_t tokens, float *scores, Share *shares,
             float *sums) {
-    if (h.half) attend_to(h, queries, (const uint16_t *)kv, tokens, scores, shares, sums);
+    if (h.stored == FLOE_KEPT_CODES) attend_to(h, queries, (const int8_t *)kv, tokens, scores, shares, sums);
+    else if (h.stored == FLOE_KEPT_HALF) attend_to(h, queries, (const uint16_t *)kv, tokens, scores, shares, sums);
     else attend_to(h, queries, (const float *)kv, tokens, scores, shares, sums);
 }
 
+// One row as codes, and its scale: `entries.stored`. What is not finite makes the scale none.
+uint16_t encode(const float *values, int64_t dim, int8_t *codes) {
+    float most = 0, nothing = 0;
+    for (int64_t d = 0; d < dim; d++) {
+        const float size = values[d] < 0 ? -values[d] : values[d];
+        most = size > most ? size : most;
+        nothing += values[d] * 0.0f;
+    }
+    const uint16_t scale = float_to_half(most / 127.0f + nothing);
+    const float factor = half_to_float(scale);
+    if (!(factor > 0)) {
+        memset(codes, 0, (size_t)dim);
+        return scale;
+    }
+    for (int64_t d = 0; d < dim; d++) {
+        const float nearest = (values[d] / factor + 12582912.0f) - 12582912.0f; // 1.5 · 2^23: rounds to an integer
+        codes[d] = (int8_t)(nearest < -127.0f ? -127.0f : nearest > 127.0f ? 127.0f : nearest);
+    }
+    return scale;
+}
+
 void keep(const Heads &h, const float *values, void *kv) {
-    if (!h.half) {
+    if (h.stored == FLOE_KEPT_FLOAT) {
         memcpy(kv, values, (size_t)h.bytes());
+        return;
+    }
+    if (h.stored == FLOE_KEPT_CODES) {
+        int8_t *codes = (int8_t *)kv;
+        for (int64_t row = 0; row < 2 * h.kv_heads; row++) {
+            const uint16_t scale = encode(values + row * h.dim, h.dim, codes + row * h.dim);
+            memcpy(codes + h.numbers() + 2 * row, &scale, 2);
+        }
         return;
     }
     uint16_t *out = (uint16_t *)kv;

@@ -35,6 +35,7 @@ bool is_shape(const floe_matrix &m, int64_t rows, int64_t columns) {
 
 bool fits(const floe_dense_layer &l) {
     if (l.hidden < 1 || l.heads < 1 || l.kv_heads < 1 || l.dim < 2 || l.dim % 2 || l.heads % l.kv_heads) return false;
+    if (l.stored < FLOE_KEPT_FLOAT || l.stored > FLOE_KEPT_CODES) return false;
     if (l.window < 0 || (l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
     if (l.router != nullptr && (l.top_k < 1 || l.top_k > l.experts)) return false;
     return is_shape(l.qkv, (l.heads + 2 * l.kv_heads) * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
@@ -174,7 +175,7 @@ int floe_dense_step(const floe_dense_layer *layer, const float *x, const float *
     if (position < 0 || position >= place->capacity) return FLOE_BAD_INDEX;
     threads = threads < 1 ? 1 : threads < kMaxThreads ? threads : kMaxThreads;
 
-    Attention a = {{l.heads, l.kv_heads, l.dim, l.half != 0}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
+    Attention a = {{l.heads, l.kv_heads, l.dim, l.stored}, nullptr, nullptr, 0, nullptr, nullptr, nullptr};
     const int64_t first = l.window > 0 && l.window <= position ? position + 1 - l.window : 0;
     a.tokens = position + 1 - first;
     a.kv = (const uint8_t *)kv + first * a.h.bytes();

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 import triton
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.layouts import RowLayout, UpLayout, VectorLayout
 from floe_chat.kernels.listed import Listing, Portion, Total
 from floe_chat.kernels.rule import Rule
@@ -136,10 +137,15 @@ def call_operations(case: str) -> None:
 
 
 def call_attention(dtype: torch.dtype) -> None:
-    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, the last with a window and float16 entries."""
-    for heads, kv_heads, norms in ((32, 8, (0, 0)), (16, 16, (16, 16)), (32, 4, (1, 1))):
+    """Attention of heads like Mixtral's, OLMoE's and Qwen3's, with entries of their dtype, in float16 and as codes."""
+    for heads, kv_heads, norms, window, stored in (
+        (32, 8, (0, 0), None, dtype),
+        (32, 8, (0, 0), None, CODES),
+        (16, 16, (16, 16), None, dtype),
+        (16, 16, (16, 16), None, CODES),
+        (32, 4, (1, 1), 4096, torch.float16),
+    ):
         weights = [torch.empty(count * 128, dtype=dtype) if count else None for count in norms]
-        window, stored = (4096, torch.float16) if kv_heads == 4 else (None, dtype)
         qkv, rope = torch.empty(1, (heads + 2 * kv_heads) * 128, dtype=dtype), torch.empty(9, 2, 128, dtype=dtype)
         kept = KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         kernels.attend_one(

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from floe_chat.kernels import entries
 from floe_chat.kernels import triton as kernels
+from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.step import Heads
 from floe_chat.kernels.triton import attend
 
-from ..attending import CASES, EPS, POSITIONS, Case, a_token, limit, truth
+from ..attending import CASES, EPS, POSITIONS, Case, a_token, limit, read, truth
 from .layers import relative_rms
 
 
@@ -38,7 +40,7 @@ def compare(case: Case, position: int, device: torch.device) -> torch.Tensor:
     y = kernels.attend_one(there.qkv, there.rope, there.kept(), 1, heads_on(device, case), EPS)
     assert y.dtype == case.dtype and y.shape == expected.shape
     assert relative_rms(y, expected) <= limit(case)
-    assert relative_rms(there.entries[1][position], entry) <= limit(case)
+    assert relative_rms(read(case, there.entries[1][position].cpu()), entry) <= limit(case)
     before[1][position] = there.entries[1][position].cpu()
     for found, wanted in zip(there.entries, before, strict=True):
         assert torch.equal(found.cpu().nan_to_num(99), wanted.nan_to_num(99)), (
@@ -59,7 +61,7 @@ def test_attention_is_the_formula(
 
 
 @pytest.mark.parametrize("splits", [2, 64])
-@pytest.mark.parametrize("case", ["window", "odd", "all-keys", "five-of-one", "mixtral"])
+@pytest.mark.parametrize("case", ["window", "odd", "all-keys", "five-of-one", "mixtral", "codes"])
 def test_a_tile_may_be_a_single_token(
     case: str, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,10 +78,19 @@ def test_the_number_of_splits_changes_rounding_only(device: torch.device, monkey
     assert relative_rms(found[1], found[0].cpu()) <= 1e-6 and relative_rms(found[2], found[0].cpu()) <= 1e-6
 
 
-def test_what_is_not_a_number_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stored", [torch.float32, CODES])
+def test_what_is_not_a_number_is_seen(
+    stored: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut(monkeypatch, 4)
-    case = CASES["plain"]
+    case = Case(stored=stored)
     token = a_token(case, 40).on(device)
-    token.entries[1][33, 0, 3] = float("nan")  # a key of the first head: its two heads of queries see it
+    key = case.heads().values(token.entries[1][33], torch.float32)
+    key[0, 3] = float("nan")  # of the first head: its two heads of queries see it
+    token.entries[1][33] = entries.stored(key, stored)
     y = kernels.attend_one(token.qkv, token.rope, token.kept(), 1, heads_on(device, case), EPS).view(4, 12)
     assert y[:2].isnan().all() and y[2:].isfinite().all()
+    for wrong in (float("nan"), float("inf"), -float("inf")):  # the new token's own
+        token.qkv[0, 4 * 12 + 5] = wrong
+        y = kernels.attend_one(token.qkv, token.rope, token.kept(), 1, heads_on(device, case), EPS).view(4, 12)
+        assert y[:2].isnan().all(), wrong
