@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+CONTEXT = 4096  # tokens whose keys and values have device memory reserved, unless somebody asks for more
 DEFAULT_WINDOW = 4096  # for a configuration that names no limit
 
 

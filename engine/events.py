@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ..kernels.rule import LATE as LATE
 from ..kernels.rule import Rule as Rule
+from .context import CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +30,32 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """How the engine works if device memory holds only a part of the rows; nothing else is affected.
+    """How the engine works with memory; all but `kv_bits` matter only if a device's is short.
 
     Attributes:
         predictor: what names the next layer's rows, one of `ranges.PREDICTORS`. cpu_share: whether the CPU computes a
             share of the rows that are not in device memory. transfer: how rows are copied, of `ranges.TRANSFERS`.
+        kv_bits: of stored keys and values, of `ranges.KV_BITS`. context: tokens whose keys and values have device
+            memory reserved.
     """
 
     predictor: str = "auto"
     cpu_share: bool = True
     transfer: str = "auto"
+    kv_bits: str = "auto"
+    context: int = CONTEXT
 
-    def changed(self) -> tuple[str, ...]:
-        """The values that differ from the default, in words."""
-        words = (
-            ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
-            ("" if self.cpu_share else "no CPU share"),
-            ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
-        )
+    def changed(self, *, offloaded: bool = True) -> tuple[str, ...]:
+        """The values that differ from the default and are in force, in words."""
+        words = [f"{self.kv_bits}-bit context"] if self.kv_bits != "auto" else []
+        if offloaded:
+            words = [
+                ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
+                ("" if self.cpu_share else "no CPU share"),
+                ("" if self.transfer == "auto" else f"transfer {self.transfer}"),
+                *words,
+                ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved"),
+            ]
         return tuple(word for word in words if word)
 
 

@@ -28,6 +28,7 @@ from . import quality_presets
 from .decoder import decoders
 from .decoder.decoders import Decoder, FusedDecoder
 from .decoder.finite_check import is_finite
+from .decoder.kv_stores import KvForm
 from .decoder.quantized_linear import PackedLinear
 from .events import Advanced, Loaded
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer
@@ -35,11 +36,11 @@ from .experts.offloaded_layer import Neighbours, OffloadedLayer
 from .experts.whole_layers import RamLayer, ResidentLayer
 from .machine import hardware
 from .offload import predictor
-from .offload.mix import Mix
 from .offload.offload import Offload, Parts
 from .planning import device_choice
 from .planning.device_choice import DeviceChoice
 from .planning.memory_plan import DeviceShares
+from .planning.opened_pack import Asked
 from .quality_presets import Preset
 from .telemetry import Telemetry
 
@@ -107,7 +108,7 @@ def load(
     report("Checking the packed model", 0.3)
     advanced = advanced or Advanced()
     parts = parts or Parts.of(advanced)
-    pack = _open(folder, preset, device, vram, parts.mix)
+    pack = _open(folder, preset, device, vram, Asked.of(advanced, parts.mix))
     pack.choice.enforce()
     why_threads = _set_threads(pack)
     control, telemetry = Control(pack.preset), Telemetry(pack.architecture.layers, pack.architecture.experts)
@@ -124,7 +125,7 @@ def load(
     decoder.prepare()
     loaded = LoadedModel(model, decoder, pack.packed, control, telemetry, window, pack.choice.place, shared)
     nbytes = sum(parameter.nbytes for parameter in model.parameters()) + linear.nbytes + experts.nbytes
-    changed = () if shared is None else advanced.changed()
+    changed = advanced.changed(offloaded=shared is not None)
     return loaded, _describe(loaded, pack, why_threads, nbytes, changed, time.perf_counter() - started)
 
 
@@ -147,7 +148,7 @@ class _Opened:
         return self.packed.manifest.architecture
 
 
-def _open(folder: Path, preset: str | None, device: str, vram: int | None, mix: Mix | None) -> _Opened:
+def _open(folder: Path, preset: str | None, device: str, vram: int | None, asked: Asked) -> _Opened:
     """Check the pack, and choose preset and device."""
     packed = PackedModel.open(folder)
     manifest = packed.manifest
@@ -155,7 +156,7 @@ def _open(folder: Path, preset: str | None, device: str, vram: int | None, mix: 
     config: Any = configuration.read(folder)
     _compare(folder, config, manifest.architecture)
     layers = [packed.layer(index) for index in range(manifest.architecture.layers)]
-    choice = device_choice.choose(device, manifest, layers, config, vram, chosen, mix, packed)
+    choice = device_choice.choose(device, manifest, layers, config, vram, chosen, asked, packed)
     return _Opened(packed, chosen, config, layers, choice)
 
 
@@ -192,9 +193,11 @@ def _build(pack: _Opened, linear: _Linear, experts: _Experts, report: Report, *,
 
 def _decoder(model: Any, shares: DeviceShares) -> tuple[int, Decoder]:
     """Tokens of the longest chat, and what computes it."""
-    decoder = decoders.choose(model, shares.window)
-    # The library's cache takes nothing from the pool.
-    return shares.window if isinstance(decoder, FusedDecoder) else shares.reserved, decoder
+    decoder = decoders.choose(model, shares.window, KvForm(shares.kv_bits, shares.most))
+    if isinstance(decoder, FusedDecoder):
+        return shares.window, decoder
+    # The library's cache takes nothing from the pool, and stores 16 bits.
+    return max(1, shares.reserved * shares.kv_bits // 16), decoder
 
 
 def _describe(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .events import Sampling
 
 PREDICTORS = ("auto", "learned", "gate", "partial", "none")  # see predictor.py; "none" prefetches nothing
+KV_BITS = ("auto", "16", "8")  # of stored keys and values, see memory_plan.py
 TRANSFERS = ("auto", "staged", "in place")  # see tuned_link.py
 
 
@@ -61,6 +62,7 @@ SAMPLING: Mapping[str, Range] = MappingProxyType(
     }
 )
 """The values that each field of `Sampling` may have; the seed may also be None."""
+RESERVED = Range(1, 10_000_000, whole=True)  # tokens of context, at most the model's window
 MAX_TOKENS = Range(1, 1_000_000, whole=True)  # of one answer
 
 

@@ -46,6 +46,11 @@ _LIST = "list"
     help="A graphics card in a typical machine, such as 3090; none plans without a GPU, list prints all cards.",
 )
 @click.option("--context", type=click.IntRange(1), help="Context to reserve, in tokens.  [default: 4096]")
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["16", "8"]),
+    help="Bits of the chat's keys and values.  [default: 16, or 8 where that is clearly worth it]",
+)
 @click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
 @click.option("--net-mbs", type=float, metavar="MB/S", help="How fast the download is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -59,6 +64,7 @@ def plan(
     pcie: str | None,
     card: str | None,
     context: int | None,
+    kv_bits: str | None,
     keep_source: bool,
     as_json: bool,
     **rates: float | None,
@@ -84,23 +90,28 @@ def plan(
     positive = {name: _positive(name, rate) for name, rate in rates.items()}
     lanes = _lanes(pcie)
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
+    from ...engine.context import CONTEXT
     from ...engine.planning.machine import Described
-    from ...engine.planning.memory_plan import CONTEXT
     from ...engine.planning.plan import make, offers
     from ...models.catalog import described
 
     cpu, link, disk = (_times(positive[name], 1e9) for name in ("cpu_gbs", "link_gbs", "disk_gbs"))
     said = Described(card, sizes[0], sizes[1], cpu, link, lanes, disk, sizes[2])
-    net = _times(positive["net_mbs"], 1e6)
+    wanted: dict[str, Any] = {
+        "context": context or CONTEXT,
+        "keep_source": keep_source,
+        "net_bytes_s": _times(positive["net_mbs"], 1e6),
+        "kv_bits": None if kv_bits is None else int(kv_bits),
+    }
     if model is None:
-        plans = offers(_machine(said), context=context or CONTEXT, keep_source=keep_source, net_bytes_s=net)
+        plans = offers(_machine(said), **wanted)
         fields = {"version": version("floe-chat"), "plans": [as_fields(one) for one in plans]}
         click.echo(json.dumps(fields, indent=2) if as_json else printable(text_of_all(plans)))
         ctx.exit(0 if any(one.chosen for one in plans) else 1)
     entry = described(model)
     if context is not None and context > entry.sizes.window:
         progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
-    found = make(_machine(said), entry, context=context or CONTEXT, keep_source=keep_source, net_bytes_s=net)
+    found = make(_machine(said), entry, **wanted)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
 
@@ -219,7 +230,7 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         ("experts", _mix(chosen)),
         ("answer", f"{_speed(chosen)} tokens/s"),
         ("prompt", f"{estimate(*dataclasses.astuple(chosen.prefill))} tokens/s"),
-        ("context", f"{plan.context:,} tokens"),
+        ("context", _context(plan, chosen)),
         ("GPU", uses(dict(chosen.vram))),
         ("RAM", uses(dict(chosen.ram))),
         ("disk", _disk(chosen, plan)),
@@ -231,6 +242,14 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         for name, text in words
         if text
     ]
+
+
+def _context(plan: Plan, chosen: Option) -> str:
+    """What is reserved, and how fast the end of a long chat would be."""
+    window, (full, longest) = plan.entry.sizes.window, chosen.full
+    coarse = f" with keys and values of {chosen.kv_bits} bits" if chosen.kv_bits < 16 else ""
+    text = f"{plan.context:,} tokens{coarse}; about {digits(full, 2)} tokens/s behind so many"
+    return text if window == plan.context else f"{text}, {digits(longest, 2)} behind {window:,}"
 
 
 def _mix(chosen: Option) -> str:

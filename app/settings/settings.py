@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
+from ...engine.context import CONTEXT
 from ...engine.events import Advanced
 from ...engine.quality_presets import PRESETS
-from ...engine.ranges import MAX_TOKENS, PREDICTORS, SAMPLING, TRANSFERS, Range
+from ...engine.ranges import KV_BITS, MAX_TOKENS, PREDICTORS, RESERVED, SAMPLING, TRANSFERS, Range
 from ...models.errors import UsageError
 from ..actions import OWN
 from ..arguments import memory_size
@@ -267,13 +268,26 @@ class Settings:
         "was measured to be faster.",
         TRANSFERS,
     )
+    kv_bits: str = _key(
+        "advanced.kv_bits",
+        "auto",
+        "Bits of the chat's keys and values: 8 take half the memory of 16 and are slightly less exact; auto takes 8 "
+        "where memory is short.",
+        KV_BITS,
+    )
+    context: int = _key(
+        "advanced.context",
+        CONTEXT,
+        "Tokens of a chat that GPU memory is reserved for. A longer chat takes memory from the weights, and then RAM.",
+        RESERVED,
+    )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
 
     @property
     def advanced(self) -> Advanced:
-        """Those of the table [advanced], which matter for models larger than the GPU's memory."""
-        return Advanced(self.predictor, self.cpu_share, self.transfer)
+        """Those of the table [advanced], most of which matter for models larger than the GPU's memory."""
+        return Advanced(self.predictor, self.cpu_share, self.transfer, self.kv_bits, self.context)
 
     def with_persona(self, name: str) -> Settings:
         """These settings with the system prompt and sampling values of persona `name`; "" changes nothing.

@@ -1,6 +1,6 @@
 """Attention for many tokens at once, or for one without a compiled step, by torch's operations on any device.
 
-Attention owns the layout of its cache: a store (kv_cache.py) holds entries of the shape that it names.
+Attention owns the layout of its cache: a store (kv_stores.py) holds entries of the shape that it names.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_cache import GrowingStore
+from ...kernels.entries import CODES, stored
+from .kv_stores import GrowingStore
 from .layers import DecoderLayer
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a pass's queries see in each layer: keys and values, and a mask if they do not see all."""
+    """What a pass's queries see in each layer: entries, their keys and values, and a mask if they do not see all.
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    Attributes:
+        entries: (N, *entry) of each layer. both: its keys and values (kv_heads, 1, N, D), or None where they have to be
+            read first: from codes, or from RAM.
+    """
+
+    entries: list[Tensor]
+    both: list[tuple[Tensor, Tensor] | None]
     mask: Tensor | None
 
 
@@ -44,8 +50,10 @@ class GroupedAttention:
         self._views: dict[int | None, _View] = {}
         for window in {layer.heads.window for layer in layers}:
             first = 0 if window is None else max(0, start + 1 - window)
-            seen = _split(store.seen(first, end))
-            self._views[window] = _View(*seen, _mask(first, start, end, window, rope.device))
+            groups = store.seen(first, end)
+            entries = [layer for group in groups for layer in group.unbind(0)]
+            both = [each for group in groups for each in _ready(group, rope.device)]
+            self._views[window] = _View(entries, both, _mask(first, start, end, window, rope.device))
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         """x (T, H), normalized -> (T, H) of layer `index`; sets the keys and values of these tokens."""
@@ -54,10 +62,14 @@ class GroupedAttention:
         self._prepare(qkv, layer)
         qkv = torch.addcmul(qkv * self._cos, qkv.roll(heads.head_dim // 2, 2), self._sin)
         queries, both = qkv.split_with_sizes((heads.num_heads, 2 * heads.num_kv_heads), 1)
-        self._places[index].copy_(both)
+        place = self._places[index]
+        place.copy_(stored(both, place.dtype))
         view = self._views[heads.window]
         attend = self._attend_one if self._tokens == 1 else self._attend_any
-        keys, values = view.keys[index].to(x.dtype), view.values[index].to(x.dtype)
+        ready = view.both[index]
+        if ready is None:
+            (ready,) = _split(heads.values(view.entries[index].to(x.device), x.dtype)[None])
+        keys, values = ready[0].to(x.dtype), ready[1].to(x.dtype)
         return layer.out.forward(attend(layer, queries, keys, values, view.mask))
 
     def _prepare(self, qkv: Tensor, layer: DecoderLayer) -> None:
@@ -102,15 +114,15 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def _split(groups: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """For each layer, keys and values (heads, 1, N, D) of groups of layers with entries (layers, N, 2 * heads, D)."""
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    for group in groups:
-        both = group.transpose(1, 2).unsqueeze(3).transpose(2, 3)
-        for part, out in zip(both.chunk(2, 1), (keys, values), strict=True):
-            out += part.unbind(0)
-    return keys, values
+def _ready(group: Tensor, device: torch.device) -> Sequence[tuple[Tensor, Tensor] | None]:
+    """Keys and values of each layer of a group (layers, N, *entry), if its entries are numbers on the device."""
+    return _split(group) if group.device == device and group.dtype != CODES else [None] * len(group)
+
+
+def _split(group: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For each layer of (layers, N, 2 * heads, D), keys and values (heads, 1, N, D): views."""
+    both = group.transpose(1, 2).unsqueeze(3).transpose(2, 3)
+    return list(zip(*(part.unbind(0) for part in both.chunk(2, 1)), strict=True))
 
 
 def _mask(first: int, start: int, end: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -26,7 +26,7 @@ from .attention import norm
 from .card_experts import CardExperts
 from .compiled_token import hooks_of
 from .graphs import Captured, capture, pinned
-from .kv_cache import GrowingStore
+from .kv_stores import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
 _log = logging.getLogger("floe_chat.engine")

@@ -24,7 +24,7 @@ from .attention import norm
 from .card_layers import TokenRecord, before_experts, need_kernels
 from .compiled_token import hooks_of, in_memory
 from .graphs import Captured, capture, pinned
-from .kv_cache import GrowingStore
+from .kv_stores import GrowingStore
 from .layers import DecoderLayer, Unsupported
 
 _SLOWER = "Answers are slower at this quality"

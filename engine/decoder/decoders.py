@@ -16,6 +16,7 @@ from ..sampling import Sampler
 from . import finite_check
 from .fused_pass import FusedDecoder
 from .kv_cache import KVCache, LibraryStore
+from .kv_stores import KvForm
 from .layers import Unsupported
 
 _log = logging.getLogger("floe_chat.engine")
@@ -95,10 +96,14 @@ class LibraryDecoder:
         return finite_check.first_nonfinite(self.model, lambda: self.model(input_ids=inputs, logits_to_keep=1))
 
 
-def choose(model: Any, window: int) -> FusedDecoder | LibraryDecoder:
-    """The fused pass of a transformers model, or the library's own with the reason why."""
+def choose(model: Any, window: int, kv: KvForm | None = None) -> FusedDecoder | LibraryDecoder:
+    """The fused pass of a transformers model, or the library's own with the reason why.
+
+    Args:
+        window: tokens of the longest chat. kv: how keys and values are stored; the library's have 16 bits.
+    """
     try:
-        return FusedDecoder(model, window)
+        return FusedDecoder(model, window, kv)
     except Unsupported as declined:
         _log.info("no fused pass: %s", declined)
         return LibraryDecoder(model, f"dense layers in transformers, because {declined}")

@@ -28,7 +28,8 @@ from .card_layers import CardLayers
 from .card_token import CardToken, Ends
 from .compiled_token import MOST, TokenPass
 from .finite_check import NO_PART, is_finite
-from .kv_cache import BorrowingStore, GrowingStore, KVCache, Room
+from .kv_cache import KVCache
+from .kv_stores import BorrowingStore, GrowingStore, KvForm, Layout, Room
 from .layers import DecoderLayer, Rope, Unsupported, projection, read_layers
 from .quantized_linear import PackedLinear
 
@@ -49,12 +50,12 @@ class FusedDecoder:
         Unsupported: a family, rope or layer that this does not compute.
     """
 
-    def __init__(self, model: Any, window: int) -> None:
-        self._config, self._window = model.config, window
+    def __init__(self, model: Any, window: int, kv: KvForm | None = None) -> None:
+        self._config, self._window, self._kv = model.config, window, kv or KvForm()
         self._embedding: Tensor = model.model.embed_tokens.weight
         self.device = self._embedding.device
         self._rope = Rope(model.model.rotary_emb, model.model.layers[0].self_attn.head_dim, self._embedding)
-        self._layers = read_layers(model)
+        self._layers = read_layers(model, self._kv.bits)
         self._eps: float = model.config.rms_norm_eps
         self._norm: Tensor = model.model.norm.weight
         self._head: nn.Module = model.lm_head
@@ -66,6 +67,8 @@ class FusedDecoder:
         self._card: CardToken | None = None
         self._graphs: CardLayers | None = None
         self.reason = "dense layers in floe-chat's own pass"
+        if self._kv.bits == 8:
+            self.reason += " with keys and values of 8 bits"
         try:
             self.reason += f", {self._on_card() if graphs.possible(self.device) else self._on_cpu()}"
         except Unsupported as declined:
@@ -110,11 +113,13 @@ class FusedDecoder:
         return "one compiled call per token"
 
     def _store(self) -> GrowingStore:
-        heads = self._layers[0].heads
-        given = (len(self._layers), heads.entry, self._window, heads.cache_dtype, self.device)
         if self.room is not None and self.room.vacant():
-            return BorrowingStore(*given, self.room)
-        return GrowingStore(*given)
+            return BorrowingStore(self._layout(), self.room)
+        return GrowingStore(self._layout())
+
+    def _layout(self) -> Layout:
+        heads, count = self._layers[0].heads, len(self._layers)
+        return Layout(count, heads.entry, self._window, heads.cache_dtype, self.device, self._kv.most)
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], kv: KVCache) -> Tensor:
@@ -243,8 +248,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
         """See `Decoder`."""
-        heads = self._layers[0].heads
-        store = GrowingStore(len(self._layers), heads.entry, self._window, heads.cache_dtype, self.device)
+        store = GrowingStore(self._layout())
         for start in range(0, len(ids), _AGAIN):
             some = ids[start : start + _AGAIN]
             store.reserve(start + len(some))

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.entries import CODES
 from ...kernels.step import DenseLayer, Heads, Projection, Router
 from ...models.families import FAMILIES, Family
 from ...models.modules.light_modules import STATIC_ROPE
 from ..experts.offloaded_layer import OffloadedLayer
 from ..experts.substitution import normalizes
-from .kv_cache import BLOCK
+from .kv_stores import BLOCK
 from .quantized_linear import PackedLinear, join
 
 
@@ -55,8 +56,11 @@ class DecoderLayer:
         )
 
 
-def read_layers(model: Any) -> list[DecoderLayer]:
+def read_layers(model: Any, kv_bits: int = 16) -> list[DecoderLayer]:
     """A model's layers. Query, key and value projections are joined into one; the modules keep views of it.
+
+    Args:
+        kv_bits: of stored keys and values: 16 (more where the computation's are not rounded yet) or 8.
 
     Raises:
         Unsupported: a family or a layer that the fused pass does not compute.
@@ -64,13 +68,13 @@ def read_layers(model: Any) -> list[DecoderLayer]:
     family = FAMILIES.get(model.config.model_type)
     if family is None:
         raise Unsupported(f"the fused pass does not know the family {model.config.model_type}")
-    kept = _kept(model)
+    kept = CODES if kv_bits == 8 else _kept(model)
     return [_read(layer, index, family, model.config, kept) for index, layer in enumerate(model.model.layers)]
 
 
 def _kept(model: Any) -> torch.dtype:
-    """The dtype of stored keys and values: that of the computation, but float16 instead of float32 if weights are
-    codes.
+    """The dtype of keys and values that are no codes: that of the computation, but float16 instead of float32 if
+    weights are codes.
 
     That halves the reads of each token in a long conversation, with an error far below that of the codes.
     """

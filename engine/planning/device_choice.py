@@ -33,14 +33,13 @@ from ..offload.links.compiled_link import CompiledLink, throttled_link
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind, MeasuredLink, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
-from ..offload.mix import Mix
 from ..offload.offload import Offload, Parts
 from ..offload.virtual.virtual_device import VirtualDevice
 from ..quality_presets import Preset
 from . import disk_tier, machine
 from .footprint import kv_element
 from .memory_plan import DeviceShares
-from .opened_pack import OpenedPack, UsableGpu
+from .opened_pack import Asked, OpenedPack, UsableGpu
 from .rates import measured_rates
 
 THROTTLED = "throttled:"
@@ -93,23 +92,23 @@ def choose(
     config: Any,
     vram: int | None = None,
     preset: Preset | None = None,
-    mix: Mix | None = None,
+    asked: Asked | None = None,
     packed: PackedModel | None = None,
 ) -> DeviceChoice:
     """The device for a pack.
 
     Args:
         wanted: "auto", "cpu", "cuda", "cuda:N", or a test device. vram: the most of its memory to use, in bytes.
-        preset: that the pack is opened with; None: the default one. mix: where each layer's experts are; None: as
-            planned. packed: the pack itself; without it the system reads what RAM does not hold.
+        preset: that the pack is opened with; None: the default one. packed: the pack itself; without it the system
+            reads what RAM does not hold.
 
     Raises:
         UsageError: a device that does not exist here, or has too little memory.
     """
+    asked = asked or Asked()
     virtual, throttled = wanted.startswith(cards.PREFIX), wanted.startswith(THROTTLED)
-    pack = OpenedPack(
-        manifest, layers, config, kv_element(manifest.widths.dense) if virtual or throttled else 2, preset, mix
-    )
+    element = kv_element(manifest.widths.dense) if virtual or throttled else 2
+    pack = OpenedPack(manifest, layers, config, element, preset, asked)
     if virtual:
         return _virtual(wanted, pack, vram)
     if throttled:
@@ -135,8 +134,8 @@ def choose(
         return _in_ram(f"{why} with {size(gpus[0].budget(vram))} to use, and {least} is needed", pack, packed)
     speeds = {gpu: pack.tokens_s(gpu.machine, pack.shares(gpu.machine, gpu.budget(vram))) for gpu in fitting}
     best = max(fitting, key=speeds.__getitem__)
-    cpu = pack.tokens_s(best.machine, DeviceShares.none(pack.window))
-    if cpu > speeds[best] and mix is None:
+    cpu = pack.tokens_s(best.machine, pack.in_ram())
+    if cpu > speeds[best] and asked.mix is None:
         estimate = f"{cpu:.3g} tokens/s against {speeds[best]:.3g}"
         return _in_ram(f"{why}, and the CPU is faster for this model by our estimate: {estimate}", pack, packed)
     if len(gpus) > 1:
@@ -176,12 +175,15 @@ def _in_ram(why: str, pack: OpenedPack, packed: PackedModel | None) -> DeviceCho
     """The CPU computes; where RAM does not hold all rows, the others are read from the disk."""
     tier = "" if packed is None else disk_tier.wanted(packed, pack.needs)
     if packed is None or isinstance(tier, str):
-        return DeviceChoice("cpu", f"{why}; {tier}" if tier else why, DeviceShares.none(pack.window))
+        return DeviceChoice("cpu", f"{why}; {tier}" if tier else why, pack.in_ram())
 
     def make(_wanted: TransferMode) -> Device:
         return _measured(disk_tier.ends(packed, pack.layers), "staged", pack.layers, 0.0)
 
     shares = tier.needs.share_out(tier.needs.every("pool"), tier.budget, pack.window)
+    # There is no other memory for what a longer chat needs.
+    longest = min(pack.window, (shares.most or 0) // tier.needs.kv)
+    shares = dataclasses.replace(shares, window=longest, most=None)
     return DeviceChoice("cpu", f"{why}; {tier.why}", shares, make, tier.budget)
 
 
@@ -224,7 +226,9 @@ def _throttled(wanted: str, pack: OpenedPack, vram: int | None) -> DeviceChoice:
     except NativeUnavailableError as error:
         cause = f"Its link is compiled, and {error}."
         raise UsageError(f"The device {wanted!r} cannot be used", cause, "Use --device cpu.") from error
-    shares = needs.share_out(pack.mix or needs.every("pool"), vram, pack.window)
+    mix = pack.mix or needs.every("pool")
+    needs = next((one for one in pack.forms if one.fits(mix, vram)), needs)
+    shares = needs.share_out(mix, vram, pack.window)
 
     def make(transfer: TransferMode) -> Device:
         def link(_kind: Kind, chunk: int, _pinned: Pinned | None) -> CompiledLink:

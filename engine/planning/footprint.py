@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...kernels.codes import group_size, packed_bytes
+from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
 from ...models.catalog_entry import Sizes
 from ...models.pack import learned_predictor
@@ -24,7 +26,6 @@ class Footprint:
     Attributes:
         attention: the four projections. head: of the whole model. kept: embedding, routers and norms of the whole
             model, which stay at 16 bits. up: one expert's up projection. row: one neuron's record.
-        kv: keys and values of one token in all layers, per byte of one (see `kv_element`).
     """
 
     sizes: Sizes
@@ -34,7 +35,6 @@ class Footprint:
     kept: int
     up: int
     row: int
-    kv: int
 
     @classmethod
     def of(cls, sizes: Sizes, spec: PackSpec) -> Footprint:
@@ -54,28 +54,13 @@ class Footprint:
             kept=2 * (sizes.embedding + sizes.small),
             up=sizes.intermediate * (packed_bytes(sizes.hidden, spec.up) + 4 * up.groups),
             row=RowLayout(gate, down, torch.bfloat16).nbytes,
-            kv=2 * sizes.layers * keys,
         )
 
     @classmethod
     def of_pack(cls, manifest: Manifest, config: Any) -> Footprint:
         """Of a pack; `config`: as config.json has it."""
-        a, w = manifest.architecture, manifest.widths
-        sizes = Sizes(
-            model_type=a.model_type,
-            layers=a.layers,
-            hidden=a.hidden,
-            intermediate=a.intermediate,
-            experts=a.experts,
-            top_k=a.top_k,
-            heads=config.num_attention_heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            head_dim=getattr(config, "head_dim", None) or a.hidden // config.num_attention_heads,
-            vocab=config.vocab_size,
-            window=config.max_position_embeddings,
-            tied=bool(config.tie_word_embeddings),
-        )
-        return cls.of(sizes, PackSpec(w.up, w.gate, w.down, w.dense, w.group))
+        w = manifest.widths
+        return cls.of(sizes_of(manifest, config), PackSpec(w.up, w.gate, w.down, w.dense, w.group))
 
     @property
     def dense(self) -> int:
@@ -109,8 +94,35 @@ class Footprint:
         return self.dense + self.ups + self.rows + 4 * len(MEASURES) * self.row_count + predictors
 
 
+def sizes_of(manifest: Manifest, config: Any) -> Sizes:
+    """Of a pack; `config`: as config.json has it."""
+    a = manifest.architecture
+    return Sizes(
+        model_type=a.model_type,
+        layers=a.layers,
+        hidden=a.hidden,
+        intermediate=a.intermediate,
+        experts=a.experts,
+        top_k=a.top_k,
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", None) or a.hidden // config.num_attention_heads,
+        vocab=config.vocab_size,
+        window=config.max_position_embeddings,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def kv_bytes(sizes: Sizes, bits: int, element: int = 2) -> int:
+    """Bytes of a token's keys and values in all layers. element: of a number, where they are no codes of 8 bits."""
+    rows = 2 * sizes.kv_heads
+    if bits == 8:
+        return sizes.layers * math.prod(entry_of(rows, sizes.head_dim, CODES))
+    return sizes.layers * rows * sizes.head_dim * element
+
+
 def kv_element(dense: int) -> int:
-    """Bytes of a number in keys and values on the CPU, if the dense part has this many bits (see `layers`)."""
+    """Bytes of a number in the CPU's "16-bit" keys and values, if the dense part has this many bits (see `layers`)."""
     return 4 if dense == 16 else 2
 
 

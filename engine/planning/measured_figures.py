@@ -21,8 +21,9 @@ class Figures:
     """The figures that plans use.
 
     Attributes:
-        quantization: quality loss, in nats of mean KL divergence, of one part ("up", "gate", "down", "dense") at so
-            many bits, on the demo model. Losses of several parts are added, which is an indication.
+        quantization: quality loss, in nats of mean KL divergence, of one part ("up", "gate", "down", "dense", or "kv",
+            stored keys and values) at so many bits, on the demo model. Losses of several parts are added, which is an
+            indication.
         active: share of neurons left out, with thresholds that rise as the router's weight falls -> share of all
             chosen experts' neurons that are active. dropped: router's score, relative to the mean, below which experts
             are dropped -> share of expert work left out.

@@ -9,18 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...models.catalog_entry import Sizes
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
 from .. import context
-from ..decoder.kv_cache import GROUP
+from ..decoder.kv_stores import GROUP
+from ..offload.cards import DENSE_LAUNCHES
 from ..offload.device_memory import RING
 from ..offload.mix import ExpertsPlace, Mix
-from .footprint import Footprint, kv_element
+from .footprint import Footprint, kv_bytes, kv_element, sizes_of
 
 KEPT_FREE = 0.08  # share of the usable GPU memory, for a step's own tensors and for the desktop
-CONTEXT = 4096  # the most tokens whose keys and values are reserved
+# Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
+NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + 8
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
 RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
@@ -37,9 +40,10 @@ class DeviceShares:
     Attributes:
         mix: where each layer's experts are; None if the CPU computes all of the model in RAM.
         rows: of the pool, or all if they are on the device. keys: bytes reserved for keys and values beside them.
-        window: tokens of the longest chat, which may take memory from the rows. reserved: of the longest chat that does
-            not.
-        uses: bytes by use.
+        window: tokens of the longest chat. reserved: of the longest chat that takes no memory from the pool, and has
+            all keys and values on the device. most: bytes of the device that they can have; those of a longer chat are
+            in RAM. None: RAM is where they are computed.
+        uses: bytes by use. kv_bits: of keys and values.
     """
 
     mix: Mix | None
@@ -48,11 +52,17 @@ class DeviceShares:
     window: int
     reserved: int
     uses: Mapping[str, int]
+    kv_bits: int = 16
+    most: int | None = None
 
     @classmethod
-    def none(cls, window: int) -> DeviceShares:
+    def none(cls, window: int, kv_bits: int = 16) -> DeviceShares:
         """The shares if the CPU computes in RAM."""
-        return cls(None, 0, 0, window, window, {})
+        return cls(None, 0, 0, window, window, {}, kv_bits)
+
+    def rows_beside(self, keys: int, row: int) -> int:
+        """Rows that are left to the pool beside so many bytes of keys and values, in rows of `row` bytes."""
+        return self.rows - max(0, -(-(min(keys, self.most or keys) - self.keys) // row))
 
     @property
     def place(self) -> ExpertsPlace:
@@ -67,7 +77,8 @@ class Needs:
     Attributes:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
-        kv: keys and values of one token. context: tokens whose keys and values are reserved.
+        kv: keys and values of one token, of kv_bits. context: tokens whose keys and values are reserved.
+        captured: what a token's graphs take, with rope's table for the whole window.
     """
 
     dense: int
@@ -81,29 +92,39 @@ class Needs:
     top_k: int
     hidden: int
     context: int
+    kv_bits: int
+    captured: int
 
     @classmethod
-    def of(cls, manifest: Manifest, layers: Sequence[PackedLayer], config: Any, element: int) -> Needs:
-        """`element`: bytes of a key's or a value's number on the device."""
-        a = manifest.architecture
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    def of(
+        cls,
+        manifest: Manifest,
+        layers: Sequence[PackedLayer],
+        config: Any,
+        element: int,
+        kv_bits: int = 16,
+        reserved: int = context.CONTEXT,
+    ) -> Needs:
+        """`element`: bytes of a key's or a value's number on the device, where they are no codes of 8 bits."""
+        a, sizes, window = manifest.architecture, sizes_of(manifest, config), context.window(config)
         return cls(
             dense=manifest.files["dense.safetensors"].size,
             up=sum(layer.up.nbytes for layer in layers),
             row=manifest.row_layout.nbytes,
             rows=sum(layer.rows.data.nbytes for layer in layers),
-            kv=2 * a.layers * heads * size * element,
+            kv=kv_bytes(sizes, kv_bits, element),
             layers=a.layers,
             experts=a.experts,
             neurons=a.intermediate,
             top_k=a.top_k,
             hidden=a.hidden,
-            context=min(CONTEXT, context.window(config)),
+            context=min(reserved, window),
+            kv_bits=kv_bits,
+            captured=_captured(sizes, window),
         )
 
     @classmethod
-    def of_footprint(cls, takes: Footprint, context: int) -> Needs:
+    def of_footprint(cls, takes: Footprint, context: int, kv_bits: int = 16) -> Needs:
         """The needs of a model that is not packed yet, on a GPU."""
         sizes = takes.sizes
         return cls(
@@ -111,13 +132,15 @@ class Needs:
             up=takes.ups,
             row=takes.row,
             rows=takes.rows,
-            kv=2 * takes.kv,
+            kv=kv_bytes(sizes, kv_bits),
             layers=sizes.layers,
             experts=sizes.experts,
             neurons=sizes.intermediate,
             top_k=sizes.top_k,
             hidden=sizes.hidden,
             context=context,
+            kv_bits=kv_bits,
+            captured=_captured(sizes, sizes.window),
         )
 
     def every(self, place: ExpertsPlace) -> Mix:
@@ -144,8 +167,8 @@ class Needs:
         return budget >= self.least(mix)
 
     def share_out(self, mix: Mix, budget: int, window: int, rows: int | None = None) -> DeviceShares:
-        """Divide a device's memory. A chat also takes memory from the rows of a pool, all but what one token can need
-        in one layer; layers that are all on the device give none away.
+        """Divide a device's memory. A longer chat takes memory from the rows of a pool, all but what one token can need
+        in one layer, and then RAM.
 
         Args:
             window: tokens of the model's own longest chat. rows: of the pool, at most; None: as many as fit.
@@ -154,10 +177,11 @@ class Needs:
             UsageError: not even one layer's working set fits.
         """
         up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
-        uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context()}
+        uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
         if mix.gpu == self.layers:
-            longest = min(window, (budget - self._weights(mix)) // self._kv_as_it_grows())
-            return DeviceShares(mix, self._row_count(), 0, longest, longest, uses)
+            tokens = max(0, budget - self._weights(mix)) // self._kv_as_it_grows()
+            most, reserved = tokens * self.kv, min(window, tokens)
+            return DeviceShares(mix, self._row_count(), 0, window, reserved, uses, self.kv_bits, most)
         if not self.fits(mix, budget):
             ups = f"{size(up)} for up projections, " if up else ""
             rows_of = "one token's rows" if mix.pool else f"{RING} experts of a prompt"
@@ -171,12 +195,12 @@ class Needs:
         rows = most if rows is None else min(most, rows)
         pool = rows * self.row
         keys = min(budget - self._fixed(mix) - pool + self._context(), window * self.kv)
-        longest = min(window, (keys + pool - self._working(mix)) // self.kv)
         uses |= {"pool": pool, "buffers": self._buffers(mix)}
-        return DeviceShares(mix, rows, keys, longest, min(longest, keys // self.kv), uses)
+        most = keys + pool - self._working(mix)
+        return DeviceShares(mix, rows, keys, window, min(window, keys // self.kv), uses, self.kv_bits, most)
 
     def _weights(self, mix: Mix) -> int:
-        return self.dense + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+        return self.dense + self.captured + self._ups(mix) + mix.gpu * (self.rows // self.layers)
 
     def _ups(self, mix: Mix) -> int:
         return (mix.gpu + mix.pool) * (self.up // self.layers)
@@ -219,35 +243,41 @@ class RamShares:
     missing: int = 0
 
 
-def room(ram: int, takes: Footprint, context: int | None = None) -> int:
+def room(ram: int, takes: Footprint, context: int | None = None, kv_bits: int = 16) -> int:
     """Bytes of RAM for what is read of a pack while answering, negative if other parts lack room; `context` where the
     CPU computes all of the model, None beside a device.
     """
-    return ram - _stays(ram) - sum(_used(takes, context).values())
+    return ram - _stays(ram) - sum(_used(takes, context, kv_bits).values())
 
 
 def _stays(ram: int) -> int:
     return max(int(ram * RAM_SHARE), RAM_LEAST)
 
 
-def _used(takes: Footprint, context: int | None) -> dict[str, int]:
+def _captured(sizes: Sizes, window: int) -> int:
+    """What a token's graphs take on a card: an estimate; rope's table for the window in 16 bits is exact."""
+    return sizes.layers * LAUNCHES * NODE_BYTES + 4 * window * sizes.head_dim
+
+
+def _used(takes: Footprint, context: int | None, kv_bits: int) -> dict[str, int]:
     uses = {"program": PROGRAM}
     if context is not None:
         # What a pack stores in 16 bits is computed in 32 bits.
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
-        uses["context"] = kv_element(takes.spec.dense) * takes.kv * context
+        uses["context"] = context * kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense))
     return uses
 
 
-def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context: int) -> RamShares:
+def share_ram(ram: int, takes: Footprint, mix: Mix | None, pool: float, context: int, kv_bits: int = 16) -> RamShares:
     """Divide the RAM that programs may use, if a share `pool` of the rows of the mix's pooled layers is on the device;
-    without a mix the CPU computes all of the model.
+    without a mix the CPU computes all of the model, with keys and values of kv_bits.
     """
     ups, rows = takes.ups // takes.sizes.layers, takes.rows // takes.sizes.layers
-    uses, read = _used(takes, context if mix is None else None), takes.ups + takes.rows
+    beside = context if mix is None else None
+    uses, read = _used(takes, beside, kv_bits), takes.ups + takes.rows
     if mix is not None:
         read = mix.cpu * (ups + rows) + round(mix.pool * rows * (1 - pool))
-    left = room(ram, takes, context if mix is None else None)
+    left = room(ram, takes, beside, kv_bits)
     if left < 0:
         return RamShares({**uses, "pages": 0, "lacking": read, "free": _stays(ram)}, 0.0, -left)
     pages = min(left, read)

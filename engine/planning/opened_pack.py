@@ -2,26 +2,61 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from .. import context, quality_presets
+from ..context import CONTEXT
+from ..events import Advanced
 from ..machine.hardware import Hardware
 from ..offload.mix import Mix
 from ..quality_presets import Preset
-from . import machine, memory_plan, mix_choice, rates, speed_estimate
+from ..ranges import KV_BITS
+from . import machine, memory_plan, mix_choice, rates, speed_estimate, worth
 from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import DeviceShares, Needs
 from .speed_estimate import Held, TokenWork
 
-LONGER = 0.05  # share of its speed, at most, that a model gives for chats longer than those that plans have room for
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a person asked for when a pack is opened.
+
+    Attributes:
+        mix: where each layer's experts are; None: as planned. kv_bits: of keys and values; None: as planned. context:
+            tokens whose keys and values have memory reserved.
+    """
+
+    mix: Mix | None = None
+    kv_bits: int | None = None
+    context: int = CONTEXT
+
+    @classmethod
+    def of(cls, advanced: Advanced, mix: Mix | None = None) -> Asked:
+        """By the user's settings.
+
+        Raises:
+            UsageError: there are no such bits, or no tokens.
+        """
+        if advanced.kv_bits not in KV_BITS:
+            hint = f"Set advanced.kv_bits to one of {', '.join(KV_BITS)}."
+            raise UsageError(f"Keys and values cannot have {advanced.kv_bits!r} bits", "", hint)
+        if advanced.context < 1:
+            raise UsageError(
+                f"A context cannot have {advanced.context} tokens", "", "Set advanced.context to 1 or more."
+            )
+        return cls(mix, None if advanced.kv_bits == "auto" else int(advanced.kv_bits), advanced.context)
+
+    def forms(self) -> tuple[int, ...]:
+        """The bits that keys and values may have, the most exact first."""
+        return worth.KV_FORMS if self.kv_bits is None else (self.kv_bits,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +83,11 @@ class UsableGpu:
 
 
 class OpenedPack:
-    """A pack that is being opened, and what it needs on a device whose keys and values have `element` bytes each."""
+    """A pack that is being opened.
+
+    Attributes:
+        forms: needs on a device, by the bits that keys and values may have; needs: the first of them.
+    """
 
     def __init__(
         self,
@@ -57,52 +96,61 @@ class OpenedPack:
         config: Any,
         element: int,
         preset: Preset | None,
-        mix: Mix | None,
+        asked: Asked,
     ) -> None:
-        self.layers, self.mix = layers, mix
+        """`element`: bytes of a key's or a value's number on the device, where it has 16 bits."""
+        self.layers, self.mix = layers, asked.mix
         self.window = context.window(config)
-        self.needs = Needs.of(manifest, layers, config, element)
+        self.forms = [Needs.of(manifest, layers, config, element, bits, asked.context) for bits in asked.forms()]
+        self.needs = self.forms[0]
         self.takes = Footprint.of_pack(manifest, config)
         self.work = TokenWork.of(preset or quality_presets.get(quality_presets.DEFAULT, manifest))
 
     def least(self) -> int:
         """The fewest bytes of a device that work."""
-        return min(self.needs.least(mix) for mix in (self.needs.every("gpu"), self.mix or self.needs.every("cpu")))
+        return min(
+            needs.least(mix) for needs in self.forms for mix in (needs.every("gpu"), self.mix or needs.every("cpu"))
+        )
+
+    def in_ram(self) -> DeviceShares:
+        """The shares if the CPU computes."""
+        return DeviceShares.none(self.window, self.needs.kv_bits)
 
     def fits(self, budget: int) -> bool:
         """Whether so much of a device's memory is of any use."""
         return budget >= self.least()
 
     def shares(self, machine: Machine, budget: int) -> DeviceShares:
-        """The division of so much memory of the machine's GPU: as asked, or the fastest, with room for longer chats
-        where that costs little.
+        """The division of so much memory of the machine's GPU: as asked, or the fastest.
 
         Raises:
             UsageError: it is not enough.
         """
-        if self.mix is not None:
-            return self.needs.share_out(self.mix, budget, self.window)
-        found = self._fastest(machine, self.needs, budget)
-        if found is None:
-            return self.needs.share_out(self.needs.every("cpu"), budget, self.window)
-        least, reserved = (1 - LONGER) * self.tokens_s(machine, found), self.needs.context
-        while found.window < self.window:
-            reserved = min(2 * reserved, self.window)
-            longer = self._fastest(machine, dataclasses.replace(self.needs, context=reserved), budget)
-            if longer is None or self.tokens_s(machine, longer) < least:
-                break
-            found = longer
-        return found
+        best: DeviceShares | None = None
+        for needs in self.forms:
+            found = self._in_form(machine, needs, budget)
+            if found is not None and (best is None or self._pays(machine, best, found)):
+                best = found
+        return best or self.forms[-1].share_out(self.mix or self.needs.every("cpu"), budget, self.window)
 
-    def _fastest(self, machine: Machine, needs: Needs, budget: int) -> DeviceShares | None:
+    def _pays(self, machine: Machine, exact: DeviceShares, coarse: DeviceShares) -> bool:
+        """Whether fewer bits of keys and values make it faster by more than their loss outweighs."""
+        gain = worth.of_speed(self.tokens_s(machine, coarse)) - worth.of_speed(self.tokens_s(machine, exact))
+        return worth.pays(gain, worth.kv_loss(coarse.kv_bits) - worth.kv_loss(exact.kv_bits))
+
+    def _in_form(self, machine: Machine, needs: Needs, budget: int) -> DeviceShares | None:
+        """None if it does not fit."""
+        if self.mix is not None:
+            return needs.share_out(self.mix, budget, self.window) if needs.fits(self.mix, budget) else None
         found = mix_choice.choose(self.takes, self.work, machine.speeds, needs, budget, machine.ram)
         return None if found is None else needs.share_out(found[0].mix, budget, self.window, found[0].rows)
 
     def tokens_s(self, machine: Machine, shares: DeviceShares) -> float:
         """Tokens per second, by the cost model."""
         pool = mix_choice.share(self.needs, shares)
-        ram = memory_plan.share_ram(machine.ram, self.takes, shares.mix, pool, self.needs.context).share
-        held = Held(gpu=shares.mix is not None, pool=pool, ram=ram, mix=shares.mix)
+        of = machine.ram, self.takes, shares.mix, pool, self.needs.context, shares.kv_bits
+        ram = memory_plan.share_ram(*of).share
+        held = Held(shares.mix is not None, pool, ram, mix=shares.mix, kv_bits=shares.kv_bits, keys=shares.most)
         return 1 / speed_estimate.decode(self.takes, self.work, machine.speeds, held).seconds
 
     def streamed(self, shares: DeviceShares) -> list[PackedLayer]:

@@ -6,7 +6,6 @@ Memory is divided by memory_plan.py; the speed comes from speed_estimate.py.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,8 +14,8 @@ from ...models.catalog_entry import SHARD_BYTES
 from ...models.packing.pack import PackSpec
 from .. import quality_presets
 from ..offload.mix import ExpertsPlace, Mix
-from . import memory_plan, mix_choice, speed_estimate
-from .footprint import Footprint
+from . import memory_plan, mix_choice, speed_estimate, worth
+from .footprint import Footprint, kv_bytes
 from .machine import Machine
 from .measured_figures import Curve, figures
 from .memory_plan import DeviceShares, Needs
@@ -35,11 +34,7 @@ WIDTHS = (
 DISK_FREE = 1 << 30  # bytes of the disk that stay free
 USABLE = 0.5  # tokens/s; slower plans do not count
 
-# The rule of the recommendation: what `worth` weighs.
-WORTH = 0.035  # nats of quality loss outweighed by twice the speed
-ENOUGH = 20.0  # tokens/s, faster than most people read
-BEYOND = 1 / 3  # share of that which twice the speed outweighs above it
-CLEARLY = 0.1  # doublings by which an option must be better than the usual bits, or than more exact ones
+# Beside the rule of worth.py:
 FROM_DISK = 1.0  # extra cost of reading from the disk, in doublings of speed, since it slows down the whole machine
 _DISK_SHARE = 0.05  # share of a token's reads from which all of that counts
 _ROUTES_ALIKE = ((0.0, 0.0), (1.0, 1.0))  # the pool's hit rate is only its share
@@ -68,7 +63,8 @@ class Option:
             `mix_choice`; None without a GPU. pool_rows, pool_share: rows in the pool, and share of its layers' rows.
         ram_share: share of what is read from RAM while answering that fits there; the rest comes from the disk.
         missing: bytes by "ram" or "disk" without which it does not work; empty where it does.
-        token: one token's seconds by part. decode, prefill: tokens per second.
+        token: one token's seconds by part. decode, prefill: tokens per second. kv_bits: of keys and values. full:
+            tokens per second at the end of the longest chat that memory is reserved for, and of the model's longest.
     """
 
     spec: PackSpec
@@ -86,6 +82,8 @@ class Option:
     token: Token
     decode: SpeedRange
     prefill: SpeedRange
+    kv_bits: int
+    full: tuple[float, float]
 
     @property
     def works(self) -> bool:
@@ -101,26 +99,55 @@ class Option:
     def worth(self) -> float:
         """How good a choice it is, in doublings of speed: the option with the most is recommended.
 
-        Twice the speed counts 1 up to `ENOUGH` and `BEYOND` above; `WORTH` nats of quality loss count -1. All of it is
-        continuous, so that a little more memory or a rate measured a little lower rarely changes the choice.
+        See worth.py; `WORTH` nats of quality loss count -1. All of it is continuous, so that a little more memory or a
+        rate measured a little lower rarely changes the choice.
         """
-        speed = math.log2(min(self.decode.mid, ENOUGH)) + BEYOND * math.log2(max(self.decode.mid / ENOUGH, 1.0))
-        return speed - self.kl / WORTH - FROM_DISK * min(1.0, (1 - self.ram_share) / _DISK_SHARE)
+        from_disk = FROM_DISK * min(1.0, (1 - self.ram_share) / _DISK_SHARE)
+        return worth.of_speed(self.decode.mid) - self.kl / worth.WORTH - from_disk
 
 
-def option(machine: Machine, entry: CatalogEntry, spec: PackSpec, context: int, keep_source: bool = False) -> Option:
-    """The model at the widths of `spec`, with the fastest of the mixes that fit the GPU, or by the CPU alone."""
+def option(
+    machine: Machine,
+    entry: CatalogEntry,
+    spec: PackSpec,
+    context: int,
+    keep_source: bool = False,
+    kv_bits: int | None = None,
+) -> Option:
+    """The model at the widths of `spec`, with the fastest of the mixes that fit the GPU, or by the CPU alone.
+
+    Args:
+        kv_bits: of keys and values; None: 16, or fewer where that is clearly worth it.
+    """
     takes = Footprint.of(entry.sizes, spec)
     disk = _disk(entry, takes, keep_source)
-    needs, budget = Needs.of_footprint(takes, context), memory_plan.budget(machine.vram)
-    alone = _made(machine, takes, context, disk, None, DeviceShares.none(context))
+    best: Option | None = None
+    for bits in worth.KV_FORMS if kv_bits is None else (kv_bits,):
+        found = _in_form(machine, takes, context, disk, bits)
+        if best is None or _is_clearly_better(found, best):
+            best = found
+    assert best is not None
+    return best
+
+
+def _is_clearly_better(coarse: Option, exact: Option) -> bool:
+    """Whether fewer bits of keys and values are worth their loss."""
+    if (now := (coarse.works, not coarse.missing)) != (before := (exact.works, not exact.missing)):
+        return now > before
+    return coarse.works and coarse.worth >= exact.worth + worth.CLEARLY
+
+
+def _in_form(machine: Machine, takes: Footprint, context: int, disk: Mapping[str, int], kv_bits: int) -> Option:
+    """With keys and values of so many bits."""
+    needs, budget = Needs.of_footprint(takes, context, kv_bits), memory_plan.budget(machine.vram)
+    alone = _made(machine, takes, context, disk, None, DeviceShares.none(takes.sizes.window, kv_bits))
     if not machine.speeds.gpu:
         return alone
     found = mix_choice.choose(takes, TokenWork.of(_preset()), machine.speeds, needs, budget, machine.ram)
     if found is None:
         return alone
     best, static = found
-    shares = needs.share_out(best.mix, budget, context, best.rows)
+    shares = needs.share_out(best.mix, budget, takes.sizes.window, best.rows)
     beside = _made(machine, takes, context, disk, best, shares)
     token = speed_estimate.decode(takes, TokenWork.of(_preset()), machine.speeds, static.held)
     beside = dataclasses.replace(beside, static=1 / token.seconds)
@@ -146,11 +173,12 @@ def _made(
     if vram:
         vram["free"] = machine.vram - sum(vram.values())
     share = 0.0 if placed is None else placed.share
-    ram = memory_plan.share_ram(machine.ram, takes, device.mix, share, context)
+    ram = memory_plan.share_ram(machine.ram, takes, device.mix, share, context, device.kv_bits)
     missing = {"ram": ram.missing} if ram.missing else {}
     if machine.disk_free is not None and (lacking := disk["peak"] + DISK_FREE - machine.disk_free) > 0 and disk["pack"]:
         missing["disk"] = lacking
     held = Held(gpu=False, ram=ram.share) if placed is None else placed.held
+    held = dataclasses.replace(held, kv_bits=device.kv_bits, keys=device.most)
     work, speeds, doubt = TokenWork.of(_preset()), machine.speeds, machine.doubt
     token = speed_estimate.decode(takes, work, speeds, held)
     unlucky, lucky = dataclasses.replace(work, calls=1.0), tuple((x, min(1.0, y * _LUCK)) for x, y in figures().hits)
@@ -164,7 +192,7 @@ def _made(
 
     return Option(
         spec=takes.spec,
-        kl=rounding(takes.spec),
+        kl=rounding(takes.spec) + worth.kv_loss(device.kv_bits),
         place=device.place,
         mix=device.mix,
         static=None,
@@ -178,7 +206,17 @@ def _made(
         token=token,
         decode=SpeedRange(rate(unlucky, slow, _ROUTES_ALIKE), 1 / token.seconds, rate(work, fast, lucky)),
         prefill=SpeedRange(prompt(unlucky, slow), prompt(work, speeds), prompt(work, fast)),
+        kv_bits=device.kv_bits,
+        full=(_full(takes, speeds, held, device, context), _full(takes, speeds, held, device, takes.sizes.window)),
     )
+
+
+def _full(takes: Footprint, speeds: Speeds, held: Held, device: DeviceShares, context: int) -> float:
+    """Tokens per second behind so many tokens, for whose keys and values the pool gives way, and then RAM is used."""
+    if device.rows and device.mix is not None and device.mix.pool:
+        rows = device.rows_beside(context * kv_bytes(takes.sizes, device.kv_bits), takes.row)
+        held = dataclasses.replace(held, pool=held.pool * max(0, rows) / device.rows)
+    return 1 / speed_estimate.decode(takes, TokenWork.of(_preset()), speeds, held, context=context).seconds
 
 
 def _disk(entry: CatalogEntry, takes: Footprint, keep_source: bool) -> dict[str, int]:

@@ -16,11 +16,12 @@ from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.packing.pack import PackSpec
 from ...models.published import PUBLISHED
+from ..context import CONTEXT
 from . import reasons
 from .machine import Machine
 from .measured_figures import figures
-from .memory_plan import CONTEXT
-from .options import CLEARLY, DEFAULT, WIDTHS, Option, option
+from .options import DEFAULT, WIDTHS, Option, option
+from .worth import CLEARLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,13 @@ def make(
     context: int = CONTEXT,
     keep_source: bool = False,
     net_bytes_s: float | None = None,
+    kv_bits: int | None = None,
 ) -> Plan:
     """Decide.
 
     Args:
         context: tokens to have room for, at most the model's window. keep_source: whether a downloaded checkpoint
-            stays on the disk. net_bytes_s: of the download.
+            stays on the disk. net_bytes_s: of the download. kv_bits: of keys and values; None: as planned.
 
     Raises:
         UsageError: a context of no tokens. PackError: the entry's own pack cannot be read.
@@ -66,7 +68,7 @@ def make(
     if context < 1:
         raise UsageError(f"A context cannot have {context} tokens", "", "Give --context 1 or more.")
     context = min(context, entry.sizes.window)
-    options = tuple(option(machine, entry, spec, context, keep_source) for spec in _widths(entry))
+    options = tuple(option(machine, entry, spec, context, keep_source, kv_bits) for spec in _widths(entry))
     chosen = _choose(options)
     if chosen is None:
         nearest = min(options, key=lambda one: (sum(one.missing.values()), -one.decode.mid))
@@ -105,10 +107,12 @@ def offers(
     context: int = CONTEXT,
     keep_source: bool = False,
     net_bytes_s: float | None = None,
+    kv_bits: int | None = None,
 ) -> list[Plan]:
     """A plan of every published model on this machine, in the order in which to show them; see `make`."""
     return in_order(
-        make(machine, entry, context=context, keep_source=keep_source, net_bytes_s=net_bytes_s) for entry in entries
+        make(machine, entry, context=context, keep_source=keep_source, net_bytes_s=net_bytes_s, kv_bits=kv_bits)
+        for entry in entries
     )
 
 

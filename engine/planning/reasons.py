@@ -11,7 +11,8 @@ from ..offload.mix import Mix
 from .footprint import Footprint
 from .machine import Machine
 from .memory_plan import KEPT_FREE, Needs, budget
-from .options import DEFAULT, ENOUGH, WORTH, Option
+from .options import DEFAULT, Option
+from .worth import ENOUGH, WORTH
 
 # The meanings of bits and KL, in the words that every page uses.
 BITS = (

@@ -19,7 +19,7 @@ from ..offload.lane_rates import Rates
 from ..offload.missing_rows import Lane
 from ..offload.mix import ExpertsPlace, Mix
 from ..quality_presets import Preset
-from .footprint import Footprint, kv_element
+from .footprint import Footprint, kv_bytes, kv_element
 from .measured_figures import Curve, figures
 
 # Of a disk's rate of large reads, what rows reach of which a token needs about half, each with what lies between it and
@@ -142,7 +142,8 @@ class Held:
         gpu: whether the dense part is on a GPU. pool: share of the rows of a pool's layers that are in it; with 1 and
             no mix all are on the GPU.
         ram: share of the other bytes that is in RAM; the rest is read from the disk. cpu: whether the CPU computes
-            a share of absent rows. mix: layers of each kind; None: all alike.
+            a share of absent rows. mix: layers of each kind; None: all alike. kv_bits: of keys and values. keys: bytes
+            of the device that these can have, the others are read over the link; None: all.
     """
 
     gpu: bool
@@ -150,6 +151,8 @@ class Held:
     ram: float = 1.0
     cpu: bool = True
     mix: Mix | None = None
+    kv_bits: int = 16
+    keys: int | None = None
 
     def counts(self, layers: int) -> Mapping[ExpertsPlace, int]:
         """How many layers there are of each kind, beside a GPU."""
@@ -186,15 +189,20 @@ def decode(
 ) -> Token:
     """The time of one token after `context` others. `curve`: hit rate by pool share, None: as measured."""
     if held.gpu:
-        return _on_gpu(takes, work, speeds, held, curve or figures().hits, 2 * takes.kv * context)
-    return _on_cpu(takes, work, speeds, held, kv_element(takes.spec.dense) * takes.kv * context)
+        seen = context * kv_bytes(takes.sizes, held.kv_bits)
+        far = 0 if held.keys is None else max(0, seen - held.keys)
+        # The device reads what is in RAM where it is.
+        attending = (seen - far) / speeds.gpu + (far / speeds.link if far else 0.0)
+        return _on_gpu(takes, work, speeds, held, curve or figures().hits, attending)
+    seen = context * kv_bytes(takes.sizes, held.kv_bits, kv_element(takes.spec.dense))
+    return _on_cpu(takes, work, speeds, held, seen)
 
 
-def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, kv_bytes: int) -> Token:
+def _on_cpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, seen: int) -> Token:
     sizes, spec = takes.sizes, takes.spec
     calls = sizes.layers * sizes.top_k * work.calls
     dense = sizes.layers * takes.attention / speeds.of_cpu("dense", spec.dense)
-    dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + kv_bytes / speeds.read
+    dense += takes.head / speeds.of_cpu("dense", max(8, spec.dense)) + seen / speeds.read
     disk, hit = _disk_s(takes, work, speeds, held.ram) if held.ram < 1 else (0.0, 0.0)
     return Token(
         dense=dense,
@@ -294,7 +302,7 @@ def _wanted(takes: Footprint, work: TokenWork) -> float:
     return takes.sizes.top_k * work.calls * takes.sizes.intermediate * work.active
 
 
-def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, kv_bytes: int) -> Token:
+def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve: Curve, attending: float) -> Token:
     """Layers as `MoELayer`, `OffloadedLayer` and `RamLayer` run them. In one with a pool: dense part, up projections
     and a wait; then the rows that are there on the GPU, beside the absent rows on the link and the CPU."""
     kinds = [
@@ -307,7 +315,7 @@ def _on_gpu(takes: Footprint, work: TokenWork, speeds: Speeds, held: Held, curve
         return sum(count * getattr(one, name) for count, one in kinds)
 
     return Token(
-        dense=total("dense") + (takes.head + kv_bytes) / speeds.gpu + 2 * speeds.launch,
+        dense=total("dense") + takes.head / speeds.gpu + attending + 2 * speeds.launch,
         up=total("up"),
         rows=total("rows"),
         disk=(1 - held.ram) * total("away") / speeds.disk,

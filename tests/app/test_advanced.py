@@ -17,20 +17,22 @@ from ..engine.driver import Engine, asking
 from ..helpers import explained, run_cli
 from .scripted import LOADED
 
-OTHERS = Advanced("none", cpu_share=False, transfer="staged")
+OTHERS = Advanced("none", cpu_share=False, transfer="staged", kv_bits="8", context=600)
+WORDS = ("predictor none", "no CPU share", "transfer staged", "8-bit context", "600 tokens of context reserved")
 ON_A_TEST_DEVICE = ("--device", "throttled:1gb", "--vram", "64mb")
 
 
 def test_the_engine_works_as_it_is_told(tiny_pack: Path) -> None:
     with Engine() as engine:
         engine.send(Load(str(tiny_pack), None, "throttled:1gb", 1 << 28, OTHERS))
-        assert engine.until(Loaded).advanced == ("predictor none", "no CPU share", "transfer staged")
+        assert engine.until(Loaded).advanced == WORDS
         engine.send(asking(1, [1, 40, 41, 42], tokens=4))
         rows = engine.until(Finished).stats.rows
         assert rows is not None and rows.on_cpu == 0 and rows.recall is None
-        # Where all rows are in place none of it matters, and none is shown.
+        # Where all rows are in place little of it matters, and the rest is not shown.
         engine.send(Load(str(tiny_pack), None, "cpu", None, OTHERS))
-        assert engine.until(Loaded).advanced == ()
+        loaded = engine.until(Loaded)
+        assert loaded.advanced == ("8-bit context",) and "keys and values of 8 bits" in loaded.reason
 
 
 @pytest.mark.parametrize("arguments", [("ask", "hi"), ("--plain",)], ids=" ".join)
@@ -47,7 +49,13 @@ def test_settings_make_the_engines_record() -> None:
     assert read(settings_file()).settings.advanced == Advanced()
     change(
         settings_file(),
-        {"advanced.predictor": "none", "advanced.cpu_share": False, "advanced.transfer": "staged"},
+        {
+            "advanced.predictor": "none",
+            "advanced.cpu_share": False,
+            "advanced.transfer": "staged",
+            "advanced.kv_bits": "8",
+            "advanced.context": 600,
+        },
     )
     assert read(settings_file()).settings.advanced == OTHERS
     with pytest.raises(UsageError, match=r"advanced\.predictor cannot be 'magic'"):
@@ -67,6 +75,4 @@ def test_doctor_shows_them() -> None:
 def test_the_panel_shows_what_differs() -> None:
     assert "Advanced" not in draw.backend(PanelFigures(loaded=LOADED), 32).plain
     other = dataclasses.replace(LOADED, advanced=OTHERS.changed())
-    assert (
-        "Advanced: predictor none, no CPU share, transfer staged" in draw.backend(PanelFigures(loaded=other), 32).plain
-    )
+    assert f"Advanced: {', '.join(WORDS)}" in draw.backend(PanelFigures(loaded=other), 32).plain

@@ -37,6 +37,8 @@ GOOD = {
     "advanced.predictor": "none",
     "advanced.cpu_share": False,
     "advanced.transfer": "staged",
+    "advanced.kv_bits": "8",
+    "advanced.context": 16384,
 }
 
 

@@ -78,7 +78,8 @@ def widths() -> dict[str, dict[str, float]]:
             found[str(bits)] = round(json.loads(ran.splitlines()[-1])["presets"][0]["kl_mean"], 5)
     parts = ("up", "gate", "down")
     losses = {part: {str(b): round(point(points, **{part: b})["kl"], 5) for b in WIDTHS} for part in parts}
-    return {**losses, "dense": found}
+    coarse = json.loads(_bench("kv_bits.py"))["demo"]["kl_mean"]
+    return {**losses, "dense": found, "kv": {"8": round(coarse, 5)}}
 
 
 def hits() -> list[list[float]]:

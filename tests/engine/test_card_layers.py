@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from floe_chat.engine.decoder import kv_cache
+from floe_chat.engine.decoder import kv_stores
 from floe_chat.engine.decoder.decoders import FusedDecoder, choose
-from floe_chat.engine.decoder.kv_cache import BorrowingStore, KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import BorrowingStore
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.offload import predictor
 from floe_chat.engine.offload.device_memory import DeviceMemory
@@ -31,7 +32,7 @@ def graphed(model: Any) -> FusedDecoder:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "BLOCK", 8)
+    monkeypatch.setattr(kv_stores, "BLOCK", 8)
     card, model = FakeCard(monkeypatch), make_model(name)
     decoder, ids = graphed(model), ids_of(24)
     assert len(card.captures) == len(model.model.layers)
@@ -125,7 +126,7 @@ def test_keys_and_values_may_move_between_tokens(loaded: LoadedModel, monkeypatc
         give(memory)
 
     monkeypatch.setattr(DeviceMemory, "give", hoard)
-    monkeypatch.setattr(kv_cache, "BLOCK", 3)
+    monkeypatch.setattr(kv_stores, "BLOCK", 3)
     FakeCard(monkeypatch)
     with offloaded(loaded, EVERYTHING, 0.5) as shared:
         assert isinstance(loaded.decoder, FusedDecoder)
@@ -160,7 +161,7 @@ def test_a_gpus_layers_are_torchs(name: str, dtype: torch.dtype, monkeypatch: py
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     pytest.importorskip("transformers", reason="it makes the models")
-    monkeypatch.setattr(kv_cache, "BLOCK", 8)
+    monkeypatch.setattr(kv_stores, "BLOCK", 8)
     model = make_model(name, dtype).cuda()
     decoder, ids = graphed(model), ids_of(24)
     found = feed(decoder, KVCache(), ids, [3, *[1] * 21])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine import quality_presets
-from floe_chat.engine.decoder import card_token, kv_cache
+from floe_chat.engine.decoder import card_token, kv_stores
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.events import Finished, Notice, Sampling, SetQuality
 from floe_chat.engine.experts.moe_layer import Cancelled, MoELayer
@@ -157,7 +157,7 @@ def test_limits_change_without_another_capture(tiny_pack: Path, card: FakeCard) 
 def test_a_conversation_that_grows_needs_no_other_capture(
     tiny_pack: Path, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "BLOCK", 4)
+    monkeypatch.setattr(kv_stores, "BLOCK", 4)
     loaded = open_on(card, tiny_pack)
     use(loaded, PRESETS["nothing"])
     captures = len(card.captures) + 1
@@ -354,7 +354,7 @@ def on_gpu() -> LoadedModel:
 
 @pytest.mark.gpu
 def test_a_token_on_a_gpu_is_layer_after_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "BLOCK", 4)
+    monkeypatch.setattr(kv_stores, "BLOCK", 4)
     loaded = on_gpu()
     for preset in PRESETS.values():
         use(loaded, preset)

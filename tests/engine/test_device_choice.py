@@ -11,7 +11,9 @@ import pytest
 import torch
 from floe_chat.engine.decoder import decoders
 from floe_chat.engine.decoder.decoders import LibraryDecoder
-from floe_chat.engine.decoder.kv_cache import BLOCK
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import BLOCK, KvForm
+from floe_chat.engine.events import Advanced
 from floe_chat.engine.loader import load
 from floe_chat.engine.machine import hardware
 from floe_chat.engine.machine.hardware import Gpu
@@ -23,6 +25,7 @@ from floe_chat.engine.planning import device_choice, memory_plan, speed_estimate
 from floe_chat.engine.planning.device_choice import DeviceChoice
 from floe_chat.engine.planning.measured_figures import figures
 from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
 from floe_chat.models.errors import UsageError
@@ -43,8 +46,8 @@ def choose(tiny_pack: Path) -> Choose:
     layers = [packed.layer(index) for index in range(2)]
     config = read_config(tiny_pack)
 
-    def chosen(wanted: str, vram: int | None = None, mix: Mix | None = None) -> DeviceChoice:
-        return device_choice.choose(wanted, packed.manifest, layers, config, vram, mix=mix)
+    def chosen(wanted: str, vram: int | None = None, mix: Mix | None = None, **asked: Any) -> DeviceChoice:
+        return device_choice.choose(wanted, packed.manifest, layers, config, vram, asked=Asked(mix, **asked))
 
     return chosen
 
@@ -100,7 +103,22 @@ def test_what_is_needed_is_what_the_files_hold(needs: Needs, tiny_pack: Path) ->
     assert needs.row == layer.rows.data.shape[2]
     assert needs.kv == 2 * 2 * 64 * 2  # two layers, keys and values of 4 heads of 16, float16
     working = needs.top_k * needs.neurons * needs.row
-    assert needs.least() - working == needs.dense + needs.up + RING * needs.neurons * needs.row + 512 * needs.kv
+    graphs = needs.captured - 512 * 2 * 16 * 2  # rope's table: cosines and sines of a head of 16, in 16 bits
+    assert 0 < graphs < 1 << 20
+    buffers = RING * needs.neurons * needs.row
+    assert needs.least() - working == needs.dense + needs.captured + needs.up + buffers + 512 * needs.kv
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_token_takes_what_its_stores_do(bits: int, tiny_pack: Path) -> None:
+    packed = PackedModel.open(tiny_pack)
+    layers = [packed.layer(index) for index in range(2)]
+    needs = Needs.of(packed.manifest, layers, read_config(tiny_pack), 2, bits)
+    loaded, told = load(tiny_pack, None, "cpu", silent, advanced=Advanced(kv_bits=str(bits)))
+    kv = KVCache()
+    loaded.decoder.forward([1, 2, 3], kv)
+    assert kv.nbytes() == BLOCK * needs.kv and needs.kv_bits == bits
+    assert ("keys and values of 8 bits" in told.reason) == (bits == 8)
 
 
 @pytest.mark.parametrize("extra", [0, 1, 7])
@@ -113,20 +131,22 @@ def test_what_is_left_is_the_pool(needs: Needs, extra: int) -> None:
 def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
     long = replace(needs, context=100)
     least = long.share_out(long.every("pool"), long.least(), 512)
-    assert (least.keys, least.window, least.reserved) == (100 * needs.kv, 100, 100)
+    assert (least.keys, least.most, least.window, least.reserved) == (100 * needs.kv, 100 * needs.kv, 512, 100)
     more = long.share_out(long.every("pool"), long.least() + 3 * needs.kv, 512)
-    assert more.keys < 101 * needs.kv and more.window == 103  # the pool took what came on top, and gives it back
-    assert more.reserved == 100
+    assert more.keys < 101 * needs.kv  # the pool took what came on top, and gives it back
+    assert more.most == 103 * needs.kv and (more.window, more.reserved) == (512, 100)
     all_of_it = long.share_out(long.every("pool"), 1 << 40, 512)
     assert (all_of_it.keys, all_of_it.window) == (512 * needs.kv, 512)
 
 
-def test_where_all_rows_are_on_the_device_a_chat_is_no_longer_than_the_memory_left(needs: Needs) -> None:
+def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_ram(needs: Needs) -> None:
     """There is no pool that could give way: what was not there ended an answer as "a bug in floe-chat"."""
     long = replace(needs, context=100)
 
     def longest(budget: int) -> int:
-        return long.share_out(long.every("gpu"), budget, 512).window
+        shares = long.share_out(long.every("gpu"), budget, 512)
+        assert shares.window == 512 and shares.most is not None and shares.reserved == min(512, shares.most // long.kv)
+        return shares.reserved
 
     assert longest(long.whole()) == 100
     token = long.whole() - replace(long, context=99).whole()
@@ -135,15 +155,29 @@ def test_where_all_rows_are_on_the_device_a_chat_is_no_longer_than_the_memory_le
     assert longest(1 << 40) == 512
 
 
-def test_the_window_of_a_gpu_that_holds_all_follows_the_limit(
+def test_what_a_gpu_that_holds_all_reserves_follows_the_limit(
     monkeypatch: pytest.MonkeyPatch, choose: Choose, needs: Needs
 ) -> None:
     a_gpu(monkeypatch, 1 << 30)
-    monkeypatch.setattr(memory_plan, "CONTEXT", 100)
     short = replace(needs, context=100)
-    tight = choose("cuda", round(short.whole() / (1 - memory_plan.KEPT_FREE)) + 1, WHOLE)
-    assert tight.shares.place == "gpu" and tight.shares.window == 100
-    assert choose("cuda", None, WHOLE).shares.window == 512
+    limit = round(short.whole() / (1 - memory_plan.KEPT_FREE)) + 1
+    tight = choose("cuda", limit, WHOLE, context=100)
+    assert (tight.shares.place, tight.shares.reserved, tight.shares.kv_bits) == ("gpu", 100, 16)
+    assert choose("cuda", None, WHOLE).shares.reserved == 512
+    # Where 16 bits do not fit, 8 do; who asks for 16 is told what is missing.
+    coarse = choose("cuda", limit - 1, WHOLE, context=100).shares
+    assert coarse.kv_bits == 8 and coarse.reserved > 150
+    with pytest.raises(UsageError, match="too little"):
+        choose("cuda", limit - 1, POOL, context=512, kv_bits=16)
+    assert choose("cuda", None, WHOLE, kv_bits=8).shares.kv_bits == 8
+    assert choose("cpu", kv_bits=8).shares.kv_bits == 8 and choose("cpu").shares.kv_bits == 16
+
+
+def test_bits_and_tokens_that_cannot_be_are_refused(tiny_pack: Path) -> None:
+    for wrong in (Advanced(kv_bits="4"), Advanced(context=0)):
+        with pytest.raises(UsageError) as refused:
+            load(tiny_pack, None, "cpu", silent, advanced=wrong)
+        assert "advanced." in refused.value.hint
 
 
 def test_a_limit_of_gpu_memory_is_enforced_also_where_the_whole_pack_fits(
@@ -171,13 +205,15 @@ def test_the_librarys_cache_gets_the_reserved_context_and_no_more(
 ) -> None:
     """It takes nothing from the pool, so that a longer window was promised memory that it could not get."""
 
-    def library(model: Any, _window: int) -> LibraryDecoder:
+    def library(model: Any, _window: int, _kv: KvForm) -> LibraryDecoder:
         return LibraryDecoder(model)
 
-    monkeypatch.setattr(memory_plan, "CONTEXT", 64)
     monkeypatch.setattr(decoders, "choose", library)
     short = replace(needs, context=64)
-    loaded, told = load(tiny_pack, None, "throttled:1gb", silent, vram=short.least(), library=True)
+    short_context = Advanced(context=64)
+    loaded, told = load(
+        tiny_pack, None, "throttled:1gb", silent, vram=short.least(), library=True, advanced=short_context
+    )
     assert loaded.window == told.context_window == 64
     assert answer(loaded, [1, *range(40, 70)], max_new_tokens=200).reason == "context"
     loaded.close()
@@ -200,11 +236,11 @@ def test_a_gpu_holds_all_some_or_nothing(monkeypatch: pytest.MonkeyPatch, choose
     assert part.cap == limit and part.budget == int(limit * (1 - memory_plan.KEPT_FREE))
     # Too little for anything: by itself the CPU is taken, and says why; who asks for the GPU is told.
     least = needs.least(Mix(cpu=2))
-    nothing = choose("auto", least - 1)
+    nothing = choose("auto", least - 1, kv_bits=16)
     assert nothing.place == "cpu" and nothing.make is None and "is needed" in nothing.why
     assert nothing.budget is None
     with pytest.raises(UsageError, match="too little"):
-        choose("cuda", least - 1)
+        choose("cuda", least - 1, kv_bits=16)
     some = choose("cuda", round(least / (1 - memory_plan.KEPT_FREE)) + 1)
     assert some.shares.mix == Mix(cpu=2) and "by the CPU" in some.why
     a_gpu(monkeypatch, limit)

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from floe_chat.engine.decoder.kv_cache import BLOCK, GROUP, BorrowingStore, GrowingStore, KVCache, KVStore, LibraryStore
+from floe_chat.engine.decoder.kv_cache import KVCache, KVStore, LibraryStore
+from floe_chat.engine.decoder.kv_stores import BLOCK, GROUP, BorrowingStore, GrowingStore, Layout
 from floe_chat.engine.quality_presets import Preset
+from floe_chat.kernels.entries import CODES
 from floe_chat.kernels.rule import Rule
 from torch import Tensor
 
@@ -96,7 +98,7 @@ def test_keys_of_one_kind_are_not_taken_for_another() -> None:
 
 
 def grown(window: int, *, layers: int = 2, heads: int = 3, dim: int = 5) -> GrowingStore:
-    return GrowingStore(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu"))
+    return GrowingStore(Layout(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu")))
 
 
 def put(store: GrowingStore, part: Tensor) -> None:
@@ -180,7 +182,7 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
     layers, heads, dim, window = 1 + 2 * seed, 2, 3, 7 * BLOCK + 19
     token = layers * 2 * heads * dim * 4
     room = Lender(window * token + 64)
-    store = BorrowingStore(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu"), room)
+    store = BorrowingStore(Layout(layers, (2 * heads, dim), window, torch.float32, torch.device("cpu")), room)
     held = torch.empty(layers, 0, 2 * heads, dim)
 
     def drawn(most: int) -> int:
@@ -201,10 +203,60 @@ def test_borrowed_memory_is_no_more_than_needed_and_keeps_what_is_in_it(seed: in
         store.reserve(window + 1)
 
 
+def spilling(most: int, *, layers: int = 11, window: int = 9 * BLOCK) -> Layout:
+    return Layout(layers, (3 * 7,), window, CODES, torch.device("cpu"), most)
+
+
+@pytest.mark.parametrize("borrowing", [False, True], ids=["its own", "borrowed"])
+@pytest.mark.parametrize("blocks", [0, 1, 5, 17, 40, 99])
+def test_what_a_device_has_no_room_for_is_in_ram(blocks: int, borrowing: bool) -> None:
+    """Room for so many blocks of a layer: longer chats move layer after layer out, shorter ones take them back."""
+    layout = spilling(blocks * BLOCK * 21)
+    store = BorrowingStore(layout, Lender(layout.most or 0)) if borrowing else GrowingStore(layout)
+    held, random = torch.empty(11, 0, 21, dtype=CODES), torch.Generator().manual_seed(blocks)
+    versions: set[object] = set()
+    for turn, length in enumerate((1, 300, 301, 900, 2000, 2304, 40, 700, 2200)):
+        store.crop(min(length, store.length))
+        store.trim(length)
+        new = torch.randint(-127, 128, (11, length - store.length, 21), generator=random, dtype=CODES)
+        held = torch.cat([held[:, : store.length], new], 1)
+        store.reserve(length)
+        for place, part in zip(store.places(length), new, strict=True):
+            place.copy_(part)
+        store.length = length
+        assert torch.equal(torch.cat(store.seen(0, length)), held)
+        assert all(torch.equal(layer[:length], held[i]) for i, layer in enumerate(store.layers()))
+        near = min(11, blocks * BLOCK // store.capacity)
+        assert store.nbytes() == near * store.capacity * 21 <= max(1, layout.most or 0)
+        assert store.spilled() == (11 - near) * store.capacity * 21
+        versions.add(store.version())
+        assert turn > 5 or store.capacity <= -(-length // BLOCK) * BLOCK * 3 // 2 + BLOCK
+    assert len(versions) > 3
+
+
+def test_a_device_with_less_than_it_promised_keeps_fewer_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real = GrowingStore(spilling(20 * BLOCK * 21)), getattr(GrowingStore, "_allot")  # noqa: B009
+
+    def allot(self: GrowingStore, near: int, capacity: int) -> None:
+        if near > 2:
+            raise torch.OutOfMemoryError
+        real(self, near, capacity)
+
+    monkeypatch.setattr(GrowingStore, "_allot", allot)
+    whole = torch.randint(-127, 128, (11, 4 * BLOCK, 21), dtype=CODES)
+    for end in (BLOCK, 4 * BLOCK):
+        start = store.length
+        store.reserve(end)
+        for place, part in zip(store.places(end), whole[:, start:end], strict=True):
+            place.copy_(part)
+        store.length = end
+    assert store.nbytes() == 2 * store.capacity * 21 and torch.equal(torch.cat(store.seen(0, 4 * BLOCK)), whole)
+
+
 def test_a_new_conversation_gives_borrowed_memory_back() -> None:
     room = Lender(1 << 20)
     kv = KVCache()
-    store = BorrowingStore(1, (2, 2), 20 * BLOCK, torch.float32, torch.device("cpu"), room)
+    store = BorrowingStore(Layout(1, (2, 2), 20 * BLOCK, torch.float32, torch.device("cpu")), room)
     kv.store_of(GrowingStore, lambda: store)
     put(store, torch.zeros(1, 10 * BLOCK, 2, 2))
     kv.computed([5] * 10 * BLOCK, SAME)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from floe_chat.engine.decoder.kv_cache import BLOCK, KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import BLOCK
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.experts.offloaded_layer import OffloadedLayer
 from floe_chat.engine.experts.whole_layers import RamLayer, ResidentLayer

@@ -16,9 +16,10 @@ from floe_chat.engine.planning.footprint import Footprint
 from floe_chat.engine.planning.machine import Machine
 from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.planning.mix_choice import STEPS, Placed
-from floe_chat.engine.planning.opened_pack import LONGER, OpenedPack
+from floe_chat.engine.planning.opened_pack import OpenedPack
 from floe_chat.engine.planning.options import WIDTHS, option
 from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork
+from floe_chat.engine.planning.worth import CLEARLY
 from floe_chat.models.catalog import described, find
 from floe_chat.models.configuration import read
 from floe_chat.models.pack.packed_model import PackedModel
@@ -124,25 +125,40 @@ def test_what_is_chosen_fits_and_counts_no_more_rows_than_there_are() -> None:
 class _Mixtral(OpenedPack):
     """Without its files."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: int) -> None:
         self.layers, self.mix, self.work = (), None, BALANCED
-        self.takes = Footprint.of(MIXTRAL.sizes, PackSpec())
-        self.window, self.needs = 32768, Needs.of_footprint(self.takes, 4096)
+        self.takes, self.window = Footprint.of(MIXTRAL.sizes, PackSpec()), MIXTRAL.sizes.window
+        self.forms = [Needs.of_footprint(self.takes, context, bits) for bits in (16, 8)]
+        self.needs = self.forms[0]
 
 
-def test_chats_get_room_where_that_costs_little() -> None:
-    pack = _Mixtral()
-    for card, vram in itertools.product(CARDS[::7], (6, 8, 12, 20, 24)):
-        there, budget = machine.of_card(card, BASE), memory_plan.budget(vram * GB)
+@pytest.mark.parametrize("context", [4096, 16384])
+def test_opening_divides_memory_as_planned(context: int) -> None:
+    pack = _Mixtral(context)
+    for card, vram in itertools.product(CARDS[::9], (4, 6, 8, 12, 20, 24)):
+        there, budget = dataclasses.replace(machine.of_card(card, BASE), vram=vram * GB), memory_plan.budget(vram * GB)
+        planned = option(there, MIXTRAL, PackSpec(), context)
+        if planned.mix is None:  # the CPU is faster
+            continue
         shares = pack.shares(there, budget)
-        short = placed(pack.takes, there.speeds, vram, 28)
-        assert short is not None
-        fastest = 1 / seconds(pack.takes, there.speeds, short[0].held)
-        assert (1 - LONGER) * fastest * 0.999 <= pack.tokens_s(there, shares) <= fastest * 1.001
-        before = pack.needs.share_out(short[0].mix, budget, pack.window, short[0].rows)
-        assert shares.window >= before.window and sum(shares.uses.values()) <= budget
-    eight = pack.shares(machine.of_card(cards.named("RTX 4060"), BASE), memory_plan.budget(8 * GB))
-    assert eight.window >= 8192
+        found = shares.mix, shares.rows if planned.mix.pool else planned.pool_rows, shares.kv_bits
+        assert found == (planned.mix, planned.pool_rows, planned.kv_bits)
+        assert shares.reserved >= context and sum(shares.uses.values()) <= budget
+        assert pack.tokens_s(there, shares) == pytest.approx(planned.decode.mid)
+
+
+def test_keys_and_values_get_8_bits_where_that_is_clearly_worth_it() -> None:
+    for vram, context in itertools.product((4, 6, 8, 10, 12, 16, 24), (1024, 4096, 16384, 32768)):
+        there = dataclasses.replace(machine.of_card(cards.named("RTX 4060"), BASE), vram=vram * GB)
+        exact, coarse = (option(there, MIXTRAL, PackSpec(), context, kv_bits=bits) for bits in (16, 8))
+        found = option(there, MIXTRAL, PackSpec(), context)
+        assert coarse.kl > exact.kl and found in (exact, coarse)
+        if exact.works:
+            assert (found.kv_bits == 8) == (coarse.worth >= exact.worth + CLEARLY)
+        assert context > 1024 or found.kv_bits == 16
+        # The longer a chat, the slower, first as its entries are read, then as it takes memory.
+        assert found.decode.mid * 1.001 >= found.full[0] >= found.full[1] > 0
+        assert context > 4096 or vram < 24 or found.kv_bits == 16
 
 
 @pytest.mark.parametrize("vram", [24 << 20, 20 << 20, 14 << 20])

@@ -12,19 +12,10 @@ from floe_chat.engine.offload import cards
 from floe_chat.engine.planning import machine, plan, reasons
 from floe_chat.engine.planning.machine import Described, Machine
 from floe_chat.engine.planning.memory_plan import KEPT_FREE
-from floe_chat.engine.planning.options import (
-    BEYOND,
-    CLEARLY,
-    DEFAULT,
-    ENOUGH,
-    WIDTHS,
-    WORTH,
-    SpeedRange,
-    option,
-    rounding,
-)
+from floe_chat.engine.planning.options import DEFAULT, WIDTHS, SpeedRange, option, rounding
 from floe_chat.engine.planning.rates import GPU_REACHED, Measured
 from floe_chat.engine.planning.speed_estimate import Speeds
+from floe_chat.engine.planning.worth import BEYOND, CLEARLY, ENOUGH, WORTH
 from floe_chat.models.catalog import described
 from floe_chat.models.errors import UsageError
 from floe_chat.models.packing.pack import PackSpec
@@ -96,6 +87,9 @@ class TestWhere:
         assert short.chosen and long.chosen and long.context == MIXTRAL.sizes.window
         assert short.chosen.pool_rows > long.chosen.pool_rows
         assert short.chosen.vram["context"] == 512 * 2 * 32 * 1024 * 2
+        assert short.chosen.kv_bits == 16
+        coarse = plan.make(a_machine(vram=12), MIXTRAL, context=512, kv_bits=8).chosen
+        assert coarse and coarse.vram["context"] == 512 * 32 * (2 * 1024 + 2 * 16)
 
     def test_the_demo_is_planned_as_it_is_packed(self) -> None:
         found = plan.make(a_machine(ram=8, disk=0.01), described("demo"))

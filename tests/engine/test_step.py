@@ -10,7 +10,8 @@ import pytest
 import torch
 from floe_chat.engine.decoder import layers
 from floe_chat.engine.decoder.decoders import FusedDecoder, LibraryDecoder, choose
-from floe_chat.engine.decoder.kv_cache import BLOCK, KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import BLOCK
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK, Cancelled
 from floe_chat.engine.planning.footprint import kv_element
 from floe_chat.models.families import FAMILIES

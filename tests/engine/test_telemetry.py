@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from floe_chat.engine.decoder.kv_cache import BLOCK
+from floe_chat.engine.decoder.kv_stores import BLOCK
 from floe_chat.engine.events import Finished, Load, Loaded, Stats
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.telemetry import Telemetry, hidden

@@ -11,7 +11,8 @@ import torch
 from floe_chat.engine.decoder import compiled_token
 from floe_chat.engine.decoder.compiled_token import TokenPass
 from floe_chat.engine.decoder.decoders import FusedDecoder
-from floe_chat.engine.decoder.kv_cache import GrowingStore, KVCache
+from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.kv_stores import GrowingStore
 from floe_chat.engine.events import Sampling
 from floe_chat.engine.experts.moe_layer import Cancelled, Flag, MoELayer
 from floe_chat.engine.loader import LoadedModel

@@ -1,0 +1,278 @@
+"""Where keys and values are: in memory of their own, or at the end of device memory that otherwise holds rows.
+
+What a device has no room for is in RAM, layer by layer from the last one on: pinned, so that the device reads it over
+the link where it is, by the same addresses. A longer chat then moves more layers there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .kv_cache import KVStore
+
+BLOCK = 256  # tokens: keys and values grow by whole blocks
+GROUP = 8  # layers whose keys and values share a tensor
+_VERSIONS = itertools.count()
+
+
+class Room(Protocol):
+    """Device memory whose end keys and values may borrow; the rest holds rows, which give way."""
+
+    def vacant(self) -> bool:
+        """Whether no live store has borrowed from it."""
+        ...
+
+    def let(self, store: KVStore) -> None:
+        """This store may borrow from now on; memory lent to others is returned."""
+        ...
+
+    def lend(self, nbytes: int) -> None:
+        """Lend `nbytes`, instead of those lent before. The content at their end is untouched.
+
+        Raises:
+            FloeError: there is not enough.
+        """
+        ...
+
+    def lent(self) -> Tensor:
+        """(nbytes,) uint8, to be requested again in each pass: the memory may have moved."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KvForm:
+    """How keys and values are stored.
+
+    Attributes:
+        bits: 16, or 8 (kernels/entries.py). most: bytes of device memory that they may take; None: all that they need.
+    """
+
+    bits: int = 16
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a store holds.
+
+    Attributes:
+        layers: of the model. entry: the shape of a token's entry in each of them (`Heads.entry`). window: tokens of the
+            longest chat. most: bytes that entries may take on the device; None: all that they need.
+    """
+
+    layers: int
+    entry: tuple[int, ...]
+    window: int
+    dtype: torch.dtype
+    device: torch.device
+    most: int | None = None
+
+    def nbytes(self, layers: int, capacity: int) -> int:
+        """Of the entries of so many layers and tokens."""
+        return layers * capacity * math.prod(self.entry) * self.dtype.itemsize
+
+    def near(self, capacity: int) -> int:
+        """How many layers the device has room for, with so many tokens."""
+        one = self.nbytes(1, capacity)
+        return self.layers if self.most is None or not one else min(self.layers, self.most // one)
+
+
+class GrowingStore:
+    """Keys and values in memory reserved for more tokens than are there, so that adding a token copies nothing.
+
+    Memory grows by half, in whole blocks, up to the window; by less where layers have to leave the device for it.
+    Layers share a tensor in groups: one call then gives the views of a whole group, and only one group is there twice
+    while it grows.
+
+    Attributes:
+        capacity: tokens that there is room for. length: tokens that are there.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.capacity = self.length = 0
+        self._near: list[Tensor] = self._groups(layout.layers, 0)  # of each group, (layers, capacity, *entry)
+        self._far: Tensor | None = None  # of the other layers, likewise
+        self._version = next(_VERSIONS)
+
+    def nbytes(self) -> int:
+        """Bytes that are set aside on the device."""
+        return sum(group.nbytes for group in self._on_device())
+
+    def spilled(self) -> int:
+        """Bytes that are set aside in RAM, since the device has no room for them."""
+        return 0 if self._far is None else self._far.nbytes
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens; their memory stays set aside."""
+        self.length = min(self.length, length)
+
+    def trim(self, length: int) -> None:
+        """Layers that a conversation of `length` tokens leaves room for return to the device; other memory stays set
+        aside, since what comes next will need about as much.
+        """
+        wanted = self._blocks(max(length, self.length))
+        if wanted < self.capacity and self.layout.near(wanted) > self.layout.near(self.capacity):
+            self._resize(wanted)
+
+    def reserve(self, length: int) -> None:
+        """Make room for `length` tokens in all.
+
+        Raises:
+            ValueError: more than the window. FloeError: more than the device's memory has room for.
+        """
+        if length > self.layout.window:
+            raise ValueError(f"{length} tokens for a window of {self.layout.window}")
+        if length > self.capacity:
+            self._resize(self._blocks(self._ahead(length)))
+
+    def layers(self) -> list[Tensor]:
+        """For each layer, all that is set aside, (capacity, *entry)."""
+        return [layer for group in self._all() for layer in group.unbind(0)]
+
+    def version(self) -> tuple[int, int]:
+        """Another one, among all stores, whenever `layers` are at other addresses."""
+        return self._version, 0
+
+    def places(self, end: int) -> list[Tensor]:
+        """For each layer, where the entries of tokens length..end-1 go, (end - length, *entry)."""
+        added = end - self.length
+        return [place for group in self._all() for place in group.narrow(1, self.length, added).unbind(0)]
+
+    def seen(self, start: int, end: int) -> list[Tensor]:
+        """Group by group of layers, the entries of tokens start..end-1, (layers, end - start, *entry)."""
+        return [group.narrow(1, start, end - start) for group in self._all()]
+
+    def _all(self) -> list[Tensor]:
+        return [*self._on_device(), *([] if self._far is None else [self._far])]
+
+    def _on_device(self) -> list[Tensor]:
+        return self._near
+
+    def _blocks(self, length: int) -> int:
+        """Tokens of the blocks that hold `length`."""
+        return min(self.layout.window, -(-length // BLOCK) * BLOCK)
+
+    def _ahead(self, length: int) -> int:
+        """Tokens to make room for when there is none for `length`: the fewer, the more layers stay."""
+        longer = max(length, self.capacity * 3 // 2)
+        return longer if self.layout.near(longer) == self.layout.layers else max(length, self.capacity * 9 // 8)
+
+    def _resize(self, capacity: int) -> None:
+        before, after = self.layout.near(self.capacity), self.layout.near(capacity)
+        if before == after == self.layout.layers:
+            self._grow(capacity)
+        else:
+            self._move(after, capacity)
+        self.capacity, self._version = capacity, next(_VERSIONS)
+
+    def _grow(self, capacity: int) -> None:
+        """All layers are on the device, and stay there."""
+        for index, old in enumerate(self._near):
+            self._near[index] = old.new_empty(old.shape[0], capacity, *old.shape[2:])
+            self._near[index][:, : self.length] = old[:, : self.length]
+            del old  # otherwise the last group would exist twice even after its growth
+
+    def _move(self, near: int, capacity: int) -> None:
+        """From now on so many layers are on the device. All go through RAM, so that nothing is there twice."""
+        saved = [layer[: self.length].to("cpu", copy=True) for layer in self.layers()]
+        self._far = None
+        while near and not self._allotted(near, capacity):
+            near -= 1
+            self.layout = replace(self.layout, most=self.layout.nbytes(near, capacity))
+        if not near:
+            self._allot(0, capacity)
+        far = self.layout.layers - near
+        self._far = self._empty(far, capacity, in_ram=True) if far else None
+        self.capacity = capacity
+        for mine, layer in zip(self.layers(), saved, strict=True):
+            mine[: self.length] = layer
+
+    def _allotted(self, near: int, capacity: int) -> bool:
+        """Whether there was as much memory as was promised."""
+        try:
+            self._allot(near, capacity)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _allot(self, near: int, capacity: int) -> None:
+        """Memory of the device for so many layers, instead of the present one."""
+        self._near = []
+        self._near = self._groups(near, capacity)
+
+    def _groups(self, layers: int, capacity: int) -> list[Tensor]:
+        return [self._empty(min(GROUP, layers - first), capacity) for first in range(0, layers, GROUP)]
+
+    def _empty(self, layers: int, capacity: int, *, in_ram: bool = False) -> Tensor:
+        device = torch.device("cpu") if in_ram else self.layout.device
+        pinned = in_ram and self.layout.device.type == "cuda"
+        shape = layers, capacity, *self.layout.entry
+        return torch.empty(shape, dtype=self.layout.dtype, device=device, pin_memory=pinned)
+
+
+class BorrowingStore(GrowingStore):
+    """Keys and values at the end of device memory that otherwise holds rows, in whole blocks.
+
+    Nothing exists twice: as the memory grows downwards, layers move one by one to their new places.
+    """
+
+    def __init__(self, layout: Layout, room: Room) -> None:
+        super().__init__(layout)
+        self._near, self._room = [], room
+        room.let(self)
+
+    def trim(self, length: int) -> None:
+        """Give back the blocks that a conversation of `length` tokens does not need."""
+        wanted = self._blocks(max(length, self.length))
+        if wanted < self.capacity:
+            self._resize(wanted)
+
+    def version(self) -> tuple[int, int]:
+        """See `GrowingStore`; the memory moves when rows give way to something else."""
+        return self._version, self._room.lent().data_ptr()
+
+    def _ahead(self, length: int) -> int:
+        return length  # the rows give way before anything is written
+
+    def _on_device(self) -> list[Tensor]:
+        return [self._part(self._room.lent(), self.layout.near(self.capacity), self.capacity)]
+
+    def _part(self, memory: Tensor, layers: int, capacity: int) -> Tensor:
+        """(layers, capacity, *entry), which end where `memory` does."""
+        layout = self.layout
+        mine = memory[memory.numel() - layout.nbytes(layers, capacity) :]
+        return mine.view(layout.dtype).view(layers, capacity, *layout.entry)
+
+    def _allotted(self, near: int, capacity: int) -> bool:
+        """Whether there was as much memory as was promised."""
+        try:
+            self._allot(near, capacity)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _allot(self, near: int, capacity: int) -> None:
+        self._room.lend(self.layout.nbytes(near, capacity))
+
+    def _grow(self, capacity: int) -> None:
+        before, layers = self.capacity, self.layout.layers
+        if capacity > before:
+            self._room.lend(self.layout.nbytes(layers, capacity))
+        memory = self._room.lent()
+        old, new = self._part(memory, layers, before), self._part(memory, layers, capacity)
+        # Moving down, the lowest goes first, moving up, the highest, in pieces as long as the distance.
+        for layer in range(layers) if capacity > before else reversed(range(layers)):
+            way = (layers - layer) * abs(capacity - before)
+            starts = range(0, min(self.length, capacity), way)
+            for start in starts if capacity > before else reversed(starts):
+                end = min(start + way, self.length)
+                new[layer, start:end] = old[layer, start:end]
+        if capacity < before:
+            self._room.lend(self.layout.nbytes(layers, capacity))

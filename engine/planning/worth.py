@@ -1,0 +1,28 @@
+"""What speed is worth against quality loss: the rule of every recommendation, and of what is chosen by itself."""
+
+from __future__ import annotations
+
+import math
+
+from .measured_figures import figures
+
+WORTH = 0.035  # nats of quality loss outweighed by twice the speed
+ENOUGH = 20.0  # tokens/s, faster than most people read
+BEYOND = 1 / 3  # share of that which twice the speed outweighs above it
+CLEARLY = 0.1  # doublings by which a choice must be better than the usual one, or than a more exact one
+KV_FORMS = (16, 8)  # bits that keys and values may have; the first is the usual form
+
+
+def of_speed(tokens_s: float) -> float:
+    """Doublings of speed that count: all up to `ENOUGH`, `BEYOND` of those above."""
+    return math.log2(min(tokens_s, ENOUGH)) + BEYOND * math.log2(max(tokens_s / ENOUGH, 1.0))
+
+
+def pays(gain: float, loss: float) -> bool:
+    """Whether so many doublings of speed are clearly worth so many nats."""
+    return gain - loss / WORTH >= CLEARLY
+
+
+def kv_loss(bits: int) -> float:
+    """Quality loss of keys and values of so many bits, in nats of mean KL divergence, by the demo model."""
+    return figures().quantization["kv"][bits]
