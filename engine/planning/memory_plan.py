@@ -15,6 +15,7 @@ from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
 from .. import context
+from ..context import CONTEXT
 from ..decoder.kv_stores import GROUP
 from ..offload.cards import DENSE_LAUNCHES
 from ..offload.device_memory import RING
@@ -103,7 +104,7 @@ class Needs:
         config: Any,
         element: int,
         kv_bits: int = 16,
-        reserved: int = context.CONTEXT,
+        reserved: int = CONTEXT,
     ) -> Needs:
         """`element`: bytes of a key's or a value's number on the device, where they are no codes of 8 bits."""
         a, sizes, window = manifest.architecture, sizes_of(manifest, config), context.window(config)

@@ -20,6 +20,7 @@ from ....kernels.layouts import RowLayout, UpLayout, VectorLayout
 from ....kernels.types import Active, Calls, Work
 from ....kernels.weights import ExpertRows, UpWeights
 from ....models.pack.packed_model import PackedLayer
+from ...context import CONTEXT as CONTEXT
 from ...experts.moe_layer import Control, MoELayer
 from ...experts.offloaded_layer import Neighbours, OffloadedLayer
 from ...experts.whole_layers import RamLayer, ResidentLayer
@@ -310,7 +311,6 @@ def played_since(stage: Stage, before: Sequence[float], passes: int) -> Played:
     return Played(seconds, moved, waited, busy, counts, host, unused)
 
 
-CONTEXT = 4096  # tokens whose keys and values take memory
 KV_BYTES = 2 * 1024 * 2  # of one token in one layer of Mixtral, 16 bit
 
 
