@@ -16,7 +16,6 @@ from ..experts.offloaded_layer import OffloadedLayer
 from ..experts.ruled_layer import RuledLayer
 from .card_lists import Form
 
-_ACTIVE = slice(codes.PART_READY, codes.PART_LATE + 1)  # the parts that each active neuron is in one of
 _SEEN = "chosen", "routed", "thresholds", "reached"
 
 
@@ -33,7 +32,8 @@ class Noted:
     """What is noted of the steps of layers that share a form.
 
     Attributes:
-        places: numbers of the layers. seen: of each, the record's first bytes. sizes, kept: of each part and call.
+        places: numbers of the layers. seen: of each, the record's first bytes. sizes, kept: of each part and call, with
+            the number of active neurons behind the parts.
     """
 
     def __init__(self, form: Form, places: list[int]) -> None:
@@ -45,7 +45,7 @@ class Noted:
         self.ends: NDArray[np.int64] = form.lists.offsets.numpy()[:, -1]
         self.reached: NDArray[np.int64] = form.lists.kept.numpy()
         self.seen = np.zeros((count, -(-nbytes // 8) * 8), np.uint8)
-        self.sizes = np.zeros((count, codes.PARTS), np.int64)
+        self.sizes = np.zeros((count, codes.PARTS + 1), np.int64)
         self.kept = np.zeros((count, self.reached.size), np.int64)
 
     def row(self, row: int) -> tuple[NDArray[Any], ...]:
@@ -74,7 +74,7 @@ class CardCounts:
         self.noted = [rows[place][0].row(rows[place][1]) for place in range(count)]
         self._calls = np.zeros((count, layers[0].layer.packed.rows.data.shape[0]), np.int64)
         self._computed, self._kept, self._replaced = np.zeros((3, count), np.int64)
-        self._parts = np.zeros((count, codes.PARTS), np.int64)
+        self._parts = np.zeros((count, codes.PARTS + 1), np.int64)
         self._looked = [(0, 0, 0.0)] * count  # calls, hits, seconds waited
         self._owed = 0  # layers of the last token, whose last one's `reached` is on the device
         self._asked = False
@@ -118,19 +118,18 @@ class CardCounts:
             self._kept[self._owed - 1] += int(self._reached)
             self._owed = 0
         for place, one in enumerate(self._layers):
-            parts = self._parts[place].tolist()
-            counts, active = one.layer.telemetry.layers[one.layer.index], sum(parts[_ACTIVE])
+            ready, coming, copied, beside, _arrived, active = self._parts[place].tolist()
+            counts, left_out = one.layer.telemetry.layers[one.layer.index], active - ready - coming - copied - beside
             calls, kept = self._calls[place].tolist(), int(self._kept[place])
             if not any(calls):
                 continue
             one.layer.add_totals(one.ruled, calls, int(self._computed[place]), active, kept)
-            ready, coming, copied, beside, skipped, late = parts[_ACTIVE]
             counts.ready += ready
             counts.coming += coming
             counts.copied += copied
             counts.on_cpu += beside
-            counts.left_out += skipped + late
-            counts.bytes -= (skipped + late) * one.ruled.costs[1]  # `add_totals` counts them as read
+            counts.left_out += left_out
+            counts.bytes -= left_out * one.ruled.costs[1]  # `add_totals` counts them as read
             counts.substituted += int(self._replaced[place])
             looked, hit, waited = self._looked[place]
             counts.looked, counts.hit, counts.waited = counts.looked + looked, counts.hit + hit, counts.waited + waited

@@ -189,7 +189,8 @@ class CardExperts:
                 if predicts:
                     scheduler.look()
                 seen, record, sizes, ends, kept, reached = one.noted
-                seen[:], sizes[:], kept[:] = record, ends, reached
+                seen[:], sizes[:-1], kept[:] = record, ends, reached
+                sizes[-1] = one.form.listing.offsets[-1]
             ended = True
         finally:
             scheduler.end_token()

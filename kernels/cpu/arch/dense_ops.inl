@@ -250,8 +250,8 @@ void add_all_values(const Heads &h, const float *scores, const Stored *v, int64_
         }
 }
 
-// Where `tokens` stored tokens' codes have scales, the numbers of each query (kSpan apart) times those of its row; first:
-// 0 for keys, kv_heads for values.
+// Where `tokens` stored tokens' codes have scales, the numbers of each query (kSpan apart) times those of its row;
+// first: 0 for keys, kv_heads for values.
 void scale_numbers(const Heads &h, const void *kv, int64_t tokens, int64_t first, float *numbers) {
     if (h.stored != FLOE_KEPT_CODES) return;
     for (int64_t g = 0; g < h.kv_heads; g++) {
