@@ -30,6 +30,7 @@ from ..offload.lane_rates import Rates, rates_file
 from ..offload.links import pinning
 from ..offload.links.compiled_cuda import open_cuda_link
 from ..offload.links.compiled_link import CompiledLink, throttled_link
+from ..offload.links.cuda_link import CudaLink
 from ..offload.links.pinning import Pinned
 from ..offload.links.transfer import Kind, MeasuredLink, TransferMode
 from ..offload.links.tuned_link import LinkEnds, open_link
@@ -161,6 +162,8 @@ def _on_gpu(gpu: UsableGpu, why: str, pack: OpenedPack, vram: int | None) -> Dev
         nbytes = sum(layer.rows.data.nbytes for layer in layers)
         device = _measured(LinkEnds(place, place, link, pinning.why_not(place, nbytes)), wanted, layers)
         device.looks_ahead = False
+        if isinstance(device.link, CudaLink) and device.link.instead:
+            device.moves += f"; {device.link.instead}"
         return device
 
     return DeviceChoice(place, why, shares, make, budget, cap)

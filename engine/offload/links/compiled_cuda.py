@@ -146,7 +146,9 @@ def open_cuda_link(
         if isinstance(error, NativeUnavailableError) and isa_is_forced():
             raise
         _log.warning("Rows are packed by Python's thread, which is slower: %s", error)
-        return CudaLink(device, nbytes, chunk=chunk, zero_copy=zero_copy, pinned=pinned)
+        link = CudaLink(device, nbytes, chunk=chunk, zero_copy=zero_copy, pinned=pinned)
+        link.instead = f"rows are packed by Python's thread, which is slower, because {error}"
+        return link
 
 
 def head_of(chunk: int) -> int:

@@ -49,7 +49,12 @@ class CudaLink(ThreadedLink):
     `wait` returns when the copies are under way, with the current stream ordered after them: the compute stream is the
     current one of the thread that submits and waits. `zero_copy`: rows in pinned memory are read by the device itself.
     Rows in RAM never change, so only unpinning has to wait for the kernels that read them: see `close`.
+
+    Attributes:
+        instead: why this is used, not the compiled one, which is faster; "" if it was asked for.
     """
+
+    instead = ""
 
     def __init__(
         self,
